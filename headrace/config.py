@@ -1,0 +1,223 @@
+"""The settings: one TOML file, environment variables over it, read once into frozen types.
+
+`load_settings` looks for `--config FILE`, then `HEADRACE_CONFIG`, then `./headrace.toml`, and
+falls back to the defaults, which mean the embedded log. An environment variable overrides one
+value: `HEADRACE_KAFKA__BOOTSTRAP_SERVERS=127.0.0.1:9092`. All faults are reported at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from headrace.errors import ConfigurationError
+from headrace.topics import Topic
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class KafkaSettings(_Group):
+    """How to reach the brokers. The SASL and TLS names are Kafka's own."""
+
+    bootstrap_servers: str
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = "PLAIN"
+    sasl_username: str = ""
+    sasl_password: SecretStr = SecretStr("")
+    oauth_token_file: Path | None = None
+    """A file with the bearer token, read again for every connection (OAUTHBEARER)."""
+    ssl_ca_file: Path | None = None
+    ssl_cert_file: Path | None = None
+    ssl_key_file: Path | None = None
+    ssl_key_password: SecretStr = SecretStr("")
+    ssl_check_hostname: bool = True
+    client_id: str = "headrace"
+    client_rack: str = ""
+    request_timeout_ms: Annotated[int, Field(ge=1000)] = 20_000
+    session_timeout_ms: Annotated[int, Field(ge=1000)] = 30_000
+    linger_ms: Annotated[int, Field(ge=0)] = 0
+    compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
+
+    @model_validator(mode="after")
+    def _credentials_are_complete(self) -> Self:
+        if not self.security_protocol.startswith("SASL"):
+            return self
+        if self.sasl_mechanism == "OAUTHBEARER":
+            if self.oauth_token_file is None:
+                raise ValueError("sasl_mechanism OAUTHBEARER needs oauth_token_file")
+        elif not (self.sasl_username and self.sasl_password.get_secret_value()):
+            raise ValueError(
+                f"sasl_mechanism {self.sasl_mechanism} needs sasl_username and sasl_password"
+            )
+        return self
+
+
+class TopicSettings(_Group):
+    """The names of the topics, and how `headrace topics create` makes them."""
+
+    partitions: Annotated[int, Field(ge=1)] = 4
+    replication_factor: Annotated[int, Field(ge=1)] = 1
+    retention_ms: Annotated[int, Field(ge=1)] = 7 * 24 * 3600 * 1000
+    internal_retention_ms: Annotated[int, Field(ge=1)] = 24 * 3600 * 1000
+    """Of items, batches, results and events: work that is answered is of no more use."""
+    max_message_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+    reply_allowed: tuple[str, ...] = (r"{namespace}\..*",)
+    """Regular expressions; a `kafka_replyTopic` must match one of them in full."""
+    names: dict[Topic, str] = {}
+    """Full names for topics that shall not be called `{namespace}.{topic}`."""
+
+
+class DeliverySettings(_Group):
+    """What is promised of answers."""
+
+    guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    order: Literal["none", "key", "partition"] = "none"
+
+    @model_validator(mode="after")
+    def _only_what_is_there(self) -> Self:
+        if self.guarantee == "exactly_once":
+            raise ValueError("guarantee: exactly_once is not in this version; use at_least_once")
+        if self.order != "none":
+            raise ValueError(f"order: {self.order} is not in this version; use none")
+        return self
+
+
+class LimitSettings(_Group):
+    """Bounds on one request and on everything in flight."""
+
+    max_request_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    max_in_flight_bytes: Annotated[int, Field(ge=1024 * 1024)] = 256 * 1024 * 1024
+    default_timeout_ms: Annotated[int, Field(ge=0)] = 0
+    """Counted from the record's timestamp; 0 means none."""
+    drain_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+
+
+class ModelSettings(_Group):
+    """Where the models are."""
+
+    repository: Path = Path("models")
+
+
+class BatchingSettings(_Group):
+    """Defaults for all models; a model's `model.toml` may say otherwise."""
+
+    max_batch_size: Annotated[int, Field(ge=1)] = 32
+    max_queue_delay_ms: Annotated[float, Field(ge=0)] = 0.0
+    max_batch_bytes: Annotated[int, Field(ge=1)] = 8 * 1024 * 1024
+
+
+class ExecutorSettings(_Group):
+    """Where and how often models run."""
+
+    device: Device = "cpu"
+    instances: Annotated[int, Field(ge=1)] = 1
+    intra_op_threads: Annotated[int, Field(ge=0)] = 0
+    """Threads of one run; 0 shares the machine's cores between the instances of a model."""
+
+
+class TelemetrySettings(_Group):
+    """What can be seen from outside."""
+
+    otlp_endpoint: str = ""
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    http_host: str = "127.0.0.1"
+    http_port: Port = 8080
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Settings(BaseSettings):
+    """Everything that can be set, with its defaults."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="HEADRACE_", env_nested_delimiter="__"
+    )
+
+    namespace: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,100}$")] = "headrace"
+    kafka: KafkaSettings | None = None
+    topics: TopicSettings = TopicSettings()
+    delivery: DeliverySettings = DeliverySettings()
+    limits: LimitSettings = LimitSettings()
+    models: ModelSettings = ModelSettings()
+    batching: BatchingSettings = BatchingSettings()
+    executor: ExecutorSettings = ExecutorSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment goes over the file, whose values come in as init arguments."""
+        return env_settings, init_settings
+
+    @model_validator(mode="after")
+    def _reply_patterns_compile(self) -> Self:
+        for pattern in self.topics.reply_allowed:
+            try:
+                re.compile(pattern.replace("{namespace}", re.escape(self.namespace)))
+            except re.error as error:
+                raise ValueError(f"topics.reply_allowed: {pattern!r}: {error}") from error
+        return self
+
+    def topic(self, topic: Topic) -> str:
+        """The full name of one of Headrace's topics."""
+        return self.topics.names.get(topic, f"{self.namespace}.{topic}")
+
+
+def load_settings(config_file: Path | None = None) -> Settings:
+    """Read the settings, once.
+
+    Raises:
+        ConfigurationError: with one line for each fault.
+    """
+    path = config_file or _configured_file()
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigurationError(f"{path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{path}: {error}") from error
+    return make_settings(values, origin=str(path or "environment"))
+
+
+def make_settings(values: dict[str, Any], *, origin: str = "settings") -> Settings:
+    """Settings from plain values, with the environment over them. Raises `ConfigurationError`."""
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        faults = (
+            f"{origin}: {'.'.join(str(part) for part in fault['loc']) or 'settings'}: "
+            f"{fault['msg'].removeprefix('Value error, ')}"
+            for fault in error.errors(include_url=False, include_input=False)
+        )
+        raise ConfigurationError("\n".join(faults)) from error
+
+
+def _configured_file() -> Path | None:
+    named = os.environ.get("HEADRACE_CONFIG")
+    if named:
+        return Path(named)
+    here = Path("headrace.toml")
+    return here if here.is_file() else None

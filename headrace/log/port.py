@@ -1,0 +1,289 @@
+"""The log as Headrace sees it: records in partitions, groups, producers, a little administration.
+
+Two adapters implement these protocols: `headrace.log.kafka` and `headrace.log.memory`. The
+suite in `tests/contract` runs on both and is the definition of how they behave.
+
+Rules of use, which hold for both:
+
+- One task calls `Consumer.poll`, and nobody cancels it: it ends by its own timeout.
+- The listener's calls come from inside a rebalance. No record of an assigned partition is
+  returned by `poll` before `on_assigned` has returned, and none of a revoked one afterwards.
+- `Producer.send` keeps the order of records within a partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self, TypeAlias
+
+from headrace.errors import Code, Fatal, Rejected, Retriable
+
+Headers: TypeAlias = Sequence[tuple[str, bytes | None]]
+
+
+class TopicPartition(NamedTuple):
+    """One partition of one topic."""
+
+    topic: str
+    partition: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}"
+
+
+class Committed(NamedTuple):
+    """A consumer group's committed offset (the next to read) and its metadata text."""
+
+    offset: int
+    metadata: str = ""
+
+
+class Record(Protocol):
+    """A record as read. `timestamp` is in epoch milliseconds; a null value is a tombstone."""
+
+    @property
+    def topic(self) -> str: ...
+    @property
+    def partition(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def timestamp(self) -> int: ...
+    @property
+    def key(self) -> bytes | None: ...
+    @property
+    def value(self) -> bytes | None: ...
+    @property
+    def headers(self) -> Sequence[tuple[str, bytes | None]]: ...
+
+
+class NewRecord(NamedTuple):
+    """A record to be written. Without `timestamp_ms` the log stamps it on arrival."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: Headers = ()
+    timestamp_ms: int | None = None
+
+
+class Run(NamedTuple):
+    """Records that travel together: `count` of them, all acknowledged, or failed, as one."""
+
+    count: int
+    acknowledged: Awaitable[None]
+
+
+class TopicInfo(NamedTuple):
+    """A topic: its number of partitions and its settings by Kafka's names, as text."""
+
+    name: str
+    partitions: int
+    config: Mapping[str, str]
+
+
+class LogUnavailable(Retriable):
+    """No broker answered in time; what was asked may or may not have happened."""
+
+
+class LogAuthenticationFailed(Fatal):
+    """The broker refused our credentials, or we its certificate."""
+
+
+class RecordTooLarge(Rejected):
+    """The topic takes no record, or no batch, of this size."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Code.TOO_LARGE, message)
+
+
+class OffsetOutOfRange(Retriable):
+    """A position lies outside what the log still holds."""
+
+
+class Fenced(Retriable):
+    """Another producer with the same transactional id, or a newer generation, took over."""
+
+
+class RebalanceListener(Protocol):
+    """Told of assignments. Both calls are awaited inside the rebalance: keep them short."""
+
+    async def on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
+        """Set up the partitions; `Consumer.seek` may be called here."""
+        ...
+
+    async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
+        """Finish or drop what is in flight of the partitions; `Consumer.commit` may be called."""
+        ...
+
+
+class Consumer(Protocol):
+    """A member of a consumer group (with a listener), or a free reader of given partitions."""
+
+    async def poll(
+        self, timeout_s: float, max_records: int
+    ) -> Mapping[TopicPartition, Sequence[Record]]:
+        """Records in offset order per partition; empty when none came within the timeout.
+
+        Never raises because a broker is away: that shows as silence (see `last_contact_s`).
+
+        Raises:
+            OffsetOutOfRange: a position is below what retention has kept, or beyond the end.
+            LogAuthenticationFailed: the broker refuses us.
+        """
+        ...
+
+    def assignment(self) -> frozenset[TopicPartition]:
+        """The partitions that are ours now."""
+        ...
+
+    def pause(self, partitions: Sequence[TopicPartition]) -> None:
+        """Return nothing of these partitions until resumed; polling goes on."""
+        ...
+
+    def resume(self, partitions: Sequence[TopicPartition]) -> None:
+        """Undo `pause`; the next poll goes on where reading stood."""
+        ...
+
+    def seek(self, partition: TopicPartition, offset: int) -> None:
+        """Make `offset` the next one to be read of an assigned partition."""
+        ...
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """Commit for the group, in the current generation.
+
+        Raises:
+            LogUnavailable: no answer within the deadline; the outcome is unknown.
+            Fenced: the group has moved on; the partitions are no longer ours.
+        """
+        ...
+
+    async def committed(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, Committed | None]:
+        """What the group has committed, with metadata; None where nothing was. See `commit`."""
+        ...
+
+    async def beginning_offsets(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, int]:
+        """The first offset still held, per partition."""
+        ...
+
+    async def end_offsets(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, int]:
+        """The offset that the next record will get (the last stable one when read committed)."""
+        ...
+
+    async def offsets_for_times(
+        self, timestamps_ms: Mapping[TopicPartition, int]
+    ) -> Mapping[TopicPartition, int | None]:
+        """The first offset whose timestamp is at or after the given one; None when none is."""
+        ...
+
+    def last_contact_s(self) -> float:
+        """Seconds since the log last answered this consumer; 0.0 for the embedded log."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the group and let go of all sockets, within a few seconds even with no broker."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Producer(Protocol):
+    """Writes records; acknowledged by all in-sync replicas, idempotent."""
+
+    async def send(
+        self, partition: TopicPartition, records: Sequence[NewRecord]
+    ) -> Sequence[Run]:
+        """Hand over records of one partition, in order.
+
+        Returns as soon as the records are queued, which may wait for room. The runs are the
+        batches that the records travel in: together they are all the records, in order.
+
+        Raises (a run's `acknowledged` does, and for what never left, this call):
+            RecordTooLarge: one of the records, or the batch that they made, is too large.
+            LogUnavailable: no acknowledgement in time; the records may or may not be there.
+            Fenced: see there.
+        """
+        ...
+
+    async def partitions_for(self, topic: str) -> int | None:
+        """The number of partitions of a topic; None when the topic does not exist.
+
+        Answers from cached metadata where it can; a topic not seen before costs one question
+        to a broker, and never more than a second.
+
+        Raises:
+            LogUnavailable: nobody answered within that second.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Flush, within a few seconds, and close."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Log(Protocol):
+    """Where consumers and producers come from. The parts it gives are not yet started:
+    enter them with `async with`.
+    """
+
+    def member(
+        self, group: str, topics: Sequence[str], listener: RebalanceListener
+    ) -> Consumer:
+        """A member of a consumer group; reads `read_committed`."""
+        ...
+
+    def reader(self, partitions: Sequence[TopicPartition]) -> Consumer:
+        """A reader of given partitions, in no group, from their ends unless it seeks."""
+        ...
+
+    def producer(self) -> Producer:
+        """An idempotent producer."""
+        ...
+
+    async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
+        """What exists of these topics. Raises `LogUnavailable`."""
+        ...
+
+    async def create_topics(
+        self, topics: Sequence[TopicInfo], *, replication_factor: int
+    ) -> Mapping[str, bool]:
+        """Create topics; False where one was there before. Raises `LogUnavailable`."""
+        ...
+
+    async def committed(
+        self, group: str, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, Committed | None]:
+        """What any group has committed, without being a member of it."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the connections used for administration."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...

@@ -1,0 +1,359 @@
+"""The messages: what travels on the topics, and what travels inside a process.
+
+The first half are the wire types of the contract, one class for each kind of record value; the
+schemas in `schemas/` are generated from them. They follow the Open Inference Protocol v2 where
+it has a name for a thing. All are MessagePack maps; unknown fields are ignored, new fields have
+defaults, nothing is renamed.
+
+The second half are the working types. A `Request` is made once, when its record is read, and is
+the one object that passes through all stages of a process; at a topic between two stages
+`headrace.codec` turns it into a record and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, Protocol
+
+import msgspec
+from msgspec import Meta, Struct
+
+MAX_RANK = 16
+MAX_INPUTS = 64
+MAX_OUTPUTS = 256
+MAX_NAME_LENGTH = 256
+MAX_PARAMETERS = 64
+
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
+Text = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
+Shape = Annotated[list[int], Meta(max_length=MAX_RANK)]
+Parameter = str | int | float | bool
+Parameters = Annotated[dict[Text, Parameter], Meta(max_length=MAX_PARAMETERS)]
+
+# --- on the wire: the public contract ---------------------------------------------------------
+
+
+class InputTensor(Struct, kw_only=True):
+    """One input of a request. `data` is raw little-endian and row-major; `BYTES` elements are
+    each preceded by their length in 4 bytes, little-endian.
+    """
+
+    name: Name
+    datatype: Text
+    shape: Shape
+    data: memoryview
+    parameters: Parameters | None = None
+
+
+class RequestedOutput(Struct, kw_only=True):
+    """An output that the caller wants; without any, all are sent."""
+
+    name: Name
+    parameters: Parameters | None = None
+
+
+class InferenceRequest(Struct, kw_only=True):
+    """The value of a request record in MessagePack."""
+
+    model_name: Text = ""
+    model_version: Text | None = None
+    id: Text | None = None
+    parameters: Parameters | None = None
+    inputs: Annotated[list[InputTensor], Meta(max_length=MAX_INPUTS)]
+    outputs: Annotated[list[RequestedOutput], Meta(max_length=MAX_OUTPUTS)] | None = None
+
+
+class OutputTensor(Struct, kw_only=True):
+    """One output of a response, encoded like an input."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: bytes | memoryview
+
+
+class InferenceResponse(Struct, kw_only=True, omit_defaults=True):
+    """The value of a response record. `parameters` has the timings, in microseconds
+    (`queue_us`, `batch_us`, `compute_us`), and `batch_size`, in rows.
+    """
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    outputs: list[OutputTensor]
+    parameters: dict[str, Parameter] = {}
+
+
+class ErrorDetails(Struct, kw_only=True, omit_defaults=True):
+    """What a program needs to know of an error."""
+
+    code: str
+    stage: str
+    retriable: bool
+    retry_after_ms: int | None = None
+
+
+class ErrorResponse(Struct, kw_only=True, omit_defaults=True):
+    """The value of a response record when the request failed; `error` is for people."""
+
+    id: str | None = None
+    error: str
+    error_details: ErrorDetails
+
+
+# --- on the wire: between the stages ----------------------------------------------------------
+
+
+class WireOrigin(Struct, kw_only=True):
+    """Where a request came from. `previous` is the source offset delivered before this one:
+    everything between the two was never there (transaction markers, compaction).
+    """
+
+    partition: int
+    offset: int
+    previous: int
+    timestamp_ms: int
+
+
+class WireTensor(Struct, kw_only=True, omit_defaults=True):
+    """A tensor between two stages: `data`, or the `size` bytes at `start` of the request's value."""
+
+    datatype: str
+    shape: list[int]
+    data: memoryview | bytes | None = None
+    start: int = 0
+    size: int = 0
+    name: str = ""
+
+
+class WireTimings(Struct, kw_only=True, omit_defaults=True):
+    """See `Timings`."""
+
+    ingested_us: int = 0
+    formed_us: int = 0
+    compute_us: int = 0
+    batch_rows: int = 0
+
+
+class ItemRecord(Struct, kw_only=True, omit_defaults=True):
+    """The value of an `items` record: a request that was checked and can run."""
+
+    origin: WireOrigin
+    key: bytes | None = None
+    headers: list[tuple[str, bytes | None]] = []
+    value: memoryview | bytes | None = None
+    model: str
+    version: str
+    id: str | None = None
+    inputs: list[WireTensor]
+    rows: int
+    shape_class: list[int] = []
+    wanted: list[str] | None = None
+    timings: WireTimings
+
+
+class BatchRecord(Struct, kw_only=True):
+    """The value of a `batches` record: items of one model, version and shape class."""
+
+    batch_id: str
+    reason: str
+    items: list[ItemRecord]
+
+
+class WireFailure(Struct, kw_only=True, omit_defaults=True):
+    """See `Failure`."""
+
+    code: str
+    message: str
+    stage: str
+    retry_after_ms: int | None = None
+
+
+class ResultRecord(Struct, kw_only=True, omit_defaults=True):
+    """The value of a `results` record: a request with its outcome, of either kind.
+
+    `value` is there only where a dead letter may be made of it.
+    """
+
+    origin: WireOrigin
+    key: bytes | None = None
+    headers: list[tuple[str, bytes | None]] = []
+    value: memoryview | bytes | None = None
+    model: str = ""
+    version: str = ""
+    id: str | None = None
+    outputs: list[WireTensor] = []
+    failure: WireFailure | None = None
+    timings: WireTimings
+
+
+# --- inside a process -------------------------------------------------------------------------
+
+
+class Tensor(NamedTuple):
+    """A named tensor whose bytes were checked against its shape.
+
+    Attributes:
+        datatype: a name of the Open Inference Protocol, such as `FP32`.
+        shape: including the batch dimension where the model has one.
+        data: raw little-endian, row-major; a view of the record's value where it can be.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: memoryview | bytes
+
+
+class Failure(NamedTuple):
+    """Why a request has no outputs. `code` is a `headrace.errors.Code`."""
+
+    code: str
+    message: str
+    stage: str
+    retry_after_ms: int | None = None
+
+
+class Envelope(NamedTuple):
+    """What a request record's headers say, parsed once.
+
+    Attributes:
+        content_type: lower case, without parameters; empty when the header is absent.
+        correlation_id: opaque; echoed.
+        reply_topic, reply_partition: where the answer shall go, if the caller said so.
+        deadline_ms: epoch milliseconds; 0 means none.
+        model, version: from `x-model`; empty when absent.
+        traceparent, tracestate: as they came.
+        fault: what is wrong with the headers, if anything is: the answer is then an error.
+    """
+
+    content_type: str = ""
+    correlation_id: bytes | None = None
+    reply_topic: str | None = None
+    reply_partition: int | None = None
+    deadline_ms: int = 0
+    priority: int = 0
+    tenant: str = ""
+    model: str = ""
+    version: str = ""
+    traceparent: bytes | None = None
+    tracestate: bytes | None = None
+    fault: str | None = None
+
+
+class Receipt(Protocol):
+    """What a process owes the log for a record that it has read (see `headrace.flow.inflight`)."""
+
+    @property
+    def void(self) -> bool:
+        """The partition is no longer ours: work on this record is for nothing."""
+        ...
+
+    def settle(self) -> None:
+        """All that came of the record is acknowledged."""
+        ...
+
+
+class Request:
+    """A request on its way through a process.
+
+    Ingest fills it up to `wanted`; the batcher and the executor add to the timings; whoever ends
+    it sets either `outputs` or `failure`, and the responder answers what stands there.
+
+    Attributes:
+        receipt: of the record by which it came into this process.
+        partition, offset, previous, timestamp_ms: its origin, see `WireOrigin`.
+        key, value, headers: its source record's, untouched.
+        inputs: in the order of the model's signature.
+        rows: the size of the batch dimension; 1 where the model has none.
+        size_bytes: of all inputs together.
+        shape_class: requests of one model may share a batch when these are equal.
+        wanted: names of the outputs asked for; None for all.
+        ingested_us, formed_us: epoch microseconds.
+        compute_us: how long its run took; `batch_rows` how many rows ran with it.
+    """
+
+    __slots__ = (
+        "batch_rows",
+        "compute_us",
+        "envelope",
+        "failure",
+        "formed_us",
+        "headers",
+        "id",
+        "ingested_us",
+        "inputs",
+        "key",
+        "model",
+        "offset",
+        "outputs",
+        "partition",
+        "previous",
+        "receipt",
+        "rows",
+        "shape_class",
+        "size_bytes",
+        "timestamp_ms",
+        "value",
+        "version",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        receipt: Receipt,
+        origin: tuple[int, int, int, int],
+        key: bytes | None,
+        value: bytes | memoryview | None,
+        headers: Sequence[tuple[str, bytes | None]],
+        envelope: Envelope,
+    ) -> None:
+        self.receipt = receipt
+        self.partition, self.offset, self.previous, self.timestamp_ms = origin
+        self.key = key
+        self.value = value
+        self.headers = headers
+        self.envelope = envelope
+        self.model = envelope.model
+        self.version = envelope.version
+        self.id: str | None = None
+        self.inputs: tuple[Tensor, ...] = ()
+        self.rows = 1
+        self.size_bytes = 0
+        self.shape_class: tuple[int, ...] = ()
+        self.wanted: tuple[str, ...] | None = None
+        self.ingested_us = 0
+        self.formed_us = 0
+        self.compute_us = 0
+        self.batch_rows = 0
+        self.outputs: tuple[Tensor, ...] | None = None
+        self.failure: Failure | None = None
+
+    def fail(self, failure: Failure) -> None:
+        """End the request with an error; its inputs are let go."""
+        self.failure = failure
+        self.inputs = ()
+
+
+class Batch:
+    """Requests of one model, version and shape class that run together.
+
+    Attributes:
+        reason: why it closed: `full`, `idle`, `delay`, `bytes` or `drain`.
+        rows: of all requests together.
+    """
+
+    __slots__ = ("batch_id", "model", "reason", "requests", "rows", "version")
+
+    def __init__(self, batch_id: str, requests: list[Request], reason: str) -> None:
+        self.batch_id = batch_id
+        self.requests = requests
+        self.reason = reason
+        self.model = requests[0].model
+        self.version = requests[0].version
+        self.rows = sum(request.rows for request in requests)
+
+
+def plain(value: Any) -> Any:
+    """A wire type as dicts and lists, for people and for tests."""
+    return msgspec.to_builtins(value, builtin_types=(bytes, memoryview))

@@ -1,0 +1,62 @@
+"""The port between the executor and whatever computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from headrace.models.signature import Signature
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+
+class Backend(Protocol):
+    """One instance of one version of a model.
+
+    All calls but `signature` come from one thread, which may differ from the event loop's; none
+    is made while another is under way, except `cancel`.
+    """
+
+    @property
+    def signature(self) -> Signature:
+        """What the model takes and gives."""
+        ...
+
+    def load(self) -> None:
+        """Get ready to run.
+
+        Raises:
+            ConfigurationError: it can never load like this: the device is not there, the file is
+                broken, a provider would silently be another.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Run once for each size that will be used often, so that the first request is not slow."""
+        ...
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """Compute all outputs.
+
+        Args:
+            inputs: by name, little-endian, C-contiguous, with the batch dimension first where
+                the model has one. `BYTES` inputs are object arrays of bytes.
+
+        Raises:
+            Retriable: the same run may succeed later.
+            Rejected: this input cannot be served.
+            Exception: anything else counts as the model's failure on one of these rows.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Make a run under way end soon, with an exception, if that can be done. Any thread."""
+        ...
+
+    def unload(self) -> None:
+        """Let go of everything."""
+        ...
