@@ -202,9 +202,7 @@ class Consumer(Protocol):
 class Producer(Protocol):
     """Writes records; acknowledged by all in-sync replicas, idempotent."""
 
-    async def send(
-        self, partition: TopicPartition, records: Sequence[NewRecord]
-    ) -> Sequence[Run]:
+    async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
         """Hand over records of one partition, in order.
 
         Returns as soon as the records are queued, which may wait for room. The runs are the
@@ -246,9 +244,7 @@ class Log(Protocol):
     enter them with `async with`.
     """
 
-    def member(
-        self, group: str, topics: Sequence[str], listener: RebalanceListener
-    ) -> Consumer:
+    def member(self, group: str, topics: Sequence[str], listener: RebalanceListener) -> Consumer:
         """A member of a consumer group; reads `read_committed`."""
         ...
 
