@@ -56,7 +56,7 @@ class Retriable(HeadraceError):
 
 
 class Fatal(HeadraceError):
-    """This process cannot go on; a restart, or a person, has to mend it."""
+    """The process cannot go on; a restart, or a person, has to mend it."""
 
 
 class ConfigurationError(Fatal):

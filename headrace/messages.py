@@ -116,7 +116,7 @@ class WireOrigin(Struct, kw_only=True):
 
 
 class WireTensor(Struct, kw_only=True, omit_defaults=True):
-    """A tensor between two stages: `data`, or the `size` bytes at `start` of the request's value."""
+    """A tensor between two stages: `data`, or `size` bytes from `start` of the request's value."""
 
     datatype: str
     shape: list[int]

@@ -1,9 +1,9 @@
 """The map: every topic of Headrace, what travels on it, who writes it and who reads it.
 
 ```
- requests ─▶ ingest ─▶ items ─▶ batcher ─▶ batches ─▶ executor ─▶ results ─▶ responder ─▶ responses
-                │                  │                     (ends found early)        └────▶ dead-letters
-                └──────────────────┴───────────────────────▶ results
+ requests ▶ ingest ▶ items ▶ batcher ▶ batches ▶ executor ▶ results ▶ responder ▶ responses
+              │                │      (ends found early)                  └──▶ dead-letters
+              └────────────────┴──────────────────────▶ results
 ```
 
 Two neighbouring stages in one process are joined by a memory channel instead of the topic

@@ -68,9 +68,9 @@ class NewRecord(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Records that travel together: `count` of them, all acknowledged, or failed, as one."""
+    """Records that travel together: `size` of them, all acknowledged, or failed, as one."""
 
-    count: int
+    size: int
     acknowledged: Awaitable[None]
 
 
