@@ -1,1 +1,15 @@
-"""The command line: one file a command, gathered here."""
+"""The command line: `headrace`, one file a command, imported when it is called.
+
+A new command is a module of this package with a click command named `command`, and a line in
+`COMMANDS`. It writes results on stdout and words for people on stderr, ends with `Exit`, takes
+its settings through `pass_settings`, and raises `HeadraceError`s: they become clear lines and
+the right exit code here.
+"""
+
+from __future__ import annotations
+
+from headrace.cli.group import COMMANDS, main
+from headrace.cli.outcome import Exit
+from headrace.cli.settings import pass_settings
+
+__all__ = ["COMMANDS", "Exit", "main", "pass_settings"]

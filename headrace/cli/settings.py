@@ -1,0 +1,69 @@
+"""The settings of a command, read when it first asks for them.
+
+Reading them late keeps `headrace COMMAND --help` working, and fast, with a broken file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from headrace.config import Settings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass
+class Invocation:
+    """What the options before the command say.
+
+    Attributes:
+        config_file: from `--config` or `HEADRACE_CONFIG`; None for the usual places.
+        debug: show the traceback of an error.
+    """
+
+    config_file: Path | None = None
+    debug: bool = False
+    given: Settings | None = field(default=None, repr=False)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """The settings, read once. Raises `ConfigurationError`."""
+        from headrace.config import load_settings
+
+        return self.given or load_settings(self.config_file)
+
+
+def invocation(context: click.Context) -> Invocation:
+    """The invocation of a command's context; settings may stand in its place (`obj=settings`)."""
+    root = context.find_root()
+    if not isinstance(root.obj, Invocation):
+        root.obj = Invocation(given=root.obj)
+    return root.obj
+
+
+def pass_settings(function: Callable[Concatenate[Settings, P], T]) -> Callable[P, T]:
+    """Give a command the frozen settings as its first argument."""
+
+    @wraps(function)
+    def with_settings(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(invocation(click.get_current_context()).settings, *args, **kwargs)
+
+    return with_settings
+
+
+def pass_invocation(function: Callable[Concatenate[Invocation, P], T]) -> Callable[P, T]:
+    """Give a command the invocation, for those that look at wrong settings themselves."""
+
+    @wraps(function)
+    def with_invocation(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(invocation(click.get_current_context()), *args, **kwargs)
+
+    return with_invocation
