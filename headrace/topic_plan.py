@@ -1,0 +1,183 @@
+"""What each topic should be, and what is wrong with those that are there.
+
+The plan follows from the settings; the comparison is forgiving where a broker's own value does no
+harm (more retention, larger records) and strict where an answer could be lost or sent astray.
+`items` and `results` are held to the partitions that `requests` really has, whatever the settings
+say: a source partition must find its equal there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from headrace.config import Settings
+from headrace.log.port import Log, TopicInfo
+from headrace.topics import TOPICS, Stage, Topic, TopicSpec
+
+CLEANUP_POLICY = "cleanup.policy"
+MAX_MESSAGE_BYTES = "max.message.bytes"
+MIN_INSYNC_REPLICAS = "min.insync.replicas"
+RETENTION_MS = "retention.ms"
+SEGMENT_MS = "segment.ms"
+
+RECORD_OVERHEAD_BYTES = 64 * 1024
+"""Room for key, headers and the record's own framing beside a request of the largest size."""
+
+_SEGMENTS_PER_RETENTION = 8
+
+
+class Fault(NamedTuple):
+    """What is wrong with a topic, and the mend.
+
+    Attributes:
+        blocking: `headrace run` refuses to start with it.
+    """
+
+    topic: str
+    problem: str
+    mend: str
+    blocking: bool
+
+    def __str__(self) -> str:
+        return f"{self.topic}: {self.problem}; {self.mend}"
+
+
+def plan_topics(settings: Settings) -> dict[Topic, TopicInfo]:
+    """All topics as `headrace topics create` makes them."""
+    return {topic: _plan(spec, settings) for topic, spec in TOPICS.items()}
+
+
+def _plan(spec: TopicSpec, settings: Settings) -> TopicInfo:
+    wanted = settings.topics
+    internal = bool(spec.writers and spec.readers)
+    retention_ms = wanted.internal_retention_ms if internal else wanted.retention_ms
+    largest = wanted.max_message_bytes
+    if spec.topic is Topic.BATCHES:
+        # A batch holds the tensors of its requests, and the values that they came in.
+        largest += settings.batching.max_batch_bytes
+    config = {
+        CLEANUP_POLICY: spec.cleanup_policy,
+        RETENTION_MS: str(retention_ms),
+        MAX_MESSAGE_BYTES: str(largest),
+    }
+    if internal:
+        # Retention deletes whole closed segments, and by default one stays open for a week.
+        config[SEGMENT_MS] = str(max(1, retention_ms // _SEGMENTS_PER_RETENTION))
+    if wanted.replication_factor >= 3:
+        # An acknowledged record then lies on two brokers at least.
+        config[MIN_INSYNC_REPLICAS] = "2"
+    return TopicInfo(settings.topic(spec.topic), wanted.partitions, config)
+
+
+def topics_in_use(stages: Collection[Stage]) -> list[Topic]:
+    """The topics that a process with these stages reads or writes.
+
+    The others are memory channels there. `requests` always counts: offsets are committed on it,
+    and its partitions are the measure of others.
+    """
+    return [
+        topic
+        for topic, spec in TOPICS.items()
+        if topic is Topic.REQUESTS or _leaves_process(spec, stages)
+    ]
+
+
+def _leaves_process(spec: TopicSpec, stages: Collection[Stage]) -> bool:
+    ends = (*spec.writers, *spec.readers)
+    inside = [stage in stages for stage in ends]
+    to_outside = not (spec.writers and spec.readers)
+    return any(inside) and (to_outside or not all(inside))
+
+
+def compare(
+    plan: Mapping[Topic, TopicInfo],
+    existing: Mapping[str, TopicInfo | None],
+    needed: Collection[Topic] = tuple(Topic),
+) -> list[Fault]:
+    """What is wrong with the topics, the blocking faults of each topic first.
+
+    Args:
+        plan: from `plan_topics`.
+        existing: what the log says of the planned names; a name that is missing does not exist.
+        needed: topics whose absence is a fault.
+    """
+    requests = existing.get(plan[Topic.REQUESTS].name)
+    faults: list[Fault] = []
+    for topic, planned in plan.items():
+        found = existing.get(planned.name)
+        if found is None:
+            if topic in needed:
+                faults.append(
+                    Fault(planned.name, "does not exist", "run `headrace topics create`", True)
+                )
+            continue
+        faults += _partition_faults(topic, planned, found, requests)
+        faults += _config_faults(planned, found)
+    return faults
+
+
+def _partition_faults(
+    topic: Topic, planned: TopicInfo, found: TopicInfo, requests: TopicInfo | None
+) -> Iterator[Fault]:
+    if TOPICS[topic].like_requests and requests is not None:
+        if found.partitions != requests.partitions:
+            mend = f"delete it while it is empty, and create it with {requests.partitions}"
+            if found.partitions < requests.partitions:
+                mend = f"add partitions until it has {requests.partitions}"
+            yield Fault(
+                planned.name,
+                f"expected the {requests.partitions} partitions of {requests.name}, "
+                f"got {found.partitions}",
+                mend,
+                True,
+            )
+    elif found.partitions != planned.partitions:
+        yield Fault(
+            planned.name,
+            f"has {found.partitions} partitions, topics.partitions says {planned.partitions}",
+            "make the two agree",
+            False,
+        )
+
+
+def _config_faults(planned: TopicInfo, found: TopicInfo) -> Iterator[Fault]:
+    for name, wanted in planned.config.items():
+        value = found.config.get(name)
+        if value is None or _is_good(name, value, wanted):
+            continue
+        yield Fault(
+            planned.name,
+            f"{name}: expected {_expectation(name, wanted)}, got {value}",
+            f"set {name}={wanted} with `kafka-configs --alter`",
+            # Compaction deletes requests that share a key before they are answered.
+            name == CLEANUP_POLICY and "compact" in value,
+        )
+
+
+def _is_good(name: str, value: str, wanted: str) -> bool:
+    if name == CLEANUP_POLICY:
+        return value == wanted
+    if name == SEGMENT_MS:
+        return int(value) <= int(wanted)
+    if name == RETENTION_MS and int(value) < 0:
+        return True  # kept for ever
+    return int(value) >= int(wanted)
+
+
+def _expectation(name: str, wanted: str) -> str:
+    if name == CLEANUP_POLICY:
+        return wanted
+    return f"at most {wanted}" if name == SEGMENT_MS else f"at least {wanted}"
+
+
+async def check_topics(log: Log, settings: Settings, stages: Sequence[Stage]) -> list[str]:
+    """Why a process with these stages must not start: a line for each reason.
+
+    Raises:
+        LogUnavailable: no broker answered.
+    """
+    plan = plan_topics(settings)
+    existing = await log.describe_topics([planned.name for planned in plan.values()])
+    faults = compare(plan, existing, needed=topics_in_use(stages))
+    return [str(fault) for fault in faults if fault.blocking]

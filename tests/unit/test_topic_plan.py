@@ -1,0 +1,177 @@
+"""What each topic should be, and which faults of existing ones count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from headrace.config import Settings, make_settings
+from headrace.log.port import TopicInfo
+from headrace.topic_plan import compare, plan_topics, topics_in_use
+from headrace.topics import STAGES, Stage, Topic
+
+
+def existing_as_planned(settings: Settings) -> dict[str, TopicInfo | None]:
+    return {planned.name: planned for planned in plan_topics(settings).values()}
+
+
+def changed(
+    settings: Settings,
+    topic: Topic,
+    partitions: int | None = None,
+    config: Mapping[str, str] | None = None,
+) -> dict[str, TopicInfo | None]:
+    """Topics as planned, but for one of them."""
+    planned = plan_topics(settings)[topic]
+    return existing_as_planned(settings) | {
+        planned.name: TopicInfo(
+            planned.name, partitions or planned.partitions, {**planned.config, **(config or {})}
+        )
+    }
+
+
+def test_topics_as_planned_have_no_faults() -> None:
+    """What the plan makes, the comparison accepts."""
+    settings = make_settings({})
+    assert compare(plan_topics(settings), existing_as_planned(settings)) == []
+
+
+def test_plan_follows_the_settings() -> None:
+    """Partitions, names, retention and sizes come from the settings."""
+    settings = make_settings(
+        {
+            "namespace": "vision",
+            "topics": {
+                "partitions": 12,
+                "retention_ms": 5000,
+                "internal_retention_ms": 800,
+                "max_message_bytes": 2048,
+                "names": {"requests": "incoming"},
+            },
+        }
+    )
+    plan = plan_topics(settings)
+    assert plan[Topic.REQUESTS].name == "incoming"
+    assert plan[Topic.ITEMS].name == "vision.items"
+    assert {planned.partitions for planned in plan.values()} == {12}
+    assert plan[Topic.REQUESTS].config == {
+        "cleanup.policy": "delete",
+        "retention.ms": "5000",
+        "max.message.bytes": "2048",
+    }
+    assert plan[Topic.ITEMS].config["retention.ms"] == "800"
+    assert plan[Topic.ITEMS].config["segment.ms"] == "100"
+
+
+def test_batches_may_be_larger_than_requests() -> None:
+    """A batches record has room for a full batch beside the values it came in."""
+    plan = plan_topics(make_settings({"batching": {"max_batch_bytes": 1000}}))
+    requests, batches = plan[Topic.REQUESTS], plan[Topic.BATCHES]
+    difference = int(batches.config["max.message.bytes"]) - int(
+        requests.config["max.message.bytes"]
+    )
+    assert difference == 1000
+
+
+def test_three_replicas_mean_two_in_sync() -> None:
+    """With three replicas an acknowledged record lies on two brokers."""
+    plan = plan_topics(make_settings({"topics": {"replication_factor": 3}}))
+    assert plan[Topic.REQUESTS].config["min.insync.replicas"] == "2"
+
+
+@pytest.mark.parametrize("topic", [Topic.ITEMS, Topic.RESULTS])
+def test_partitions_unlike_those_of_requests_block(topic: Topic) -> None:
+    """Items and results must have exactly the partitions of requests."""
+    settings = make_settings({})
+    (fault,) = compare(plan_topics(settings), changed(settings, topic, partitions=3))
+    assert fault.blocking
+    assert str(fault) == (
+        f"headrace.{topic}: expected the 4 partitions of headrace.requests, got 3; "
+        "add partitions until it has 4"
+    )
+
+
+def test_partitions_are_measured_against_the_requests_that_exist() -> None:
+    """When requests has more partitions than the settings say, items and results must follow."""
+    settings = make_settings({})
+    existing = {
+        name: info._replace(partitions=8)
+        for name, info in existing_as_planned(settings).items()
+        if info is not None
+    }
+    faults = compare(plan_topics(settings), existing)
+    assert not any(fault.blocking for fault in faults)
+    assert {fault.topic for fault in faults} & {"headrace.items", "headrace.results"} == set()
+
+
+def test_other_partition_numbers_do_not_block() -> None:
+    """Responses may have any number of partitions; a number unlike the settings is told."""
+    settings = make_settings({})
+    (fault,) = compare(plan_topics(settings), changed(settings, Topic.RESPONSES, partitions=9))
+    assert not fault.blocking
+    assert "has 9 partitions, topics.partitions says 4" in fault.problem
+
+
+def test_compacted_requests_block() -> None:
+    """Compaction would delete unanswered requests."""
+    settings = make_settings({})
+    existing = changed(settings, Topic.REQUESTS, config={"cleanup.policy": "compact"})
+    (fault,) = compare(plan_topics(settings), existing)
+    assert fault.blocking
+    assert fault.problem == "cleanup.policy: expected delete, got compact"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "faults"),
+    [
+        ("retention.ms", "-1", 0),
+        ("retention.ms", "999999999999", 0),
+        ("retention.ms", "1000", 1),
+        ("max.message.bytes", "99999999", 0),
+        ("max.message.bytes", "1048588", 1),
+        ("segment.ms", "604800000", 1),
+        ("segment.ms", "1000", 0),
+    ],
+)
+def test_settings_of_a_topic_may_be_more_generous(name: str, value: str, faults: int) -> None:
+    """More retention and larger records are no fault, less is one that does not block."""
+    settings = make_settings({})
+    found = compare(plan_topics(settings), changed(settings, Topic.ITEMS, config={name: value}))
+    assert [fault.blocking for fault in found] == [False] * faults
+
+
+def test_only_needed_topics_must_exist() -> None:
+    """A topic that the process does not use may be missing."""
+    settings = make_settings({})
+    plan = plan_topics(settings)
+    faults = compare(plan, {}, needed=[Topic.REQUESTS])
+    assert [str(fault) for fault in faults] == [
+        "headrace.requests: does not exist; run `headrace topics create`"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "topics"),
+    [
+        (STAGES, {Topic.REQUESTS, Topic.RESPONSES, Topic.DEAD_LETTERS}),
+        ((Stage.INGEST,), {Topic.REQUESTS, Topic.ITEMS, Topic.RESULTS}),
+        (
+            (Stage.BATCHER, Stage.EXECUTOR),
+            {Topic.REQUESTS, Topic.ITEMS, Topic.RESULTS},
+        ),
+        (
+            (Stage.EXECUTOR,),
+            {Topic.REQUESTS, Topic.BATCHES, Topic.RESULTS, Topic.EVENTS},
+        ),
+        (
+            (Stage.RESPONDER,),
+            {Topic.REQUESTS, Topic.RESULTS, Topic.RESPONSES, Topic.DEAD_LETTERS},
+        ),
+    ],
+)
+def test_topics_in_use_are_those_that_leave_the_process(
+    stages: tuple[Stage, ...], topics: set[Topic]
+) -> None:
+    """Between two stages of one process there is no topic."""
+    assert set(topics_in_use(stages)) == topics
