@@ -1,0 +1,88 @@
+"""The form of log lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from headrace.telemetry.logs import Event, configure_logging
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    """Leave the logging of the test run as it was."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_lines_for_machines_are_json() -> None:
+    """Without a terminal every line is one JSON object with event, level, logger and time."""
+    stream = io.StringIO()
+    configure_logging("info", stream)
+    structlog.get_logger("headrace.test").info(Event.READY, http_port=8080)
+    (line,) = lines(stream)
+    assert line.pop("timestamp")
+    assert line == {
+        "event": "process.ready",
+        "level": "info",
+        "logger": "headrace.test",
+        "http_port": 8080,
+    }
+
+
+def test_lines_for_people_are_key_and_value() -> None:
+    """On a terminal fields are written as key=value."""
+    stream = Terminal()
+    configure_logging("info", stream)
+    structlog.get_logger("headrace.test").info(Event.READY, http_port=8080)
+    assert "process.ready" in stream.getvalue()
+    assert "{" not in stream.getvalue()
+
+
+def test_level_is_kept() -> None:
+    """Lines below the level are not written."""
+    stream = io.StringIO()
+    configure_logging("warning", stream)
+    structlog.get_logger("headrace.test").info("too quiet")
+    assert stream.getvalue() == ""
+
+
+def test_lines_of_libraries_take_the_same_form() -> None:
+    """A warning of aiokafka is JSON too, and its chatter is left out."""
+    stream = io.StringIO()
+    configure_logging("info", stream)
+    logging.getLogger("aiokafka.cluster").info("left out")
+    logging.getLogger("aiokafka.cluster").warning("node %s away", 1)
+    (line,) = lines(stream)
+    assert (line["event"], line["logger"]) == ("node 1 away", "aiokafka.cluster")
+
+
+def test_exceptions_do_not_show_local_variables() -> None:
+    """A traceback in the log does not give away what a secret variable held."""
+    stream = io.StringIO()
+    configure_logging("info", stream)
+    password = "hunter" + "2"
+    try:
+        len(password) // 0
+    except ZeroDivisionError:
+        structlog.get_logger("headrace.test").exception(Event.FAILED)
+    assert "ZeroDivisionError" in stream.getvalue()
+    assert "hunter2" not in stream.getvalue()
