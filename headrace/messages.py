@@ -69,7 +69,7 @@ class OutputTensor(Struct, kw_only=True):
     name: str
     datatype: str
     shape: list[int]
-    data: bytes | memoryview
+    data: memoryview
 
 
 class InferenceResponse(Struct, kw_only=True, omit_defaults=True):
@@ -120,7 +120,7 @@ class WireTensor(Struct, kw_only=True, omit_defaults=True):
 
     datatype: str
     shape: list[int]
-    data: memoryview | bytes | None = None
+    data: memoryview | None = None
     start: int = 0
     size: int = 0
     name: str = ""
@@ -141,7 +141,7 @@ class ItemRecord(Struct, kw_only=True, omit_defaults=True):
     origin: WireOrigin
     key: bytes | None = None
     headers: list[tuple[str, bytes | None]] = []
-    value: memoryview | bytes | None = None
+    value: memoryview | None = None
     model: str
     version: str
     id: str | None = None
@@ -178,7 +178,7 @@ class ResultRecord(Struct, kw_only=True, omit_defaults=True):
     origin: WireOrigin
     key: bytes | None = None
     headers: list[tuple[str, bytes | None]] = []
-    value: memoryview | bytes | None = None
+    value: memoryview | None = None
     model: str = ""
     version: str = ""
     id: str | None = None
