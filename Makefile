@@ -1,0 +1,112 @@
+# The project's own verbs. `make` alone lists them.
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.complete
+LOCK  := requirements.lock
+NODES ?= 1
+
+# The first of these that is Python 3.11 or newer makes the environment.
+PYTHON ?=
+PYTHONS := $(PYTHON) python3 python3.13 python3.12 python3.11
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+.PHONY: help
+help: ## list what can be done here
+	@awk -F ':[^#]*## ' '/^[a-z-]+:[^#]*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# --- the environment ---------------------------------------------------------------------------
+
+.PHONY: setup
+setup: $(STAMP) ## make .venv with everything in it; `.venv/bin/headrace` is then on hand
+
+$(STAMP): pyproject.toml $(LOCK)
+	@rm -f $@
+	@if ! $(BIN)/python -c 'import pip' 2>/dev/null; then \
+	  python=; \
+	  for name in $(PYTHONS); do \
+	    if $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$name; break; fi; \
+	  done; \
+	  if [ -z "$$python" ]; then \
+	    echo "make: Python 3.11 or newer is needed; none of these is one: $(strip $(PYTHONS))." >&2; \
+	    echo "make: name one with 'make setup PYTHON=/path/to/python3'." >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "setup: $(VENV) from $$($$python --version)"; \
+	  $$python -m venv --clear $(VENV); \
+	fi
+	@echo "setup: packages, as pinned in $(LOCK)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK) --upgrade pip
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(LOCK) --build-constraint $(LOCK) \
+	  --editable '.[cpu,demo]' --group test --group lint
+	@touch $@
+	@echo "setup: done"
+
+.PHONY: lock
+lock: ## pin anew the newest versions that pyproject.toml allows, in requirements.lock
+	@tools/lock.sh $(LOCK) $(PYTHONS)
+
+# --- the code ----------------------------------------------------------------------------------
+
+.PHONY: fmt
+fmt: setup ## format the code, and mend what ruff can mend
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.PHONY: lint
+lint: setup ## ruff's rules, the format, and which module may import which
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
+
+.PHONY: types
+types: setup ## mypy, strict, on code and tests
+	@$(BIN)/mypy
+
+.PHONY: schemas
+schemas: setup ## write schemas/ anew from the types in headrace/messages.py
+	@$(BIN)/python -m headrace.schemas
+
+.PHONY: schemas-check
+schemas-check: setup ## fail if schemas/ differs from the types
+	@$(BIN)/python -m headrace.schemas --check
+
+.PHONY: deploy-check
+deploy-check: setup ## hold deploy/compose.yaml against the Compose specification
+	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+
+# --- the tests ---------------------------------------------------------------------------------
+
+.PHONY: test
+test: setup ## every test, those on a real Kafka included
+	@$(BIN)/pytest
+
+.PHONY: test-fast
+test-fast: setup ## the tests that need neither a broker nor patience
+	@$(BIN)/pytest -m 'not broker and not slow'
+
+.PHONY: test-broker
+test-broker: setup ## the tests on a real Kafka
+	@$(BIN)/pytest -m broker
+
+.PHONY: check
+check: lint types schemas-check deploy-check test ## all of the above that can fail
+
+# --- running it --------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: setup ## all four services on real files, in one process, without a broker
+	@$(BIN)/headrace demo
+
+.PHONY: kafka
+kafka: setup ## a real Kafka on this machine without Docker; NODES=3 for a cluster
+	@$(BIN)/python -m headrace.local_kafka --nodes $(NODES)
+
+.PHONY: clean
+clean: ## remove caches and build results; .venv stays
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@find headrace services tests -name __pycache__ -type d -prune -exec rm -rf {} +
