@@ -1,0 +1,104 @@
+"""The demo's entry for the magika model sees files as the package magika does."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from headrace.demo.magika_model import NAME, OUTPUT, MagikaModel, find_magika
+from headrace.demo.samples import kinds, make_samples
+from headrace.errors import Code, Rejected
+from tests.support.source_file import load_source
+
+magika = pytest.importorskip("magika")
+
+# Blanks around, blanks within, shorter and longer than one and two blocks of 4,096 bytes.
+EDGES = (
+    b"eight by",
+    b"  \n\t eight by \r\n  ",
+    b"a" * 1023,
+    b"a" * 1024 + b"\n",
+    b"\n" * 100 + b"b" * 2047,
+    b" " * 4000 + b"c" * 96 + b"d" * 4000 + b" " * 4000,
+    bytes(range(256)) * 16,
+    bytes(range(256)) * 40 + b"\0\n",
+    b"e" * 4096 + b" " * 4096,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> MagikaModel:
+    found = find_magika()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def entry(model: MagikaModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = tmp_path_factory.mktemp("repository")
+    model.add_to(repository)
+    return repository / NAME
+
+
+@pytest.fixture(scope="module")
+def transform(entry: Path) -> Any:
+    return load_source(entry / "transform.py").Transform()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return magika.Magika()
+
+
+def _features(reference: Any, content: bytes) -> list[int]:
+    """What the package itself gives its model."""
+    result, features = reference._get_result_or_features_from_seekable(
+        magika.types.Seekable(io.BytesIO(content))
+    )
+    assert result is None
+    return [*features.beg, *features.end]
+
+
+@pytest.mark.parametrize("content", EDGES, ids=range(len(EDGES)))
+def test_edge_cases_give_the_features_of_the_package(
+    content: bytes, transform: Any, reference: Any
+) -> None:
+    """Stripping, cutting and padding are the package's, byte by byte."""
+    row = transform(memoryview(content), "application/octet-stream")["bytes"]
+    assert (row.dtype, row.shape) == (np.int32, (1, 2048))
+    assert row[0].tolist() == _features(reference, content)
+
+
+def test_sample_files_give_the_features_of_the_package(transform: Any, reference: Any) -> None:
+    """Files of every kind come out as the package has them."""
+    for sample in make_samples(len(kinds()), seed=11):
+        row = transform(memoryview(sample.content), "application/octet-stream")["bytes"]
+        assert row[0].tolist() == _features(reference, sample.content), sample.label
+
+
+def test_sample_files_get_the_label_of_the_package(
+    entry: Path, model: MagikaModel, transform: Any, reference: Any
+) -> None:
+    """The best score's label is the package's own prediction, before its thresholds."""
+    session = onnxruntime.InferenceSession(entry / "1" / "model.onnx")
+    for sample in make_samples(len(kinds()), seed=12):
+        inputs = transform(memoryview(sample.content), "application/octet-stream")
+        scores = session.run([OUTPUT], inputs)[0]
+        expected = reference.identify_bytes(sample.content).prediction.dl.label
+        assert model.labels[int(scores.argmax())] == expected, sample.label
+
+
+@pytest.mark.parametrize("content", [b"", b"seven b", b"   \n  short  ", b" " * 5000 + b"x" * 90])
+def test_a_file_that_the_package_decides_without_its_model_is_refused(
+    content: bytes, transform: Any, reference: Any
+) -> None:
+    """Where magika asks no model, there is nothing to batch: the request is refused by name."""
+    assert reference.identify_bytes(content).prediction.dl.label == "undefined"
+    with pytest.raises(Rejected, match="at least 8 bytes") as refused:
+        transform(memoryview(content), "application/octet-stream")
+    assert refused.value.code is Code.INVALID_REQUEST
