@@ -1,0 +1,284 @@
+"""The headers of records: what a request's say, and what its answer and its dead letter carry.
+
+Names and forms are those of others where there are any: `kafka_replyTopic`,
+`kafka_replyPartition`, `kafka_correlationId` and `kafka_dlt-*` are Spring for Apache Kafka's
+(`KafkaHeaders`), `traceparent` and `tracestate` W3C Trace Context's, `ce_*` CloudEvents' binary
+mode. Header names match exactly; the last value of a repeated one counts, and a null value is an
+absent header.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final, NoReturn
+
+from headrace.messages import MAX_NAME_LENGTH, Envelope, Failure, Request
+
+MSGPACK: Final = "application/msgpack"
+JSON: Final = "application/json"
+MSGPACK_TYPES = frozenset({"", MSGPACK, "application/vnd.msgpack", "application/x-msgpack"})
+"""An absent header means MessagePack."""
+
+MAX_PRIORITY = 100
+"""`x-priority` is between minus this and this."""
+
+MAX_HEADER_BYTES = 512
+"""Of each header that is parsed; those that are only passed on may be longer."""
+
+_CLOUDEVENTS = "application/cloudevents"
+_PARSED_TYPES = MSGPACK_TYPES | {JSON}
+_MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
+_INT32 = struct.Struct(">i")
+_INT64 = struct.Struct(">q")
+_NO_HEADERS = Envelope()
+
+Header = tuple[str, bytes]
+
+
+# --- a request's headers ----------------------------------------------------------------------
+
+
+def parse_envelope(
+    headers: Sequence[tuple[str, bytes | None]], timestamp_ms: int, default_timeout_ms: int
+) -> Envelope:
+    """What the headers of a request record say.
+
+    Never raises: what is wrong with them is said in `fault`, and all that could be read is there
+    nevertheless, so that the error finds its way back. The deadline is the earlier of
+    `x-deadline-ms` and `timestamp_ms` + `x-timeout-ms`; without either, `default_timeout_ms`
+    counts from the timestamp (0: no deadline). A record without a timestamp (-1) has no timeouts.
+    """
+    if not headers and not default_timeout_ms:
+        return _NO_HEADERS
+    fields: list[Any] = _BLANK.copy()
+    fault = None
+    for name, value in dict(headers).items():
+        rule = _RULES.get(name)
+        if rule is None or value is None:
+            continue
+        position, parse = rule
+        if parse is None:
+            fields[position] = value
+            continue
+        try:
+            fields[position] = parse(value if len(value) <= MAX_HEADER_BYTES else _too_long(value))
+        except ValueError as error:
+            fault = fault or f"header {name}: {error}"
+    content_type = fields[0]
+    model, version = fields.pop()
+    timeout_ms = fields.pop()
+    if content_type not in _PARSED_TYPES and fault is None:
+        fault = _content_type_fault(content_type, model)
+    if default_timeout_ms or timeout_ms is not None or fields[_DEADLINE] is not None:
+        fields[_DEADLINE] = _deadline(
+            fields[_DEADLINE], timeout_ms, timestamp_ms, default_timeout_ms
+        )
+    else:
+        fields[_DEADLINE] = 0
+    fields[_MODEL] = model
+    fields[_VERSION] = version
+    fields[_FAULT] = fault
+    # A third of the cost of calling a NamedTuple's class.
+    return tuple.__new__(Envelope, fields)
+
+
+def _deadline(
+    deadline_ms: int | None, timeout_ms: int | None, timestamp_ms: int, default_timeout_ms: int
+) -> int:
+    if deadline_ms is None and timeout_ms is None:
+        timeout_ms = default_timeout_ms or None
+    if timeout_ms is not None and timestamp_ms >= 0:
+        timed_out_ms = timestamp_ms + timeout_ms
+        deadline_ms = timed_out_ms if deadline_ms is None else min(deadline_ms, timed_out_ms)
+    # 0 means none in an envelope; a deadline of 0 is one that has passed.
+    return 0 if deadline_ms is None else max(deadline_ms, 1)
+
+
+def _content_type_fault(content_type: str, model: str) -> str | None:
+    if content_type.startswith(_CLOUDEVENTS):
+        return (
+            "header content-type: expected CloudEvents in binary mode (ce_* headers), "
+            f"got structured mode ({content_type})"
+        )
+    if not model:
+        return (
+            f"header content-type: expected {MSGPACK} or {JSON}, or a header x-model that names "
+            f"the model for this payload, got {content_type} without x-model"
+        )
+    return None
+
+
+@lru_cache(maxsize=256)
+def _content_type(value: bytes) -> str:
+    return value.decode("ascii", "replace").partition(";")[0].strip().lower()
+
+
+@lru_cache(maxsize=1024)
+def _model(value: bytes) -> tuple[str, str]:
+    name, slash, version = _text(value).partition("/")
+    if not name or "/" in version or (slash and not version):
+        raise ValueError(f"expected a model name or name/version, got {_shown(value)}")
+    return name, version
+
+
+def _text(value: bytes) -> str:
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"expected UTF-8, got {_shown(value)}") from None
+    if len(text) > MAX_NAME_LENGTH:
+        raise ValueError(f"expected at most {MAX_NAME_LENGTH} characters, got {len(text)}")
+    return text
+
+
+def _topic(value: bytes) -> str:
+    if not value:
+        raise ValueError("expected the name of a topic, got an empty value")
+    return _text(value)
+
+
+def _milliseconds(value: bytes) -> int:
+    if not value.isdigit() or len(value) > _MAX_DIGITS:
+        raise ValueError(
+            f"expected milliseconds in at most {_MAX_DIGITS} ASCII digits, got {_shown(value)}"
+        )
+    return int(value)
+
+
+def _priority(value: bytes) -> int:
+    digits = value[1:] if value[:1] == b"-" else value
+    if not digits.isdigit() or len(digits) > 3 or int(digits) > MAX_PRIORITY:
+        raise ValueError(
+            f"expected an integer between -{MAX_PRIORITY} and {MAX_PRIORITY}, got {_shown(value)}"
+        )
+    return int(value)
+
+
+def _partition(value: bytes) -> int:
+    if len(value) != _INT32.size:
+        raise ValueError(f"expected 4 bytes, big-endian, got {len(value)} bytes")
+    partition: int = _INT32.unpack(value)[0]
+    if partition < 0:
+        raise ValueError(f"expected a partition of 0 or more, got {partition}")
+    return partition
+
+
+def _too_long(value: bytes) -> NoReturn:
+    raise ValueError(f"expected at most {MAX_HEADER_BYTES} bytes, got {len(value)}")
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:40])[1:] + ("..." if len(value) > 40 else "")
+
+
+_Parse = Callable[[bytes], Any]
+
+# Each header's position among the fields of `parse_envelope`, and how it is read, if it is.
+# The first twelve are those of `Envelope`; the last two are worked into them.
+_RULES: dict[str, tuple[int, _Parse | None]] = {
+    "content-type": (0, _content_type),
+    "kafka_correlationId": (1, None),
+    "kafka_replyTopic": (2, _topic),
+    "kafka_replyPartition": (3, _partition),
+    "x-deadline-ms": (4, _milliseconds),
+    "x-priority": (5, _priority),
+    "x-tenant": (6, _text),
+    "traceparent": (9, None),
+    "tracestate": (10, None),
+    "x-timeout-ms": (12, _milliseconds),
+    "x-model": (13, _model),
+}
+_DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
+_BLANK: list[Any] = ["", None, None, None, None, 0, "", "", "", None, None, None, None, ("", "")]
+
+
+# --- an answer's headers ----------------------------------------------------------------------
+
+
+OWN_HEADERS = frozenset(
+    {
+        "x-attempt",
+        "x-deadline-ms",
+        "x-model",
+        "x-priority",
+        "x-request",
+        "x-stage",
+        "x-status",
+        "x-tenant",
+        "x-timeout-ms",
+    }
+)
+"""The `x-*` headers that Headrace gives a meaning, beside `x-replay-*`; others' are passed on."""
+
+_STAY = OWN_HEADERS | {"spring_json_header_types", "traceparent", "tracestate"}
+_STAYING_PREFIXES = ("content-", "ce_", "kafka_", "retry_topic-", "x-replay-")
+
+
+def answer_content_type(request_content_type: str) -> str:
+    """What an answer is written in: the request's own type, or JSON for a raw payload."""
+    if request_content_type in MSGPACK_TYPES:
+        return request_content_type or MSGPACK
+    return JSON
+
+
+def answer_headers(request: Request, status: str, request_topic: str) -> list[Header]:
+    """The headers of a response record.
+
+    `x-status` is `ok` or the code, `x-request` the identity of the request. The caller's own
+    headers are copied, except those that speak of the request alone.
+    """
+    envelope = request.envelope
+    identity = f"{request_topic}/{request.partition}/{request.offset}"
+    headers = [
+        ("content-type", answer_content_type(envelope.content_type).encode()),
+        ("x-status", status.encode()),
+        ("x-request", identity.encode()),
+    ]
+    if envelope.correlation_id is not None:
+        headers.append(("kafka_correlationId", envelope.correlation_id))
+    if envelope.traceparent is not None:
+        headers.append(("traceparent", envelope.traceparent))
+        if envelope.tracestate is not None:
+            headers.append(("tracestate", envelope.tracestate))
+    for name, value in request.headers:
+        if value is not None and travels(name):
+            headers.append((name, value))
+    return headers
+
+
+def travels(name: str) -> bool:
+    """Whether a header of a request is copied to its answer."""
+    return not (
+        name in _STAY
+        or name.startswith(_STAYING_PREFIXES)
+        or (name.startswith("__") and name.endswith("__"))
+    )
+
+
+def dead_letter_headers(
+    request: Request, failure: Failure, request_topic: str
+) -> list[tuple[str, bytes | None]]:
+    """The headers of a dead letter: the request's, untouched, and where and why it failed.
+
+    Those of an earlier failure are replaced, so that they do not pile up when a letter is sent
+    again. The `kafka_dlt-*` ones have the form that Spring's `DeadLetterPublishingRecoverer`
+    gives them: the topic as text, numbers big-endian (int32 or int64).
+    """
+    kept = [header for header in request.headers if not _is_of_dead_letter(header[0])]
+    return [
+        *kept,
+        ("kafka_dlt-original-topic", request_topic.encode()),
+        ("kafka_dlt-original-partition", _INT32.pack(request.partition)),
+        ("kafka_dlt-original-offset", _INT64.pack(request.offset)),
+        ("kafka_dlt-original-timestamp", _INT64.pack(request.timestamp_ms)),
+        ("kafka_dlt-exception-fqcn", str(failure.code).encode()),
+        ("kafka_dlt-exception-message", failure.message.encode()),
+        ("x-stage", failure.stage.encode()),
+        ("x-attempt", b"1"),
+    ]
+
+
+def _is_of_dead_letter(name: str) -> bool:
+    return name.startswith("kafka_dlt-") or name in {"x-stage", "x-attempt"}
