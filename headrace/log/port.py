@@ -8,6 +8,9 @@ Rules of use, which hold for both:
 - One task calls `Consumer.poll`, and nobody cancels it: it ends by its own timeout.
 - The listener's calls come from inside a rebalance. No record of an assigned partition is
   returned by `poll` before `on_assigned` has returned, and none of a revoked one afterwards.
+- A rebalance revokes all partitions of every member, runs beside `poll` in a task of the
+  consumer's, and forgets pauses. An error that the listener raises, `poll` raises.
+- `Consumer.close` does not call `on_revoked`: drain and commit before.
 - `Producer.send` keeps the order of records within a partition.
 """
 
@@ -97,8 +100,27 @@ class RecordTooLarge(Rejected):
         super().__init__(Code.TOO_LARGE, message)
 
 
+class UnknownPartition(Rejected):
+    """There is no such topic, or it has no such partition; asking again will not make one."""
+
+    def __init__(self, partition: TopicPartition, partitions: int) -> None:
+        got = "there is no such topic" if partitions == 0 else f"it has {partitions} partitions"
+        super().__init__(
+            Code.INVALID_REQUEST, f"{partition}: expected a topic with this partition, but {got}"
+        )
+        self.partition = partition
+
+
 class OffsetOutOfRange(Retriable):
-    """A position lies outside what the log still holds."""
+    """A position lies outside what the log still holds; `poll` raises it until one seeks.
+
+    Args:
+        positions: the partitions that it concerns, and where each one stood.
+    """
+
+    def __init__(self, message: str, positions: Mapping[TopicPartition, int] | None = None) -> None:
+        super().__init__(message)
+        self.positions = dict(positions or {})
 
 
 class Fenced(Retriable):
@@ -138,7 +160,11 @@ class Consumer(Protocol):
         ...
 
     def pause(self, partitions: Sequence[TopicPartition]) -> None:
-        """Return nothing of these partitions until resumed; polling goes on."""
+        """Return nothing of these partitions until resumed; polling goes on.
+
+        Raises:
+            ValueError: one of them is not assigned; so do `resume` and `seek`.
+        """
         ...
 
     def resume(self, partitions: Sequence[TopicPartition]) -> None:
@@ -155,6 +181,7 @@ class Consumer(Protocol):
         Raises:
             LogUnavailable: no answer within the deadline; the outcome is unknown.
             Fenced: the group has moved on; the partitions are no longer ours.
+            ValueError: a metadata text is longer than 4,096 characters, Kafka's limit.
         """
         ...
 
@@ -212,6 +239,8 @@ class Producer(Protocol):
             RecordTooLarge: one of the records, or the batch that they made, is too large.
             LogUnavailable: no acknowledgement in time; the records may or may not be there.
             Fenced: see there.
+            UnknownPartition: this call, before anything is sent.
+            TypeError: this call: a key, a value or a header's value is neither bytes nor None.
         """
         ...
 
@@ -245,11 +274,16 @@ class Log(Protocol):
     """
 
     def member(self, group: str, topics: Sequence[str], listener: RebalanceListener) -> Consumer:
-        """A member of a consumer group; reads `read_committed`."""
+        """A member of a consumer group; reads `read_committed`, from what the group has
+        committed, or from the beginning.
+        """
         ...
 
     def reader(self, partitions: Sequence[TopicPartition]) -> Consumer:
-        """A reader of given partitions, in no group, from their ends unless it seeks."""
+        """A reader of given partitions, in no group, from their ends unless it seeks.
+
+        The ends are those at the moment it is entered: what is sent afterwards is read.
+        """
         ...
 
     def producer(self) -> Producer:

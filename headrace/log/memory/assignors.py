@@ -1,0 +1,51 @@
+"""How a group's partitions are shared out: Kafka's range and round-robin assignors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from typing import Literal, TypeAlias
+
+from headrace.log.port import TopicPartition
+
+Shares: TypeAlias = dict[str, list[TopicPartition]]
+Assignor: TypeAlias = Callable[[Mapping[str, Sequence[str]], Mapping[str, int]], Shares]
+AssignorName: TypeAlias = Literal["range", "roundrobin"]
+
+
+def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> Shares:
+    """Neighbouring partitions to each member, topic by topic.
+
+    Topics with the same number of partitions are shared alike (`RangeAssignor` in Kafka).
+
+    Args:
+        members: the topics that each member subscribes to.
+        counts: the number of partitions of each topic.
+    """
+    shares: Shares = {member: [] for member in members}
+    for topic in sorted(counts):
+        takers = sorted(member for member, topics in members.items() if topic in topics)
+        for index, member in enumerate(takers):
+            start = counts[topic] * index // len(takers)
+            stop = counts[topic] * (index + 1) // len(takers)
+            shares[member] += [TopicPartition(topic, number) for number in range(start, stop)]
+    return shares
+
+
+def round_robin_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> Shares:
+    """All partitions of all topics dealt out one by one (`RoundRobinAssignor` in Kafka)."""
+    shares: Shares = {member: [] for member in members}
+    turns = cycle(sorted(members))
+    for topic in sorted(counts):
+        if not any(topic in topics for topics in members.values()):
+            continue
+        for number in range(counts[topic]):
+            taker = next(member for member in turns if topic in members[member])
+            shares[taker].append(TopicPartition(topic, number))
+    return shares
+
+
+ASSIGNORS: dict[AssignorName, Assignor] = {
+    "range": range_assignor,
+    "roundrobin": round_robin_assignor,
+}

@@ -1,0 +1,189 @@
+"""What tests make the embedded log suffer, on demand and without any waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from headrace.log.memory.group import Group
+from headrace.log.memory.topics import Topics
+from headrace.log.port import LogUnavailable, TopicPartition
+
+
+class Faults:
+    """The switches of one embedded log. All of them take effect at once.
+
+    Args:
+        topics: the log's topics.
+        groups: the log's consumer groups, by name.
+        request_timeout_s: how long a request hangs when the broker does not answer.
+    """
+
+    def __init__(
+        self, topics: Topics, groups: Mapping[str, Group], request_timeout_s: float
+    ) -> None:
+        self._topics = topics
+        self._groups = groups
+        self._request_timeout_s = request_timeout_s
+        self._hangs = False
+        self._down_since: float | None = None
+        self._up = asyncio.Event()
+        self._up.set()
+        self._watchers: set[Callable[[], None]] = set()
+        self._postponed: dict[asyncio.Future[None], Callable[[], None]] = {}
+        self._commits_flow = asyncio.Event()
+        self._commits_flow.set()
+        self._held: list[asyncio.Future[None]] | None = None
+        self._acknowledgements_to_lose = 0
+
+    # The switches.
+
+    def take_down(self, *, hang: bool = False) -> None:
+        """No broker answers any more: readers see silence, groups stand still.
+
+        What is asked fails at once with `LogUnavailable`. With `hang` it does so at the request
+        timeout only, and what is sent or asked until then succeeds if the broker comes back.
+        """
+        self._hangs = hang
+        self._up.clear()
+        self._down_since = asyncio.get_running_loop().time()
+
+    def bring_back(self) -> None:
+        """The broker answers again; what was sent and hung is written, in its order."""
+        self._up.set()
+        self._down_since = None
+        postponed, self._postponed = self._postponed, {}
+        for future, write in postponed.items():
+            if not future.done():
+                write()
+                future.set_result(None)
+        for wake in self._watchers:
+            wake()
+
+    def hold_acknowledgements(self) -> None:
+        """Write what is sent, but tell nobody until `release_acknowledgements`."""
+        self._held = []
+
+    def release_acknowledgements(self) -> None:
+        held, self._held = self._held or [], None
+        for future in held:
+            if not future.done():
+                future.set_result(None)
+
+    def lose_acknowledgements(self, runs: int) -> None:
+        """Write the next runs, and tell their senders `LogUnavailable`."""
+        self._acknowledgements_to_lose = runs
+
+    def hold_commits(self) -> None:
+        """Answer no commit until `release_commits`; what it says is judged then."""
+        self._commits_flow.clear()
+
+    def release_commits(self) -> None:
+        self._commits_flow.set()
+
+    def members(self, group: str) -> Sequence[str]:
+        """The member ids of a group, in the order in which they joined."""
+        return self._groups[group].members if group in self._groups else ()
+
+    def expire_session(self, group: str, member_id: str, *, noticed: bool = True) -> None:
+        """The coordinator evicts a member, as one whose heartbeats have stopped.
+
+        Unless `noticed`, the member goes on with what it had, as a stalled process does, until
+        a commit of its is refused.
+        """
+        now = asyncio.get_running_loop().time()
+        self._groups[group].evict(member_id, now, noticed=noticed)
+
+    def force_rebalance(self, group: str) -> None:
+        """Make every member give up its partitions and join again."""
+        self._groups[group].rebalance(asyncio.get_running_loop().time())
+
+    def trim(self, partition: TopicPartition, before_offset: int) -> None:
+        """Drop the records below an offset, as retention does."""
+        self._topics.partition(partition).trim(before_offset)
+
+    def skip_offsets(self, partition: TopicPartition, offsets: int) -> None:
+        """Leave a gap at the end of a partition, as transaction markers and compaction do."""
+        self._topics.partition(partition).skip(offsets)
+
+    # What the faces ask.
+
+    @property
+    def is_down(self) -> bool:
+        return not self._up.is_set()
+
+    def down_for_s(self) -> float:
+        """For how long no broker has answered; 0.0 when it does."""
+        if self._down_since is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._down_since
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` whenever the broker comes back, until `unwatch`."""
+        self._watchers.add(wake)
+
+    def unwatch(self, wake: Callable[[], None]) -> None:
+        self._watchers.discard(wake)
+
+    async def until_up(self) -> None:
+        """Wait for the broker for ever, as background tasks of a client do."""
+        await self._up.wait()
+
+    async def answered(self, timeout_s: float | None = None) -> None:
+        """What every request goes through: returns once the broker answers.
+
+        Raises:
+            LogUnavailable: it does not, within the given time or the request timeout.
+        """
+        if not self.is_down:
+            return
+        if self._hangs:
+            within_s = self._request_timeout_s if timeout_s is None else timeout_s
+            await _passed(self._up, min(within_s, self._request_timeout_s))
+        else:
+            raise LogUnavailable("the embedded log was made unavailable")
+
+    async def commit_answered(self) -> None:
+        """`answered`, for a commit."""
+        await _passed(self._commits_flow, self._request_timeout_s)
+        await self.answered()
+
+    def postpone(self, write: Callable[[], None]) -> asyncio.Future[None]:
+        """The acknowledgement of a run that was sent while no broker answers."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        if self._hangs:
+            self._postponed[future] = write
+            timer = loop.call_later(self._request_timeout_s, self.give_up, future)
+            future.add_done_callback(lambda _: timer.cancel())
+        else:
+            future.set_exception(LogUnavailable("the embedded log was made unavailable"))
+        return future
+
+    def give_up(self, future: asyncio.Future[None]) -> None:
+        """Fail a postponed run, which is not written then."""
+        self._postponed.pop(future, None)
+        if not future.done():
+            future.set_exception(LogUnavailable("no acknowledgement within the request timeout"))
+
+    def acknowledgement(self) -> asyncio.Future[None]:
+        """The acknowledgement of a run that has just been written."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._acknowledgements_to_lose:
+            self._acknowledgements_to_lose -= 1
+            future.set_exception(LogUnavailable("the acknowledgement was lost"))
+        elif self._held is not None:
+            self._held.append(future)
+        else:
+            future.set_result(None)
+        return future
+
+
+async def _passed(gate: asyncio.Event, timeout_s: float) -> None:
+    if gate.is_set():
+        return
+    try:
+        async with asyncio.timeout(timeout_s):
+            await gate.wait()
+    except TimeoutError:
+        raise LogUnavailable(f"no answer within {timeout_s} s") from None

@@ -1,0 +1,166 @@
+"""One consumer group: members, generations, committed offsets.
+
+The rules of Kafka's classic protocol with eager rebalances. Whenever members or topics change,
+every member is asked to give up all that it has and to join again; once all have, or the
+rebalance timeout has evicted those that have not, a new generation starts with new shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace.log.memory.assignors import Assignor
+from headrace.log.port import Committed, Fenced, TopicPartition
+
+MAX_METADATA_CHARACTERS = 4096  # Kafka's offset.metadata.max.bytes, which counts characters
+
+
+@dataclass(slots=True)
+class _Member:
+    topics: tuple[str, ...]
+    notify: Callable[[], None]
+    joined: bool = False  # in the rebalance that is under way
+    share: frozenset[TopicPartition] = field(default_factory=frozenset)
+
+
+class Group:
+    """The state of one group.
+
+    A member is told by its `notify` that something may have changed for it, and then asks.
+
+    Args:
+        count: the number of partitions of a topic; 0 when there is none.
+        assignor: how partitions are shared out.
+        rebalance_timeout_s: how long members have to join again. `now` and deadlines are on
+            one monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self, count: Callable[[str], int], assignor: Assignor, rebalance_timeout_s: float
+    ) -> None:
+        self.generation = 0
+        self.deadline: float | None = None  # of the rebalance under way; None when there is none
+        self.committed: dict[TopicPartition, Committed] = {}
+        self._count = count
+        self._assignor = assignor
+        self._rebalance_timeout_s = rebalance_timeout_s
+        self._members: dict[str, _Member] = {}
+        self._joins = 0
+
+    @property
+    def members(self) -> Sequence[str]:
+        """The ids of the members, in the order in which they came."""
+        return tuple(self._members)
+
+    def join(
+        self, member_id: str | None, topics: Sequence[str], notify: Callable[[], None], now: float
+    ) -> str:
+        """Join, or join again in a rebalance; a member that was evicted gets a new id."""
+        self.expire(now)
+        if member_id is None or member_id not in self._members:
+            self._joins += 1
+            member_id = f"member-{self._joins:06d}"
+            self._members[member_id] = _Member(tuple(topics), notify)
+        self._begin(now)
+        self._members[member_id].joined = True
+        self._complete_when_all_joined()
+        return member_id
+
+    def leave(self, member_id: str, now: float) -> None:
+        """Go for good: the others rebalance. Nothing happens when it is no member any more."""
+        if self._members.pop(member_id, None) is None:
+            return
+        self.rebalance(now)
+
+    def evict(self, member_id: str, now: float, *, noticed: bool = True) -> None:
+        """Take a member's session away; unless `noticed`, it does not learn of it."""
+        member = self._members.get(member_id)
+        self.leave(member_id, now)
+        if member is not None and noticed:
+            member.notify()
+
+    def rebalance(self, now: float) -> None:
+        """Ask every member to join again."""
+        self._begin(now)
+        self._complete_when_all_joined()
+
+    def topic_created(self, name: str, now: float) -> None:
+        """Rebalance if a member subscribes to it."""
+        if any(name in member.topics for member in self._members.values()):
+            self.rebalance(now)
+
+    def expire(self, now: float) -> None:
+        """Evict who has not joined again, if the rebalance timeout has passed."""
+        if self.deadline is None or now < self.deadline:
+            return
+        late = [name for name, member in self._members.items() if not member.joined]
+        evicted = [self._members.pop(name) for name in late]
+        self._complete_when_all_joined()
+        for member in evicted:
+            member.notify()
+
+    def is_joining(self, member_id: str) -> bool:
+        """Whether a member has joined a rebalance and waits for the others."""
+        member = self._members.get(member_id)
+        return member is not None and member.joined
+
+    def must_rejoin(self, member_id: str) -> bool:
+        """Whether a member has to give up what it has and join again."""
+        member = self._members.get(member_id)
+        return member is None or (self.deadline is not None and not member.joined)
+
+    def share(self, member_id: str) -> frozenset[TopicPartition]:
+        """What the current generation gives a member."""
+        return self._members[member_id].share
+
+    def commit(
+        self,
+        member_id: str,
+        generation: int,
+        offsets: Mapping[TopicPartition, Committed],
+        now: float,
+    ) -> None:
+        """Commit for a member; allowed until it has joined the next rebalance.
+
+        Raises:
+            Fenced: it is no member any more, its generation is over, or a partition is not its.
+            ValueError: an offset's metadata is longer than Kafka takes.
+        """
+        self.expire(now)
+        for partition, committed in offsets.items():
+            if len(committed.metadata) > MAX_METADATA_CHARACTERS:
+                raise ValueError(
+                    f"{partition}: metadata: expected up to {MAX_METADATA_CHARACTERS} "
+                    f"characters, got {len(committed.metadata)}"
+                )
+        member = self._members.get(member_id)
+        if member is None:
+            raise Fenced(f"{member_id} is no member any more: its session was lost")
+        if generation != self.generation or member.joined:
+            raise Fenced(f"generation {generation} of {member_id} is over")
+        if not offsets.keys() <= member.share:
+            strangers = sorted(offsets.keys() - member.share)
+            raise Fenced(f"not assigned to {member_id}: {', '.join(map(str, strangers))}")
+        self.committed.update(offsets)
+
+    def _begin(self, now: float) -> None:
+        if self.deadline is not None:
+            return
+        self.deadline = now + self._rebalance_timeout_s
+        for member in self._members.values():
+            member.joined = False
+            member.notify()
+
+    def _complete_when_all_joined(self) -> None:
+        if not all(member.joined for member in self._members.values()):
+            return
+        subscriptions = {name: member.topics for name, member in self._members.items()}
+        topics = {topic for subscribed in subscriptions.values() for topic in subscribed}
+        shares = self._assignor(subscriptions, {topic: self._count(topic) for topic in topics})
+        self.generation += 1
+        self.deadline = None
+        for name, member in self._members.items():
+            member.share = frozenset(shares[name])
+            member.joined = False
+            member.notify()

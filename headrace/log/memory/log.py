@@ -1,0 +1,114 @@
+"""The embedded log itself: where its members, readers and producers come from."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from headrace.log.memory.assignors import ASSIGNORS, AssignorName
+from headrace.log.memory.faults import Faults
+from headrace.log.memory.group import Group
+from headrace.log.memory.member import MemoryMember
+from headrace.log.memory.producer import MemoryProducer
+from headrace.log.memory.reader import MemoryReader
+from headrace.log.memory.topics import Topics
+from headrace.log.port import Committed, RebalanceListener, TopicInfo, TopicPartition
+
+
+def wall_clock_ms() -> int:
+    """The time of day in epoch milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+class MemoryLog:
+    """A log in this process's memory, shared by all that holds this object.
+
+    Args:
+        auto_create_partitions: make unknown topics when they are first used, with so many
+            partitions; None refuses them.
+        retention_bytes: what a partition holds at most; its oldest records go then.
+        rebalance_timeout_s: how long `on_revoked` may take before its member is evicted.
+        request_timeout_s: how long requests hang when a fault makes them.
+        assignor: how a group shares its partitions out.
+        now_ms: the clock of records without a timestamp, in epoch milliseconds.
+
+    Attributes:
+        faults: what tests make it suffer.
+    """
+
+    def __init__(
+        self,
+        *,
+        auto_create_partitions: int | None = None,
+        retention_bytes: int = 64 * 1024 * 1024,
+        rebalance_timeout_s: float = 30.0,
+        request_timeout_s: float = 5.0,
+        assignor: AssignorName = "range",
+        now_ms: Callable[[], int] = wall_clock_ms,
+    ) -> None:
+        self._topics = Topics(retention_bytes, auto_create_partitions, self._rebalance_for)
+        self._groups: dict[str, Group] = {}
+        self._rebalance_timeout_s = rebalance_timeout_s
+        self._assignor = ASSIGNORS[assignor]
+        self._now_ms = now_ms
+        self.faults = Faults(self._topics, self._groups, request_timeout_s)
+
+    def member(
+        self, group: str, topics: Sequence[str], listener: RebalanceListener
+    ) -> MemoryMember:
+        return MemoryMember(self._topics, self.faults, self._group(group), topics, listener)
+
+    def reader(self, partitions: Sequence[TopicPartition]) -> MemoryReader:
+        return MemoryReader(self._topics, self.faults, partitions)
+
+    def producer(self) -> MemoryProducer:
+        return MemoryProducer(self._topics, self.faults, self._now_ms)
+
+    async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
+        await self.faults.answered()
+        found = {name: self._topics.find(name) for name in topics}
+        return {name: None if topic is None else topic.info for name, topic in found.items()}
+
+    async def create_topics(
+        self, topics: Sequence[TopicInfo], *, replication_factor: int
+    ) -> Mapping[str, bool]:
+        """See the port. There is one copy of each record, whatever the factor."""
+        if replication_factor < 1:
+            raise ValueError(f"replication_factor: expected at least 1, got {replication_factor}")
+        await self.faults.answered()
+        return {info.name: self._topics.create(info) for info in topics}
+
+    async def committed(
+        self, group: str, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, Committed | None]:
+        await self.faults.answered()
+        committed = self._groups[group].committed if group in self._groups else {}
+        return {name: committed.get(name) for name in partitions}
+
+    async def close(self) -> None:
+        """Nothing to let go of: the records stay as long as this object does."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _group(self, name: str) -> Group:
+        if name not in self._groups:
+            self._groups[name] = Group(
+                self._topics.count, self._assignor, self._rebalance_timeout_s
+            )
+        return self._groups[name]
+
+    def _rebalance_for(self, topic: str) -> None:
+        for group in self._groups.values():
+            group.topic_created(topic, asyncio.get_running_loop().time())

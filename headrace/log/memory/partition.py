@@ -1,0 +1,170 @@
+"""One partition: records in offset order, trimmed from the front by bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from headrace.log.port import NewRecord, TopicPartition
+
+# What a record takes beside its key, value and headers: in Kafka's format at most 61 bytes of
+# batch header and 21 of its own (https://kafka.apache.org/documentation/#messageformat), here
+# the Python objects that hold it.
+FRAMING_BYTES = 82
+_OBJECT_BYTES = 256
+
+_offset_of = attrgetter("offset")
+
+
+class StoredRecord(NamedTuple):
+    """A record as it is kept and read. `timestamp` is in epoch milliseconds."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...]
+
+
+def payload_bytes(record: NewRecord) -> int:
+    """The bytes of a record's key, value and headers.
+
+    Raises:
+        TypeError: one of them is neither bytes nor None, or a header's name is no text.
+    """
+    key, value = record.key, record.value
+    size = _length(key, "key") + _length(value, "value")
+    for name, content in record.headers:
+        if not isinstance(name, str):
+            raise TypeError(f"header name: expected str, got {type(name).__name__}")
+        size += len(name) + _length(content, f"header {name!r}")
+    return size
+
+
+def _length(content: bytes | None, where: str) -> int:
+    if content is None:
+        return 0
+    if not isinstance(content, bytes):
+        raise TypeError(f"{where}: expected bytes or None, got {type(content).__name__}")
+    return len(content)
+
+
+class Partition:
+    """The records of one partition.
+
+    Offsets ascend but may have gaps, as compaction and transaction markers leave them in Kafka.
+
+    Args:
+        name: which partition it is.
+        retention_bytes: the oldest records go when what is held passes this; the newest
+            record always stays.
+    """
+
+    def __init__(self, name: TopicPartition, retention_bytes: int) -> None:
+        self.name = name
+        self.begin = 0
+        self.end = 0
+        self._retention_bytes = retention_bytes
+        self._records: list[StoredRecord] = []
+        self._sizes: list[int] = []
+        self._dropped = 0  # how many at the front of the list are trimmed but not yet cut off
+        self._held_bytes = 0
+        self._watchers: set[Callable[[], None]] = set()
+
+    @property
+    def held_bytes(self) -> int:
+        """What the records take, their objects included."""
+        return self._held_bytes
+
+    def append(self, records: Sequence[NewRecord], sizes: Sequence[int], now_ms: int) -> None:
+        """Add records, with the `payload_bytes` of each, at the end and wake the watchers."""
+        topic, partition = self.name
+        self._records += [
+            StoredRecord(
+                topic,
+                partition,
+                offset,
+                now_ms if record.timestamp_ms is None else record.timestamp_ms,
+                record.key,
+                record.value,
+                tuple(record.headers),
+            )
+            for offset, record in enumerate(records, self.end)
+        ]
+        self.end += len(records)
+        self._sizes += sizes
+        self._held_bytes += sum(sizes) + _OBJECT_BYTES * len(records)
+        self._retain()
+        for wake in self._watchers:
+            wake()
+
+    def read(self, offset: int, max_records: int) -> Sequence[StoredRecord]:
+        """Up to `max_records` from `offset` on; `offset` must not be below `begin`."""
+        start = self._index(offset)
+        return self._records[start : start + max_records]
+
+    def trim(self, before_offset: int) -> None:
+        """Drop what lies below `before_offset`, as retention does.
+
+        Raises:
+            ValueError: the offset lies beyond the end.
+        """
+        if before_offset > self.end:
+            raise ValueError(
+                f"{self.name}: expected an offset up to {self.end}, got {before_offset}"
+            )
+        if before_offset > self.begin:
+            self._drop(self._index(before_offset))
+            self.begin = before_offset
+
+    def skip(self, offsets: int) -> None:
+        """Leave a gap: the next record's offset is higher by `offsets`."""
+        self.end += offsets
+
+    def offset_at(self, timestamp_ms: int) -> int | None:
+        """The first offset whose timestamp is at or after the given one."""
+        for index in range(self._dropped, len(self._records)):
+            if self._records[index].timestamp >= timestamp_ms:
+                return self._records[index].offset
+        return None
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` after every append, until `unwatch`."""
+        self._watchers.add(wake)
+
+    def unwatch(self, wake: Callable[[], None]) -> None:
+        self._watchers.discard(wake)
+
+    def _index(self, offset: int) -> int:
+        records = self._records
+        if not records:
+            return 0
+        guess = offset - records[0].offset
+        if 0 <= guess < len(records) and records[guess].offset == offset:
+            return guess
+        return bisect_left(records, offset, lo=self._dropped, key=_offset_of)
+
+    def _retain(self) -> None:
+        if self._held_bytes <= self._retention_bytes:
+            return
+        excess = self._held_bytes - self._retention_bytes
+        index = self._dropped
+        while excess > 0 and index < len(self._records) - 1:
+            excess -= self._sizes[index] + _OBJECT_BYTES
+            index += 1
+        self.begin = self._records[index].offset
+        self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        gone = self._sizes[self._dropped : index]
+        self._held_bytes -= sum(gone) + _OBJECT_BYTES * len(gone)
+        self._dropped = index
+        # Cutting the lists moves all that stay: do it once a quarter of the list is gone.
+        if self._dropped * 4 >= len(self._records):
+            del self._records[: self._dropped]
+            del self._sizes[: self._dropped]
+            self._dropped = 0

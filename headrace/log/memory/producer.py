@@ -1,0 +1,113 @@
+"""The embedded log's producer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from headrace.log.memory.faults import Faults
+from headrace.log.memory.partition import FRAMING_BYTES, payload_bytes
+from headrace.log.memory.topics import Topics
+from headrace.log.port import NewRecord, RecordTooLarge, Run, TopicPartition
+
+# As the Kafka adapter has it, so that what is sent travels in several runs here as well.
+_BATCH_BYTES = 256 * 1024
+_METADATA_TIMEOUT_S = 1.0  # the port's bound for `partitions_for`
+_FLUSH_TIMEOUT_S = 3.0
+
+
+class MemoryProducer:
+    """Writes to the partitions of one process.
+
+    Args:
+        topics: where the partitions are.
+        faults: what may go wrong.
+        now_ms: the clock of records without a timestamp, in epoch milliseconds.
+    """
+
+    def __init__(self, topics: Topics, faults: Faults, now_ms: Callable[[], int]) -> None:
+        self._topics = topics
+        self._faults = faults
+        self._now_ms = now_ms
+        self._counts: dict[str, int] = {}  # cached metadata, as a real client has it
+        self._hanging: set[asyncio.Future[None]] = set()
+        self._is_closed = False
+
+    async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
+        """See the port. A record that is too large fails alone, in a run of its own."""
+        if self._is_closed:
+            raise RuntimeError("the producer is closed")
+        sizes = [payload_bytes(record) for record in records]
+        where = self._topics.partition(partition)
+        limit = self._topics.max_message_bytes(partition.topic)
+        runs = []
+        for start, stop in _batches(sizes, min(limit, _BATCH_BYTES)):
+            write = partial(where.append, records[start:stop], sizes[start:stop])
+            if stop - start == 1 and sizes[start] + FRAMING_BYTES > limit:
+                acknowledged = _refused(where.name, sizes[start] + FRAMING_BYTES, limit)
+            else:
+                acknowledged = self._write(write)
+            runs.append(Run(stop - start, acknowledged))
+        return runs
+
+    async def partitions_for(self, topic: str) -> int | None:
+        known = self._counts.get(topic)
+        if known is not None:
+            return known
+        await self._faults.answered(_METADATA_TIMEOUT_S)
+        if self._topics.use(topic) is None:
+            return None
+        self._counts[topic] = self._topics.count(topic)
+        return self._counts[topic]
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._hanging:
+            _, late = await asyncio.wait(self._hanging, timeout=_FLUSH_TIMEOUT_S)
+            for future in late:
+                self._faults.give_up(future)
+
+    async def __aenter__(self) -> Self:
+        await self._faults.answered()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _write(self, write: Callable[[int], None]) -> asyncio.Future[None]:
+        if not self._faults.is_down:
+            write(self._now_ms())
+            return self._faults.acknowledgement()
+        future = self._faults.postpone(lambda: write(self._now_ms()))
+        self._hanging.add(future)
+        future.add_done_callback(self._hanging.discard)
+        return future
+
+
+def _refused(where: TopicPartition, size: int, limit: int) -> asyncio.Future[None]:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    future.set_exception(
+        RecordTooLarge(f"{where}: expected a record of at most {limit} bytes, got {size}")
+    )
+    return future
+
+
+def _batches(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Where a chunk is cut: a batch passes the limit only if a single record does."""
+    start, filled = 0, 0
+    for index, size in enumerate(sizes):
+        framed = size + FRAMING_BYTES
+        if index > start and filled + framed > limit:
+            yield start, index
+            start, filled = index, 0
+        filled += framed
+    if sizes:
+        yield start, len(sizes)

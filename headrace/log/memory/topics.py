@@ -1,0 +1,112 @@
+"""The topics of the embedded log: their settings and partitions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from headrace.log.memory.partition import Partition
+from headrace.log.port import TopicInfo, TopicPartition, UnknownPartition
+
+_LEGAL_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
+# Kafka's own defaults, of the settings that the embedded log has: a record's size is checked,
+# and the policy is reported (Kafka promises no moment at which it compacts; here it never does).
+_DEFAULTS = {"max.message.bytes": "1048588", "cleanup.policy": "delete"}
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A topic that exists."""
+
+    info: TopicInfo
+    partitions: tuple[Partition, ...]
+    max_message_bytes: int
+
+
+class Topics:
+    """All topics, by name.
+
+    Args:
+        retention_bytes: what each partition holds at most; a topic's `retention.bytes` may
+            say less, never more.
+        auto_create_partitions: as a broker with `auto.create.topics.enable` has it: topics
+            come into being when first used, with so many partitions. None: unknown ones are
+            refused.
+        created: told the name of every new topic.
+    """
+
+    def __init__(
+        self,
+        retention_bytes: int,
+        auto_create_partitions: int | None,
+        created: Callable[[str], None],
+    ) -> None:
+        self._retention_bytes = retention_bytes
+        self._auto_create_partitions = auto_create_partitions
+        self._created = created
+        self._topics: dict[str, Topic] = {}
+
+    def create(self, info: TopicInfo) -> bool:
+        """Make a topic; False when there is one of this name.
+
+        Raises:
+            ValueError: the name, the partitions or a setting is not what Kafka would take.
+        """
+        if info.name in self._topics:
+            return False
+        if not _LEGAL_NAME.fullmatch(info.name):
+            raise ValueError(f"topic name: expected {_LEGAL_NAME.pattern}, got {info.name!r}")
+        if info.partitions < 1:
+            raise ValueError(f"{info.name}: expected at least 1 partition, got {info.partitions}")
+        config = _DEFAULTS | dict(info.config)
+        retention_bytes = self._retention_of(config)
+        self._topics[info.name] = Topic(
+            info._replace(config=config),
+            tuple(
+                Partition(TopicPartition(info.name, number), retention_bytes)
+                for number in range(info.partitions)
+            ),
+            int(config["max.message.bytes"]),
+        )
+        self._created(info.name)
+        return True
+
+    def find(self, name: str) -> Topic | None:
+        """The topic, if there is one; never creates it."""
+        return self._topics.get(name)
+
+    def use(self, name: str) -> Topic | None:
+        """The topic; created when unknown, where that is allowed."""
+        topic = self._topics.get(name)
+        if topic is None and self._auto_create_partitions is not None:
+            self.create(TopicInfo(name, self._auto_create_partitions, {}))
+            topic = self._topics[name]
+        return topic
+
+    def count(self, name: str) -> int:
+        """How many partitions a topic has; 0 when it does not exist."""
+        topic = self._topics.get(name)
+        return 0 if topic is None else topic.info.partitions
+
+    def max_message_bytes(self, name: str) -> int:
+        """The largest batch that a topic takes. Raises KeyError when it does not exist."""
+        return self._topics[name].max_message_bytes
+
+    def partition(self, partition: TopicPartition) -> Partition:
+        """One partition of `use(topic)`.
+
+        Raises:
+            UnknownPartition: there is no such topic or partition.
+        """
+        name, number = partition
+        topic = self.use(name)
+        if topic is None:
+            raise UnknownPartition(partition, 0)
+        if not 0 <= number < topic.info.partitions:
+            raise UnknownPartition(partition, topic.info.partitions)
+        return topic.partitions[number]
+
+    def _retention_of(self, config: Mapping[str, str]) -> int:
+        wanted = int(config.get("retention.bytes", "-1"))
+        return self._retention_bytes if wanted < 0 else min(wanted, self._retention_bytes)
