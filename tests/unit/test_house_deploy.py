@@ -1,0 +1,228 @@
+"""The container image and the Compose file, checked without Docker.
+
+`make deploy-check` holds the Compose file against the Compose specification; here are the rules
+that are Headrace's own. The Dockerfile is read with dockerfile-parse.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+from dockerfile_parse import DockerfileParser
+
+from headrace.config import LimitSettings
+from headrace.topics import STAGES
+from tests.support.settings import all_settings
+from tests.support.tree import ROOT
+
+INSTRUCTIONS = {
+    *("FROM", "ARG", "ENV", "LABEL", "WORKDIR", "COPY", "RUN", "VOLUME", "EXPOSE", "STOPSIGNAL"),
+    *("HEALTHCHECK", "USER", "ENTRYPOINT", "CMD", "COMMENT"),
+}
+PINNED = re.compile(r"^[\w./-]+:\d+\.\d+\.\d+(-[\w.-]+)?$")
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    """The Compose file, with its anchors resolved."""
+    text = (ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+@pytest.fixture(scope="module")
+def stages(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The services of the Compose file that run stages."""
+    return {
+        name: service
+        for name, service in compose["services"].items()
+        if service.get("command", [""])[0] == "run"
+    }
+
+
+@pytest.fixture(scope="module")
+def dockerfile() -> DockerfileParser:
+    """The Dockerfile, parsed into instructions."""
+    return DockerfileParser(str(ROOT / "deploy" / "Dockerfile"))
+
+
+# --- deploy/compose.yaml -----------------------------------------------------------------------
+
+
+def test_compose_runs_each_stage_once(stages: dict[str, dict[str, Any]]) -> None:
+    """The `run` commands together name the four stages, each once."""
+    run = [stage for service in stages.values() for stage in service["command"][1].split(",")]
+
+    assert sorted(run) == sorted(STAGES)
+
+
+def test_compose_uses_the_one_image_of_this_version(compose: dict[str, Any]) -> None:
+    """Whatever Headrace runs is one image, and its tag is the project's version."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
+    built = {service["image"] for service in compose["services"].values() if "build" in service}
+
+    assert built == {f"headrace:{version}"}
+
+
+def test_compose_pins_the_images_of_others(compose: dict[str, Any]) -> None:
+    """An image that is pulled has a full version in its tag."""
+    pulled = [
+        service["image"] for service in compose["services"].values() if "build" not in service
+    ]
+
+    assert [image for image in pulled if not PINNED.match(image)] == []
+
+
+def test_compose_sets_only_what_can_be_set(compose: dict[str, Any]) -> None:
+    """Every HEADRACE_ variable of a container is one that the settings read."""
+    known = {setting.variable for setting in all_settings()}
+    named = {
+        variable
+        for service in compose["services"].values()
+        for variable in service.get("environment", {})
+        if variable.startswith("HEADRACE_")
+    }
+
+    assert named - known == set()
+
+
+def test_compose_gives_a_stop_the_time_to_drain(stages: dict[str, dict[str, Any]]) -> None:
+    """The grace period of every stage is longer than the drain time-out it runs with."""
+    for service in stages.values():
+        drain_s = float(
+            service["environment"].get(
+                "HEADRACE_LIMITS__DRAIN_TIMEOUT_S", LimitSettings().drain_timeout_s
+            )
+        )
+
+        assert float(service["stop_grace_period"].removesuffix("s")) > drain_s
+
+
+def test_compose_starts_the_stages_when_the_topics_are_there(
+    stages: dict[str, dict[str, Any]],
+) -> None:
+    """No stage starts before Kafka is healthy and the topics have been created."""
+    for service in stages.values():
+        conditions = {name: on["condition"] for name, on in service["depends_on"].items()}
+
+        assert conditions["kafka"] == "service_healthy"
+        assert conditions["topics"] == "service_completed_successfully"
+
+
+def test_compose_asks_the_port_that_the_stages_listen_on(
+    stages: dict[str, dict[str, Any]],
+) -> None:
+    """The health check and the exposed port are those of the telemetry settings."""
+    for service in stages.values():
+        port = service["environment"]["HEADRACE_TELEMETRY__HTTP_PORT"]
+
+        assert service["expose"] == [port]
+        assert f"127.0.0.1:{port}/health/ready" in service["healthcheck"]["test"][-1]
+
+
+def test_compose_names_listeners_that_kafka_has(compose: dict[str, Any]) -> None:
+    """The stages and the outside are given addresses that the broker advertises."""
+    services = compose["services"]
+    advertised = services["kafka"]["environment"]["KAFKA_ADVERTISED_LISTENERS"]
+    addresses = {listener.split("://")[1] for listener in advertised.split(",")}
+    (published,) = services["kafka"]["ports"]
+
+    assert services["ingest"]["environment"]["HEADRACE_KAFKA__BOOTSTRAP_SERVERS"] in addresses
+    assert published.rpartition(":")[0] in addresses
+
+
+# --- deploy/Dockerfile -------------------------------------------------------------------------
+
+
+def test_dockerfile_has_only_known_instructions(dockerfile: DockerfileParser) -> None:
+    """Every instruction exists; ADD, which can fetch and unpack, is none of them."""
+    assert {step["instruction"] for step in dockerfile.structure} <= INSTRUCTIONS
+
+
+def test_dockerfile_starts_from_pinned_images(dockerfile: DockerfileParser) -> None:
+    """Every stage of the build starts from a full version of a slim image."""
+    for image in dockerfile.parent_images:
+        assert PINNED.match(image), image
+        assert "slim" in image
+
+
+def test_image_runs_as_nobody_in_particular(dockerfile: DockerfileParser) -> None:
+    """The last user of the image is not root, and nothing is built after the change to it."""
+    last_stage = instructions_of_last_stage(dockerfile)
+    user = last_stage.index("USER")
+
+    assert int(value_of(dockerfile, "USER").split(":")[0]) > 0
+    assert not {"RUN", "COPY", "USER"} & set(last_stage[user + 1 :])
+
+
+def test_image_is_stopped_by_the_signal_that_drains(dockerfile: DockerfileParser) -> None:
+    """The stop signal is SIGTERM, and goes to headrace itself, not to a shell around it."""
+    assert value_of(dockerfile, "STOPSIGNAL") == "SIGTERM"
+    assert value_of(dockerfile, "ENTRYPOINT") == '["headrace"]'
+
+
+def test_image_sets_only_what_can_be_set(dockerfile: DockerfileParser) -> None:
+    """Every HEADRACE_ variable of the image is one that the settings read."""
+    known = {setting.variable for setting in all_settings()}
+    named = {name for name in dockerfile.envs if name.startswith("HEADRACE_")}
+
+    assert named
+    assert named <= known
+
+
+def test_image_listens_where_it_is_asked(dockerfile: DockerfileParser) -> None:
+    """The exposed port is the one of the settings, on all interfaces, and is asked for health."""
+    assert dockerfile.envs["HEADRACE_TELEMETRY__HTTP_HOST"] == "0.0.0.0"
+    assert dockerfile.envs["HEADRACE_TELEMETRY__HTTP_PORT"] == value_of(dockerfile, "EXPOSE")
+    assert "/health/live" in value_of(dockerfile, "HEALTHCHECK")
+
+
+def test_image_is_built_from_what_the_builder_gets(dockerfile: DockerfileParser) -> None:
+    """What is copied from the working tree exists, and .dockerignore lets it through."""
+    let_through = [
+        line.removeprefix("!")
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
+    ]
+    copied = [
+        source
+        for step in dockerfile.structure
+        if step["instruction"] == "COPY" and not step["value"].startswith("--from=")
+        for source in step["value"].split()[:-1]
+    ]
+
+    assert copied
+    for source in copied:
+        assert (ROOT / source).exists()
+        assert any(fnmatch.fnmatch(source, pattern) for pattern in let_through), source
+
+
+def test_image_can_be_built_for_each_device(dockerfile: DockerfileParser) -> None:
+    """The default of EXTRAS, and `gpu`, are extras of the package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (default,) = [
+        step["value"].removeprefix("EXTRAS=")
+        for step in dockerfile.structure
+        if step["instruction"] == "ARG" and step["value"].startswith("EXTRAS=")
+    ]
+
+    assert {default, "gpu"} <= set(project["optional-dependencies"])
+
+
+def instructions_of_last_stage(dockerfile: DockerfileParser) -> list[str]:
+    """The instructions of the stage that becomes the image, in order."""
+    names = [step["instruction"] for step in dockerfile.structure]
+    return names[len(names) - names[::-1].index("FROM") :]
+
+
+def value_of(dockerfile: DockerfileParser, instruction: str) -> str:
+    """The text of the only, or last, instruction of a kind."""
+    return str(
+        [step["value"] for step in dockerfile.structure if step["instruction"] == instruction][-1]
+    )
