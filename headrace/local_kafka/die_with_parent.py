@@ -1,0 +1,31 @@
+"""Become another command, which the system kills when the process that started it dies.
+
+A file to be run, never imported: `python die_with_parent.py PARENT_PID COMMAND [ARGUMENT...]`.
+Setting this between fork and exec in the parent (`preexec_fn`) is not safe in a process with
+threads; a small program that sets it and then becomes the command is, and keeps the process id.
+Linux only (`PR_SET_PDEATHSIG` in prctl(2)); elsewhere the command outlives a killed parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, command: list[str]) -> None:
+    """Ask for the signal, then become `command`."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        if os.getppid() != parent:
+            sys.exit(1)  # The parent died before the signal could be asked for.
+    os.execv(command[0], command)  # noqa: S606 - no shell is wanted
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
