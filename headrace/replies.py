@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -56,7 +56,6 @@ class Replies:
         self._prefix = secrets.token_hex(6).encode() + b"-"
         self._count = 0
         self._waiting: dict[bytes, asyncio.Future[Record]] = {}
-        self._position = 0
         self._stopping = False
         self._failure: BaseException | None = None
         self._stack = AsyncExitStack()
@@ -66,7 +65,7 @@ class Replies:
         async with AsyncExitStack() as stack:
             consumer = await stack.enter_async_context(self._log.reader([self.partition]))
             ends = await consumer.end_offsets([self.partition])
-            self._seek(consumer, ends[self.partition])
+            consumer.seek(self.partition, ends[self.partition])
             # The task's parent is this object, which ends it before it is left: a TaskGroup here
             # would wrap whatever the user's own block raises into an exception group.
             task = asyncio.create_task(self._read(consumer), name=f"replies {self.partition}")
@@ -111,8 +110,8 @@ class Replies:
             while not self._stopping:
                 try:
                     records = await consumer.poll(POLL_TIMEOUT_S, POLL_MAX_RECORDS)
-                except OffsetOutOfRange:
-                    await self._reposition(consumer)
+                except OffsetOutOfRange as error:
+                    await self._reposition(consumer, error.positions.get(self.partition, 0))
                 else:
                     self._hand_out(records.get(self.partition, ()))
         except HeadraceError as error:
@@ -127,7 +126,6 @@ class Replies:
 
     def _hand_out(self, records: Iterable[Record]) -> None:
         for record in records:
-            self._position = record.offset + 1
             correlation_id = last_header(record.headers, CORRELATION_ID)
             future = self._waiting.get(correlation_id) if correlation_id is not None else None
             if future is not None and not future.done():
@@ -137,18 +135,12 @@ class Replies:
             else:
                 self.foreign += 1
 
-    async def _reposition(self, consumer: Consumer) -> None:
+    async def _reposition(self, consumer: Consumer, position: int) -> None:
         """Retention overtook us, or the topic was made anew: go on with what is there."""
-        first: Mapping[TopicPartition, int] = await consumer.beginning_offsets([self.partition])
-        if self._position < first[self.partition]:
-            self._seek(consumer, first[self.partition])
-        else:
-            ends = await consumer.end_offsets([self.partition])
-            self._seek(consumer, ends[self.partition])
-
-    def _seek(self, consumer: Consumer, offset: int) -> None:
-        self._position = offset
-        consumer.seek(self.partition, offset)
+        offsets = await consumer.beginning_offsets([self.partition])
+        if position >= offsets[self.partition]:
+            offsets = await consumer.end_offsets([self.partition])
+        consumer.seek(self.partition, offsets[self.partition])
 
     def _fail_waiting(self, error: ClientClosed) -> None:
         for future in self._waiting.values():

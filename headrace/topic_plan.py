@@ -43,12 +43,17 @@ class Fault(NamedTuple):
         return f"{self.topic}: {self.problem}; {self.mend}"
 
 
-def plan_topics(settings: Settings) -> dict[Topic, TopicInfo]:
-    """All topics as `headrace topics create` makes them."""
-    return {topic: _plan(spec, settings) for topic, spec in TOPICS.items()}
+def plan_topics(settings: Settings, requests: TopicInfo | None = None) -> dict[Topic, TopicInfo]:
+    """All topics as `headrace topics create` makes them.
+
+    Args:
+        settings: where the numbers come from.
+        requests: the topic of requests, where it exists: others follow its partitions.
+    """
+    return {topic: _plan(spec, settings, requests) for topic, spec in TOPICS.items()}
 
 
-def _plan(spec: TopicSpec, settings: Settings) -> TopicInfo:
+def _plan(spec: TopicSpec, settings: Settings, requests: TopicInfo | None) -> TopicInfo:
     wanted = settings.topics
     internal = bool(spec.writers and spec.readers)
     retention_ms = wanted.internal_retention_ms if internal else wanted.retention_ms
@@ -67,7 +72,8 @@ def _plan(spec: TopicSpec, settings: Settings) -> TopicInfo:
     if wanted.replication_factor >= 3:
         # An acknowledged record then lies on two brokers at least.
         config[MIN_INSYNC_REPLICAS] = "2"
-    return TopicInfo(settings.topic(spec.topic), wanted.partitions, config)
+    partitions = requests.partitions if requests and spec.like_requests else wanted.partitions
+    return TopicInfo(settings.topic(spec.topic), partitions, config)
 
 
 def topics_in_use(stages: Collection[Stage]) -> list[Topic]:

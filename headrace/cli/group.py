@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import traceback
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,11 @@ def main(context: click.Context, config_file: Path | None, debug: bool) -> None:
     called = invocation(context)
     called.config_file = config_file
     called.debug = debug
+    if debug:
+        from headrace.telemetry.logs import configure_logging
+
+        configure_logging("debug")
+    else:
+        # A command says in one line of its own what a library would log in ten; `run` sets up
+        # the log that operators read.
+        logging.getLogger().addHandler(logging.NullHandler())

@@ -1,0 +1,194 @@
+"""What `headrace doctor` looks at: each check gives findings, and raises nothing of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.config import KafkaSettings, Settings
+from headrace.errors import ConfigurationError, HeadraceError
+from headrace.log.opening import open_log
+from headrace.log.port import LogAuthenticationFailed, TopicInfo
+from headrace.topic_plan import RECORD_OVERHEAD_BYTES, compare, plan_topics
+from headrace.topics import Topic
+
+if TYPE_CHECKING:
+    from headrace.models.repository import FoundModel
+
+CUDA = "CUDAExecutionProvider"
+
+SLACK_S = 10.0
+"""What the broker check may take beside the log's own request timeout."""
+
+
+class Health(StrEnum):
+    """How a finding is meant."""
+
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        subject: `configuration`, `broker`, `topics`, `models` or `device`.
+        text: what was found.
+        mend: what to do about it; empty when nothing is wrong.
+    """
+
+    subject: str
+    health: Health
+    text: str
+    mend: str = ""
+
+
+def check_settings(settings: Settings) -> Iterator[Finding]:
+    """Values that are each allowed, but do not go together."""
+    faulty = False
+    needed = settings.limits.max_request_bytes + RECORD_OVERHEAD_BYTES
+    if settings.topics.max_message_bytes < needed:
+        faulty = True
+        yield Finding(
+            "configuration",
+            Health.ERROR,
+            f"topics.max_message_bytes: expected at least {needed} "
+            f"(limits.max_request_bytes and {RECORD_OVERHEAD_BYTES} for headers), "
+            f"got {settings.topics.max_message_bytes}",
+            "raise topics.max_message_bytes or lower limits.max_request_bytes",
+        )
+    if settings.kafka is not None and _shows_password(settings.kafka):
+        faulty = True
+        yield Finding(
+            "configuration",
+            Health.WARNING,
+            "kafka.security_protocol SASL_PLAINTEXT sends the password readable with PLAIN",
+            "use SASL_SSL, or a SCRAM mechanism",
+        )
+    if not faulty:
+        log = settings.kafka.bootstrap_servers if settings.kafka else "the embedded log"
+        yield Finding("configuration", Health.OK, f"namespace {settings.namespace} on {log}")
+
+
+def _shows_password(kafka: KafkaSettings) -> bool:
+    return kafka.security_protocol == "SASL_PLAINTEXT" and kafka.sasl_mechanism == "PLAIN"
+
+
+def unreadable_settings(error: ConfigurationError) -> Iterator[Finding]:
+    """What is wrong with settings that could not be read."""
+    for line in str(error).splitlines():
+        yield Finding("configuration", Health.ERROR, line, "mend this; all else waits for it")
+
+
+async def check_log(settings: Settings) -> list[Finding]:
+    """Whether a broker answers us, and whether its topics are right."""
+    if settings.kafka is None:
+        return [Finding("broker", Health.OK, "none configured: the embedded log is used")]
+    deadline_s = settings.kafka.request_timeout_ms / 1000 + SLACK_S
+    try:
+        async with asyncio.timeout(deadline_s), open_log(settings) as log:
+            topics = await log.describe_topics([settings.topic(topic) for topic in Topic])
+    except TimeoutError:
+        return [_unreachable(settings.kafka, f"no answer within {deadline_s:g} s")]
+    except LogAuthenticationFailed as error:
+        return [
+            Finding(
+                "broker",
+                Health.ERROR,
+                str(error),
+                "check kafka.security_protocol, kafka.sasl_* and kafka.ssl_*",
+            )
+        ]
+    except ConfigurationError as error:
+        return [Finding("broker", Health.ERROR, str(error), "mend this setting")]
+    except HeadraceError as error:
+        return [_unreachable(settings.kafka, str(error))]
+    reached = Finding("broker", Health.OK, f"{settings.kafka.bootstrap_servers} answers")
+    return [reached, *check_topics(settings, topics)]
+
+
+def _unreachable(kafka: KafkaSettings, reason: str) -> Finding:
+    return Finding(
+        "broker",
+        Health.ERROR,
+        reason,
+        f"see that a broker listens on {kafka.bootstrap_servers} "
+        f"(kafka.bootstrap_servers) and takes {kafka.security_protocol}",
+    )
+
+
+def check_topics(settings: Settings, existing: Mapping[str, TopicInfo | None]) -> Iterator[Finding]:
+    """The faults of the topics that `headrace topics check` tells as well."""
+    faults = compare(plan_topics(settings), existing)
+    for fault in faults:
+        health = Health.ERROR if fault.blocking else Health.WARNING
+        yield Finding("topics", health, f"{fault.topic}: {fault.problem}", fault.mend)
+    if not faults:
+        yield Finding("topics", Health.OK, f"all {len(existing)} are as they should be")
+
+
+def check_models(settings: Settings) -> list[Finding]:
+    """Each model of the repository: its configuration, its files, its signature."""
+    from headrace.models.repository import Repository
+
+    path = settings.models.repository
+    try:
+        models = Repository(path, settings).scan()
+    except ConfigurationError as error:
+        return [Finding("models", Health.ERROR, str(error), "set models.repository, or make it")]
+    if not models:
+        return [
+            Finding(
+                "models",
+                Health.WARNING,
+                f"{path}: no model",
+                f"put one at {Path('MODEL', '1', 'model.onnx')} below it",
+            )
+        ]
+    return [finding for model in models for finding in _check_model(model)]
+
+
+def _check_model(model: FoundModel) -> Iterator[Finding]:
+    from headrace.models.repository import open_version
+
+    if model.config is None:
+        mend = f"see `headrace models check {model.name}`"
+        yield Finding("models", Health.ERROR, f"{model.name}: {model.fault}", mend)
+        return
+    for found in model.versions:
+        name = f"{model.name}/{found.version}"
+        try:
+            signature = open_version(found, model.config)
+        except ConfigurationError as error:
+            yield Finding("models", Health.ERROR, f"{name}: {error}", f"mend {found.directory}")
+            continue
+        inputs = ", ".join(
+            f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in signature.inputs
+        )
+        yield Finding("models", Health.OK, f"{name}: {inputs}")
+
+
+def check_device(settings: Settings) -> list[Finding]:
+    """Whether ONNX Runtime is there, and what runs on the device that the settings name."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        mend = 'install "headrace[cpu]" or "headrace[gpu]"'
+        return [Finding("device", Health.ERROR, f"onnxruntime: {error}", mend)]
+    providers: list[str] = onnxruntime.get_available_providers()
+    found = f"onnxruntime {onnxruntime.__version__} with {', '.join(providers)}"
+    device = settings.executor.device
+    if device != "cpu" and CUDA not in providers:
+        return [
+            Finding(
+                "device",
+                Health.ERROR,
+                f"executor.device {device} needs {CUDA}, got {found}",
+                'install "headrace[gpu]" in place of "headrace[cpu]", or use the device "cpu"',
+            )
+        ]
+    return [Finding("device", Health.OK, f"{device}: {found}")]

@@ -1,0 +1,74 @@
+"""`headrace doctor`: what is wrong, and the mend, a line each."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from headrace.cli.checks import (
+    Finding,
+    Health,
+    check_device,
+    check_log,
+    check_models,
+    check_settings,
+    unreadable_settings,
+)
+from headrace.cli.event_loop import run
+from headrace.cli.outcome import Unsuccessful
+from headrace.cli.settings import Invocation, pass_invocation
+from headrace.config import KafkaSettings
+from headrace.errors import ConfigurationError
+
+HIDDEN = "**********"
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+@pass_invocation
+def command(invocation: Invocation, as_json: bool) -> None:
+    """Look at configuration, broker, topics, models and device, and say what is wrong and how to
+    mend it; exit code 1 when something is wrong.
+    """
+    findings = _examine(invocation)
+    if as_json:
+        click.echo(json.dumps([finding._asdict() for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            click.echo(_line(finding))
+    if any(finding.health is Health.ERROR for finding in findings):
+        raise Unsuccessful
+
+
+def _examine(invocation: Invocation) -> list[Finding]:
+    try:
+        settings = invocation.settings
+    except ConfigurationError as error:
+        return list(unreadable_settings(error))
+    findings = [
+        *check_settings(settings),
+        *run(check_log(settings)),
+        *check_models(settings),
+        *check_device(settings),
+    ]
+    return [without_secrets(finding, settings.kafka) for finding in findings]
+
+
+def without_secrets(finding: Finding, kafka: KafkaSettings | None) -> Finding:
+    """The finding as it may be printed, should a broker or a library have quoted a secret."""
+    if kafka is None:
+        return finding
+    for secret in (kafka.sasl_password, kafka.ssl_key_password):
+        value = secret.get_secret_value()
+        if value:
+            finding = finding._replace(
+                text=finding.text.replace(value, HIDDEN), mend=finding.mend.replace(value, HIDDEN)
+            )
+    return finding
+
+
+def _line(finding: Finding) -> str:
+    mend = f" -> {finding.mend}" if finding.mend else ""
+    text = " ".join(finding.text.split())
+    return f"{finding.health:<7} {finding.subject:<13} {text}{mend}"

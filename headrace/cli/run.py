@@ -1,0 +1,39 @@
+"""`headrace run [STAGE,…]`: the services, until a signal."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from headrace.cli.settings import pass_settings
+from headrace.cli.stages import parse_stages
+from headrace.config import Settings
+from headrace.topics import STAGES, Stage
+
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread keeps the interpreter while another one waits for it. With Python's 5 ms, a
+busy event loop makes the dispatcher wait that long for each completed run."""
+
+
+def _stages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Stage, ...]:
+    try:
+        return parse_stages(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+@click.command()
+@click.argument("stages", default=",".join(STAGES), callback=_stages, metavar="[STAGE,...]")
+@pass_settings
+def command(settings: Settings, stages: tuple[Stage, ...]) -> None:
+    """Run adjacent stages of ingest, batcher, executor, responder (all four when none is named)
+    until SIGTERM or SIGINT, which drain what is in flight; a second one ends at once.
+    """
+    from headrace import pipeline
+    from headrace.cli.event_loop import run
+    from headrace.telemetry.logs import configure_logging
+
+    configure_logging(settings.telemetry.log_level)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    raise click.exceptions.Exit(run(pipeline.run(settings, stages)))
