@@ -70,6 +70,11 @@ DATATYPES: dict[str, Datatype] = {
 }
 
 _BY_DTYPE = {datatype.dtype: datatype for datatype in DATATYPES.values()}
+_NUMBER_SIZES = {
+    datatype.name: datatype.itemsize
+    for datatype in DATATYPES.values()
+    if datatype.itemsize and datatype.name != "BOOL"
+}
 
 
 # --- checks -----------------------------------------------------------------------------------
@@ -93,13 +98,18 @@ def check_shape(datatype: str, shape: Sequence[int], where: str) -> int:
     if len(shape) > MAX_RANK:
         raise _invalid(f"{where}.shape", f"at most {MAX_RANK} dimensions", str(len(shape)))
     if shape and min(shape) < 0:
-        raise _invalid(f"{where}.shape", "no negative dimension", str(list(shape)))
+        raise _invalid(f"{where}.shape", "no negative dimension", _shown(shape))
     count = math.prod(shape)
     # A zero elsewhere must not hide dimensions that no array library can hold.
     extent = count or math.prod(size for size in shape if size)
     if extent * (known.itemsize or _LENGTH.size) > MAX_TENSOR_BYTES:
-        raise _invalid(f"{where}.shape", "less than 2^63 bytes", f"{datatype} {list(shape)}")
+        raise _invalid(f"{where}.shape", "less than 2^63 bytes", f"{datatype} {_shown(shape)}")
     return count
+
+
+def _shown(shape: Sequence[int]) -> str:
+    # JSON's integers may have thousands of digits.
+    return str([size if abs(size) < 2**64 else math.inf for size in shape])
 
 
 def check_tensor(
@@ -111,6 +121,14 @@ def check_tensor(
         Rejected: `INVALID_TENSOR`: see `check_shape`; or the number of bytes is another than the
             shape says, a `BOOL` is neither 0 nor 1, or the lengths within `BYTES` do not fit.
     """
+    size_bytes = _NUMBER_SIZES.get(datatype, 0)
+    for size in shape:
+        if size < 1:
+            break
+        size_bytes *= size
+    else:
+        if size_bytes and size_bytes == len(content) and len(shape) <= MAX_RANK:
+            return  # the usual tensor, which needs no closer look
     count = check_shape(datatype, shape, where)
     itemsize = DATATYPES[datatype].itemsize
     if not itemsize:

@@ -1,0 +1,334 @@
+"""Records of the public contract to messages and back: requests in, responses and errors out.
+
+A request's content type says in which of two forms its value is. In MessagePack, one pass of
+msgspec checks types and lengths and leaves tensors as views of the value; in JSON, `data` is
+turned into the same raw bytes (`headrace.codec_json`). Both refuse what cannot be a request with
+the place and the reason. A payload of any other type is not decoded here: the model that `x-model`
+names says how.
+
+What travels between stages is in `headrace.codec_wire`, the caller's side in
+`headrace.codec_client`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from headrace import codec_faults
+from headrace.codec_faults import DECODE_ERRORS, refusal
+from headrace.codec_json import ENCODING, bytes_to_data, data_to_bytes
+from headrace.config import LimitSettings
+from headrace.envelope import JSON, MSGPACK_TYPES
+from headrace.errors import Code, Rejected
+from headrace.messages import (
+    MAX_INPUTS,
+    MAX_OUTPUTS,
+    Envelope,
+    ErrorDetails,
+    ErrorResponse,
+    Failure,
+    InferenceRequest,
+    InferenceResponse,
+    InputTensor,
+    Name,
+    OutputTensor,
+    Parameter,
+    Parameters,
+    Request,
+    RequestedOutput,
+    Shape,
+    Tensor,
+    Text,
+)
+from headrace.tensors import check_tensor
+
+
+class JsonInputTensor(msgspec.Struct, kw_only=True):
+    """One input of a request in JSON: `data` is flat or nested, row-major."""
+
+    name: Name
+    datatype: Text
+    shape: Shape
+    data: Any
+    parameters: Parameters | None = None
+
+
+class JsonInferenceRequest(msgspec.Struct, kw_only=True):
+    """The value of a request record in JSON; see `headrace.messages.InferenceRequest`."""
+
+    model_name: Text = ""
+    model_version: Text | None = None
+    id: Text | None = None
+    parameters: Parameters | None = None
+    inputs: Annotated[list[JsonInputTensor], msgspec.Meta(max_length=MAX_INPUTS)]
+    outputs: Annotated[list[RequestedOutput], msgspec.Meta(max_length=MAX_OUTPUTS)] | None = None
+
+
+class JsonOutputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One output of a response in JSON: `data` is flat, row-major."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[Any]
+    parameters: Parameters | None = None
+
+
+class JsonInferenceResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The value of a response record in JSON; see `headrace.messages.InferenceResponse`."""
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    outputs: list[JsonOutputTensor]
+    parameters: dict[str, Parameter] = {}
+
+
+class _CallersName(msgspec.Struct):
+    id: Text | None = None
+
+
+_PLACES = tuple(f"inputs[{number}]" for number in range(MAX_INPUTS))
+_decode_msgpack = msgspec.msgpack.Decoder(InferenceRequest).decode
+_decode_json = msgspec.json.Decoder(JsonInferenceRequest).decode
+_encode_msgpack = msgspec.msgpack.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+def check_value(value: bytes | memoryview | None, limits: LimitSettings) -> bytes | memoryview:
+    """A record's value, if there is one of a size that is taken; for raw payloads as well.
+
+    Raises:
+        Rejected: `INVALID_REQUEST` for a null value, `TOO_LARGE`.
+    """
+    if value is None:
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST, "value", expected="an inference request", got="null"
+        )
+    if len(value) > limits.max_request_bytes:
+        raise _too_large("value", len(value), limits)
+    return value
+
+
+def decode_request(
+    value: bytes | memoryview | None, envelope: Envelope, limits: LimitSettings
+) -> InferenceRequest:
+    """A request record's value as a request whose tensors are what they say they are.
+
+    Each input's datatype is known, its shape possible, and its bytes are as many as the shape
+    says; in MessagePack they are a view of `value`. Whether the model takes them is for
+    `headrace.models` to say. `model_name` and `model_version` are from the body or `x-model`.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`, `INVALID_TENSOR` or `TOO_LARGE`.
+    """
+    if envelope.fault is not None:
+        raise Rejected(Code.INVALID_REQUEST, envelope.fault)
+    value = check_value(value, limits)
+    content_type = envelope.content_type
+    if content_type in MSGPACK_TYPES:
+        try:
+            request = _decode_msgpack(value)
+        except DECODE_ERRORS as error:
+            raise refusal(error, value, codec_faults.MSGPACK) from error
+        for tensor, where in zip(request.inputs, _PLACES, strict=False):
+            check_tensor(tensor.datatype, tensor.shape, tensor.data, where)
+    elif content_type == JSON:
+        request = _from_json(value, limits)
+    else:
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST,
+            "header content-type",
+            expected="application/msgpack or application/json for this model",
+            got=content_type,
+        )
+    if len(request.inputs) != 1:
+        _check_inputs(request)
+    if request.outputs is not None:
+        _check_distinct([output.name for output in request.outputs], "outputs")
+    _complete_model(request, envelope)
+    return request
+
+
+def _from_json(value: bytes | memoryview, limits: LimitSettings) -> InferenceRequest:
+    try:
+        body = _decode_json(value)
+    except DECODE_ERRORS as error:
+        raise refusal(error, value, codec_faults.JSON) from error
+    total = 0
+    inputs: list[InputTensor] = []
+    for number, tensor in enumerate(body.inputs):
+        where = f"inputs[{number}]"
+        encoding = (tensor.parameters or {}).get(ENCODING)
+        content = data_to_bytes(tensor.datatype, tensor.shape, tensor.data, encoding, where)
+        total += len(content)
+        if total > limits.max_request_bytes:
+            raise _too_large("inputs", total, limits)
+        inputs.append(
+            InputTensor(
+                name=tensor.name,
+                datatype=tensor.datatype,
+                shape=tensor.shape,
+                data=memoryview(content),
+                parameters=tensor.parameters,
+            )
+        )
+    return InferenceRequest(
+        model_name=body.model_name,
+        model_version=body.model_version,
+        id=body.id,
+        parameters=body.parameters,
+        inputs=inputs,
+        outputs=body.outputs,
+    )
+
+
+def _check_inputs(request: InferenceRequest) -> None:
+    if not request.inputs:
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST, "inputs", expected="at least one input", got="none"
+        )
+    _check_distinct([tensor.name for tensor in request.inputs], "inputs")
+
+
+def _check_distinct(names: list[str], where: str) -> None:
+    if len(set(names)) == len(names):
+        return
+    number = next(n for n, name in enumerate(names) if name in names[:n])
+    raise Rejected.mismatch(
+        Code.INVALID_REQUEST,
+        f"{where}[{number}].name",
+        expected="each name once",
+        got=f'"{names[number]}" again',
+    )
+
+
+def _complete_model(request: InferenceRequest, envelope: Envelope) -> None:
+    """Model and version, from the body and from `x-model`, which must not contradict."""
+    name, version = request.model_name, request.model_version
+    if not name:
+        name = envelope.model
+        if not name:
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST,
+                "model_name",
+                expected="a model, here or in the header x-model",
+                got="none",
+            )
+        request.model_name = name
+    elif envelope.model and envelope.model != name:
+        raise _contradiction("model_name", envelope.model, name)
+    if not version:
+        request.model_version = envelope.version or None
+    elif envelope.version and envelope.version != version:
+        raise _contradiction("model_version", envelope.version, version)
+
+
+def _contradiction(where: str, header: str, body: str) -> Rejected:
+    return Rejected.mismatch(
+        Code.INVALID_REQUEST, where, expected=f'"{header}", as in x-model', got=f'"{body}"'
+    )
+
+
+def _too_large(where: str, size: int, limits: LimitSettings) -> Rejected:
+    expected = f"at most {limits.max_request_bytes} bytes"
+    return Rejected.mismatch(Code.TOO_LARGE, where, expected=expected, got=str(size))
+
+
+def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | None:
+    """The `id` in a value that `decode_request` refused, where it can be read all the same."""
+    decode = _decode_id_json if envelope.content_type == JSON else _decode_id_msgpack
+    if value is None or envelope.content_type not in MSGPACK_TYPES | {JSON}:
+        return None
+    try:
+        return decode(value).id
+    except DECODE_ERRORS:
+        return None
+
+
+_decode_id_msgpack = msgspec.msgpack.Decoder(_CallersName).decode
+_decode_id_json = msgspec.json.Decoder(_CallersName).decode
+
+
+# --- responses --------------------------------------------------------------------------------
+
+
+def encode_response(request: Request, now_us: int) -> bytes:
+    """The value of the response record of a request that has its outputs.
+
+    MessagePack for a request in MessagePack, otherwise JSON. `parameters` says where the time
+    went: `queue_us` from ingest until the batch was formed, `compute_us` in the model, and
+    `batch_us` in the batch besides, until `now_us`.
+
+    Args:
+        request: with `outputs`.
+        now_us: epoch microseconds.
+    """
+    assert request.outputs is not None
+    in_batch_us = now_us - request.formed_us - request.compute_us
+    parameters: dict[str, Parameter] = {
+        "queue_us": max(request.formed_us - request.ingested_us, 0),
+        "batch_us": max(in_batch_us, 0),
+        "compute_us": request.compute_us,
+        "batch_size": request.batch_rows,
+    }
+    if request.envelope.content_type in MSGPACK_TYPES:
+        return _encode_msgpack(
+            InferenceResponse(
+                model_name=request.model,
+                model_version=request.version,
+                id=request.id,
+                outputs=[
+                    OutputTensor(
+                        name=tensor.name,
+                        datatype=tensor.datatype,
+                        shape=list(tensor.shape),
+                        data=memoryview(tensor.data),
+                    )
+                    for tensor in request.outputs
+                ],
+                parameters=parameters,
+            )
+        )
+    return _encode_json(
+        JsonInferenceResponse(
+            model_name=request.model,
+            model_version=request.version,
+            id=request.id,
+            outputs=[_json_output(tensor) for tensor in request.outputs],
+            parameters=parameters,
+        )
+    )
+
+
+def _json_output(tensor: Tensor) -> JsonOutputTensor:
+    elements, parameters = bytes_to_data(tensor)
+    return JsonOutputTensor(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=list(tensor.shape),
+        data=elements,
+        parameters=None if parameters is None else dict(parameters),
+    )
+
+
+def encode_error(request: Request, failure: Failure) -> bytes:
+    """The value of the response record of a request that failed, in the form of its request."""
+    response = ErrorResponse(
+        id=request.id,
+        error=failure.message,
+        error_details=ErrorDetails(
+            code=failure.code,
+            stage=failure.stage,
+            retriable=Code(failure.code).is_retriable,
+            retry_after_ms=failure.retry_after_ms,
+        ),
+    )
+    if request.envelope.content_type in MSGPACK_TYPES:
+        return _encode_msgpack(response)
+    return _encode_json(response)
