@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from headrace.errors import HeadraceError
+
 if TYPE_CHECKING:
     from headrace.models.signature import Signature
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+
+class ModelFailed(HeadraceError):
+    """A run broke the model's own signature: an output is missing, or of another type or size."""
 
 
 class Backend(Protocol):
@@ -26,6 +32,11 @@ class Backend(Protocol):
         """What the model takes and gives."""
         ...
 
+    @property
+    def batching_fault(self) -> str:
+        """Why runs of more than one row failed at warm-up; empty when they did not."""
+        ...
+
     def load(self) -> None:
         """Get ready to run.
 
@@ -36,7 +47,11 @@ class Backend(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Run once for each size that will be used often, so that the first request is not slow."""
+        """Run once for each size that will be used often, so that the first request is not slow.
+
+        Raises:
+            ConfigurationError: not even one row can be run.
+        """
         ...
 
     def run(self, inputs: Arrays) -> Arrays:
@@ -49,6 +64,7 @@ class Backend(Protocol):
         Raises:
             Retriable: the same run may succeed later.
             Rejected: this input cannot be served.
+            ModelFailed: the outputs are not what the signature says.
             Exception: anything else counts as the model's failure on one of these rows.
         """
         ...

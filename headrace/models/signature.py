@@ -1,8 +1,22 @@
-"""What a model takes and gives, and the check of a request against it."""
+"""What a model takes and gives, as its file says it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.errors import ConfigurationError
+from headrace.tensors import DATATYPES
+
+if TYPE_CHECKING:
+    import onnx
+
+_ONNX_DATATYPES = {datatype.onnx: name for name, datatype in DATATYPES.items()}
+
+_GENERATED_NAME = re.compile(r"unk__\d+")
+"""tf2onnx numbers the dimensions it has no name for; equal numbers mean nothing."""
 
 
 class TensorSpec(NamedTuple):
@@ -11,7 +25,8 @@ class TensorSpec(NamedTuple):
     Attributes:
         datatype: a name of the Open Inference Protocol, such as `FP32`.
         shape: -1 where a dimension is free.
-        dimensions: the model's own names of its free dimensions, empty where there is none.
+        dimensions: the model's own names of its free dimensions, empty where there is none; as
+            long as `shape`, or empty when no dimension has a name.
     """
 
     name: str
@@ -19,14 +34,126 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     dimensions: tuple[str, ...] = ()
 
+    def dimension(self, axis: int) -> str:
+        """The model's name of one dimension, or an empty string."""
+        return self.dimensions[axis] if self.dimensions else ""
+
 
 class Signature(NamedTuple):
     """All inputs and outputs of a model.
 
     Attributes:
         batched: dimension 0 of every input and output is the batch.
+        utf8: elements of `BYTES` inputs must be UTF-8, as the strings of ONNX are.
+        unbatched_reason: why `batched` is false; empty when it is true.
     """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batched: bool
+    utf8: bool = False
+    unbatched_reason: str = ""
+
+
+def make_signature(
+    inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], *, utf8: bool = False
+) -> Signature:
+    """A signature, with the decision whether dimension 0 is the batch.
+
+    Raises:
+        ConfigurationError: a name stands twice, or there is no input or no output.
+    """
+    inputs, outputs = tuple(inputs), tuple(outputs)
+    for kind, specs in (("inputs", inputs), ("outputs", outputs)):
+        names = [spec.name for spec in specs]
+        if not names:
+            raise ConfigurationError(f"{kind}: expected at least one, got none")
+        if len(set(names)) < len(names):
+            raise ConfigurationError(f"{kind}: expected distinct names, got {', '.join(names)}")
+    reason = _unbatched_reason(inputs, outputs)
+    return Signature(inputs, outputs, not reason, utf8, reason)
+
+
+def read_onnx_signature(path: Path) -> Signature:
+    """The signature of an ONNX file; tensors in other files are not read.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or has an input or output whose type the
+            protocol has no name for; the message names it.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # no stubs
+
+    try:
+        graph = onnx.load(path, load_external_data=False).graph
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except DecodeError as error:
+        raise ConfigurationError(f"{path}: expected an ONNX model: {error}") from error
+    constants = {tensor.name for tensor in graph.initializer}
+    constants.update(tensor.values.name for tensor in graph.sparse_initializer)
+    try:
+        return make_signature(
+            [_read(value, "input") for value in graph.input if value.name not in constants],
+            [_read(value, "output") for value in graph.output],
+            utf8=True,
+        )
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+def _read(value: onnx.ValueInfoProto, kind: str) -> TensorSpec:
+    where = f"{kind} {value.name}"
+    what = value.type.WhichOneof("value")
+    if what != "tensor_type":
+        got = (what or "no type").removesuffix("_type")
+        raise ConfigurationError(f"{where}: expected a dense tensor, got {got}")
+    tensor = value.type.tensor_type
+    datatype = _ONNX_DATATYPES.get(tensor.elem_type)
+    if datatype is None:
+        raise ConfigurationError(
+            f"{where}: expected one of {', '.join(_ONNX_DATATYPES.values())}, "
+            f"got {_element_type_name(tensor.elem_type)}"
+        )
+    if not tensor.HasField("shape"):
+        raise ConfigurationError(f"{where}: expected a shape, got a tensor of unknown rank")
+    dims = tensor.shape.dim
+    shape = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in dims)
+    names = tuple("" if _GENERATED_NAME.fullmatch(dim.dim_param) else dim.dim_param for dim in dims)
+    return TensorSpec(value.name, datatype, shape, names if any(names) else ())
+
+
+def _element_type_name(element_type: int) -> str:
+    import onnx
+
+    try:
+        return str(onnx.TensorProto.DataType.Name(element_type))
+    except ValueError:
+        return f"element type {element_type}"
+
+
+def _unbatched_reason(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> str:
+    """Why dimension 0 cannot be the batch, or an empty string.
+
+    Inputs whose dimensions 0 have different names have different numbers of rows. An output may
+    have a name that no input has: exporters invent those (`Gemmoutput_dim_0`). It may not have
+    the name of another dimension of an input.
+    """
+    for spec in inputs + outputs:
+        if not spec.shape:
+            return f"{spec.name} is a scalar"
+        if spec.shape[0] != -1:
+            return f"dimension 0 of {spec.name} is fixed at {spec.shape[0]}"
+    batch_names = {name for spec in inputs if (name := spec.dimension(0))}
+    if len(batch_names) > 1:
+        names = ", ".join(f"{spec.dimension(0) or '?'} of {spec.name}" for spec in inputs)
+        return f"dimension 0 has different names: {names}"
+    other_names = {name for spec in inputs for name in spec.dimensions[1:]}
+    for spec in outputs:
+        name = spec.dimension(0)
+        if name and name not in batch_names and name in other_names:
+            return f"dimension 0 of {spec.name} is {name}, which is not the inputs' dimension 0"
+    other_names.update(name for spec in outputs for name in spec.dimensions[1:])
+    if tied := batch_names & other_names:
+        return f"{tied.pop()} is dimension 0 and another dimension as well"
+    return ""

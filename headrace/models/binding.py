@@ -1,0 +1,236 @@
+"""The check of a request's inputs against a model's signature, before they cost anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from headrace.errors import Code, Rejected
+from headrace.messages import InputTensor, RequestedOutput, Tensor
+from headrace.models.ranges import Range, range_checks
+from headrace.models.signature import Signature, TensorSpec
+from headrace.tensors import DATATYPES, check_shape, check_tensor, split_elements
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+_REMEMBERED_LAYOUTS = 1024
+_BY_CONTENT = -1
+_ROWS = "\0rows"  # no dimension of a model can have this name
+_new = tuple.__new__  # half the cost of calling a NamedTuple's class
+
+
+class Bound(NamedTuple):
+    """A request's inputs that fit the model.
+
+    Attributes:
+        tensors: in the order of the signature.
+        rows: the size of dimension 0; 1 where the model is not batched.
+        shape_class: the sizes of all other free dimensions of all inputs, in order; requests
+            of equal class can be concatenated along dimension 0.
+        size_bytes: of all inputs together.
+        wanted: names of the outputs asked for; None for all.
+    """
+
+    tensors: tuple[Tensor, ...]
+    rows: int
+    shape_class: tuple[int, ...]
+    size_bytes: int
+    wanted: tuple[str, ...] | None
+
+
+class _Layout(NamedTuple):
+    """What follows from shapes that fit. A size is -1 where the content has to be looked at."""
+
+    rows: int
+    shape_class: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class Binder:
+    """Checks requests for one version of a model.
+
+    Shapes that fitted are remembered, so that the usual request costs one lookup.
+
+    Args:
+        signature: of the model.
+        ranges: lowest and highest value allowed, by the name of the input.
+
+    Raises:
+        ConfigurationError: a range names no input, or one without numbers.
+    """
+
+    def __init__(self, signature: Signature, ranges: Mapping[str, Range] | None = None) -> None:
+        self._signature = signature
+        self._expected = tuple((spec.name, spec.datatype) for spec in signature.inputs)
+        self._outputs = {spec.name for spec in signature.outputs}
+        self._signature_order = range(len(signature.inputs))
+        self._ranges = range_checks(signature, ranges or {})
+        self._layouts: dict[Shapes, _Layout] = {}
+
+    def bind(
+        self, inputs: Sequence[InputTensor], wanted: Sequence[RequestedOutput] | None = None
+    ) -> Bound:
+        """Check a request and put its inputs in order.
+
+        Raises:
+            Rejected: `INVALID_REQUEST` for names, `INVALID_TENSOR` for everything else.
+        """
+        return self._bind(inputs, wanted, self._signature_order)
+
+    def _bind(
+        self,
+        inputs: Sequence[InputTensor],
+        wanted: Sequence[RequestedOutput] | None,
+        order: Sequence[int],
+    ) -> Bound:
+        """`order` has the places that the inputs had in the request, for the messages."""
+        if len(inputs) != len(self._expected):
+            self._order_of(inputs)
+        tensors: list[Tensor] = []
+        shapes = []
+        for given, (name, datatype) in zip(inputs, self._expected, strict=True):
+            if given.name != name or given.datatype != datatype:
+                order = self._order_of(inputs)
+                return self._bind([inputs[place] for place in order], wanted, order)
+            shape = tuple(given.shape)
+            shapes.append(shape)
+            tensors.append(_new(Tensor, (name, datatype, shape, given.data)))
+        key = tuple(shapes)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._lay_out(key, order)
+        size_bytes = 0
+        for position, size in enumerate(layout.sizes):
+            nbytes = len(tensors[position].data)
+            if nbytes != size:
+                self._check_content(tensors[position], order[position])
+            size_bytes += nbytes
+        for check in self._ranges:
+            tensor = tensors[check.position]
+            check.check(tensor, _place(order[check.position], "data", tensor.name))
+        names = None if wanted is None else self._check_wanted(wanted)
+        return _new(Bound, (tuple(tensors), layout.rows, layout.shape_class, size_bytes, names))
+
+    def _order_of(self, inputs: Sequence[InputTensor]) -> list[int]:
+        """Where the signature's inputs stand in the request, once names and datatypes fit."""
+        expected = dict(self._expected)
+        places: dict[str, int] = {}
+        for place, given in enumerate(inputs):
+            datatype = expected.get(given.name)
+            if datatype is None:
+                raise _request_fault(f"inputs[{place}].name", _one_of(expected), f'"{given.name}"')
+            if given.name in places:
+                raise _request_fault(
+                    f"inputs[{place}].name", "each input once", f'"{given.name}" again'
+                )
+            if given.datatype != datatype:
+                where = _place(place, "datatype", given.name)
+                raise _tensor_fault(where, datatype, f'"{given.datatype}"')
+            places[given.name] = place
+        missing = [name for name in expected if name not in places]
+        if missing:
+            got = ", ".join(places) or "none"
+            raise _request_fault(
+                "inputs", ", ".join(expected), f"{got}; missing {', '.join(missing)}"
+            )
+        return [places[name] for name in expected]
+
+    def _lay_out(self, shapes: Shapes, order: Sequence[int]) -> _Layout:
+        """Check shapes that were not seen before, and remember them."""
+        seen: dict[str, _Seen] = {}
+        shape_class: list[int] = []
+        sizes = []
+        batched = self._signature.batched
+        for spec, shape, place in zip(self._signature.inputs, shapes, order, strict=True):
+            where = _place(place, "shape", spec.name)
+            _check_fixed(spec, shape, where)
+            count = check_shape(spec.datatype, shape, f"inputs[{place}]")
+            if batched and not shape[0]:
+                raise _tensor_fault(where, "at least one row", str(list(shape)))
+            _check_agreement(spec, shape, where, seen, batched=batched)
+            shape_class += [
+                size
+                for axis, size in enumerate(shape)
+                if spec.shape[axis] == -1 and not (batched and axis == 0)
+            ]
+            by_content = spec.datatype in ("BYTES", "BOOL")
+            sizes.append(_BY_CONTENT if by_content else count * DATATYPES[spec.datatype].itemsize)
+        rows = shapes[0][0] if batched else 1
+        layout = _Layout(rows, tuple(shape_class), tuple(sizes))
+        if len(self._layouts) >= _REMEMBERED_LAYOUTS:
+            self._layouts.clear()
+        self._layouts[shapes] = layout
+        return layout
+
+    def _check_content(self, tensor: Tensor, place: int) -> None:
+        check_tensor(tensor.datatype, tensor.shape, tensor.data, f"inputs[{place}]")
+        if tensor.datatype != "BYTES" or not self._signature.utf8:
+            return
+        for index, element in enumerate(split_elements(tensor)):
+            try:
+                element.decode()
+            except UnicodeDecodeError as error:
+                raise _tensor_fault(
+                    _place(place, "data", tensor.name),
+                    "UTF-8 in each element",
+                    f"byte {element[error.start]:#04x} at {error.start} of element {index}",
+                ) from error
+
+    def _check_wanted(self, wanted: Sequence[RequestedOutput]) -> tuple[str, ...] | None:
+        """The names asked for; None when the list is empty, which the protocol takes for all."""
+        names = tuple(output.name for output in wanted)
+        for place, name in enumerate(names):
+            where = f"outputs[{place}].name"
+            if name not in self._outputs:
+                raise _request_fault(where, _one_of(self._outputs), f'"{name}"')
+            if name in names[:place]:
+                raise _request_fault(where, "each output once", f'"{name}" again')
+        return names or None
+
+
+class _Seen(NamedTuple):
+    """The size that a dimension had where its name stood first."""
+
+    size: int
+    where: str
+
+
+def _check_fixed(spec: TensorSpec, shape: tuple[int, ...], where: str) -> None:
+    fits = len(shape) == len(spec.shape) and all(
+        given == size or (size == -1 and given >= 0)
+        for size, given in zip(spec.shape, shape, strict=True)
+    )
+    if not fits:
+        raise _tensor_fault(where, str(list(spec.shape)), str(list(shape)))
+
+
+def _check_agreement(
+    spec: TensorSpec, shape: tuple[int, ...], where: str, seen: dict[str, _Seen], *, batched: bool
+) -> None:
+    """Refuse a size that differs from the one which the same dimension had elsewhere."""
+    for axis, size in enumerate(shape):
+        if spec.shape[axis] != -1:
+            continue
+        name = _ROWS if batched and axis == 0 else spec.dimension(axis)
+        first = seen.setdefault(name, _Seen(size, where)) if name else None
+        if first is not None and first.size != size:
+            label = "rows" if name == _ROWS else name
+            raise _tensor_fault(
+                where, f"{first.size} {label}, as in {first.where}", f"{size} in {list(shape)}"
+            )
+
+
+def _place(place: int, part: str, name: str) -> str:
+    return f"inputs[{place}].{part} ({name})"
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "one of " + ", ".join(sorted(names))
+
+
+def _request_fault(where: str, expected: str, got: str) -> Rejected:
+    return Rejected.mismatch(Code.INVALID_REQUEST, where, expected=expected, got=got)
+
+
+def _tensor_fault(where: str, expected: str, got: str) -> Rejected:
+    return Rejected.mismatch(Code.INVALID_TENSOR, where, expected=expected, got=got)

@@ -1,0 +1,157 @@
+"""A model's own settings: `<repository>/<model>/model.toml`, every line of it optional."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headrace.config import Device, Settings
+from headrace.errors import ConfigurationError
+from headrace.models.signature import TensorSpec
+from headrace.tensors import DATATYPES
+
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+TENSORRT = "TensorrtExecutionProvider"
+Provider = Literal["CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DeclaredTensor(_Group):
+    """An input or output of a `python` model; -1 stands for a free dimension."""
+
+    name: Annotated[str, Field(min_length=1)]
+    datatype: str
+    shape: tuple[Annotated[int, Field(ge=-1)], ...]
+
+    @model_validator(mode="after")
+    def _datatype_is_known(self) -> Self:
+        if self.datatype not in DATATYPES:
+            raise ValueError(
+                f"datatype: expected one of {', '.join(DATATYPES)}, got {self.datatype}"
+            )
+        return self
+
+    def spec(self) -> TensorSpec:
+        """The same as a part of a signature."""
+        return TensorSpec(self.name, self.datatype, self.shape)
+
+
+class ModelConfig(_Group):
+    """How one model is served. What `model.toml` does not say comes from the settings."""
+
+    backend: Literal["onnx", "python"] = "onnx"
+    versions: Literal["latest", "all"] | tuple[Annotated[int, Field(ge=1)], ...] = "latest"
+    max_batch_size: Annotated[int, Field(ge=1)] = 32
+    """In rows; 1 turns batching off."""
+    max_queue_delay_ms: Annotated[float, Field(ge=0)] = 0.0
+    max_batch_bytes: Annotated[int, Field(ge=1)] = 8 * 1024 * 1024
+    batch_tolerance: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    """How far a batched answer may be from the unbatched one, of the output's scale."""
+    device: Device = "cpu"
+    instances: Annotated[int, Field(ge=1)] = 1
+    intra_op_threads: Annotated[int, Field(ge=0)] = 0
+    """Threads of one run; 0 shares the machine's cores between the instances."""
+    providers: tuple[Provider, ...] = ()
+    """ONNX Runtime's execution providers, the first choice first; none: by `device`."""
+    provider_options: dict[Provider, dict[str, str | int | float | bool]] = {}
+    range: dict[str, tuple[int | float, int | float]] = {}
+    """Lowest and highest value allowed, by the name of the input."""
+    max_execution_s: Annotated[float, Field(gt=0)] = 30.0
+    """A run that takes longer is taken for hung."""
+    checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
+    """Of the version's files, see `headrace.models.repository.checksum_of`."""
+    transform: Literal["python", "text", "octets"] | None = None
+    """What makes inputs of a payload that is neither MessagePack nor JSON."""
+    inputs: tuple[DeclaredTensor, ...] = ()
+    outputs: tuple[DeclaredTensor, ...] = ()
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Self:
+        if faults := [*self._range_faults(), *self._device_faults(), *self._signature_faults()]:
+            raise ValueError("; ".join(faults))
+        return self
+
+    def _range_faults(self) -> list[str]:
+        return [
+            f"range.{name}: expected [lowest, highest], got [{low}, {high}]"
+            for name, (low, high) in self.range.items()
+            if not low <= high
+        ]
+
+    def _device_faults(self) -> list[str]:
+        on_cuda = self.device != "cpu"
+        faults = [
+            f"provider_options.{name}: expected one of the providers in use, "
+            f"{', '.join(self.execution_providers)}"
+            for name in self.provider_options
+            if name not in self.execution_providers
+        ]
+        if self.providers and on_cuda != (self.providers[0] != CPU):
+            faults.append(f"providers: {self.providers[0]} first does not fit device {self.device}")
+        return faults
+
+    def _signature_faults(self) -> list[str]:
+        if bool(self.inputs) != bool(self.outputs):
+            return ["inputs, outputs: expected both or neither"]
+        if self.inputs and self.backend == "onnx":
+            return [
+                "inputs, outputs: expected only with backend = python; an ONNX file has its own"
+            ]
+        return []
+
+    @property
+    def execution_providers(self) -> tuple[str, ...]:
+        """ONNX Runtime's names, the first choice first."""
+        return self.providers or ((CPU,) if self.device == "cpu" else (CUDA,))
+
+
+def read_model_config(path: Path, settings: Settings) -> ModelConfig:
+    """The configuration of a model; a file that is not there leaves everything to the settings.
+
+    Raises:
+        ConfigurationError: with one line for each fault.
+    """
+    values: dict[str, Any] = {}
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    return make_model_config(values, settings, origin=str(path))
+
+
+def make_model_config(
+    values: Mapping[str, Any], settings: Settings, *, origin: str = "model.toml"
+) -> ModelConfig:
+    """A configuration from plain values over the settings. Raises `ConfigurationError`."""
+    defaults = settings.batching.model_dump() | settings.executor.model_dump()
+    try:
+        return ModelConfig.model_validate(defaults | dict(values))
+    except ValidationError as error:
+        faults = (
+            f"{origin}: {_key(fault['loc'])}{fault['msg'].removeprefix('Value error, ')}"
+            for fault in error.errors(include_url=False, include_input=False)
+        )
+        raise ConfigurationError("\n".join(dict.fromkeys(faults))) from error
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """The key as it stands in the file, without pydantic's names for the parts of a union."""
+    parts = [
+        str(part)
+        for part in location
+        if not re.search(r"[\[\],()]|^(int|float|literal)$", str(part))
+    ]
+    return ".".join(parts) + ": " if parts else ""

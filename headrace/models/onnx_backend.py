@@ -1,0 +1,226 @@
+"""The backend for ONNX models, on ONNX Runtime.
+
+What is particular to it, as seen in release 1.31: a session that cannot have the provider asked
+for is made on the CPU without a word; a failing run is tried again on another provider unless
+that is switched off; a run without `gpu_graph_id` among its options pays for a failed look-up
+when its inputs are bound; strings must be UTF-8; and bfloat16 goes only through bound memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.models.backend import Arrays
+from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
+from headrace.models.outputs import check_outputs
+from headrace.models.signature import Signature, TensorSpec
+from headrace.models.warmup import warm_up
+from headrace.tensors import DATATYPES
+
+
+class OnnxBackend:
+    """One session of ONNX Runtime; see `headrace.models.backend.Backend`.
+
+    Args:
+        directory: of the version, with `model.onnx` in it.
+        config: of the model.
+        signature: of the version.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig, signature: Signature) -> None:
+        self._directory = directory
+        self._config = config
+        self._signature = signature
+        self._session: Any = None
+        self._options: Any = None
+        self._batching_fault = ""
+        self._output_names = [spec.name for spec in signature.outputs]
+        specs = signature.inputs + signature.outputs
+        self._texts = [spec for spec in specs if spec.datatype == "BYTES"]
+        self._bound = any(spec.datatype == "BF16" for spec in specs)
+
+    @property
+    def signature(self) -> Signature:
+        return self._signature
+
+    @property
+    def batching_fault(self) -> str:
+        return self._batching_fault
+
+    def load(self) -> None:
+        import onnxruntime
+
+        path = self._directory / "model.onnx"
+        if self._bound and self._texts:
+            raise ConfigurationError(
+                f"{path}: expected no BYTES beside BF16, which ONNX Runtime cannot bind; "
+                f"got {self._texts[0].name}"
+            )
+        wanted = self._config.execution_providers
+        available = onnxruntime.get_available_providers()
+        if missing := [name for name in wanted if name not in available]:
+            raise ConfigurationError(
+                f"{path}: expected {', '.join(missing)} for device {self._config.device}; the "
+                f"installed onnxruntime has {', '.join(available)}"
+            )
+        session = self._open(path, wanted)
+        got = session.get_providers()[0]
+        if got != wanted[0]:
+            raise ConfigurationError(
+                f"{path}: expected to run on {wanted[0]} ({self._config.device}), "
+                f"got {got}: the device or a library that it needs is missing"
+            )
+        session.disable_fallback()
+        self._session = session
+        self._options = _run_options()
+
+    def _open(self, path: Path, providers: tuple[str, ...]) -> Any:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = intra_op_threads(self._config)
+        options.inter_op_num_threads = 1
+        options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+        options.log_severity_level = _FATAL
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+        try:
+            with warnings.catch_warnings():
+                # It warns of the fallback that is an error for us.
+                warnings.simplefilter("ignore")
+                return onnxruntime.InferenceSession(
+                    path,
+                    sess_options=options,
+                    providers=list(providers),
+                    provider_options=[self._provider_options(name) for name in providers],
+                )
+        except Exception as error:  # its errors have no common class but this
+            raise ConfigurationError(f"{path}: {_first_line(error)}") from error
+
+    def _provider_options(self, provider: str) -> dict[str, str]:
+        options: dict[str, Any] = {}
+        if provider in (CUDA, TENSORRT):
+            options["device_id"] = self._config.device.removeprefix("cuda:")
+        options |= self._config.provider_options.get(provider, {})  # type: ignore[call-overload]
+        return {name: _text(value) for name, value in options.items()}
+
+    def warm_up(self) -> None:
+        self._batching_fault = warm_up(self.run, self._signature, self._config, self._directory)
+
+    def run(self, inputs: Arrays) -> Arrays:
+        if self._options.terminate:
+            # A cancel that came after its run had ended must not end this one.
+            self._options = _run_options()
+        feeds = self._decoded(inputs) if self._texts else inputs
+        outputs = self._run_bound(feeds) if self._bound else self._run_plain(feeds)
+        rows = len(inputs[self._signature.inputs[0].name]) if self._signature.batched else 1
+        check_outputs(self._signature, outputs, rows)
+        return outputs
+
+    def _run_plain(self, feeds: Arrays) -> dict[str, NDArray[Any]]:
+        arrays = self._session.run(self._output_names, feeds, self._options)
+        outputs: dict[str, NDArray[Any]] = dict(zip(self._output_names, arrays, strict=True))
+        for spec in self._signature.outputs:
+            if spec.datatype == "BYTES":
+                outputs[spec.name] = _each(outputs[spec.name], str.encode)
+        return outputs
+
+    def _decoded(self, inputs: Arrays) -> Arrays:
+        """Strings for `BYTES`: given bytes, ONNX Runtime takes their `repr`."""
+        feeds = dict(inputs)
+        for spec in self._signature.inputs:
+            if spec.datatype != "BYTES":
+                continue
+            try:
+                feeds[spec.name] = _each(inputs[spec.name], bytes.decode)
+            except UnicodeDecodeError as error:
+                raise Rejected.mismatch(
+                    Code.INVALID_TENSOR, spec.name, expected="UTF-8", got=str(error)
+                ) from error
+        return feeds
+
+    def _run_bound(self, feeds: Arrays) -> dict[str, NDArray[Any]]:
+        """Run with memory bound by element type, the only way that takes bfloat16."""
+        from onnxruntime import OrtValue
+
+        binding = self._session.io_binding()
+        for spec in self._signature.inputs:
+            array = feeds[spec.name]
+            raw = array.view(np.uint16) if spec.datatype == "BF16" else array
+            element_type = DATATYPES[spec.datatype].onnx
+            value = OrtValue.ortvalue_from_numpy_with_onnx_type(raw, element_type)
+            binding.bind_ortvalue_input(spec.name, value)
+        for name in self._output_names:
+            binding.bind_output(name, "cpu")
+        self._session.run_with_iobinding(binding, self._options)
+        values = binding.get_outputs_as_ortvaluevector()
+        return {
+            spec.name: _copied(spec, values[position])
+            for position, spec in enumerate(self._signature.outputs)
+        }
+
+    def cancel(self) -> None:
+        options = self._options
+        if options is not None:
+            options.terminate = True
+
+    def unload(self) -> None:
+        self._session = None
+        self._options = None
+
+
+_FATAL = 4  # errors come as exceptions; ONNX Runtime would write each to stderr as well
+
+
+def intra_op_threads(config: ModelConfig) -> int:
+    """Threads of one run: as configured, or the instance's share of the cores open to us."""
+    if config.intra_op_threads:
+        return config.intra_op_threads
+    if config.execution_providers[0] != CPU:
+        return 1
+    # Affinity is Linux's; it is smaller than the machine inside a container with pinned cores.
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, cores // config.instances)
+
+
+def _run_options() -> Any:
+    import onnxruntime
+
+    options = onnxruntime.RunOptions()
+    options.log_severity_level = _FATAL
+    options.add_run_config_entry("gpu_graph_id", "-1")
+    return options
+
+
+def _each(array: NDArray[Any], convert: Any) -> NDArray[Any]:
+    converted = np.empty(array.size, dtype=object)
+    converted[:] = [convert(element) for element in array.ravel()]
+    return converted.reshape(array.shape)
+
+
+def _copied(spec: TensorSpec, value: Any) -> NDArray[Any]:
+    """A value of ONNX Runtime as an array; a bfloat16 one is read through its address."""
+    if spec.datatype != "BF16":
+        array: NDArray[Any] = value.numpy()
+        return array
+    shape = value.shape()
+    size = 2 * int(np.prod(shape, dtype=np.int64))
+    raw = ctypes.string_at(value.data_ptr(), size)
+    return np.frombuffer(raw, DATATYPES["BF16"].dtype).reshape(shape)
+
+
+def _text(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

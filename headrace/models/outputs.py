@@ -1,0 +1,32 @@
+"""The check of a run's outputs against the signature, before they are split into answers."""
+
+from __future__ import annotations
+
+from headrace.errors import Rejected
+from headrace.models.backend import Arrays, ModelFailed
+from headrace.models.signature import Signature
+from headrace.tensors import datatype_of
+
+
+def check_outputs(signature: Signature, outputs: Arrays, rows: int) -> None:
+    """See that all outputs are there, have their datatype, and a row for each row that ran.
+
+    Raises:
+        ModelFailed: naming the output, what was expected and what came.
+    """
+    for spec in signature.outputs:
+        array = outputs.get(spec.name)
+        if array is None:
+            got = ", ".join(outputs) or "none"
+            raise ModelFailed(f"outputs: expected {spec.name}, got {got}")
+        try:
+            datatype = datatype_of(array.dtype).name
+        except Rejected:
+            datatype = array.dtype.name
+        if datatype != spec.datatype:
+            raise ModelFailed(f"output {spec.name}: expected {spec.datatype}, got {datatype}")
+        if signature.batched and (not array.ndim or array.shape[0] != rows):
+            raise ModelFailed(
+                f"output {spec.name}: expected {rows} rows in dimension 0, "
+                f"got shape {list(array.shape)}"
+            )

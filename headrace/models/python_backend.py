@@ -1,0 +1,133 @@
+"""The backend for models written in Python: a class `Model` in `<version>/model.py`.
+
+    class Model:
+        inputs = [("pixels", "FP32", (-1, 64))]      # or in model.toml
+        outputs = [("label", "INT64", (-1,))]
+
+        def load(self): ...                          # optional
+        def warm_up(self): ...                       # optional, in place of the usual runs
+        def run(self, inputs): return {"label": inputs["pixels"].argmax(axis=1)}
+
+A `Model` with a method `cancel` has it called from another thread when a run takes too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from headrace.errors import ConfigurationError, HeadraceError
+from headrace.models.backend import Arrays, ModelFailed
+from headrace.models.config import DeclaredTensor, ModelConfig
+from headrace.models.outputs import check_outputs
+from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.models.user_code import describe, load_attribute
+from headrace.models.warmup import warm_up
+
+
+def python_signature(path: Path, config: ModelConfig) -> Signature:
+    """The signature of a model in Python: from its configuration, otherwise from its class.
+
+    Raises:
+        ConfigurationError: neither has one, or it is wrong.
+    """
+    if config.inputs:
+        return make_signature(
+            [tensor.spec() for tensor in config.inputs],
+            [tensor.spec() for tensor in config.outputs],
+        )
+    model = load_attribute(path, "Model")
+    return make_signature(_declared(path, model, "inputs"), _declared(path, model, "outputs"))
+
+
+def _declared(path: Path, model: Any, kind: str) -> list[TensorSpec]:
+    where = f"{path}: Model.{kind}"
+    declared = getattr(model, kind, None)
+    if not isinstance(declared, Iterable):
+        raise ConfigurationError(
+            f"{where}: expected a list of (name, datatype, shape), here or in model.toml, "
+            f"got {declared!r}"
+        )
+    try:
+        return [
+            DeclaredTensor(name=name, datatype=datatype, shape=tuple(shape)).spec()
+            for name, datatype, shape in declared
+        ]
+    except ValidationError as error:
+        faults = "; ".join(fault["msg"] for fault in error.errors(include_url=False))
+        raise ConfigurationError(f"{where}: {faults}") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{where}: expected (name, datatype, shape) each: {error}"
+        ) from error
+
+
+class PythonBackend:
+    """One instance of a model written in Python; see `headrace.models.backend.Backend`.
+
+    Args:
+        directory: of the version.
+        config: of the model.
+        signature: of the version.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig, signature: Signature) -> None:
+        self._directory = directory
+        self._config = config
+        self._signature = signature
+        self._model: Any = None
+        self._batching_fault = ""
+
+    @property
+    def signature(self) -> Signature:
+        return self._signature
+
+    @property
+    def batching_fault(self) -> str:
+        return self._batching_fault
+
+    def load(self) -> None:
+        path = self._directory / "model.py"
+        make = load_attribute(path, "Model")
+        try:
+            model = make()
+            if hasattr(model, "load"):
+                model.load()
+        except HeadraceError:
+            raise
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigurationError(f"{path}: {describe(error)}") from error
+        if not callable(getattr(model, "run", None)):
+            raise ConfigurationError(f"{path}: expected a method run(inputs), got none")
+        self._model = model
+
+    def warm_up(self) -> None:
+        if not hasattr(self._model, "warm_up"):
+            self._batching_fault = warm_up(self.run, self._signature, self._config, self._directory)
+            return
+        try:
+            self._model.warm_up()
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigurationError(f"{self._directory}: {describe(error)}") from error
+
+    def run(self, inputs: Arrays) -> Arrays:
+        outputs = self._model.run(dict(inputs))
+        if not isinstance(outputs, dict) or not all(
+            isinstance(array, np.ndarray) for array in outputs.values()
+        ):
+            raise ModelFailed("outputs: expected a dict of arrays from Model.run")
+        rows = len(inputs[self._signature.inputs[0].name]) if self._signature.batched else 1
+        check_outputs(self._signature, outputs, rows)
+        return outputs
+
+    def cancel(self) -> None:
+        model = self._model
+        if hasattr(model, "cancel"):
+            model.cancel()
+
+    def unload(self) -> None:
+        self._model = None

@@ -1,0 +1,70 @@
+"""Limits on the values of an input, for models that would fail or lie beyond them.
+
+An index past the end of an embedding table fails the whole batch on some devices and reads a
+stranger's memory on others, so values are checked before a request joins one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.messages import Tensor
+from headrace.models.signature import Signature
+from headrace.tensors import DATATYPES
+
+Range = tuple[float, float]
+"""The lowest and the highest value allowed, both inclusive."""
+
+
+class RangeCheck(NamedTuple):
+    """The limits of one input, by its position in the signature."""
+
+    position: int
+    low: float
+    high: float
+    dtype: np.dtype[Any]
+
+    def check(self, tensor: Tensor, where: str) -> None:
+        """Refuse a tensor with a value outside; NaN is outside.
+
+        Raises:
+            Rejected: `INVALID_TENSOR`, with the first such value and its index.
+        """
+        values = np.frombuffer(tensor.data, self.dtype)
+        if not values.size or (values.min() >= self.low and values.max() <= self.high):
+            return
+        outside = ~((values >= self.low) & (values <= self.high))
+        first = int(outside.argmax())
+        index = [int(part) for part in np.unravel_index(first, tensor.shape)]
+        raise Rejected.mismatch(
+            Code.INVALID_TENSOR,
+            where,
+            expected=f"values in [{self.low}, {self.high}]",
+            got=f"{values[first]} at index {index}",
+        )
+
+
+def range_checks(
+    signature: Signature, ranges: Mapping[str, Sequence[float]]
+) -> tuple[RangeCheck, ...]:
+    """The checks for the ranges of a model's configuration.
+
+    Raises:
+        ConfigurationError: a range names no input, or one without numbers.
+    """
+    positions = {spec.name: position for position, spec in enumerate(signature.inputs)}
+    checks = []
+    for name, (low, high) in ranges.items():
+        if name not in positions:
+            raise ConfigurationError(
+                f"range.{name}: expected one of the inputs {', '.join(positions)}"
+            )
+        datatype = signature.inputs[positions[name]].datatype
+        if datatype in ("BYTES", "BOOL"):
+            raise ConfigurationError(f"range.{name}: expected an input of numbers, got {datatype}")
+        checks.append(RangeCheck(positions[name], low, high, DATATYPES[datatype].dtype))
+    return tuple(checks)

@@ -1,0 +1,382 @@
+"""Which models there are, and which of their versions take requests now.
+
+A version takes requests once it is ready: in a process without an executor when its signature
+is read, otherwise when the executor has loaded it and says so. A version is put aside only when
+its successor is ready, so a bad one never takes a good one's place.
+
+All calls come from one thread, the event loop's; `reload` reads the disk in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+
+from headrace.config import Settings
+from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.models.repository import FoundModel, Repository
+from headrace.models.version import ModelVersion, State
+
+LOADING_RETRY_AFTER_MS = 1000
+_NAMES_TOLD = 20
+
+
+class Change(NamedTuple):
+    """What an executor has to do: load a new version, or unload one that is put aside."""
+
+    action: Literal["load", "unload"]
+    version: ModelVersion
+
+
+class Reloaded(NamedTuple):
+    """What a look at the repository brought; versions as `name/version`, faults as lines.
+
+    A removed version goes on serving until its successor is ready.
+    """
+
+    added: tuple[str, ...]
+    changed: tuple[str, ...]
+    removed: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+Subscriber: TypeAlias = Callable[[Change], None]
+Known: TypeAlias = Mapping[tuple[str, str], ModelVersion]
+
+
+class _Opened(NamedTuple):
+    """A model on disk, with its versions that can be served and the faults of the others."""
+
+    found: FoundModel
+    versions: dict[str, ModelVersion]
+    faults: dict[str, str]
+
+
+class _Model:
+    """What is known of one model, its versions by number.
+
+    Attributes:
+        selected: what its configuration wants, in any state.
+        serving: what is ready, those included that wait for their successor.
+        faults: of versions that cannot be opened; under "" that of the model as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.selected: dict[str, ModelVersion] = {}
+        self.serving: dict[str, ModelVersion] = {}
+        self.faults: dict[str, str] = {}
+
+    def versions(self) -> dict[int, ModelVersion]:
+        """All, by identity: a changed version and its predecessor have the same number."""
+        both = [*self.selected.values(), *self.serving.values()]
+        return {id(version): version for version in both}
+
+    def outdated(self) -> list[ModelVersion]:
+        """Serving versions that nobody wants, when those that are wanted have settled."""
+        states = {version.state for version in self.selected.values()}
+        if State.LOADING in states or State.READY not in states or "" in self.faults:
+            return []
+        return [
+            version
+            for number, version in self.serving.items()
+            if number not in self.selected and number not in self.faults
+        ]
+
+
+class Models:
+    """The models of a process.
+
+    Args:
+        settings: where the repository is, and the defaults of all models.
+        executes: this process has an executor, which loads the models and reports on them.
+    """
+
+    def __init__(self, settings: Settings, *, executes: bool = False) -> None:
+        self._settings = settings
+        self._executes = executes
+        self._repository = Repository(settings.models.repository, settings)
+        self._models: dict[str, _Model] = {}
+        self._ready: dict[tuple[str, str], ModelVersion] = {}
+        self._subscribers: list[Subscriber] = []
+        self._reloading = asyncio.Lock()
+
+    # --- what the services ask ----------------------------------------------------------------
+
+    def lookup(self, name: str, version: str | None = None) -> ModelVersion:
+        """The ready version of this number, or the highest ready one without a number.
+
+        Raises:
+            Rejected: `UNKNOWN_MODEL`, with what there is; `MODEL_NOT_READY`, with the reason;
+                `INVALID_REQUEST` without a name.
+        """
+        found = self._ready.get((name, version or ""))
+        if found is None:
+            self._refuse(name, version or "")
+        return found
+
+    def versions(self, state: State | None = None) -> list[ModelVersion]:
+        """All versions, or those in one state, by name and number."""
+        found = [
+            version
+            for model in self._models.values()
+            for version in model.versions().values()
+            if state in (None, version.state)
+        ]
+        return sorted(found, key=lambda version: (version.name, int(version.version)))
+
+    def names(self) -> list[str]:
+        """All models, those with faults included."""
+        return sorted(self._models)
+
+    def faults(self, name: str) -> dict[str, str]:
+        """Why versions of a model cannot be opened, by number; under "" the model itself."""
+        model = self._models.get(name)
+        return dict(model.faults) if model else {}
+
+    def status(self) -> list[dict[str, Any]]:
+        """One entry for each version and each fault: what an operator wants to see."""
+        entries = [
+            {
+                "name": version.name,
+                "version": version.version,
+                "state": str(version.state),
+                "reason": version.reason,
+                "max_batch_size": version.max_batch_size,
+                "batching_off": version.batching_off,
+            }
+            for version in self.versions()
+        ]
+        entries += [
+            {"name": name, "version": number, "state": str(State.FAILED), "reason": fault}
+            for name in self.names()
+            for number, fault in self.faults(name).items()
+        ]
+        return sorted(entries, key=lambda entry: (entry["name"], int(entry["version"] or 0)))
+
+    # --- what comes from the disk -------------------------------------------------------------
+
+    def open(self) -> Reloaded:
+        """Read the repository for the first time. It blocks; call it before serving.
+
+        Raises:
+            ConfigurationError: the repository is not there. Faults of single models are kept.
+        """
+        return self._apply(_look(self._repository, {}))
+
+    async def reload(self) -> Reloaded:
+        """Look at the repository again; failed versions are tried again.
+
+        Raises:
+            ConfigurationError: the repository is not there; nothing has changed then.
+        """
+        async with self._reloading:
+            known = {
+                (version.name, version.version): version
+                for version in self.versions()
+                if version.state is not State.FAILED
+            }
+            opened = await asyncio.to_thread(_look, self._repository, known)
+            while _is_outrun(opened):
+                opened = await asyncio.to_thread(_look, self._repository, {})
+            return self._apply(opened)
+
+    def _apply(self, opened: list[_Opened]) -> Reloaded:
+        before = {name: dict(model.selected) for name, model in self._models.items()}
+        for name in self._models.keys() - {each.found.name for each in opened}:
+            self._remove(name)
+        for each in opened:
+            self._update(self._models.setdefault(each.found.name, _Model()), each)
+        return self._difference(before)
+
+    def _update(self, model: _Model, opened: _Opened) -> None:
+        model.faults = opened.faults
+        if not opened.versions:
+            # Nothing can be opened: what was wanted before is the best there is.
+            self._publish(opened.found.name)
+            return
+        dropped = model.selected
+        model.selected = opened.versions
+        for version in dropped.values():
+            if id(version) not in model.versions() and version.state is State.LOADING:
+                self._unload(version)
+        for version in opened.versions.values():
+            if version.state is not State.LOADING or version in dropped.values():
+                continue
+            if self._executes:
+                self._notify(Change("load", version))
+            else:
+                self.mark_ready(version)
+        self._settle(opened.found.name)
+
+    def _remove(self, name: str) -> None:
+        model = self._models.pop(name)
+        self._publish(name)
+        for version in model.versions().values():
+            if version.state is not State.FAILED:
+                self._unload(version)
+
+    # --- what the executor says ---------------------------------------------------------------
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Be told of changes from now on. Versions that are loading already: `versions`."""
+        self._subscribers.append(subscriber)
+
+    def mark_ready(self, version: ModelVersion, *, batching_fault: str = "") -> None:
+        """A version can take requests; with a `batching_fault`, one at a time.
+
+        Its predecessor of the same number is unloaded; those of other numbers are when all
+        versions that are wanted have settled. A version nobody wants any more stays aside.
+        """
+        model = self._models.get(version.name)
+        if model is None or model.selected.get(version.version) is not version:
+            return
+        if batching_fault:
+            version.switch_batching_off(batching_fault)
+        version.state, version.reason = State.READY, ""
+        previous = model.serving.get(version.version)
+        model.serving[version.version] = version
+        self._settle(version.name)
+        if previous is not None and previous is not version:
+            self._unload(previous)
+
+    def mark_failed(self, version: ModelVersion, reason: str) -> None:
+        """A version cannot take requests (any more); its predecessor stays."""
+        version.state, version.reason = State.FAILED, _relative(reason, self._repository.path)
+        model = self._models.get(version.name)
+        if model is None:
+            return
+        if model.serving.get(version.version) is version:
+            del model.serving[version.version]
+        self._settle(version.name)
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _settle(self, name: str) -> None:
+        model = self._models[name]
+        outdated = model.outdated()
+        for version in outdated:
+            del model.serving[version.version]
+        self._publish(name)
+        for version in outdated:
+            self._unload(version)
+
+    def _publish(self, name: str) -> None:
+        """Make the table of `lookup` say what the model says."""
+        for key in [key for key in self._ready if key[0] == name]:
+            del self._ready[key]
+        model = self._models.get(name)
+        if model is None or not model.serving:
+            return
+        for number, version in model.serving.items():
+            self._ready[name, number] = version
+        self._ready[name, ""] = model.serving[max(model.serving, key=int)]
+
+    def _unload(self, version: ModelVersion) -> None:
+        version.state = State.UNLOADING
+        self._notify(Change("unload", version))
+
+    def _notify(self, change: Change) -> None:
+        for subscriber in self._subscribers:
+            subscriber(change)
+
+    def _difference(self, before: Mapping[str, Mapping[str, ModelVersion]]) -> Reloaded:
+        old = {f"{name}/{n}": v for name, versions in before.items() for n, v in versions.items()}
+        new = {
+            f"{name}/{n}": v
+            for name, model in self._models.items()
+            for n, v in model.selected.items()
+        }
+        faults = [
+            f"{name}{number and '/'}{number}: {fault}"
+            for name in self.names()
+            for number, fault in self._models[name].faults.items()
+        ]
+        return Reloaded(
+            tuple(sorted(new.keys() - old.keys())),
+            tuple(sorted(key for key in new.keys() & old.keys() if new[key] is not old[key])),
+            tuple(sorted(old.keys() - new.keys())),
+            tuple(faults),
+        )
+
+    def _refuse(self, name: str, number: str) -> NoReturn:
+        model = self._models.get(name)
+        if not name:
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST,
+                "model_name",
+                expected="a name, in the value or in the header x-model",
+                got="none",
+            )
+        if model is None:
+            raise Rejected.mismatch(
+                Code.UNKNOWN_MODEL, "model_name", expected=_one_of(self.names()), got=f'"{name}"'
+            )
+        there = sorted(model.selected.keys() | model.serving.keys() | model.faults.keys())
+        if number and number not in there and "" not in model.faults:
+            raise Rejected.mismatch(
+                Code.UNKNOWN_MODEL,
+                "model_version",
+                expected=f"{_one_of(there)} of {name}",
+                got=f'"{number}"',
+            )
+        wanted = model.selected.get(number)
+        candidates = [wanted] if wanted else list(model.selected.values())
+        if any(version.state is State.LOADING for version in candidates):
+            raise Rejected(
+                Code.MODEL_NOT_READY,
+                f"model {name}{number and '/'}{number} is loading",
+                retry_after_ms=LOADING_RETRY_AFTER_MS,
+            )
+        reasons = [version.reason for version in candidates if version.reason]
+        reasons += [
+            fault for key, fault in model.faults.items() if key in ("", number) or not number
+        ]
+        raise Rejected(
+            Code.MODEL_NOT_READY, f"model {name}{number and '/'}{number}: {'; '.join(reasons)}"
+        )
+
+
+def _look(repository: Repository, known: Known) -> list[_Opened]:
+    """Read the disk and open what is new or has changed; in any thread."""
+    opened = [_open(found, known) for found in repository.scan()]
+    for each in opened:
+        for number, fault in each.faults.items():
+            each.faults[number] = _relative(fault, repository.path)
+    return opened
+
+
+def _relative(fault: str, repository: Path) -> str:
+    """A fault with its paths below the repository: it may be told to callers elsewhere."""
+    return fault.replace(f"{repository}{os.sep}", "")
+
+
+def _open(found: FoundModel, known: Known) -> _Opened:
+    if found.fault:
+        return _Opened(found, {}, {"": found.fault})
+    versions: dict[str, ModelVersion] = {}
+    faults: dict[str, str] = {}
+    for each in found.versions:
+        same = known.get((found.name, each.version))
+        try:
+            unchanged = same is not None and same.stamp == each.stamp
+            versions[each.version] = same if unchanged and same else ModelVersion(found, each)
+        except ConfigurationError as error:
+            faults[each.version] = str(error)
+    return _Opened(found, versions, faults)
+
+
+def _is_outrun(opened: list[_Opened]) -> bool:
+    """Whether a version that was found unchanged was put aside during the look."""
+    versions = (version for each in opened for version in each.versions.values())
+    return any(version.state is State.UNLOADING for version in versions)
+
+
+def _one_of(names: list[str]) -> str:
+    if not names:
+        return "a model, of which there is none"
+    told = ", ".join(names[:_NAMES_TOLD])
+    more = len(names) - _NAMES_TOLD
+    return f"one of {told}" + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,172 @@
+"""Where models lie: `<repository>/<model>/<version>/model.onnx`, and `<model>/model.toml`.
+
+A version is a directory with a number for its name; `python` models have a `model.py` in it.
+Other directories, and names that begin with a dot, are none of ours. One broken model, or one
+broken version of it, hides no other: its faults are told beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.models.config import ModelConfig, read_model_config
+from headrace.models.python_backend import python_signature
+from headrace.models.signature import Signature, read_onnx_signature
+
+MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,255}")
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
+_CHUNK_BYTES = 1024 * 1024
+
+
+class FoundVersion(NamedTuple):
+    """One version of a model on disk.
+
+    Attributes:
+        stamp: changes whenever a file of the version, or of the model beside it, does.
+    """
+
+    version: str
+    directory: Path
+    stamp: str
+
+
+class FoundModel(NamedTuple):
+    """One model on disk.
+
+    Attributes:
+        config: None when it cannot be read; `fault` says why.
+        versions: those that its configuration selects, the lowest first.
+        fault: what is wrong with the model as a whole, or empty.
+    """
+
+    name: str
+    directory: Path
+    config: ModelConfig | None
+    versions: tuple[FoundVersion, ...]
+    fault: str = ""
+
+
+class Repository:
+    """A directory of models.
+
+    Args:
+        path: of the directory.
+        settings: what `model.toml` leaves open.
+    """
+
+    def __init__(self, path: Path, settings: Settings) -> None:
+        self.path = path
+        self._settings = settings
+
+    def scan(self) -> list[FoundModel]:
+        """All models, by name.
+
+        Raises:
+            ConfigurationError: the directory itself is not there or cannot be read.
+        """
+        try:
+            directories = sorted(entry for entry in self.path.iterdir() if entry.is_dir())
+        except OSError as error:
+            raise ConfigurationError(f"models.repository: {self.path}: {error.strerror}") from error
+        return [self._look_at(each) for each in directories if not each.name.startswith(".")]
+
+    def _look_at(self, directory: Path) -> FoundModel:
+        name = directory.name
+        if not _MODEL_NAME.fullmatch(name):
+            fault = f"expected a name of letters, digits, '.', '_' and '-', got {name!r}"
+            return FoundModel(name, directory, None, (), fault)
+        try:
+            config = read_model_config(directory / "model.toml", self._settings)
+            versions = _selected(directory, config)
+        except ConfigurationError as error:
+            return FoundModel(name, directory, None, (), str(error))
+        return FoundModel(name, directory, config, versions)
+
+
+def _selected(directory: Path, config: ModelConfig) -> tuple[FoundVersion, ...]:
+    there = sorted(
+        int(entry.name)
+        for entry in directory.iterdir()
+        if entry.is_dir() and _VERSION.fullmatch(entry.name)
+    )
+    if not there:
+        raise ConfigurationError(
+            f"{directory}: expected a version, a directory such as 1, got none"
+        )
+    if config.versions == "latest":
+        numbers = there[-1:]
+    elif config.versions == "all":
+        numbers = there
+    else:
+        numbers = sorted(set(config.versions))
+        if missing := set(numbers).difference(there):
+            raise ConfigurationError(
+                f"{directory / 'model.toml'}: versions: expected some of {there}, "
+                f"got {sorted(missing)}"
+            )
+    beside = _stamp(path for path in directory.iterdir() if path.is_file())
+    return tuple(
+        FoundVersion(str(number), path, beside + _stamp(files_of(path)))
+        for number in numbers
+        for path in [directory / str(number)]
+    )
+
+
+def files_of(directory: Path) -> Iterator[Path]:
+    """All files below a directory but Python's caches, in the order of their relative names."""
+    yield from sorted(
+        path for path in directory.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
+
+
+def _stamp(files: Iterator[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def checksum_of(directory: Path) -> str:
+    """The checksum of a version, as `checksum` in `model.toml` has it.
+
+    SHA-256 over, for each file below the directory in the order of its relative name (with
+    forward slashes, compared as UTF-8 bytes; Python's caches left out): the name, a zero byte,
+    the content's length as 8 bytes big-endian, and the content.
+    """
+    digest = hashlib.sha256()
+    files = {path.relative_to(directory).as_posix().encode(): path for path in files_of(directory)}
+    for name, path in sorted(files.items()):
+        digest.update(name + b"\0" + path.stat().st_size.to_bytes(8, "big"))
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def open_version(found: FoundVersion, config: ModelConfig) -> Signature:
+    """Check a version's files and read its signature.
+
+    Raises:
+        ConfigurationError: a file is missing or broken, or the checksum is another.
+    """
+    if config.checksum is not None:
+        checksum = checksum_of(found.directory)
+        if checksum != config.checksum:
+            raise ConfigurationError(
+                f"{found.directory}: checksum: expected {config.checksum}, got {checksum}"
+            )
+    path = found.directory / MODEL_FILES[config.backend]
+    if not path.is_file():
+        raise ConfigurationError(f"{path}: expected the model here, got no file")
+    if config.backend == "python":
+        return python_signature(path, config)
+    return read_onnx_signature(path)

@@ -1,0 +1,126 @@
+"""What makes a model's inputs of a payload that is neither MessagePack nor JSON."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.messages import InputTensor
+from headrace.models.config import ModelConfig
+from headrace.models.signature import Signature, TensorSpec
+from headrace.models.user_code import describe, load_attribute
+from headrace.tensors import from_array
+
+Transform: TypeAlias = Callable[[bytes, str], list[InputTensor]]
+"""Payload and content type to the inputs of a request; raises `Rejected`."""
+
+
+def make_transform(model_directory: Path, config: ModelConfig, signature: Signature) -> Transform:
+    """The transform that a model's configuration names.
+
+    - none: every payload is refused.
+    - `text`: the payload, UTF-8, is the one element of the model's single `BYTES` input.
+    - `octets`: the payload is that element, or the single row of the model's single `UINT8`
+      input, [1, n].
+    - `python`: `transform(payload: bytes, content_type: str) -> dict[str, np.ndarray]` in
+      `<model>/transform.py`.
+
+    Raises:
+        ConfigurationError: the transform does not fit the signature, or the file cannot be run.
+    """
+    if config.transform is None:
+        return _refuse
+    if config.transform == "python":
+        return _from_python(model_directory / "transform.py")
+    spec = _single_input(config.transform, signature)
+    if config.transform == "text":
+        return lambda payload, _: [_text(spec, payload)]
+    if spec.datatype == "BYTES":
+        return lambda payload, _: [_element(spec, payload)]
+    return lambda payload, _: [_octets(spec, payload)]
+
+
+def _single_input(transform: str, signature: Signature) -> TensorSpec:
+    datatypes = ("BYTES",) if transform == "text" else ("BYTES", "UINT8")
+    spec = signature.inputs[0]
+    if len(signature.inputs) > 1 or spec.datatype not in datatypes:
+        got = ", ".join(f"{each.name} {each.datatype}" for each in signature.inputs)
+        raise ConfigurationError(
+            f"transform: {transform}: expected a single input of {' or '.join(datatypes)}, "
+            f"got {got}"
+        )
+    return spec
+
+
+def _refuse(payload: bytes, content_type: str) -> list[InputTensor]:
+    raise Rejected.mismatch(
+        Code.INVALID_REQUEST,
+        "content-type",
+        expected="application/msgpack or application/json, as the model has no transform",
+        got=content_type or "none",
+    )
+
+
+def _text(spec: TensorSpec, payload: bytes) -> InputTensor:
+    try:
+        payload.decode()
+    except UnicodeDecodeError as error:
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST,
+            "payload",
+            expected="UTF-8",
+            got=f"byte {payload[error.start]:#04x} at {error.start}",
+        ) from error
+    return _element(spec, payload)
+
+
+def _element(spec: TensorSpec, payload: bytes) -> InputTensor:
+    data = memoryview(struct.pack("<I", len(payload)) + payload)
+    return InputTensor(name=spec.name, datatype="BYTES", shape=[1] * len(spec.shape), data=data)
+
+
+def _octets(spec: TensorSpec, payload: bytes) -> InputTensor:
+    shape = [1, len(payload)]
+    return InputTensor(name=spec.name, datatype="UINT8", shape=shape, data=memoryview(payload))
+
+
+def _from_python(path: Path) -> Transform:
+    transform = load_attribute(path, "transform")
+
+    def apply(payload: bytes, content_type: str) -> list[InputTensor]:
+        try:
+            made = transform(payload, content_type)
+        except Rejected:
+            raise
+        except Exception as error:  # a user's code may raise anything; it becomes the answer
+            raise Rejected(Code.INVALID_REQUEST, f"transform: {describe(error)}") from error
+        if not isinstance(made, Mapping):
+            got = type(made).__name__
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST, "transform", expected="a dict of arrays", got=got
+            )
+        return [_input(name, value) for name, value in made.items()]
+
+    return apply
+
+
+def _input(name: object, value: object) -> InputTensor:
+    if not isinstance(name, str) or not isinstance(value, np.ndarray):
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST,
+            "transform",
+            expected="a dict of arrays by name",
+            got=f"{name!r}: {type(value).__name__}",
+        )
+    tensor = from_array(name, value)
+    return InputTensor(
+        name=name,
+        datatype=tensor.datatype,
+        shape=list(tensor.shape),
+        data=memoryview(tensor.data),
+    )

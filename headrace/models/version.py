@@ -1,0 +1,76 @@
+"""One version of a model, as the services see it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+from headrace.models.backend import Backend
+from headrace.models.binding import Binder
+from headrace.models.config import ModelConfig
+from headrace.models.onnx_backend import OnnxBackend
+from headrace.models.python_backend import PythonBackend
+from headrace.models.repository import FoundModel, FoundVersion, open_version
+from headrace.models.transforms import make_transform
+
+
+class State(StrEnum):
+    """Where a version is in its life. Only a ready one is given to a request."""
+
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+    UNLOADING = "unloading"
+
+
+class ModelVersion:
+    """One version of a model: its signature, its limits, its state.
+
+    Only the registry changes the state.
+
+    Attributes:
+        config: of the model.
+        signature: of this version.
+        stamp: changes when a file of the version changes.
+        bind: checks a request, see `headrace.models.binding.Binder.bind`.
+        transform: makes inputs of a raw payload, see `headrace.models.transforms`.
+        max_batch_size: in rows; 1 where batching is off, for the reason `batching_off`.
+        reason: why it failed; empty otherwise.
+
+    Raises:
+        ConfigurationError: the version cannot be served; the message says why.
+    """
+
+    def __init__(self, model: FoundModel, found: FoundVersion) -> None:
+        assert model.config is not None
+        self.name = model.name
+        self.version = found.version
+        self.directory: Path = found.directory
+        self.stamp = found.stamp
+        self.config: ModelConfig = model.config
+        self.signature = open_version(found, model.config)
+        self.bind = Binder(self.signature, model.config.range).bind
+        self.transform = make_transform(model.directory, model.config, self.signature)
+        self.max_batch_size = model.config.max_batch_size
+        self.max_batch_bytes = model.config.max_batch_bytes
+        self.max_queue_delay_ms = model.config.max_queue_delay_ms
+        self.batching_off = ""
+        self.state = State.LOADING
+        self.reason = ""
+        if self.max_batch_size == 1:
+            self.batching_off = "max_batch_size is 1"
+        elif not self.signature.batched:
+            self.switch_batching_off(self.signature.unbatched_reason)
+
+    def __repr__(self) -> str:
+        return f"<ModelVersion {self.name}/{self.version} {self.state}>"
+
+    def switch_batching_off(self, reason: str) -> None:
+        """Run each request alone from now on; a request's own rows still run together."""
+        self.max_batch_size = 1
+        self.batching_off = reason
+
+    def new_backend(self) -> Backend:
+        """An instance that is not loaded yet."""
+        backend = PythonBackend if self.config.backend == "python" else OnnxBackend
+        return backend(self.directory, self.config, self.signature)

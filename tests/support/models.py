@@ -1,0 +1,142 @@
+"""Tiny ONNX models, and repositories of them, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from headrace.config import Settings, make_settings
+from headrace.tensors import DATATYPES
+
+Shape = Sequence[int | str | None]
+Value = tuple[str, int, Shape]
+
+# What every release of ONNX Runtime that is supported can read.
+_OPSET = 17
+_IR_VERSION = 9
+
+
+def make_model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    constants: Sequence[onnx.TensorProto] = (),
+) -> onnx.ModelProto:
+    """A model of some nodes; values are `(name, element type, shape)`."""
+    graph = helper.make_graph(
+        list(nodes),
+        "test",
+        [helper.make_tensor_value_info(*value) for value in inputs],
+        [helper.make_tensor_value_info(*value) for value in outputs],
+        list(constants),
+    )
+    opset = helper.make_opsetid("", _OPSET)
+    return helper.make_model(graph, opset_imports=[opset], ir_version=_IR_VERSION)
+
+
+def digits(weight: float = 1.0) -> onnx.ModelProto:
+    """`pixels` FP32 [batch, 64] to `scores` FP32 [batch, 10]: sums of the pixels, weighted."""
+    weights = np.outer(np.ones(64), np.arange(10)).astype(np.float32) * np.float32(weight)
+    return make_model(
+        [helper.make_node("MatMul", ["pixels", "weights"], ["scores"])],
+        [("pixels", TensorProto.FLOAT, ["batch", 64])],
+        [("scores", TensorProto.FLOAT, ["batch", 10])],
+        [numpy_helper.from_array(weights, "weights")],
+    )
+
+
+def tokens() -> onnx.ModelProto:
+    """`input_ids`, `attention_mask` INT64 [batch, sequence] to `masked` of the same shape."""
+    shape = ["batch", "sequence"]
+    return make_model(
+        [helper.make_node("Mul", ["input_ids", "attention_mask"], ["masked"])],
+        [("input_ids", TensorProto.INT64, shape), ("attention_mask", TensorProto.INT64, shape)],
+        [("masked", TensorProto.INT64, shape)],
+    )
+
+
+def embedding(rows: int = 8) -> onnx.ModelProto:
+    """`index` INT64 [batch, 1] to `vector` FP32 [batch, 1, 4]; fails on an index out of range."""
+    table = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
+    return make_model(
+        [helper.make_node("Gather", ["table", "index"], ["vector"], axis=0)],
+        [("index", TensorProto.INT64, ["batch", 1])],
+        [("vector", TensorProto.FLOAT, ["batch", 1, 4])],
+        [numpy_helper.from_array(table, "table")],
+    )
+
+
+def unbatched() -> onnx.ModelProto:
+    """`x` FP32 [4, n] to `y` of the same shape, doubled: dimension 0 is not a batch."""
+    return make_model(
+        [helper.make_node("Add", ["x", "x"], ["y"])],
+        [("x", TensorProto.FLOAT, [4, "n"])],
+        [("y", TensorProto.FLOAT, [4, "n"])],
+    )
+
+
+def falsely_batched() -> onnx.ModelProto:
+    """`x` FP32 [batch, 2] to `y`, said to be [batch, 2], but always one row: a sum over rows."""
+    axes = numpy_helper.from_array(np.array([0], dtype=np.int64), "axes")
+    return make_model(
+        [helper.make_node("ReduceSum", ["x", "axes"], ["y"], keepdims=1)],
+        [("x", TensorProto.FLOAT, ["batch", 2])],
+        [("y", TensorProto.FLOAT, ["batch", 2])],
+        [axes],
+    )
+
+
+def identity(datatype: str, shape: Shape = ("batch", 2)) -> onnx.ModelProto:
+    """`x` to `y`, unchanged, of any datatype of the protocol."""
+    element_type = DATATYPES[datatype].onnx
+    return make_model(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [("x", element_type, shape)],
+        [("y", element_type, shape)],
+    )
+
+
+def slow() -> onnx.ModelProto:
+    """`times` INT64 [] and `x` FP32 [batch, 64]: as many rounds of work as `times` says."""
+    step = helper.make_graph(
+        [
+            helper.make_node("Identity", ["go"], ["go_on"]),
+            helper.make_node("Sin", ["state"], ["next"]),
+        ],
+        "step",
+        [
+            helper.make_tensor_value_info("round", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("state", TensorProto.FLOAT, [None, 64]),
+        ],
+        [
+            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("next", TensorProto.FLOAT, [None, 64]),
+        ],
+    )
+    return make_model(
+        [helper.make_node("Loop", ["times", "", "x"], ["y"], body=step)],
+        [("times", TensorProto.INT64, []), ("x", TensorProto.FLOAT, ["batch", 64])],
+        [("y", TensorProto.FLOAT, ["batch", 64])],
+    )
+
+
+def add_version(
+    repository: Path, name: str, version: int, model: onnx.ModelProto, config: str = ""
+) -> Path:
+    """Write a version of a model, and its `model.toml` where one is given; its directory."""
+    directory = repository / name / str(version)
+    directory.mkdir(parents=True)
+    onnx.save(model, directory / "model.onnx")
+    if config:
+        (repository / name / "model.toml").write_text(config, encoding="utf-8")
+    return directory
+
+
+def settings_for(repository: Path) -> Settings:
+    """The default settings with this repository."""
+    return make_settings({"models": {"repository": repository}})
