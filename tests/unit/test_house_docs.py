@@ -1,0 +1,61 @@
+"""The documents against the repository: order, form, and that what they name is there."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.support.tree import ROOT, files
+
+DECISIONS = sorted(path for path in files("docs/decisions") if path.suffix == ".md")
+DOCUMENTS = sorted(path for path in files() if path.suffix == ".md")
+LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+PATH_IN_CODE = re.compile(
+    r"`((?:headrace|services|tests|docs|deploy|schemas|benchmarks|tools)/[\w./-]*)`"
+)
+
+
+def test_decisions_are_numbered_without_a_gap() -> None:
+    """The pages are 0001, 0002 and so on, and each title begins with its page's number."""
+    titles = [
+        (ROOT / path).read_text(encoding="utf-8").split(".", maxsplit=1)[0] for path in DECISIONS
+    ]
+
+    assert [path.name[:4] for path in DECISIONS] == [
+        f"{number:04}" for number in range(1, len(DECISIONS) + 1)
+    ]
+    assert titles == [f"# {number}" for number in range(1, len(DECISIONS) + 1)]
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_decision_has_the_three_parts(path: Path) -> None:
+    """A decision says what the situation was, what was decided, and what follows."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+
+    assert re.findall(r"^## (.+)$", text, flags=re.MULTILINE) == [
+        "Context",
+        "Decision",
+        "Consequences",
+    ]
+
+
+def test_glossary_explains_each_word_once_and_in_order() -> None:
+    """The entries are in alphabetical order, and none comes twice."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = [word.lower() for word in re.findall(r"^- \*\*(.+?)\*\*", text, flags=re.MULTILINE)]
+
+    assert words
+    assert [(one, next_) for one, next_ in pairwise(words) if one >= next_] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+def test_document_names_only_what_is_there(path: Path) -> None:
+    """Every relative link, and every path of the repository in code type, leads to a file."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    linked = [(ROOT / path).parent / target for target in LINK.findall(text)]
+    named = [ROOT / target for target in PATH_IN_CODE.findall(text)]
+
+    assert [str(target) for target in linked + named if not target.exists()] == []
