@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime
 import pytest
 
-from headrace.demo.magika_model import NAME, OUTPUT, MagikaModel, find_magika
+from headrace.config import Settings
+from headrace.demo.magika_model import OUTPUT, MagikaModel, find_magika
 from headrace.demo.samples import kinds, make_samples
 from headrace.errors import Code, Rejected
-from tests.support.source_file import load_source
+from headrace.models.repository import FoundModel, Repository, open_version
+from headrace.models.transforms import Transform, make_transform
 
 magika = pytest.importorskip("magika")
 
@@ -39,20 +41,31 @@ def model() -> MagikaModel:
 
 
 @pytest.fixture(scope="module")
-def entry(model: MagikaModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def entry(model: MagikaModel, tmp_path_factory: pytest.TempPathFactory) -> FoundModel:
     repository = tmp_path_factory.mktemp("repository")
     model.add_to(repository)
-    return repository / NAME
+    (found,) = Repository(repository, Settings()).scan()
+    return found
 
 
 @pytest.fixture(scope="module")
-def transform(entry: Path) -> Any:
-    return load_source(entry / "transform.py").Transform()
+def transform(entry: FoundModel) -> Transform:
+    assert entry.config is not None
+    return make_transform(
+        entry.directory, entry.config, open_version(entry.versions[0], entry.config)
+    )
 
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
     return magika.Magika()
+
+
+def _row(transform: Transform, content: bytes) -> npt.NDArray[np.int32]:
+    """What the transform gives the model."""
+    (tensor,) = transform(content, "application/octet-stream")
+    assert (tensor.name, tensor.datatype, tensor.shape) == ("bytes", "INT32", [1, 2048])
+    return np.frombuffer(tensor.data, "<i4").reshape(tensor.shape)
 
 
 def _features(reference: Any, content: bytes) -> list[int]:
@@ -66,39 +79,38 @@ def _features(reference: Any, content: bytes) -> list[int]:
 
 @pytest.mark.parametrize("content", EDGES, ids=range(len(EDGES)))
 def test_edge_cases_give_the_features_of_the_package(
-    content: bytes, transform: Any, reference: Any
+    content: bytes, transform: Transform, reference: Any
 ) -> None:
     """Stripping, cutting and padding are the package's, byte by byte."""
-    row = transform(memoryview(content), "application/octet-stream")["bytes"]
-    assert (row.dtype, row.shape) == (np.int32, (1, 2048))
-    assert row[0].tolist() == _features(reference, content)
+    assert _row(transform, content)[0].tolist() == _features(reference, content)
 
 
-def test_sample_files_give_the_features_of_the_package(transform: Any, reference: Any) -> None:
+def test_sample_files_give_the_features_of_the_package(
+    transform: Transform, reference: Any
+) -> None:
     """Files of every kind come out as the package has them."""
     for sample in make_samples(len(kinds()), seed=11):
-        row = transform(memoryview(sample.content), "application/octet-stream")["bytes"]
-        assert row[0].tolist() == _features(reference, sample.content), sample.label
+        row = _row(transform, sample.content)[0].tolist()
+        assert row == _features(reference, sample.content), sample.label
 
 
 def test_sample_files_get_the_label_of_the_package(
-    entry: Path, model: MagikaModel, transform: Any, reference: Any
+    entry: FoundModel, model: MagikaModel, transform: Transform, reference: Any
 ) -> None:
     """The best score's label is the package's own prediction, before its thresholds."""
-    session = onnxruntime.InferenceSession(entry / "1" / "model.onnx")
+    session = onnxruntime.InferenceSession(entry.versions[0].directory / "model.onnx")
     for sample in make_samples(len(kinds()), seed=12):
-        inputs = transform(memoryview(sample.content), "application/octet-stream")
-        scores = session.run([OUTPUT], inputs)[0]
+        scores = session.run([OUTPUT], {"bytes": _row(transform, sample.content)})[0]
         expected = reference.identify_bytes(sample.content).prediction.dl.label
         assert model.labels[int(scores.argmax())] == expected, sample.label
 
 
 @pytest.mark.parametrize("content", [b"", b"seven b", b"   \n  short  ", b" " * 5000 + b"x" * 90])
 def test_a_file_that_the_package_decides_without_its_model_is_refused(
-    content: bytes, transform: Any, reference: Any
+    content: bytes, transform: Transform, reference: Any
 ) -> None:
     """Where magika asks no model, there is nothing to batch: the request is refused by name."""
     assert reference.identify_bytes(content).prediction.dl.label == "undefined"
     with pytest.raises(Rejected, match="at least 8 bytes") as refused:
-        transform(memoryview(content), "application/octet-stream")
+        transform(content, "application/octet-stream")
     assert refused.value.code is Code.INVALID_REQUEST

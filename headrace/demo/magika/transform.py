@@ -16,42 +16,28 @@ import numpy.typing as npt
 
 from headrace.errors import Code, Rejected
 
-CONFIG_FILE = "config.min.json"
+SIZES = json.loads((Path(__file__).parent / "config.min.json").read_text(encoding="utf-8"))
 
 
-class Transform:
-    """Turns a payload into the model's inputs.
+def transform(payload: bytes, content_type: str) -> dict[str, npt.NDArray[np.int32]]:
+    """`bytes`: INT32 [1, beg_size + end_size]. Any content type is taken: the model tells.
 
     Raises:
-        KeyError, OSError: the configuration is not there or lacks a size.
+        Rejected: `INVALID_REQUEST`: too few bytes; magika does not ask its model about these.
     """
-
-    def __init__(self) -> None:
-        config = json.loads((Path(__file__).parent / CONFIG_FILE).read_text(encoding="utf-8"))
-        self._block_bytes: int = config["block_size"]
-        self._beginning: int = config["beg_size"]
-        self._end: int = config["end_size"]
-        self._padding: int = config["padding_token"]
-        self._min_bytes: int = config["min_file_size_for_dl"]
-
-    def __call__(self, payload: memoryview, content_type: str) -> dict[str, npt.NDArray[np.int32]]:
-        """`bytes`: INT32 [1, 2048].
-
-        Raises:
-            Rejected: `INVALID_REQUEST`: too few bytes; magika does not ask its model about these.
-        """
-        first = bytes(payload[: self._block_bytes]).lstrip()
-        if len(first) < self._min_bytes:
-            raise Rejected.mismatch(
-                Code.INVALID_REQUEST,
-                "payload",
-                expected=f"at least {self._min_bytes} bytes after leading blanks",
-                got=str(len(first)),
-            )
-        last = bytes(payload[-self._block_bytes :]).rstrip()
-        row = np.full((1, self._beginning + self._end), self._padding, dtype=np.int32)
-        beginning = np.frombuffer(first, np.uint8)[: self._beginning]
-        end = np.frombuffer(last, np.uint8)[-self._end :]
-        row[0, : len(beginning)] = beginning
-        row[0, row.shape[1] - len(end) :] = end
-        return {"bytes": row}
+    first = payload[: SIZES["block_size"]].lstrip()
+    least = SIZES["min_file_size_for_dl"]
+    if len(first) < least:
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST,
+            "payload",
+            expected=f"at least {least} bytes after leading blanks",
+            got=str(len(first)),
+        )
+    last = payload[-SIZES["block_size"] :].rstrip()
+    row = np.full((1, SIZES["beg_size"] + SIZES["end_size"]), SIZES["padding_token"], np.int32)
+    beginning = np.frombuffer(first, np.uint8)[: SIZES["beg_size"]]
+    end = np.frombuffer(last, np.uint8)[-SIZES["end_size"] :]
+    row[0, : len(beginning)] = beginning
+    row[0, row.shape[1] - len(end) :] = end
+    return {"bytes": row}
