@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 CUDA = "CUDAExecutionProvider"
 
+OLDEST_RELEASE = {"at_least_once": (3, 0), "exactly_once": (4, 0)}
+
 SLACK_S = 10.0
 """What the broker check may take beside the log's own request timeout."""
 
@@ -88,10 +90,14 @@ async def check_log(settings: Settings) -> list[Finding]:
     """Whether a broker answers us, and whether its topics are right."""
     if settings.kafka is None:
         return [Finding("broker", Health.OK, "none configured: the embedded log is used")]
+    # Without a broker configured, nothing here needs aiokafka.
+    from headrace.log.kafka_release import ask_release
+
     deadline_s = settings.kafka.request_timeout_ms / 1000 + SLACK_S
     try:
         async with asyncio.timeout(deadline_s), open_log(settings) as log:
             topics = await log.describe_topics([settings.topic(topic) for topic in Topic])
+            release = await ask_release(settings.kafka)
     except TimeoutError:
         return [_unreachable(settings.kafka, f"no answer within {deadline_s:g} s")]
     except LogAuthenticationFailed as error:
@@ -107,8 +113,24 @@ async def check_log(settings: Settings) -> list[Finding]:
         return [Finding("broker", Health.ERROR, str(error), "mend this setting")]
     except HeadraceError as error:
         return [_unreachable(settings.kafka, str(error))]
-    reached = Finding("broker", Health.OK, f"{settings.kafka.bootstrap_servers} answers")
-    return [reached, *check_topics(settings, topics)]
+    return [check_release(settings, release), *check_topics(settings, topics)]
+
+
+def check_release(settings: Settings, release: tuple[int, int]) -> Finding:
+    """Whether the broker is new enough for what the settings promise."""
+    assert settings.kafka is not None
+    where = settings.kafka.bootstrap_servers
+    needed = OLDEST_RELEASE[settings.delivery.guarantee]
+    major, minor = release
+    if release < needed:
+        shown = f"{major}.{minor} or newer, below 4.0" if major else "older than 3.0"
+        return Finding(
+            "broker",
+            Health.ERROR,
+            f"{where}: Kafka {shown}; {settings.delivery.guarantee} needs {needed[0]}.{needed[1]}",
+            "upgrade the brokers",
+        )
+    return Finding("broker", Health.OK, f"{where} answers: Kafka {major}.{minor} or newer")
 
 
 def _unreachable(kafka: KafkaSettings, reason: str) -> Finding:

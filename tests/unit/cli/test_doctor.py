@@ -1,0 +1,128 @@
+"""What `headrace doctor` finds without a broker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.checks import Finding, Health, check_release, check_settings
+from headrace.cli.doctor import HIDDEN, without_secrets
+from headrace.cli.outcome import Exit
+from headrace.config import make_settings
+from headrace.log.kafka_release import oldest_release
+from tests.unit.cli.conftest import Call
+
+
+def findings(call: Call, *arguments: str) -> dict[str, dict[str, str]]:
+    """The findings by their subject; the last one of each."""
+    shown = json.loads(call(*arguments, "doctor", "--json").stdout)
+    return {finding["subject"]: finding for finding in shown}
+
+
+def test_nothing_wrong_ends_with_0(call: Call, tmp_path: Path) -> None:
+    """With the embedded log and an empty repository there is nothing to mend but a warning."""
+    (tmp_path / "models").mkdir()
+    result = call("doctor")
+    assert result.exit_code == Exit.DONE
+    assert [line.split()[:2] for line in result.stdout.splitlines()] == [
+        ["ok", "configuration"],
+        ["ok", "broker"],
+        ["warning", "models"],
+        ["ok", "device"],
+    ]
+
+
+def test_wrong_settings_are_findings(call: Call, tmp_path: Path) -> None:
+    """A settings file that cannot be read is a finding, and the end of the examination."""
+    (tmp_path / "headrace.toml").write_text("namespace = 1\n")
+    result = call("doctor")
+    assert result.exit_code == Exit.FAILED
+    assert result.stdout.startswith("error   configuration headrace.toml: namespace:")
+
+
+def test_missing_repository_is_an_error_with_its_mend(call: Call) -> None:
+    """A repository that is not there is told with what to do."""
+    finding = findings(call)["models"]
+    assert finding["health"] == "error"
+    assert finding["mend"] == "set models.repository, or make it"
+
+
+def test_broken_model_is_an_error(call: Call, tmp_path: Path) -> None:
+    """A version whose file is no ONNX model is told by its name."""
+    version = tmp_path / "models" / "digits" / "1"
+    version.mkdir(parents=True)
+    (version / "model.onnx").write_bytes(b"nothing of the kind")
+    finding = findings(call)["models"]
+    assert finding["health"] == "error"
+    assert finding["text"].startswith("digits/1: ")
+
+
+def test_missing_device_is_an_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA device without its execution provider is told with the mend."""
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+    monkeypatch.setenv("HEADRACE_EXECUTOR__DEVICE", "cuda:0")
+    finding = findings(call)["device"]
+    assert finding["health"] == "error"
+    assert "executor.device cuda:0 needs CUDAExecutionProvider" in finding["text"]
+
+
+def test_topic_too_small_for_a_request_is_an_error() -> None:
+    """Records must be allowed to be as large as requests are."""
+    settings = make_settings({"topics": {"max_message_bytes": 4 * 1024 * 1024}})
+    (finding,) = check_settings(settings)
+    assert finding.health is Health.ERROR
+    assert "expected at least 4259840" in finding.text
+
+
+def test_readable_password_is_a_warning() -> None:
+    """PLAIN without TLS sends the password as it is."""
+    settings = make_settings(
+        {
+            "kafka": {
+                "bootstrap_servers": "broker:9092",
+                "security_protocol": "SASL_PLAINTEXT",
+                "sasl_username": "svc",
+                "sasl_password": "hunter2",
+            }
+        }
+    )
+    (finding,) = check_settings(settings)
+    assert finding.health is Health.WARNING
+    assert "hunter2" not in repr(finding)
+
+
+def test_secrets_are_struck_from_findings() -> None:
+    """Should an error's text quote the password, it is not printed."""
+    kafka = make_settings(
+        {"kafka": {"bootstrap_servers": "broker:9092", "sasl_password": "hunter2"}}
+    ).kafka
+    finding = Finding("broker", Health.ERROR, "refused hunter2", "not hunter2")
+    assert without_secrets(finding, kafka) == Finding(
+        "broker", Health.ERROR, f"refused {HIDDEN}", f"not {HIDDEN}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("versions", "release"),
+    [
+        ({0: (3, 13), 65: (0, 0)}, (4, 0)),
+        ({0: (0, 11), 65: (0, 0)}, (3, 0)),
+        ({0: (0, 9)}, (0, 0)),
+    ],
+)
+def test_release_is_read_from_what_requests_are_taken(
+    versions: dict[int, tuple[int, int]], release: tuple[int, int]
+) -> None:
+    """The oldest forms of requests went with 4.0; a request that came with 3.0 tells it."""
+    assert oldest_release(versions) == release
+
+
+@pytest.mark.parametrize(
+    ("release", "health"), [((4, 0), Health.OK), ((3, 0), Health.OK), ((0, 0), Health.ERROR)]
+)
+def test_old_brokers_are_an_error(release: tuple[int, int], health: Health) -> None:
+    """At-least-once delivery needs Kafka 3.0."""
+    settings = make_settings({"kafka": {"bootstrap_servers": "broker:9092"}})
+    assert check_release(settings, release).health is health

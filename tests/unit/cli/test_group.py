@@ -1,0 +1,142 @@
+"""Help, exit codes, and what is said of errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from headrace import __version__
+from headrace.cli import COMMANDS
+from headrace.cli.group import main
+from headrace.cli.outcome import Exit, explain
+from headrace.errors import Code, ConfigurationError, Rejected, Retriable
+from tests.unit.cli.conftest import Call
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Lets a test replace what `headrace doctor` does."""
+    return monkeypatch
+
+
+def make_doctor_raise(patch: pytest.MonkeyPatch, error: Exception) -> None:
+    @click.command()
+    def command() -> None:
+        raise error
+
+    patch.setattr("headrace.cli.doctor.command", command)
+
+
+def test_version_is_told(call: Call) -> None:
+    """`--version` prints the package's version."""
+    result = call("--version")
+    assert (result.exit_code, result.stdout) == (0, f"headrace {__version__}\n")
+
+
+def test_help_lists_every_command(call: Call) -> None:
+    """The help names each command and what it does."""
+    result = call("--help")
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in COMMANDS)
+
+
+def test_help_imports_no_command() -> None:
+    """`headrace --help` is fast: it loads neither settings nor NumPy nor aiokafka."""
+    script = (
+        "import sys; from headrace.cli import main; main(['--help'], standalone_mode=False); "
+        "print(sorted(set(sys.modules) & {'numpy', 'aiokafka', 'pydantic', 'structlog'}))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.endswith("[]\n")
+
+
+def test_unknown_command_is_wrong_usage(call: Call) -> None:
+    """A command that is not there ends with exit code 2."""
+    result = call("serve")
+    assert result.exit_code == Exit.USAGE
+    assert "No such command 'serve'" in result.stderr
+
+
+def test_wrong_settings_are_told_a_line_each(call: Call, tmp_path: Path) -> None:
+    """All faults of a settings file come at once, without a traceback, with exit code 2."""
+    path = tmp_path / "wrong.toml"
+    path.write_text("[topics]\npartitions = 0\nreplicas = 3\n")
+    result = call("--config", str(path), "topics", "check")
+    assert result.exit_code == Exit.USAGE
+    assert result.stderr.splitlines() == [
+        f"headrace: {path}: topics.partitions: Input should be greater than or equal to 1",
+        f"headrace: {path}: topics.replicas: Extra inputs are not permitted",
+    ]
+
+
+def test_missing_settings_file_is_told(call: Call) -> None:
+    """A `--config` that is not there is a wrong configuration."""
+    result = call("--config", "nowhere.toml", "topics", "check")
+    assert result.exit_code == Exit.USAGE
+    assert result.stderr == "headrace: nowhere.toml: No such file or directory\n"
+
+
+def test_settings_file_may_come_from_the_environment(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`HEADRACE_CONFIG` stands in for `--config`."""
+    path = tmp_path / "other.toml"
+    path.write_text('namespace = "vision"\n')
+    monkeypatch.setenv("HEADRACE_CONFIG", str(path))
+    assert "vision.requests" in call("topics", "describe").stdout
+
+
+def test_help_of_a_command_needs_no_settings(call: Call) -> None:
+    """A broken settings file does not stand in the way of help."""
+    assert call("--config", "nowhere.toml", "topics", "check", "--help").exit_code == 0
+
+
+def test_error_raised_on_purpose_is_one_line(call: Call, failing: pytest.MonkeyPatch) -> None:
+    """A `HeadraceError` ends a command with exit code 1 and its own words."""
+    make_doctor_raise(failing, Rejected(Code.TOO_LARGE, "expected less"))
+    result = call("doctor")
+    assert (result.exit_code, result.stdout) == (Exit.FAILED, "")
+    assert result.stderr == "headrace: TOO_LARGE: expected less\n"
+
+
+def test_debug_shows_the_traceback(call: Call, failing: pytest.MonkeyPatch) -> None:
+    """With `--debug` the traceback comes before the line, and the exit code stays."""
+    make_doctor_raise(failing, ConfigurationError("wrong"))
+    result = call("--debug", "doctor")
+    assert result.exit_code == Exit.USAGE
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.endswith("headrace: wrong\n")
+
+
+def test_errors_in_a_group_are_told_once_each() -> None:
+    """What several tasks raise together is told line by line, the same cause once."""
+    group = ExceptionGroup(
+        "tasks", [Retriable("no broker"), ExceptionGroup("more", [Retriable("no broker")])]
+    )
+    assert explain(group) == (Exit.FAILED, ["no broker"])
+
+
+def test_wrong_settings_among_others_decide_the_exit_code() -> None:
+    """A configuration error in a group makes the exit code 2."""
+    group = ExceptionGroup("tasks", [Retriable("late"), ConfigurationError("wrong")])
+    assert explain(group) == (Exit.USAGE, ["late", "wrong"])
+
+
+def test_defects_are_not_explained_away() -> None:
+    """An error that was not raised on purpose keeps its traceback."""
+    assert explain(ExceptionGroup("tasks", [Retriable("late"), KeyError("defect")])) is None
+
+
+def test_every_command_is_there() -> None:
+    """Each name in the table leads to a click command with a help text."""
+    context = click.Context(main)
+    for name in COMMANDS:
+        command = main.get_command(context, name)
+        assert command is not None
+        assert command.get_short_help_str()
