@@ -216,6 +216,11 @@ _STAY = OWN_HEADERS | {"spring_json_header_types", "traceparent", "tracestate"}
 _STAYING_PREFIXES = ("content-", "ce_", "kafka_", "retry_topic-", "x-replay-")
 
 
+def is_raw(envelope: Envelope) -> bool:
+    """Whether the record's value is a payload that only its model's transform can read."""
+    return envelope.content_type not in _PARSED_TYPES
+
+
 def answer_content_type(request_content_type: str) -> str:
     """What an answer is written in: the request's own type, or JSON for a raw payload."""
     if request_content_type in MSGPACK_TYPES:

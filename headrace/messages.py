@@ -142,6 +142,7 @@ class ItemRecord(Struct, kw_only=True, omit_defaults=True):
     key: bytes | None = None
     headers: list[tuple[str, bytes | None]] = []
     value: memoryview | None = None
+    deadline_ms: int = 0
     model: str
     version: str
     id: str | None = None
@@ -179,6 +180,7 @@ class ResultRecord(Struct, kw_only=True, omit_defaults=True):
     key: bytes | None = None
     headers: list[tuple[str, bytes | None]] = []
     value: memoryview | None = None
+    deadline_ms: int = 0
     model: str = ""
     version: str = ""
     id: str | None = None

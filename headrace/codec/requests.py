@@ -1,13 +1,9 @@
-"""Records of the public contract to messages and back: requests in, responses and errors out.
+"""Request records: from a value and its headers to a message whose tensors are sound.
 
-A request's content type says in which of two forms its value is. In MessagePack, one pass of
-msgspec checks types and lengths and leaves tensors as views of the value; in JSON, `data` is
-turned into the same raw bytes (`headrace.codec_json`). Both refuse what cannot be a request with
-the place and the reason. A payload of any other type is not decoded here: the model that `x-model`
-names says how.
-
-What travels between stages is in `headrace.codec_wire`, the caller's side in
-`headrace.codec_client`.
+In MessagePack, one pass of msgspec checks types and lengths and leaves tensors as views of the
+value; in JSON, `data` is turned into the same raw bytes. Both refuse what cannot be a request
+with the place and the reason. A payload of any other type is not decoded here: the model that
+`x-model` names says how.
 """
 
 from __future__ import annotations
@@ -16,9 +12,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from headrace import codec_faults
-from headrace.codec_faults import DECODE_ERRORS, refusal
-from headrace.codec_json import ENCODING, bytes_to_data, data_to_bytes
+from headrace.codec import faults
+from headrace.codec.faults import DECODE_ERRORS, refusal
+from headrace.codec.json_data import ENCODING, data_to_bytes
 from headrace.config import LimitSettings
 from headrace.envelope import JSON, MSGPACK_TYPES
 from headrace.errors import Code, Rejected
@@ -26,20 +22,12 @@ from headrace.messages import (
     MAX_INPUTS,
     MAX_OUTPUTS,
     Envelope,
-    ErrorDetails,
-    ErrorResponse,
-    Failure,
     InferenceRequest,
-    InferenceResponse,
     InputTensor,
     Name,
-    OutputTensor,
-    Parameter,
     Parameters,
-    Request,
     RequestedOutput,
     Shape,
-    Tensor,
     Text,
 )
 from headrace.tensors import check_tensor
@@ -66,26 +54,6 @@ class JsonInferenceRequest(msgspec.Struct, kw_only=True):
     outputs: Annotated[list[RequestedOutput], msgspec.Meta(max_length=MAX_OUTPUTS)] | None = None
 
 
-class JsonOutputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One output of a response in JSON: `data` is flat, row-major."""
-
-    name: str
-    datatype: str
-    shape: list[int]
-    data: list[Any]
-    parameters: Parameters | None = None
-
-
-class JsonInferenceResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The value of a response record in JSON; see `headrace.messages.InferenceResponse`."""
-
-    model_name: str
-    model_version: str
-    id: str | None = None
-    outputs: list[JsonOutputTensor]
-    parameters: dict[str, Parameter] = {}
-
-
 class _CallersName(msgspec.Struct):
     id: Text | None = None
 
@@ -93,11 +61,8 @@ class _CallersName(msgspec.Struct):
 _PLACES = tuple(f"inputs[{number}]" for number in range(MAX_INPUTS))
 _decode_msgpack = msgspec.msgpack.Decoder(InferenceRequest).decode
 _decode_json = msgspec.json.Decoder(JsonInferenceRequest).decode
-_encode_msgpack = msgspec.msgpack.Encoder().encode
-_encode_json = msgspec.json.Encoder().encode
-
-
-# --- requests ---------------------------------------------------------------------------------
+_decode_id_msgpack = msgspec.msgpack.Decoder(_CallersName).decode
+_decode_id_json = msgspec.json.Decoder(_CallersName).decode
 
 
 def check_value(value: bytes | memoryview | None, limits: LimitSettings) -> bytes | memoryview:
@@ -135,7 +100,7 @@ def decode_request(
         try:
             request = _decode_msgpack(value)
         except DECODE_ERRORS as error:
-            raise refusal(error, value, codec_faults.MSGPACK) from error
+            raise refusal(error, value, faults.MSGPACK) from error
         for tensor, where in zip(request.inputs, _PLACES, strict=False):
             check_tensor(tensor.datatype, tensor.shape, tensor.data, where)
     elif content_type == JSON:
@@ -159,7 +124,7 @@ def _from_json(value: bytes | memoryview, limits: LimitSettings) -> InferenceReq
     try:
         body = _decode_json(value)
     except DECODE_ERRORS as error:
-        raise refusal(error, value, codec_faults.JSON) from error
+        raise refusal(error, value, faults.JSON) from error
     total = 0
     inputs: list[InputTensor] = []
     for number, tensor in enumerate(body.inputs):
@@ -249,86 +214,3 @@ def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | No
         return decode(value).id
     except DECODE_ERRORS:
         return None
-
-
-_decode_id_msgpack = msgspec.msgpack.Decoder(_CallersName).decode
-_decode_id_json = msgspec.json.Decoder(_CallersName).decode
-
-
-# --- responses --------------------------------------------------------------------------------
-
-
-def encode_response(request: Request, now_us: int) -> bytes:
-    """The value of the response record of a request that has its outputs.
-
-    MessagePack for a request in MessagePack, otherwise JSON. `parameters` says where the time
-    went: `queue_us` from ingest until the batch was formed, `compute_us` in the model, and
-    `batch_us` in the batch besides, until `now_us`.
-
-    Args:
-        request: with `outputs`.
-        now_us: epoch microseconds.
-    """
-    assert request.outputs is not None
-    in_batch_us = now_us - request.formed_us - request.compute_us
-    parameters: dict[str, Parameter] = {
-        "queue_us": max(request.formed_us - request.ingested_us, 0),
-        "batch_us": max(in_batch_us, 0),
-        "compute_us": request.compute_us,
-        "batch_size": request.batch_rows,
-    }
-    if request.envelope.content_type in MSGPACK_TYPES:
-        return _encode_msgpack(
-            InferenceResponse(
-                model_name=request.model,
-                model_version=request.version,
-                id=request.id,
-                outputs=[
-                    OutputTensor(
-                        name=tensor.name,
-                        datatype=tensor.datatype,
-                        shape=list(tensor.shape),
-                        data=memoryview(tensor.data),
-                    )
-                    for tensor in request.outputs
-                ],
-                parameters=parameters,
-            )
-        )
-    return _encode_json(
-        JsonInferenceResponse(
-            model_name=request.model,
-            model_version=request.version,
-            id=request.id,
-            outputs=[_json_output(tensor) for tensor in request.outputs],
-            parameters=parameters,
-        )
-    )
-
-
-def _json_output(tensor: Tensor) -> JsonOutputTensor:
-    elements, parameters = bytes_to_data(tensor)
-    return JsonOutputTensor(
-        name=tensor.name,
-        datatype=tensor.datatype,
-        shape=list(tensor.shape),
-        data=elements,
-        parameters=None if parameters is None else dict(parameters),
-    )
-
-
-def encode_error(request: Request, failure: Failure) -> bytes:
-    """The value of the response record of a request that failed, in the form of its request."""
-    response = ErrorResponse(
-        id=request.id,
-        error=failure.message,
-        error_details=ErrorDetails(
-            code=failure.code,
-            stage=failure.stage,
-            retriable=Code(failure.code).is_retriable,
-            retry_after_ms=failure.retry_after_ms,
-        ),
-    )
-    if request.envelope.content_type in MSGPACK_TYPES:
-        return _encode_msgpack(response)
-    return _encode_json(response)

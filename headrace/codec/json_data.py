@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.codec_faults import shown
+from headrace.codec.faults import shown
 from headrace.errors import Code, Rejected
 from headrace.messages import Tensor
 from headrace.tensors import (

@@ -1,0 +1,260 @@
+"""Records between two stages in different processes: items, batches and results.
+
+A tensor that is a view of its request's value travels as a place in it, so that nothing is sent
+twice. A result carries the value only where a dead letter may be made of it.
+
+Who reads such a record gets a new `Request`, whose envelope is read from the headers again; only
+the deadline is taken over, since ingest may have set it by its own default timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from headrace.codec.faults import DECODE_ERRORS
+from headrace.envelope import parse_envelope
+from headrace.errors import Code, Rejected
+from headrace.messages import (
+    Batch,
+    BatchRecord,
+    Failure,
+    ItemRecord,
+    Receipt,
+    Request,
+    ResultRecord,
+    Tensor,
+    WireFailure,
+    WireOrigin,
+    WireTensor,
+    WireTimings,
+)
+
+_Record = TypeVar("_Record", ItemRecord, BatchRecord, ResultRecord)
+
+_encode = msgspec.msgpack.Encoder().encode
+_item_decoder = msgspec.msgpack.Decoder(ItemRecord)
+_batch_decoder = msgspec.msgpack.Decoder(BatchRecord)
+_result_decoder = msgspec.msgpack.Decoder(ResultRecord)
+
+
+# --- items and batches ------------------------------------------------------------------------
+
+
+def encode_item(request: Request) -> bytes:
+    """The value of an `items` record."""
+    return _encode(_item(request))
+
+
+def decode_item(value: bytes, receipt: Receipt) -> Request:
+    """The request in an `items` record, whose tensors are views of `value`.
+
+    Raises:
+        Rejected: `INTERNAL`: the record is none of Headrace's.
+    """
+    return _request_of_item(_decoded(_item_decoder, value), receipt)
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """The value of a `batches` record."""
+    return _encode(
+        BatchRecord(
+            batch_id=batch.batch_id,
+            reason=batch.reason,
+            items=[_item(request) for request in batch.requests],
+        )
+    )
+
+
+def decode_batch(value: bytes, receipt: Receipt) -> Batch:
+    """The batch in a `batches` record; `receipt` becomes that of each of its requests.
+
+    Raises:
+        Rejected: `INTERNAL`: the record is none of Headrace's.
+    """
+    record = _decoded(_batch_decoder, value)
+    if not record.items:
+        raise _unreadable("at least one item", "none")
+    requests = [_request_of_item(item, receipt) for item in record.items]
+    return Batch(record.batch_id, requests, record.reason)
+
+
+def _item(request: Request) -> ItemRecord:
+    value = None if request.value is None else memoryview(request.value)
+    return ItemRecord(
+        origin=_origin(request),
+        key=request.key,
+        headers=list(request.headers),
+        value=value,
+        deadline_ms=request.envelope.deadline_ms,
+        model=request.model,
+        version=request.version,
+        id=request.id,
+        inputs=_placed(request.inputs, value),
+        rows=request.rows,
+        shape_class=list(request.shape_class),
+        wanted=None if request.wanted is None else list(request.wanted),
+        timings=_timings(request),
+    )
+
+
+def _request_of_item(record: ItemRecord, receipt: Receipt) -> Request:
+    request = _request(record, receipt)
+    request.inputs = tuple(_tensor(tensor, record.value) for tensor in record.inputs)
+    request.rows = record.rows
+    request.size_bytes = sum(len(tensor.data) for tensor in request.inputs)
+    request.shape_class = tuple(record.shape_class)
+    request.wanted = None if record.wanted is None else tuple(record.wanted)
+    return request
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+def encode_result(request: Request) -> bytes:
+    """The value of a `results` record: of a request with its outputs or its failure."""
+    failure = request.failure
+    keep_value = failure is not None and Code(failure.code).is_dead_letter
+    value = request.value if keep_value else None
+    return _encode(
+        ResultRecord(
+            origin=_origin(request),
+            key=request.key,
+            headers=list(request.headers),
+            value=None if value is None else memoryview(value),
+            deadline_ms=request.envelope.deadline_ms,
+            model=request.model,
+            version=request.version,
+            id=request.id,
+            outputs=_placed(request.outputs or (), None),
+            failure=None if failure is None else WireFailure(**failure._asdict()),
+            timings=_timings(request),
+        )
+    )
+
+
+def decode_result(value: bytes, receipt: Receipt) -> Request:
+    """The request in a `results` record, with `outputs` or `failure` set.
+
+    Raises:
+        Rejected: `INTERNAL`: the record is none of Headrace's.
+    """
+    record = _decoded(_result_decoder, value)
+    request = _request(record, receipt)
+    failure = record.failure
+    if failure is None:
+        request.outputs = tuple(_tensor(tensor, None) for tensor in record.outputs)
+    else:
+        request.failure = Failure(
+            failure.code, failure.message, failure.stage, failure.retry_after_ms
+        )
+    return request
+
+
+# --- parts of all -----------------------------------------------------------------------------
+
+
+def _request(record: ItemRecord | ResultRecord, receipt: Receipt) -> Request:
+    origin = record.origin
+    envelope = parse_envelope(record.headers, origin.timestamp_ms, 0)
+    if envelope.deadline_ms != record.deadline_ms:
+        envelope = envelope._replace(deadline_ms=record.deadline_ms)
+    request = Request(
+        receipt,
+        (origin.partition, origin.offset, origin.previous, origin.timestamp_ms),
+        record.key,
+        record.value,
+        record.headers,
+        envelope,
+    )
+    request.model = record.model
+    request.version = record.version
+    request.id = record.id
+    timings = record.timings
+    request.ingested_us = timings.ingested_us
+    request.formed_us = timings.formed_us
+    request.compute_us = timings.compute_us
+    request.batch_rows = timings.batch_rows
+    return request
+
+
+def _origin(request: Request) -> WireOrigin:
+    return WireOrigin(
+        partition=request.partition,
+        offset=request.offset,
+        previous=request.previous,
+        timestamp_ms=request.timestamp_ms,
+    )
+
+
+def _timings(request: Request) -> WireTimings:
+    return WireTimings(
+        ingested_us=request.ingested_us,
+        formed_us=request.formed_us,
+        compute_us=request.compute_us,
+        batch_rows=request.batch_rows,
+    )
+
+
+def _placed(tensors: Sequence[Tensor], value: memoryview | None) -> list[WireTensor]:
+    """Tensors by their place in `value` where they are views of it, otherwise with their data."""
+    if value is None or not len(value):
+        return [_carried(tensor) for tensor in tensors]
+    base = _address(value)
+    placed: list[WireTensor] = []
+    for tensor in tensors:
+        size = len(tensor.data)
+        # The value is alive, so memory within it can only be its own.
+        start = _address(tensor.data) - base if size else 0
+        if start >= 0 and start + size <= len(value):
+            placed.append(
+                WireTensor(
+                    name=tensor.name,
+                    datatype=tensor.datatype,
+                    shape=list(tensor.shape),
+                    start=start,
+                    size=size,
+                )
+            )
+        else:
+            placed.append(_carried(tensor))
+    return placed
+
+
+def _carried(tensor: Tensor) -> WireTensor:
+    return WireTensor(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=list(tensor.shape),
+        data=memoryview(tensor.data),
+    )
+
+
+def _address(content: memoryview | bytes) -> int:
+    address: int = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _tensor(record: WireTensor, value: memoryview | None) -> Tensor:
+    content = record.data
+    if content is None:
+        stop = record.start + record.size
+        if value is None or not 0 <= record.start <= stop <= len(value):
+            size = 0 if value is None else len(value)
+            raise _unreadable(f"a tensor within {size} bytes", f"{record.start} to {stop}")
+        content = value[record.start : stop]
+    return Tensor(record.name, record.datatype, tuple(record.shape), content)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Record], value: bytes) -> _Record:
+    try:
+        return decoder.decode(value)
+    except DECODE_ERRORS as error:
+        raise _unreadable("one of Headrace's", str(error)) from error
+
+
+def _unreadable(expected: str, got: str) -> Rejected:
+    return Rejected.mismatch(Code.INTERNAL, "record", expected=expected, got=got)
