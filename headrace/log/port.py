@@ -93,11 +93,22 @@ class LogAuthenticationFailed(Fatal):
     """The broker refused our credentials, or we its certificate."""
 
 
+class LogRefused(Fatal):
+    """The broker refuses what was asked and would refuse it again; the message says what."""
+
+
 class RecordTooLarge(Rejected):
     """The topic takes no record, or no batch, of this size."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Code.TOO_LARGE, message)
+
+
+class RecordRefused(Rejected):
+    """The topic takes no such record: one without a key, say, where it is compacted."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Code.INVALID_REQUEST, message)
 
 
 class UnknownPartition(Rejected):
@@ -163,7 +174,7 @@ class Consumer(Protocol):
         """Return nothing of these partitions until resumed; polling goes on.
 
         Raises:
-            ValueError: one of them is not assigned; so do `resume` and `seek`.
+            Fenced: one of them is not assigned, or no longer; so do `resume` and `seek`.
         """
         ...
 
@@ -181,14 +192,19 @@ class Consumer(Protocol):
         Raises:
             LogUnavailable: no answer within the deadline; the outcome is unknown.
             Fenced: the group has moved on; the partitions are no longer ours.
-            ValueError: a metadata text is longer than 4,096 characters, Kafka's limit.
+            LogRefused: a metadata text is longer than the broker takes (4,096 characters unless
+                configured); or this is a reader, which has no group to commit for.
         """
         ...
 
     async def committed(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
-        """What the group has committed, with metadata; None where nothing was. See `commit`."""
+        """What the group has committed, with metadata; None where nothing was, as for a reader.
+
+        Raises:
+            LogUnavailable: see `commit`.
+        """
         ...
 
     async def beginning_offsets(
@@ -240,6 +256,7 @@ class Producer(Protocol):
             LogUnavailable: no acknowledgement in time; the records may or may not be there.
             Fenced: see there.
             UnknownPartition: this call, before anything is sent.
+            RecordRefused: a record without a key, for a topic that is compacted.
             TypeError: this call: a key, a value or a header's value is neither bytes nor None.
         """
         ...

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.log.memory.assignors import Assignor
-from headrace.log.port import Committed, Fenced, TopicPartition
+from headrace.log.port import Committed, Fenced, LogRefused, TopicPartition
 
 MAX_METADATA_CHARACTERS = 4096  # Kafka's offset.metadata.max.bytes, which counts characters
 
@@ -125,12 +125,12 @@ class Group:
 
         Raises:
             Fenced: it is no member any more, its generation is over, or a partition is not its.
-            ValueError: an offset's metadata is longer than Kafka takes.
+            LogRefused: an offset's metadata is longer than Kafka takes.
         """
         self.expire(now)
         for partition, committed in offsets.items():
             if len(committed.metadata) > MAX_METADATA_CHARACTERS:
-                raise ValueError(
+                raise LogRefused(
                     f"{partition}: metadata: expected up to {MAX_METADATA_CHARACTERS} "
                     f"characters, got {len(committed.metadata)}"
                 )

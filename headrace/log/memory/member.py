@@ -135,7 +135,8 @@ class MemoryMember(MemoryReader):
 
     async def _revoke(self) -> None:
         self._gate_is_open = False
-        await self._listener.on_revoked(sorted(self._reading))
+        if self._reading:
+            await self._listener.on_revoked(sorted(self._reading))
         self._give_up()
 
     def _raise_what_ended_it(self) -> None:

@@ -8,10 +8,11 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from headrace.errors import Rejected
 from headrace.log.memory.faults import Faults
 from headrace.log.memory.partition import FRAMING_BYTES, payload_bytes
-from headrace.log.memory.topics import Topics
-from headrace.log.port import NewRecord, RecordTooLarge, Run, TopicPartition
+from headrace.log.memory.topics import Topic, Topics
+from headrace.log.port import NewRecord, RecordRefused, RecordTooLarge, Run, TopicPartition
 
 # As the Kafka adapter has it, so that what is sent travels in several runs here as well.
 _BATCH_BYTES = 256 * 1024
@@ -37,19 +38,22 @@ class MemoryProducer:
         self._is_closed = False
 
     async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
-        """See the port. A record that is too large fails alone, in a run of its own."""
+        """See the port. A record that is too large fails alone, in a run of its own;
+        one without a key, on a compacted topic, fails the run that it is in.
+        """
         if self._is_closed:
             raise RuntimeError("the producer is closed")
         sizes = [payload_bytes(record) for record in records]
-        where = self._topics.partition(partition)
-        limit = self._topics.max_message_bytes(partition.topic)
+        topic = self._topics.topic_of(partition)
+        where = topic.partitions[partition.partition]
         runs = []
-        for start, stop in _batches(sizes, min(limit, _BATCH_BYTES)):
-            write = partial(where.append, records[start:stop], sizes[start:stop])
-            if stop - start == 1 and sizes[start] + FRAMING_BYTES > limit:
-                acknowledged = _refused(where.name, sizes[start] + FRAMING_BYTES, limit)
+        for start, stop in _batches(sizes, min(topic.max_message_bytes, _BATCH_BYTES)):
+            batch, batch_sizes = records[start:stop], sizes[start:stop]
+            refusal = _refusal(topic, batch, batch_sizes)
+            if refusal is None:
+                acknowledged = self._write(partial(where.append, batch, batch_sizes))
             else:
-                acknowledged = self._write(write)
+                acknowledged = _failed(refusal)
             runs.append(Run(stop - start, acknowledged))
         return runs
 
@@ -92,11 +96,20 @@ class MemoryProducer:
         return future
 
 
-def _refused(where: TopicPartition, size: int, limit: int) -> asyncio.Future[None]:
+def _refusal(topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]) -> Rejected | None:
+    """Why a topic does not take a batch; only one of a single record can be too large."""
+    size, limit = sizes[0] + FRAMING_BYTES, topic.max_message_bytes
+    if len(batch) == 1 and size > limit:
+        where = topic.info.name
+        return RecordTooLarge(f"{where}: expected a record of at most {limit} bytes, got {size}")
+    if topic.is_compacted and any(record.key is None for record in batch):
+        return RecordRefused(f"{topic.info.name}: expected a key, since the topic is compacted")
+    return None
+
+
+def _failed(error: Exception) -> asyncio.Future[None]:
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    future.set_exception(
-        RecordTooLarge(f"{where}: expected a record of at most {limit} bytes, got {size}")
-    )
+    future.set_exception(error)
     return future
 
 

@@ -10,7 +10,7 @@ from typing import Self
 from headrace.log.memory.faults import Faults
 from headrace.log.memory.partition import Partition, StoredRecord
 from headrace.log.memory.topics import Topics
-from headrace.log.port import Committed, OffsetOutOfRange, TopicPartition
+from headrace.log.port import Committed, Fenced, LogRefused, OffsetOutOfRange, TopicPartition
 
 
 class MemoryReader:
@@ -73,12 +73,12 @@ class MemoryReader:
         self._news.set()
 
     async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        raise RuntimeError("a reader is in no group: it has nothing to commit to")
+        raise LogRefused(f"a reader is in no group: it cannot commit {dict(offsets)}")
 
     async def committed(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
-        raise RuntimeError("a reader is in no group: nothing is committed for it")
+        return dict.fromkeys(partitions)
 
     async def beginning_offsets(
         self, partitions: Sequence[TopicPartition]
@@ -181,7 +181,7 @@ class MemoryReader:
     def _require(self, partitions: Sequence[TopicPartition]) -> None:
         strangers = [name for name in partitions if name not in self._reading]
         if strangers:
-            raise ValueError(f"not assigned: {', '.join(map(str, strangers))}")
+            raise Fenced(f"not assigned: {', '.join(map(str, strangers))}")
 
     def _raise_what_ended_it(self) -> None:
         if self._is_closed:

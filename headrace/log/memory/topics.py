@@ -22,6 +22,7 @@ class Topic:
     info: TopicInfo
     partitions: tuple[Partition, ...]
     max_message_bytes: int
+    is_compacted: bool
 
 
 class Topics:
@@ -68,6 +69,7 @@ class Topics:
                 for number in range(info.partitions)
             ),
             int(config["max.message.bytes"]),
+            "compact" in config["cleanup.policy"].split(","),
         )
         self._created(info.name)
         return True
@@ -89,23 +91,22 @@ class Topics:
         topic = self._topics.get(name)
         return 0 if topic is None else topic.info.partitions
 
-    def max_message_bytes(self, name: str) -> int:
-        """The largest batch that a topic takes. Raises KeyError when it does not exist."""
-        return self._topics[name].max_message_bytes
-
-    def partition(self, partition: TopicPartition) -> Partition:
-        """One partition of `use(topic)`.
+    def topic_of(self, partition: TopicPartition) -> Topic:
+        """`use(topic)`, which has this partition.
 
         Raises:
             UnknownPartition: there is no such topic or partition.
         """
-        name, number = partition
-        topic = self.use(name)
+        topic = self.use(partition.topic)
         if topic is None:
             raise UnknownPartition(partition, 0)
-        if not 0 <= number < topic.info.partitions:
+        if not 0 <= partition.partition < topic.info.partitions:
             raise UnknownPartition(partition, topic.info.partitions)
-        return topic.partitions[number]
+        return topic
+
+    def partition(self, partition: TopicPartition) -> Partition:
+        """One partition. Raises `UnknownPartition`, see `topic_of`."""
+        return self.topic_of(partition).partitions[partition.partition]
 
     def _retention_of(self, config: Mapping[str, str]) -> int:
         wanted = int(config.get("retention.bytes", "-1"))

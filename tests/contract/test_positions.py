@@ -1,0 +1,210 @@
+"""Where reading stands: seeking, pausing, polling in parts, offsets by time."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.log.port import (
+    Committed,
+    Fenced,
+    Log,
+    LogRefused,
+    NewRecord,
+    OffsetOutOfRange,
+    Record,
+    TopicPartition,
+)
+from tests.contract.conftest import MakeTopic
+from tests.support.conditions import eventually
+from tests.support.logs import polling, read, values, write, write_to
+
+TEN = [str(number).encode() for number in range(10)]
+
+
+async def test_a_reader_starts_at_the_end(log: Log, make_topic: MakeTopic) -> None:
+    """What was there before it was entered is not read; what comes after is."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, b"before")
+    async with log.reader([partition]) as reader:
+        await write_to(log, partition, b"after")
+        assert values(await read(reader, 1)) == [b"after"]
+
+
+async def test_a_reader_reads_from_where_it_seeks(log: Log, make_topic: MakeTopic) -> None:
+    """`seek` makes an offset the next one, whatever was the end."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, *TEN)
+    async with log.reader([partition]) as reader:
+        reader.seek(partition, 7)
+        assert values(await read(reader, 3)) == [b"7", b"8", b"9"]
+
+
+async def test_seeking_back_reads_again(log: Log, make_topic: MakeTopic) -> None:
+    """Records that were read already come once more."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        await write_to(log, partition, *TEN)
+        await read(reader, 10)
+        reader.seek(partition, 8)
+        assert values(await read(reader, 2)) == [b"8", b"9"]
+
+
+async def test_seeking_forward_leaves_out(log: Log, make_topic: MakeTopic) -> None:
+    """After a read of one record, a seek skips those that a client may hold already."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, *TEN)
+    async with log.reader([partition]) as reader:
+        reader.seek(partition, 0)
+        first = await read(reader, 1, max_records=1)
+        reader.seek(partition, 9)
+        assert values([*first, *await read(reader, 1)]) == [b"0", b"9"]
+
+
+async def test_a_poll_takes_no_more_than_it_may(log: Log, make_topic: MakeTopic) -> None:
+    """`max_records` bounds all partitions together, and the rest comes later, in order."""
+    partitions = await make_topic(2)
+    for partition in partitions:
+        await write_to(log, partition, *TEN)
+    sizes: list[int] = []
+    found: dict[TopicPartition, list[bytes | None]] = {p: [] for p in partitions}
+    async with log.reader(partitions) as reader:
+        for partition in partitions:
+            reader.seek(partition, 0)
+
+        async def have_all() -> bool:
+            polled = await reader.poll(0.1, 3)
+            sizes.append(sum(map(len, polled.values())))
+            for name, records in polled.items():
+                found[name] += values(records)
+            return sum(sizes) >= 20
+
+        await eventually(have_all)
+    assert max(sizes) <= 3
+    assert found == dict.fromkeys(partitions, TEN)
+
+
+async def test_a_poll_of_nothing_is_empty(log: Log, make_topic: MakeTopic) -> None:
+    """With no record there, a poll ends by its timeout and is empty."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        assert not await reader.poll(0.05, 10)
+
+
+async def test_a_paused_partition_is_silent_and_the_others_are_not(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """Polling goes on over a pause; only the paused partition gives nothing."""
+    paused, other = await make_topic(2)
+    async with log.reader([paused, other]) as reader:
+        reader.pause([paused])
+        await write_to(log, paused, b"held back")
+        await write_to(log, other, *TEN)
+        assert values(await read(reader, 10)) == TEN
+
+
+async def test_resuming_loses_and_repeats_nothing(log: Log, make_topic: MakeTopic) -> None:
+    """Reading goes on where it stood, also when pauses come between small polls."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, *TEN)
+    found: list[Record] = []
+    async with log.reader([partition]) as reader:
+        reader.seek(partition, 0)
+        while len(found) < 10:
+            found += await read(reader, 1, max_records=3)
+            reader.pause([partition])
+            assert not await reader.poll(0.0, 10)
+            reader.resume([partition])
+    assert values(found) == TEN
+
+
+async def test_resuming_wakes_a_poll_that_waits(log: Log, make_topic: MakeTopic) -> None:
+    """Records that lie there are given without waiting for new ones."""
+    (partition,) = await make_topic()
+    seen: list[Record] = []
+    async with log.reader([partition]) as reader:
+        reader.pause([partition])
+        async with polling(reader, seen):
+            await write_to(log, partition, b"v")
+            reader.resume([partition])
+            await eventually(lambda: values(seen) == [b"v"])
+
+
+async def test_only_assigned_partitions_are_paused_or_sought(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """A partition that is not the reader's is refused by name."""
+    mine, other = await make_topic(2)
+    async with log.reader([mine]) as reader:
+        with pytest.raises(Fenced, match=str(other)):
+            reader.pause([other])
+        with pytest.raises(Fenced, match=str(other)):
+            reader.resume([other])
+        with pytest.raises(Fenced, match=str(other)):
+            reader.seek(other, 0)
+
+
+async def test_an_offset_beyond_the_end_is_out_of_range(log: Log, make_topic: MakeTopic) -> None:
+    """`poll` raises, and names the partition and the position."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, *TEN)
+    async with log.reader([partition]) as reader:
+        reader.seek(partition, 99)
+        with pytest.raises(OffsetOutOfRange) as caught:
+            await read(reader, 1)
+    assert caught.value.positions == {partition: 99}
+
+
+async def test_a_seek_mends_an_offset_out_of_range(log: Log, make_topic: MakeTopic) -> None:
+    """After a seek into what is held, reading goes on."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, *TEN)
+    async with log.reader([partition]) as reader:
+        reader.seek(partition, 99)
+        with pytest.raises(OffsetOutOfRange):
+            await read(reader, 1)
+        reader.seek(partition, 9)
+        assert values(await read(reader, 1)) == [b"9"]
+
+
+async def test_beginning_and_end_of_partitions(log: Log, make_topic: MakeTopic) -> None:
+    """An empty partition begins and ends at 0; a written one ends after its last record."""
+    written, empty = await make_topic(2)
+    await write_to(log, written, *TEN)
+    async with log.reader([written, empty]) as reader:
+        assert await reader.beginning_offsets([written, empty]) == {written: 0, empty: 0}
+        assert await reader.end_offsets([written, empty]) == {written: 10, empty: 0}
+
+
+@pytest.mark.parametrize(
+    ("timestamp_ms", "offset"),
+    [(0, 0), (1_600_000_001_000, 0), (1_600_000_001_001, 1), (1_600_000_003_001, None)],
+    ids=["before", "at", "between", "after"],
+)
+async def test_offsets_by_time(
+    log: Log, make_topic: MakeTopic, timestamp_ms: int, offset: int | None
+) -> None:
+    """The first record at or after a time; None where there is none."""
+    (partition,) = await make_topic(retention_ms="-1")
+    async with log.producer() as producer:
+        for second in (1, 2, 3):
+            at_ms = 1_600_000_000_000 + 1000 * second
+            await write(producer, partition, NewRecord(None, b"v", (), at_ms))
+    async with log.reader([partition]) as reader:
+        assert await reader.offsets_for_times({partition: timestamp_ms}) == {partition: offset}
+
+
+async def test_a_reader_has_nothing_committed(log: Log, make_topic: MakeTopic) -> None:
+    """It is in no group, so there is nothing to ask for and nothing to commit to."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        assert await reader.committed([partition]) == {partition: None}
+        with pytest.raises(LogRefused):
+            await reader.commit({partition: Committed(0)})
+
+
+async def test_contact_is_recent_while_polling(log: Log, make_topic: MakeTopic) -> None:
+    """A log that answers was heard of within seconds."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        await reader.poll(0.1, 1)
+        assert 0.0 <= reader.last_contact_s() < 5.0

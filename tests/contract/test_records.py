@@ -1,0 +1,212 @@
+"""What is written comes back as it was, in order, or is refused with a reason."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from headrace.log.port import (
+    Log,
+    NewRecord,
+    RecordRefused,
+    RecordTooLarge,
+    Run,
+    TopicPartition,
+    UnknownPartition,
+)
+from tests.contract.conftest import MakeTopic
+from tests.support.logs import read, values, write, write_to
+
+MEBIBYTE = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        NewRecord(b"key", b"value", (("content-type", b"text/plain"),)),
+        NewRecord(None, b"without a key"),
+        NewRecord(b"tombstone", None),
+        NewRecord(b"", b""),
+        NewRecord(b"\x00\xff", bytes(range(256))),
+        NewRecord(b"k", b"v", (("null", None), ("empty", b""), ("bytes", b"\x00\x01"))),
+        NewRecord(b"k", b"v", (("twice", b"1"), ("other", b"2"), ("twice", b"3"))),
+        NewRecord(b"k", b"v", (("größe", b"utf-8 name"), ("", b"empty name"))),
+    ],
+    ids=["plain", "null-key", "tombstone", "empty", "binary", "headers", "repeated", "names"],
+)
+async def test_a_record_comes_back_as_it_was(
+    log: Log, make_topic: MakeTopic, record: NewRecord
+) -> None:
+    """Key, value and headers are kept, with null and empty told apart and headers in order."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader, log.producer() as producer:
+        await write(producer, partition, record)
+        (found,) = await read(reader, 1)
+    assert (found.key, found.value, tuple(found.headers)) == tuple(record[:3])
+
+
+async def test_a_record_knows_where_it_stands(log: Log, make_topic: MakeTopic) -> None:
+    """Topic, partition and offset are those it was written to."""
+    partitions = await make_topic(3)
+    async with log.reader(partitions) as reader:
+        await write_to(log, partitions[2], b"a", b"b")
+        found = await read(reader, 2)
+    assert [(r.topic, r.partition, r.offset) for r in found] == [
+        (*partitions[2], 0),
+        (*partitions[2], 1),
+    ]
+
+
+async def test_order_is_kept_over_many_chunks(log: Log, make_topic: MakeTopic) -> None:
+    """Chunks sent one after the other, unacknowledged in between, stay in order."""
+    (partition,) = await make_topic()
+    sent = [str(number).encode() for number in range(5000)]
+    async with log.reader([partition]) as reader, log.producer() as producer:
+        runs: list[Run] = []
+        for start in range(0, len(sent), 97):
+            chunk = [NewRecord(None, value) for value in sent[start : start + 97]]
+            runs += await producer.send(partition, chunk)
+        for run in runs:
+            await run.acknowledged
+        found = await read(reader, len(sent))
+    assert values(found) == sent
+
+
+async def test_partitions_are_apart(log: Log, make_topic: MakeTopic) -> None:
+    """Each partition counts its own offsets and keeps its own order."""
+    partitions = await make_topic(2)
+    async with log.reader(partitions) as reader:
+        await write_to(log, partitions[0], b"a0", b"a1")
+        await write_to(log, partitions[1], b"b0", b"b1")
+        found = await read(reader, 4)
+    by_partition = {
+        p: [(r.offset, r.value) for r in found if r.partition == p.partition] for p in partitions
+    }
+    assert by_partition == {
+        partitions[0]: [(0, b"a0"), (1, b"a1")],
+        partitions[1]: [(0, b"b0"), (1, b"b1")],
+    }
+
+
+async def test_a_given_timestamp_is_kept(log: Log, make_topic: MakeTopic) -> None:
+    """A record's own timestamp, in milliseconds, is the one that is read."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        await write_to(log, partition, NewRecord(None, b"v", (), 1_600_000_000_123))
+        (found,) = await read(reader, 1)
+    assert found.timestamp == 1_600_000_000_123
+
+
+async def test_a_record_without_a_timestamp_is_stamped(log: Log, make_topic: MakeTopic) -> None:
+    """The stamp is the time of day at which it was sent."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        before_ms = time.time_ns() // 1_000_000
+        await write_to(log, partition, b"v")
+        after_ms = time.time_ns() // 1_000_000
+        (found,) = await read(reader, 1)
+    assert before_ms <= found.timestamp <= after_ms
+
+
+async def test_a_large_record_passes_where_the_topic_takes_it(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """Two mebibytes travel once `max.message.bytes` allows them."""
+    (partition,) = await make_topic(max_message_bytes=str(4 * MEBIBYTE))
+    value = bytes(range(256)) * (2 * MEBIBYTE // 256)
+    async with log.reader([partition]) as reader:
+        await write_to(log, partition, value)
+        (found,) = await read(reader, 1)
+    assert found.value == value
+
+
+async def test_a_record_that_is_too_large_is_refused(log: Log, make_topic: MakeTopic) -> None:
+    """The topic's `max.message.bytes` is what decides."""
+    (partition,) = await make_topic(max_message_bytes=str(MEBIBYTE))
+    async with log.producer() as producer:
+        with pytest.raises(RecordTooLarge):
+            await write(producer, partition, bytes(2 * MEBIBYTE))
+
+
+async def test_a_producer_goes_on_after_a_record_that_was_too_large(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """A refusal harms neither what was sent before nor what is sent after."""
+    (partition,) = await make_topic(max_message_bytes=str(MEBIBYTE))
+    async with log.reader([partition]) as reader, log.producer() as producer:
+        await write(producer, partition, b"before")
+        with pytest.raises(RecordTooLarge):
+            await write(producer, partition, bytes(2 * MEBIBYTE))
+        await write(producer, partition, b"after")
+        found = await read(reader, 2)
+    assert values(found) == [b"before", b"after"]
+
+
+async def test_a_compacted_topic_takes_no_record_without_a_key(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """Such a record could never be compacted, and is refused."""
+    (partition,) = await make_topic(cleanup_policy="compact")
+    async with log.producer() as producer:
+        with pytest.raises(RecordRefused):
+            await write(producer, partition, NewRecord(None, b"v"))
+
+
+async def test_what_is_acknowledged_can_be_read(log: Log, make_topic: MakeTopic) -> None:
+    """Once `acknowledged` has ended, the end offset counts the record."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader, log.producer() as producer:
+        (run,) = await producer.send(partition, [NewRecord(None, b"v")])
+        await run.acknowledged
+        assert await reader.end_offsets([partition]) == {partition: 1}
+
+
+async def test_the_runs_are_all_the_records(log: Log, make_topic: MakeTopic) -> None:
+    """However a chunk is cut into batches, their sizes add up to it."""
+    (partition,) = await make_topic()
+    async with log.producer() as producer:
+        chunk = [NewRecord(None, bytes(1000))] * 1500
+        runs = await producer.send(partition, chunk)
+        for run in runs:
+            await run.acknowledged
+    assert sum(run.size for run in runs) == 1500
+
+
+async def test_an_empty_chunk_is_no_run(log: Log, make_topic: MakeTopic) -> None:
+    """Sending nothing needs no acknowledgement."""
+    (partition,) = await make_topic()
+    async with log.producer() as producer:
+        assert list(await producer.send(partition, [])) == []
+
+
+async def test_an_unknown_partition_is_refused(log: Log, make_topic: MakeTopic) -> None:
+    """A partition number beyond the topic's is a clear error, at once."""
+    (partition,) = await make_topic()
+    async with log.producer() as producer:
+        with pytest.raises(UnknownPartition, match="has 1 partition"):
+            await producer.send(TopicPartition(partition.topic, 1), [NewRecord(None, b"v")])
+
+
+async def test_an_unknown_topic_is_refused(log: Log, unique_name: str) -> None:
+    """No topic is made by sending to it."""
+    async with log.producer() as producer:
+        with pytest.raises(UnknownPartition, match="no such topic"):
+            await producer.send(TopicPartition(unique_name, 0), [NewRecord(None, b"v")])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        NewRecord(None, "text"),  # type: ignore[arg-type]  # what is wrong with it is the point
+        NewRecord(7, b"v"),  # type: ignore[arg-type]  # as above
+        NewRecord(None, b"v", (("name", "text"),)),  # type: ignore[arg-type]  # as above
+    ],
+    ids=["value", "key", "header"],
+)
+async def test_only_bytes_are_taken(log: Log, make_topic: MakeTopic, record: NewRecord) -> None:
+    """Text or a number is refused before anything is sent."""
+    (partition,) = await make_topic()
+    async with log.producer() as producer:
+        with pytest.raises(TypeError):
+            await producer.send(partition, [record])

@@ -1,0 +1,66 @@
+"""Topics: making them, describing them, asking for their partitions."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headrace.log.port import Log, TopicInfo
+from tests.contract.conftest import MakeTopic
+
+
+async def test_a_topic_is_made_once(log: Log, unique_name: str) -> None:
+    """The second creation says that it was there, and changes nothing."""
+    first = await log.create_topics([TopicInfo(unique_name, 2, {})], replication_factor=1)
+    second = await log.create_topics([TopicInfo(unique_name, 5, {})], replication_factor=1)
+    described = (await log.describe_topics([unique_name]))[unique_name]
+    assert (first, second) == ({unique_name: True}, {unique_name: False})
+    assert described is not None
+    assert described.partitions == 2
+
+
+async def test_a_topic_is_described_with_its_settings(log: Log, make_topic: MakeTopic) -> None:
+    """Partitions and settings come back by Kafka's names, as text."""
+    (name, _), *_ = await make_topic(3, max_message_bytes="2000000", cleanup_policy="compact")
+    described = (await log.describe_topics([name]))[name]
+    assert described is not None
+    assert (described.name, described.partitions) == (name, 3)
+    assert described.config["max.message.bytes"] == "2000000"
+    assert described.config["cleanup.policy"] == "compact"
+
+
+async def test_an_unknown_topic_is_described_as_none(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """One unknown topic does not hide the others."""
+    await make_topic()
+    described = await log.describe_topics([unique_name, f"{unique_name}-missing"])
+    assert described[f"{unique_name}-missing"] is None
+    assert described[unique_name] is not None
+
+
+async def test_partitions_of_a_known_topic(log: Log, make_topic: MakeTopic) -> None:
+    """A producer tells how many partitions a topic has."""
+    (name, _), *_ = await make_topic(3)
+    async with log.producer() as producer:
+        assert await producer.partitions_for(name) == 3
+
+
+async def test_partitions_of_an_unknown_topic(log: Log, unique_name: str) -> None:
+    """None within a second, and no topic is made by asking."""
+    async with log.producer() as producer:
+        async with asyncio.timeout(1.5):
+            assert await producer.partitions_for(unique_name) is None
+    assert await log.describe_topics([unique_name]) == {unique_name: None}
+
+
+async def test_partitions_of_a_topic_made_after_one_asked(log: Log, make_topic: MakeTopic) -> None:
+    """That a topic was unknown is not remembered for ever."""
+    async with log.producer() as producer:
+        (name, _), *_ = await make_topic(2)
+        assert await producer.partitions_for(f"{name}-missing") is None
+        created = TopicInfo(f"{name}-missing", 4, {})
+        await log.create_topics([created], replication_factor=1)
+        async with asyncio.timeout(20):
+            while await producer.partitions_for(created.name) is None:
+                pass
+        assert await producer.partitions_for(created.name) == 4
