@@ -1,0 +1,130 @@
+"""The log on Kafka. This package part (`kafka*.py`) is the only one that imports aiokafka.
+
+aiokafka's version is pinned: the adapter leans on the behaviour, and in places on the internals,
+of 0.14.0, each time because its public interface cannot do what the port promises. The places
+say why; `tests/contract` and `tests/broker` show that they hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Self
+
+from aiokafka.client import AIOKafkaClient
+
+from headrace.config import KafkaSettings
+from headrace.log import kafka_requests as requests
+from headrace.log.kafka_closing import close_client
+from headrace.log.kafka_connection import Connection
+from headrace.log.kafka_consumer import KafkaMember, KafkaReader
+from headrace.log.kafka_errors import answered
+from headrace.log.kafka_producer import KafkaProducer
+from headrace.log.port import (
+    Committed,
+    Consumer,
+    Producer,
+    RebalanceListener,
+    TopicInfo,
+    TopicPartition,
+)
+
+
+class KafkaLog:
+    """Consumers, producers and administration on the brokers that the settings name.
+
+    Nothing is connected before it is needed. Entering reads the files that the settings name.
+
+    Raises:
+        ConfigurationError: (on entering, or on the first use) such a file cannot be read.
+    """
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._settings = settings
+        self._made: Connection | None = None
+        self._client: AIOKafkaClient | None = None
+        self._connecting = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"KafkaLog({self._settings.bootstrap_servers!r})"
+
+    @property
+    def _connection(self) -> Connection:
+        if self._made is None:
+            self._made = Connection(self._settings)
+        return self._made
+
+    def member(self, group: str, topics: Sequence[str], listener: RebalanceListener) -> Consumer:
+        """See the port."""
+        return KafkaMember(self._connection, group, topics, listener)
+
+    def reader(self, partitions: Sequence[TopicPartition]) -> Consumer:
+        """See the port."""
+        return KafkaReader(self._connection, partitions)
+
+    def producer(self) -> Producer:
+        """See the port."""
+        return KafkaProducer(self._connection)
+
+    async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
+        """See the port. Raises `LogAuthenticationFailed` where we may not see a topic."""
+        client = await self._connected()
+        async with self._asking("describe topics"):
+            counts = await requests.partition_counts(client, topics)
+            there = [name for name, count in counts.items() if count is not None]
+            configs = await requests.topic_configs(client, there)
+        return {
+            name: None if count is None else TopicInfo(name, count, configs.get(name, {}))
+            for name, count in counts.items()
+        }
+
+    async def create_topics(
+        self, topics: Sequence[TopicInfo], *, replication_factor: int
+    ) -> Mapping[str, bool]:
+        """See the port. Raises `LogRefused` where a topic cannot be made like that."""
+        if not topics:
+            return {}
+        client = await self._connected()
+        async with self._asking("create topics"):
+            made = await requests.create(
+                client, topics, replication_factor, self._settings.request_timeout_ms
+            )
+            await requests.wait_until_known(client, [each.name for each in topics])
+        return made
+
+    async def committed(
+        self, group: str, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, Committed | None]:
+        """See the port."""
+        client = await self._connected()
+        async with self._asking(f"committed offsets of group {group}"):
+            return await requests.fetch_committed(client, group, partitions)
+
+    async def _connected(self) -> AIOKafkaClient:
+        async with self._connecting:
+            if self._client is None:
+                self._client = await self._connection.open_client()
+            return self._client
+
+    def _asking(self, what: str) -> AbstractAsyncContextManager[None]:
+        return answered(what, self._connection.request_timeout_s)
+
+    async def close(self) -> None:
+        """Let go of the connections used for administration."""
+        client, self._client = self._client, None
+        if client is not None:
+            await close_client(client)
+
+    async def __aenter__(self) -> Self:
+        self._made = Connection(self._settings)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

@@ -1,0 +1,89 @@
+"""One batch of records on its way to one partition."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from aiokafka.producer.message_accumulator import BatchBuilder
+
+from headrace.errors import HeadraceError
+from headrace.log.port import NewRecord, TopicPartition
+
+MAX_BATCH_BYTES: Final = 256 * 1024
+"""One batch is under way per partition, so this over the round trip is a partition's throughput."""
+
+
+class Batch:
+    """Records that one produce request carries, and the acknowledgement that they share.
+
+    Args:
+        partition: where they go.
+        limit_bytes: the topic's `max.message.bytes`, which no batch may pass.
+        codec: aiokafka's number of the compression.
+        deadline_s: after this the acknowledgement fails, whatever has become of the records.
+        overdue: makes the error for that, and is told of it.
+    """
+
+    __slots__ = ("_codec", "_limit_bytes", "_timer", "acknowledged", "builder", "full", "partition")
+
+    def __init__(
+        self,
+        partition: TopicPartition,
+        limit_bytes: int,
+        codec: int,
+        deadline_s: float,
+        overdue: Callable[[Batch], HeadraceError],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.partition = partition
+        self.acknowledged: asyncio.Future[None] = loop.create_future()
+        self.full = False
+        self._limit_bytes = limit_bytes
+        self._codec = codec
+        self.builder = self._new_builder()
+        self._timer = loop.call_later(deadline_s, lambda: self.fail(overdue(self)))
+
+    def take(self, records: Sequence[NewRecord], start: int) -> int:
+        """Take records from `start` on and return the first that was not taken.
+
+        That is because the batch is full, or because the record alone passes the topic's limit,
+        which shows as an empty batch that is not full.
+        """
+        append = self.builder.append
+        now_ms = time.time_ns() // 1_000_000
+        for index in range(start, len(records)):
+            key, value, headers, timestamp_ms = records[index]
+            added = append(
+                timestamp=now_ms if timestamp_ms is None else timestamp_ms,
+                key=key,
+                value=value,
+                headers=headers if type(headers) is list else list(headers),
+            )
+            if added is None:
+                self.full = True
+                return index
+            # The builder takes the first record of a batch however large it is.
+            if self.builder.record_count() == 1 and self.builder.size() > self._limit_bytes:
+                self.builder = self._new_builder()
+                return index
+        return len(records)
+
+    def _new_builder(self) -> BatchBuilder:
+        return BatchBuilder(min(MAX_BATCH_BYTES, self._limit_bytes), self._codec)
+
+    def succeed(self) -> None:
+        """The broker has it."""
+        self._timer.cancel()
+        if not self.acknowledged.done():
+            self.acknowledged.set_result(None)
+
+    def fail(self, error: HeadraceError) -> None:
+        """It is refused, or nobody knows."""
+        self._timer.cancel()
+        if not self.acknowledged.done():
+            self.acknowledged.set_exception(error)
+            # Whoever does not await it has chosen not to know.
+            self.acknowledged.exception()

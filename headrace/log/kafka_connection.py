@@ -1,0 +1,245 @@
+"""How connections to the brokers are made: addresses, TLS, SASL, and why one failed."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any, Final
+
+import aiokafka.errors as kafka_errors
+from aiokafka.abc import AbstractTokenProvider
+from aiokafka.client import AIOKafkaClient
+from aiokafka.conn import CloseReason, collect_hosts, create_conn
+from aiokafka.errors import KafkaError
+from aiokafka.protocol.metadata import MetadataRequest
+
+from headrace.config import KafkaSettings
+from headrace.errors import ConfigurationError, HeadraceError
+from headrace.log.kafka_closing import close_client
+from headrace.log.kafka_errors import answered, in_port_words
+from headrace.log.port import LogAuthenticationFailed, LogUnavailable
+
+RETRY_BACKOFF_S: Final = 0.1
+METADATA_MAX_AGE_MS: Final = 60_000
+"""How long a partition that was added, or a topic, can stay unnoticed."""
+CONNECTIONS_MAX_IDLE_MS: Final = 9 * 60 * 1000
+"""Below the broker's own limit (`connections.max.idle.ms`, 10 minutes)."""
+_DIAGNOSIS_S: Final = 5.0
+
+
+class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publishes no types
+    """A bearer token that something else keeps fresh in a file; read for every connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def token(self) -> str:
+        """The token. Raises `OSError`, which aiokafka takes for a failed connection."""
+        return (await asyncio.to_thread(self._path.read_text, encoding="utf-8")).strip()
+
+
+class Connection:
+    """The options that every client of one log shares. Its text shows no secret.
+
+    Raises:
+        ConfigurationError: a file that the settings name cannot be read or used.
+    """
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self.settings = settings
+        self._options = {**_security(settings), "client_id": settings.client_id}
+
+    def __repr__(self) -> str:
+        return f"Connection({self.settings.security_protocol}, {self.settings.bootstrap_servers!r})"
+
+    @property
+    def request_timeout_s(self) -> float:
+        """How long one answer is waited for."""
+        return self.settings.request_timeout_ms / 1000
+
+    def client_options(self, request_timeout_ms: int | None = None) -> dict[str, Any]:
+        """The arguments that aiokafka's client, consumer and producer have in common."""
+        return {
+            **self._options,
+            "bootstrap_servers": self.settings.bootstrap_servers,
+            "request_timeout_ms": request_timeout_ms or self.settings.request_timeout_ms,
+            "retry_backoff_ms": int(RETRY_BACKOFF_S * 1000),
+            "metadata_max_age_ms": METADATA_MAX_AGE_MS,
+            "connections_max_idle_ms": CONNECTIONS_MAX_IDLE_MS,
+        }
+
+    async def open_client(self) -> AIOKafkaClient:
+        """A connected client for questions to brokers.
+
+        Raises:
+            LogUnavailable: no broker answers.
+            LogAuthenticationFailed: one refuses us, or we its certificate.
+        """
+        client = AIOKafkaClient(**self.client_options())
+        try:
+            async with answered("connect", self.request_timeout_s):
+                await client.bootstrap()
+        except LogUnavailable as error:
+            raise await self.why_unreachable() from error
+        finally:
+            if not client.cluster.brokers():
+                await close_client(client)
+        return client
+
+    async def why_unreachable(self) -> HeadraceError:
+        """Connect once more to each bootstrap server and say in one line what stands against it.
+
+        aiokafka logs why a connection failed and then forgets it; this asks again, since
+        "wrong password" and "no broker" call for different people.
+        """
+        reasons: list[str] = []
+        try:
+            async with asyncio.timeout(_DIAGNOSIS_S):
+                for host, port, _ in collect_hosts(self.settings.bootstrap_servers):
+                    error = await self._try(host, port)
+                    if isinstance(error, LogAuthenticationFailed | ConfigurationError):
+                        return error
+                    reasons.append(str(error))
+        except TimeoutError:
+            reasons.append(f"no answer within {_DIAGNOSIS_S:g} s")
+        return LogUnavailable("; ".join(reasons))
+
+    async def _try(self, host: str, port: int) -> HeadraceError:
+        where = f"{host}:{port}"
+        options = self.client_options(int(_DIAGNOSIS_S * 1000))
+        for unknown in ("bootstrap_servers", "retry_backoff_ms", "metadata_max_age_ms"):
+            del options[unknown]
+        options["max_idle_ms"] = options.pop("connections_max_idle_ms")
+        try:
+            connection = await create_conn(host, port, **options)
+        except (OSError, KafkaError, ValueError) as error:
+            return self._explained(where, error)
+        try:
+            await connection.send(MetadataRequest([]))
+        except (KafkaError, TimeoutError) as error:
+            hint = (
+                ""
+                if self.settings.security_protocol.startswith("SASL")
+                else (
+                    f"; does this listener expect SASL? (kafka.security_protocol is "
+                    f"{self.settings.security_protocol})"
+                )
+            )
+            return LogUnavailable(f"{where}: connected, but it did not answer: {error}{hint}")
+        finally:
+            connection.close(reason=CloseReason.SHUTDOWN)
+        return LogUnavailable(f"{where}: no answer before, but it answers now")
+
+    def _explained(self, where: str, error: Exception) -> HeadraceError:
+        tls = _tls_error(error)
+        if tls is not None:
+            return LogAuthenticationFailed(f"{where}: {_tls_reason(tls)}")
+        if isinstance(error, kafka_errors.SaslAuthenticationFailed):
+            return LogAuthenticationFailed(f"{where}: {self._credentials()} refused: {error}")
+        if isinstance(
+            error,
+            kafka_errors.UnsupportedSaslMechanismError | kafka_errors.IllegalSaslStateError,
+        ):
+            return LogAuthenticationFailed(
+                f"{where}: this listener takes no SASL mechanism "
+                f"{self.settings.sasl_mechanism} (kafka.sasl_mechanism)"
+            )
+        if isinstance(error, OSError) and error.filename:
+            return ConfigurationError(f"kafka.oauth_token_file: {error.filename}: {error.strerror}")
+        if isinstance(error, KafkaError):
+            return in_port_words(error, where)
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return LogUnavailable(f"{where}: {reason}")
+
+    def _credentials(self) -> str:
+        if self.settings.sasl_mechanism == "OAUTHBEARER":
+            return f"the token in {self.settings.oauth_token_file}"
+        return (
+            f"user {self.settings.sasl_username!r} or its password ({self.settings.sasl_mechanism})"
+        )
+
+
+def _security(settings: KafkaSettings) -> dict[str, Any]:
+    """The options for TLS and SASL, by aiokafka's names."""
+    protocol = settings.security_protocol
+    options: dict[str, Any] = {"security_protocol": protocol}
+    if protocol in ("SSL", "SASL_SSL"):
+        options["ssl_context"] = _tls_context(settings)
+    if protocol.startswith("SASL"):
+        options["sasl_mechanism"] = settings.sasl_mechanism
+        if settings.sasl_mechanism == "OAUTHBEARER":
+            assert settings.oauth_token_file is not None  # KafkaSettings checks it
+            _check_readable("oauth_token_file", settings.oauth_token_file)
+            options["sasl_oauth_token_provider"] = TokenFile(settings.oauth_token_file)
+        else:
+            options["sasl_plain_username"] = settings.sasl_username
+            options["sasl_plain_password"] = settings.sasl_password.get_secret_value()
+    return options
+
+
+def _tls_context(settings: KafkaSettings) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if settings.ssl_ca_file is not None:
+        _check_readable("ssl_ca_file", settings.ssl_ca_file)
+        # Only this authority, and not the machine's own ones beside it.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(cafile=settings.ssl_ca_file)
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"kafka.ssl_ca_file: {settings.ssl_ca_file}: expected certificates in PEM: "
+                f"{error.reason or error}"
+            ) from error
+    context.check_hostname = settings.ssl_check_hostname
+    if settings.ssl_cert_file is not None:
+        _load_own_certificate(context, settings, settings.ssl_cert_file)
+    elif settings.ssl_key_file is not None:
+        raise ConfigurationError("kafka.ssl_key_file: needs kafka.ssl_cert_file beside it")
+    return context
+
+
+def _load_own_certificate(
+    context: ssl.SSLContext, settings: KafkaSettings, cert_file: Path
+) -> None:
+    _check_readable("ssl_cert_file", cert_file)
+    if settings.ssl_key_file is not None:
+        _check_readable("ssl_key_file", settings.ssl_key_file)
+    try:
+        # With a password of any kind, be it empty, OpenSSL does not ask for one on a terminal.
+        context.load_cert_chain(
+            cert_file, settings.ssl_key_file, settings.ssl_key_password.get_secret_value()
+        )
+    except ssl.SSLError as error:
+        raise ConfigurationError(
+            f"kafka.ssl_cert_file, ssl_key_file, ssl_key_password: {cert_file}: "
+            f"{error.reason or 'the key cannot be read with this password'}"
+        ) from error
+
+
+def _check_readable(setting: str, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise ConfigurationError(f"kafka.{setting}: {path}: {error.strerror}") from error
+
+
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """The TLS error among the causes of one; with TLS 1.3 it may come with the first answer."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _tls_reason(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the broker's certificate is not trusted: {error.verify_message} "
+            "(kafka.ssl_ca_file, kafka.ssl_check_hostname)"
+        )
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return "this listener does not speak TLS (kafka.security_protocol)"
+    return f"the TLS handshake failed: {error.reason or error} (kafka.ssl_cert_file)"

@@ -1,0 +1,428 @@
+"""Members of consumer groups and free readers, on aiokafka's consumer.
+
+The gate of the port is made of two of aiokafka's own states: a rebalance that is under way holds
+back `getmany`, and a paused partition is not fetched. aiokafka activates an assignment before it
+tells its listener, but no partition of it has a position by then; so the adapter pauses all of
+them first, lets the listener seek, and resumes them when it has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+import aiokafka
+import aiokafka.errors as kafka_errors
+from aiokafka import AIOKafkaConsumer
+from aiokafka.abc import ConsumerRebalanceListener
+from aiokafka.consumer.fetcher import OffsetResetStrategy
+from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssignor
+from aiokafka.errors import KafkaError
+from aiokafka.structs import OffsetAndMetadata
+
+from headrace.log.kafka_closing import close_consumer
+from headrace.log.kafka_connection import RETRY_BACKOFF_S, Connection
+from headrace.log.kafka_errors import answered, in_port_words
+from headrace.log.kafka_requests import fetch_committed, partition_counts
+from headrace.log.port import (
+    Committed,
+    Fenced,
+    LogAuthenticationFailed,
+    LogRefused,
+    LogUnavailable,
+    OffsetOutOfRange,
+    RebalanceListener,
+    Record,
+    TopicPartition,
+    UnknownPartition,
+)
+
+REBALANCE_TIMEOUT_MS: Final = 30_000
+"""How long the group waits for a member to finish `on_revoked` and join again."""
+_JOIN_MARGIN_MS: Final = 5_000
+_FETCH_MAX_WAIT_MS: Final = 50
+"""An idle fetch holds up a partition that was resumed or sought for this long at most."""
+_FETCH_MAX_BYTES: Final = 16 * 1024 * 1024
+_PARTITION_FETCH_BYTES: Final = 1024 * 1024
+_SILENCE_S: Final = 5.0
+"""Without an answer for this long, ask whether the brokers refuse us; and again as often."""
+
+
+class KafkaConsumer:
+    """A consumer that is to be entered with `async with`; see `headrace.log.port.Consumer`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._started: AIOKafkaConsumer | None = None
+        self._owned: frozenset[TopicPartition] = frozenset()
+        self._paused: set[TopicPartition] = set()
+        self._open = asyncio.Event()
+        self._failure: Exception | None = None
+        self._contact = time.monotonic()
+        self._diagnosis: asyncio.Task[None] | None = None
+        self._diagnosed = self._contact
+        self._closed = False
+
+    # Starting and closing
+
+    async def __aenter__(self) -> Self:
+        settings = self._connection.settings
+        self._started = AIOKafkaConsumer(
+            **self._connection.client_options(
+                # A JoinGroup is answered only when every member has joined.
+                max(settings.request_timeout_ms, REBALANCE_TIMEOUT_MS + _JOIN_MARGIN_MS)
+            ),
+            **self._group_options(),
+            client_rack=settings.client_rack or None,
+            isolation_level="read_committed",
+            auto_offset_reset="none",  # an offset that is gone must be seen, not skipped
+            enable_auto_commit=False,
+            fetch_min_bytes=1,
+            fetch_max_wait_ms=_FETCH_MAX_WAIT_MS,
+            fetch_max_bytes=_FETCH_MAX_BYTES,
+            max_partition_fetch_bytes=_PARTITION_FETCH_BYTES,
+            check_crcs=True,
+        )
+        try:
+            await self._start(self._started)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Leave the group and close all sockets, within a few seconds; the listener is not told."""
+        self._open.clear()
+        consumer, self._started, self._closed = self._started, None, True
+        diagnosis, self._diagnosis = self._diagnosis, None
+        if diagnosis is not None:
+            diagnosis.cancel()
+            await asyncio.wait([diagnosis])
+        if consumer is not None:
+            await close_consumer(consumer)
+        self._owned = frozenset()
+
+    def _group_options(self) -> dict[str, Any]:
+        return {"group_id": None}
+
+    async def _start(self, consumer: AIOKafkaConsumer) -> None:
+        try:
+            async with answered("connect", self._connection.request_timeout_s):
+                await consumer.start()
+        except LogUnavailable as error:
+            raise await self._connection.why_unreachable() from error
+        self._contact = time.monotonic()
+
+    @property
+    def _consumer(self) -> AIOKafkaConsumer:
+        if self._started is None:
+            raise RuntimeError("the consumer is closed" if self._closed else "enter it first")
+        return self._started
+
+    # Reading
+
+    async def poll(
+        self, timeout_s: float, max_records: int
+    ) -> Mapping[TopicPartition, Sequence[Record]]:
+        """See the port. During a rebalance that begins within a poll it lasts as long as that."""
+        consumer = self._consumer
+        self._raise_failure()
+        if not self._open.is_set() and not await self._opened(consumer, timeout_s):
+            self._watch_silence()
+            return {}
+        self._raise_failure()
+        try:
+            found = await consumer.getmany(
+                timeout_ms=int(timeout_s * 1000), max_records=max_records
+            )
+        except KafkaError as error:
+            self._poll_failed(consumer, error)
+            return {}
+        if not found:
+            self._watch_silence()
+            return {}
+        # aiokafka's records have the fields that the port's Record asks for.
+        return {TopicPartition(*each): cast(Sequence[Record], found[each]) for each in found}
+
+    async def _opened(self, consumer: AIOKafkaConsumer, timeout_s: float) -> bool:
+        """Wait for an assignment whose listener has returned, up to the timeout."""
+        # aiokafka does not join again while nobody polls; this wait is polling.
+        with consumer._subscription.fetch_context():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._open.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _poll_failed(self, consumer: AIOKafkaConsumer, error: KafkaError) -> None:
+        """Act on an error of `getmany`, or raise it in the port's words."""
+        # aiokafka counts pollers without a `finally`; one left over would look busy for ever.
+        consumer._subscription._fetch_count = 0
+        consumer._subscription._last_fetch_ended = time.monotonic()
+        if isinstance(error, kafka_errors.NoOffsetForPartitionError):
+            # Nothing is committed and the listener did not seek.
+            consumer._fetcher.request_offset_reset([error.args[0]], OffsetResetStrategy.EARLIEST)
+        elif isinstance(error, kafka_errors.OffsetOutOfRangeError):
+            positions = {TopicPartition(*each): at for each, at in error.args[0].items()}
+            text = ", ".join(f"{each} at {at}" for each, at in positions.items())
+            raise OffsetOutOfRange(f"the log does not hold {text}", positions) from error
+        elif not error.retriable:
+            translated = in_port_words(error, "poll")
+            if isinstance(translated, LogAuthenticationFailed):
+                raise translated from error
+            # aiokafka's coordination has ended for good, and only a new consumer can go on.
+            raise LogRefused(str(translated)) from error
+
+    def _watch_silence(self) -> None:
+        """When nobody has answered for a while, find out beside the polling whether we may."""
+        now = time.monotonic()
+        if self.last_contact_s() < _SILENCE_S or now - self._diagnosed < _SILENCE_S:
+            return
+        if self._diagnosis is None or self._diagnosis.done():
+            self._diagnosed = now
+            self._diagnosis = asyncio.create_task(self._diagnose(), name="kafka-diagnosis")
+
+    async def _diagnose(self) -> None:
+        reason = await self._connection.why_unreachable()
+        if not isinstance(reason, LogUnavailable):
+            self._failure = reason
+
+    def last_contact_s(self) -> float:
+        """Seconds since a broker's last answer to anything: a fetch, a heartbeat, a question."""
+        connections = self._consumer._client._conns.values()
+        self._contact = max([self._contact, *(each._last_action for each in connections)])
+        return time.monotonic() - self._contact
+
+    # Positions
+
+    def assignment(self) -> frozenset[TopicPartition]:
+        """The partitions that are ours, from their assignment until `on_revoked` has returned."""
+        return self._owned
+
+    def pause(self, partitions: Sequence[TopicPartition]) -> None:
+        """See the port. What was fetched ahead of these partitions is fetched again later."""
+        self._check_owned(partitions)
+        self._paused.update(partitions)
+        self._consumer.pause(*_theirs(partitions))
+
+    def resume(self, partitions: Sequence[TopicPartition]) -> None:
+        """See the port."""
+        self._check_owned(partitions)
+        self._paused.difference_update(partitions)
+        if self._open.is_set():
+            self._consumer.resume(*_theirs(partitions))
+
+    def seek(self, partition: TopicPartition, offset: int) -> None:
+        """See the port."""
+        self._check_owned([partition])
+        self._consumer.seek(aiokafka.TopicPartition(*partition), offset)
+
+    def _check_owned(self, partitions: Iterable[TopicPartition]) -> None:
+        strangers = sorted(set(partitions) - self._owned)
+        if strangers:
+            raise Fenced(f"not assigned: {', '.join(map(str, strangers))}")
+
+    # Offsets
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """A free reader has no group to commit for."""
+        raise LogRefused(f"a reader without a group cannot commit {dict(offsets)}")
+
+    async def committed(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, Committed | None]:
+        """A free reader has no group, so nothing is committed."""
+        return dict.fromkeys(partitions)
+
+    async def beginning_offsets(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, int]:
+        """See the port."""
+        async with self._asking("beginning offsets"):
+            await self._check_exist(partitions)
+            found = await self._consumer.beginning_offsets(_theirs(partitions))
+        return {TopicPartition(*each): offset for each, offset in found.items()}
+
+    async def end_offsets(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, int]:
+        """The last stable offsets, since readers here are `read_committed`."""
+        async with self._asking("end offsets"):
+            await self._check_exist(partitions)
+            found = await self._consumer.end_offsets(_theirs(partitions))
+        return {TopicPartition(*each): offset for each, offset in found.items()}
+
+    async def offsets_for_times(
+        self, timestamps_ms: Mapping[TopicPartition, int]
+    ) -> Mapping[TopicPartition, int | None]:
+        """See the port."""
+        asked = {aiokafka.TopicPartition(*each): at for each, at in timestamps_ms.items()}
+        async with self._asking("offsets for times"):
+            await self._check_exist(timestamps_ms)
+            found = await self._consumer.offsets_for_times(asked)
+        return {
+            TopicPartition(*each): None if answer is None else answer.offset
+            for each, answer in found.items()
+        }
+
+    def _asking(self, what: str) -> AbstractAsyncContextManager[None]:
+        return answered(what, self._connection.request_timeout_s)
+
+    async def _check_exist(self, partitions: Iterable[TopicPartition]) -> None:
+        """Refuse what is not there at once; aiokafka would look for it until its timeout."""
+        client = self._consumer._client
+        wanted = {each.topic for each in partitions}
+        strange = [each for each in wanted if client.cluster.partitions_for_topic(each) is None]
+        counts = await partition_counts(client, strange)
+        for each in partitions:
+            known = client.cluster.partitions_for_topic(each.topic)
+            count = counts.get(each.topic) if known is None else len(known)
+            if each.partition >= (count or 0):
+                raise UnknownPartition(each, count or 0)
+
+
+class KafkaReader(KafkaConsumer):
+    """A reader of given partitions, in no group, from their ends unless it seeks."""
+
+    def __init__(self, connection: Connection, partitions: Sequence[TopicPartition]) -> None:
+        super().__init__(connection)
+        self._partitions = tuple(partitions)
+
+    async def _start(self, consumer: AIOKafkaConsumer) -> None:
+        await super()._start(consumer)
+        # "The end" is the end now, and not when the first fetch happens to be made.
+        ends = await self.end_offsets(self._partitions)
+        consumer.assign(_theirs(self._partitions))
+        self._owned = frozenset(self._partitions)
+        for partition, end in ends.items():
+            self.seek(partition, end)
+        self._open.set()
+
+
+class KafkaMember(KafkaConsumer):
+    """A member of a consumer group that tells its listener of assignments."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        group: str,
+        topics: Sequence[str],
+        listener: RebalanceListener,
+    ) -> None:
+        super().__init__(connection)
+        self._group = group
+        self._topics = tuple(topics)
+        self._listener = listener
+
+    def _group_options(self) -> dict[str, Any]:
+        session_timeout_ms = self._connection.settings.session_timeout_ms
+        return {
+            "group_id": self._group,
+            "session_timeout_ms": session_timeout_ms,
+            "heartbeat_interval_ms": session_timeout_ms // 10,
+            "rebalance_timeout_ms": REBALANCE_TIMEOUT_MS,
+            "max_poll_interval_ms": 300_000,
+            # Every rebalance revokes everything, so that a sticky assignment would save nothing.
+            "partition_assignment_strategy": (RoundRobinPartitionAssignor,),
+        }
+
+    async def _start(self, consumer: AIOKafkaConsumer) -> None:
+        await super()._start(consumer)
+        # Subscribed only now: a consumer that starts with topics waits for the whole rebalance.
+        consumer.subscribe(self._topics, listener=_Adapter(self))
+
+    async def assigned(self, partitions: Sequence[TopicPartition]) -> None:
+        """Called by aiokafka when the partitions are ours, before any of them has a position."""
+        consumer = self._consumer
+        consumer.pause(*_theirs(partitions))
+        self._paused.clear()
+        self._owned = frozenset(partitions)
+        try:
+            await self._listener.on_assigned(partitions)
+        except Exception as error:  # noqa: BLE001  # aiokafka would log it; poll raises it instead
+            self._failure = error
+        else:
+            # A newer rebalance cannot have begun: aiokafka awaits this call.
+            consumer.resume(*_theirs(set(partitions) - self._paused))
+        self._open.set()
+
+    async def revoked(self) -> None:
+        """Called by aiokafka before it joins again, with all that we had."""
+        self._open.clear()
+        try:
+            if self._owned:
+                await self._listener.on_revoked(sorted(self._owned))
+        except Exception as error:  # noqa: BLE001  # aiokafka would log it; poll raises it instead
+            self._failure = error
+        finally:
+            self._owned = frozenset()
+
+    async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """Commit in the generation of this moment; one try at a time, within the deadline."""
+        if not offsets:
+            return
+        coordinator = self._consumer._coordinator
+        generation = coordinator.generation
+        theirs = {
+            aiokafka.TopicPartition(*each): OffsetAndMetadata(*at) for each, at in offsets.items()
+        }
+        lost = sorted(each for each in offsets if self._is_lost(each))
+        async with self._asking(f"commit for group {self._group}"):
+            while True:
+                await coordinator.ensure_coordinator_known()
+                # After it lost its membership aiokafka commits as if it were in no group, which
+                # a broker accepts once the group is empty.
+                if lost or generation < 0 or coordinator.generation != generation:
+                    raise Fenced(f"commit for group {self._group}: no longer its member")
+                try:
+                    await coordinator._do_commit_offsets(None, theirs)
+                except KafkaError as error:
+                    if not error.retriable:
+                        raise
+                else:
+                    return
+                await asyncio.sleep(RETRY_BACKOFF_S)
+
+    def _is_lost(self, partition: TopicPartition) -> bool:
+        return partition.topic in self._topics and partition not in self._owned
+
+    async def committed(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, Committed | None]:
+        """See the port."""
+        async with self._asking(f"committed offsets of group {self._group}"):
+            return await fetch_committed(self._consumer._client, self._group, partitions)
+
+
+class _Adapter(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka publishes no types
+    def __init__(self, member: KafkaMember) -> None:
+        self._member = member
+
+    async def on_partitions_assigned(self, assigned: Iterable[aiokafka.TopicPartition]) -> None:
+        await self._member.assigned(sorted(TopicPartition(*each) for each in assigned))
+
+    async def on_partitions_revoked(self, revoked: Iterable[aiokafka.TopicPartition]) -> None:
+        await self._member.revoked()
+
+
+def _theirs(partitions: Iterable[TopicPartition]) -> list[aiokafka.TopicPartition]:
+    """As aiokafka's own type, which it insists on although both are the same tuple."""
+    return [aiokafka.TopicPartition(*each) for each in partitions]

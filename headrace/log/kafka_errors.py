@@ -1,0 +1,106 @@
+"""What aiokafka and the broker report, in the port's words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiokafka.errors as kafka_errors
+from aiokafka.errors import KafkaError
+
+from headrace.errors import HeadraceError
+from headrace.log.port import (
+    Fenced,
+    LogAuthenticationFailed,
+    LogRefused,
+    LogUnavailable,
+    OffsetOutOfRange,
+    RecordTooLarge,
+)
+
+_NOT_ALLOWED = (
+    kafka_errors.AuthenticationFailedError,
+    kafka_errors.AuthenticationMethodNotSupported,
+    kafka_errors.ClusterAuthorizationFailedError,
+    kafka_errors.GroupAuthorizationFailedError,
+    kafka_errors.IllegalSaslStateError,
+    kafka_errors.SaslAuthenticationFailed,
+    kafka_errors.TopicAuthorizationFailedError,
+    kafka_errors.TransactionalIdAuthorizationFailed,
+    kafka_errors.UnsupportedSaslMechanismError,
+)
+_MOVED_ON = (
+    kafka_errors.CommitFailedError,
+    kafka_errors.IllegalGenerationError,
+    kafka_errors.InvalidProducerEpoch,
+    kafka_errors.ProducerFenced,
+    kafka_errors.RebalanceInProgressError,
+    kafka_errors.UnknownMemberIdError,
+)
+_TOO_LARGE = (
+    kafka_errors.MessageSizeTooLargeError,
+    kafka_errors.RecordListTooLargeError,
+    kafka_errors.RecordTooLargeError,
+)
+# aiokafka marks these as final although they pass with time, or with another producer.
+_PASSING = (
+    kafka_errors.BrokerNotAvailableError,
+    kafka_errors.ConcurrentTransactions,
+    kafka_errors.InvalidProducerIdMapping,
+    kafka_errors.KafkaTimeoutError,
+    kafka_errors.KafkaUnavailableError,
+    kafka_errors.OutOfOrderSequenceNumber,
+    kafka_errors.ProducerClosed,
+    kafka_errors.ReplicaNotAvailableError,
+    kafka_errors.UnknownProducerId,
+)
+
+
+def in_port_words(error: KafkaError, what: str) -> HeadraceError:
+    """The port's error for one of aiokafka's.
+
+    Args:
+        error: what aiokafka raised.
+        what: what was being done, as the beginning of the message: `commit for group g`.
+    """
+    message = f"{what}: {_text(error)}"
+    if isinstance(error, _NOT_ALLOWED):
+        return LogAuthenticationFailed(message)
+    if isinstance(error, _MOVED_ON):
+        return Fenced(message)
+    if isinstance(error, _TOO_LARGE):
+        return RecordTooLarge(message)
+    if isinstance(error, kafka_errors.OffsetOutOfRangeError):
+        return OffsetOutOfRange(message)
+    if error.retriable or isinstance(error, _PASSING) or type(error) is KafkaError:
+        return LogUnavailable(message)
+    return LogRefused(message)
+
+
+@asynccontextmanager
+async def answered(what: str, deadline_s: float) -> AsyncIterator[None]:
+    """Bound the body in time and turn aiokafka's errors into the port's.
+
+    Raises:
+        LogUnavailable: the deadline passed first, among the other errors of `in_port_words`.
+    """
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield
+    except TimeoutError as error:
+        raise LogUnavailable(f"{what}: no answer within {deadline_s:g} s") from error
+    except KafkaError as error:
+        raise in_port_words(error, what) from error
+
+
+def broker_error(code: int, *details: object) -> KafkaError | None:
+    """The error of a code in a broker's answer; None for success."""
+    kind = kafka_errors.for_code(code)
+    return None if kind is kafka_errors.NoError else kind(*details)
+
+
+def _text(error: KafkaError) -> str:
+    """One line: the broker's own words where it sent some, else the name of the error."""
+    words = " ".join(str(part) for part in error.args if part)
+    return f"{type(error).__name__} ({words})" if words else type(error).__name__

@@ -1,0 +1,171 @@
+"""Questions to brokers that aiokafka does not ask, or whose answers it cuts short.
+
+Every function takes a connected client and raises aiokafka's errors; the callers bound it in
+time and translate (`headrace.log.kafka_errors.answered`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import aiokafka.errors as kafka_errors
+from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
+from aiokafka.errors import KafkaError
+from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
+from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
+
+from headrace.log.kafka_connection import RETRY_BACKOFF_S
+from headrace.log.kafka_errors import broker_error
+from headrace.log.port import Committed, TopicInfo, TopicPartition
+
+_TOPIC: Final = 2  # ConfigResource.Type.TOPIC
+_NO_OFFSET: Final = -1
+_ABSENT = (kafka_errors.UnknownTopicOrPartitionError, kafka_errors.InvalidTopicError)
+
+T = TypeVar("T")
+
+
+async def partition_counts(
+    client: AIOKafkaClient, topics: Sequence[str]
+) -> Mapping[str, int | None]:
+    """The number of partitions of each topic; None where there is no such topic.
+
+    Never makes the broker create a topic, and leaves the client's own list of topics alone.
+    """
+    if not topics:
+        return {}
+    request = MetadataRequest(list(topics), allow_auto_topic_creation=False)
+    response = await _any_node(client, request)
+    counts: dict[str, int | None] = dict.fromkeys(topics)
+    for code, name, _internal, partitions in response.topics:
+        error = broker_error(code, name)
+        if error is None:
+            counts[name] = len(partitions)
+        elif not isinstance(error, _ABSENT):
+            raise error
+    return counts
+
+
+async def topic_configs(
+    client: AIOKafkaClient, topics: Sequence[str]
+) -> Mapping[str, Mapping[str, str]]:
+    """The settings of each topic; a topic that is gone is left out."""
+    if not topics:
+        return {}
+    request = DescribeConfigsRequest([(_TOPIC, name, None) for name in topics])
+    response = await _any_node(client, request)
+    configs: dict[str, Mapping[str, str]] = {}
+    for code, message, _kind, name, entries in response.resources:
+        error = broker_error(code, message or name)
+        if error is None:
+            configs[name] = {entry[0]: entry[1] for entry in entries if entry[1] is not None}
+        elif not isinstance(error, _ABSENT):
+            raise error
+    return configs
+
+
+async def create(
+    client: AIOKafkaClient, topics: Sequence[TopicInfo], replication_factor: int, timeout_ms: int
+) -> Mapping[str, bool]:
+    """Create topics through the controller; False for those that were there before."""
+    request = CreateTopicsRequest(
+        [
+            (each.name, each.partitions, replication_factor, [], list(each.config.items()))
+            for each in topics
+        ],
+        timeout_ms,
+        validate_only=False,
+    )
+
+    async def attempt() -> Mapping[str, bool]:
+        if client.cluster.controller is None:
+            await client.force_metadata_update()
+        controller = client.cluster.controller
+        if controller is None:
+            raise kafka_errors.BrokerNotAvailableError("no controller is known")
+        response = await client.send(controller.nodeId, request)
+        made: dict[str, bool] = {}
+        for name, code, *message in response.topic_errors:
+            error = broker_error(code, f"topic {name}", *message)
+            if isinstance(error, kafka_errors.NotControllerError):
+                await client.force_metadata_update()
+            if error is not None and not isinstance(error, kafka_errors.TopicAlreadyExistsError):
+                raise error
+            made[name] = error is None
+        return made
+
+    return await _retried(attempt)
+
+
+async def wait_until_known(client: AIOKafkaClient, topics: Sequence[str]) -> None:
+    """Wait until a broker tells of every topic; a new one is known a moment after its making."""
+
+    async def attempt() -> None:
+        if None in (await partition_counts(client, topics)).values():
+            raise kafka_errors.UnknownTopicOrPartitionError("not known to every broker yet")
+
+    await _retried(attempt)
+
+
+async def fetch_committed(
+    client: AIOKafkaClient, group: str, partitions: Iterable[TopicPartition]
+) -> Mapping[TopicPartition, Committed | None]:
+    """Offsets and metadata that a group has committed, from its coordinator.
+
+    aiokafka's consumer drops the metadata, and its admin client takes the empty answer of a
+    broker that is not the coordinator for "nothing committed"; so the top-level error and those
+    of the partitions are checked here, and every partition asked for must be in the answer.
+    """
+    asked: dict[str, list[int]] = defaultdict(list)
+    for partition in partitions:
+        asked[partition.topic].append(partition.partition)
+    if not asked:
+        return {}
+    request = OffsetFetchRequest(group, list(asked.items()))
+
+    async def attempt() -> Mapping[TopicPartition, Committed | None]:
+        node = await client.coordinator_lookup(CoordinationType.GROUP, group)
+        response = await client.send(node, request, group=ConnectionGroup.COORDINATION)
+        if (error := broker_error(getattr(response, "error_code", 0), group)) is not None:
+            raise error
+        found: dict[TopicPartition, Committed | None] = {}
+        for topic, answers in response.topics:
+            for number, offset, metadata, code in answers:
+                if (error := broker_error(code, f"{topic}/{number}")) is not None:
+                    raise error
+                found[TopicPartition(topic, number)] = (
+                    None if offset == _NO_OFFSET else Committed(offset, metadata or "")
+                )
+        missing = {TopicPartition(t, n) for t, ns in asked.items() for n in ns} - found.keys()
+        if missing:
+            raise kafka_errors.NotCoordinatorForGroupError(f"no answer for {sorted(missing)}")
+        return found
+
+    return await _retried(attempt)
+
+
+async def _any_node(client: AIOKafkaClient, request: Any) -> Any:
+    """The answer of whichever broker gives one."""
+
+    async def attempt() -> Any:
+        node = client.get_random_node()
+        if node is None:
+            raise kafka_errors.NodeNotReadyError("no broker is known")
+        return await client.send(node, request)
+
+    return await _retried(attempt)
+
+
+async def _retried(attempt: Callable[[], Awaitable[T]]) -> T:
+    """Try until it works or fails for good; the caller's deadline ends it."""
+    while True:
+        try:
+            return await attempt()
+        except KafkaError as error:
+            if not error.retriable:
+                raise
+        await asyncio.sleep(RETRY_BACKOFF_S)

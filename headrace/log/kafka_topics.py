@@ -1,0 +1,139 @@
+"""What a producer has to know of topics before it writes to them, remembered for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from typing import Final, Generic, TypeVar
+
+import aiokafka.errors as kafka_errors
+from aiokafka.client import AIOKafkaClient
+
+from headrace.log.kafka_connection import RETRY_BACKOFF_S
+from headrace.log.kafka_errors import answered
+from headrace.log.kafka_requests import partition_counts, topic_configs
+from headrace.log.port import (
+    LogAuthenticationFailed,
+    LogUnavailable,
+    TopicPartition,
+    UnknownPartition,
+)
+
+QUESTION_S: Final = 1.0
+_ABSENT_FOR_S: Final = 1.0
+_COUNT_FOR_S: Final = 30.0
+_LIMIT_FOR_S: Final = 300.0
+_REMEMBERED: Final = 10_000
+_DEFAULT_LIMIT_BYTES: Final = 1_048_588
+"""Kafka's default of `max.message.bytes`, where we may not read the topic's settings."""
+
+V = TypeVar("V")
+
+
+class Remembered(Generic[V]):
+    """Values by topic, each for its time; the oldest leave first when there are too many."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[str, tuple[V, float]] = OrderedDict()
+
+    def get(self, topic: str, now: float) -> tuple[V] | None:
+        """The value in a tuple, since it may be None; None when unknown or too old."""
+        found = self._values.get(topic)
+        return None if found is None or found[1] < now else (found[0],)
+
+    def put(self, topic: str, value: V, until: float) -> None:
+        """Remember a value until a monotonic time."""
+        self._values[topic] = (value, until)
+        self._values.move_to_end(topic)
+        if len(self._values) > _REMEMBERED:
+            self._values.popitem(last=False)
+
+    def forget(self, topic: str) -> None:
+        """Ask again next time."""
+        self._values.pop(topic, None)
+
+
+class KnownTopics:
+    """The partitions of topics and their limits, asked for through a producer's client.
+
+    The cached answers outlive the client, which changes when the producer is replaced.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Remembered[int | None] = Remembered()
+        self._limits: Remembered[int] = Remembered()
+
+    async def partitions(self, client: AIOKafkaClient, topic: str) -> int | None:
+        """The number of partitions; None when there is no such topic, or none that we may see.
+
+        Raises:
+            LogUnavailable: no broker answered within a second.
+        """
+        known = client.cluster.partitions_for_topic(topic)
+        if known:
+            return len(known)
+        now = time.monotonic()
+        remembered = self._counts.get(topic, now)
+        if remembered is not None:
+            return remembered[0]
+        async with answered(f"metadata of topic {topic}", QUESTION_S):
+            try:
+                count = (await partition_counts(client, [topic]))[topic]
+            except kafka_errors.TopicAuthorizationFailedError:
+                count = None
+        self._counts.put(topic, count, now + (_COUNT_FOR_S if count else _ABSENT_FOR_S))
+        if count is None:
+            # Otherwise the client would ask for a deleted topic with each refresh, and could
+            # have it made again by a broker that creates topics by itself.
+            client._topics.discard(topic)
+        return count
+
+    async def check(self, client: AIOKafkaClient, partition: TopicPartition) -> None:
+        """Make sure that the client knows the partition, without which aiokafka would wait for
+        its whole timeout, or assert.
+
+        Raises:
+            UnknownPartition: there is no such topic, or it has fewer partitions.
+            LogUnavailable: no broker answered in time.
+        """
+        topic = partition.topic
+        known = client.cluster.partitions_for_topic(topic)
+        if known and partition.partition in known:
+            return
+        count = await self.partitions(client, topic)
+        if count is not None and partition.partition >= count:
+            # The topic may have grown since the last refresh.
+            async with answered(f"metadata of topic {topic}", QUESTION_S):
+                count = (await partition_counts(client, [topic]))[topic]
+        if count is None or not 0 <= partition.partition < count:
+            raise UnknownPartition(partition, count or 0)
+        client.add_topic(topic)
+        while partition.partition not in (client.cluster.partitions_for_topic(topic) or ()):
+            await client.force_metadata_update()
+            await asyncio.sleep(
+                0 if client.cluster.partitions_for_topic(topic) else RETRY_BACKOFF_S
+            )
+
+    async def limit_bytes(self, client: AIOKafkaClient, topic: str) -> int:
+        """The largest batch that the topic takes (`max.message.bytes`)."""
+        now = time.monotonic()
+        remembered = self._limits.get(topic, now)
+        if remembered is not None:
+            return remembered[0]
+        limit = _DEFAULT_LIMIT_BYTES
+        try:
+            async with answered(f"settings of topic {topic}", QUESTION_S):
+                config = (await topic_configs(client, [topic])).get(topic, {})
+                limit = int(config.get("max.message.bytes", limit))
+        except LogUnavailable:
+            return limit
+        except LogAuthenticationFailed:
+            # Writing needs no right to read a topic's settings; go by Kafka's default.
+            limit = _DEFAULT_LIMIT_BYTES
+        self._limits.put(topic, limit, now + _LIMIT_FOR_S)
+        return limit
+
+    def forget_limit(self, topic: str) -> None:
+        """A broker refused a batch for its size, so the limit must have changed."""
+        self._limits.forget(topic)
