@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.models.backend import Backend
 from headrace.models.binding import Binder
-from headrace.models.config import ModelConfig
+from headrace.models.config import CPU, ModelConfig
 from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.python_backend import PythonBackend
 from headrace.models.repository import FoundModel, FoundVersion, open_version
@@ -64,6 +64,15 @@ class ModelVersion:
 
     def __repr__(self) -> str:
         return f"<ModelVersion {self.name}/{self.version} {self.state}>"
+
+    @property
+    def may_inline(self) -> bool:
+        """Whether its backends can be run from any thread, short runs from the event loop's.
+
+        A session of ONNX Runtime on the CPU can; a user's class may not, and CUDA graphs belong
+        to the thread that captured them.
+        """
+        return self.config.backend == "onnx" and self.config.execution_providers == (CPU,)
 
     def switch_batching_off(self, reason: str) -> None:
         """Run each request alone from now on; a request's own rows still run together."""

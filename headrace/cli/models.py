@@ -1,0 +1,167 @@
+"""`headrace models list|describe|check`: the repository, and whether its models run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from headrace.cli.outcome import Unsuccessful
+from headrace.cli.settings import pass_settings
+from headrace.config import Settings
+from headrace.errors import ConfigurationError, HeadraceError
+from headrace.models.registry import Models
+from headrace.models.signature import TensorSpec
+from headrace.models.version import ModelVersion, State
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+
+
+@click.group()
+def command() -> None:
+    """List, describe or check the models."""
+
+
+@command.command("list")
+@json_option
+@pass_settings
+def list_models(settings: Settings, as_json: bool) -> None:
+    """Show each model's versions, and the faults that can be seen without loading them."""
+    entries = [entry | {"state": _found(entry["state"])} for entry in _opened(settings).status()]
+    if as_json:
+        click.echo(json.dumps(entries, indent=2))
+        return
+    for entry in entries:
+        click.echo(_line(entry))
+    if not entries:
+        click.echo(f"no models in {settings.models.repository}", err=True)
+
+
+@command.command()
+@click.argument("model")
+@json_option
+@pass_settings
+def describe(settings: Settings, model: str, as_json: bool) -> None:
+    """Show the inputs, outputs and settings of MODEL's versions."""
+    models = _opened(settings)
+    _require(models, model)
+    described = [_described(version) for version in models.versions() if version.name == model]
+    if as_json:
+        click.echo(json.dumps(described, indent=2))
+    else:
+        for entry in described:
+            click.echo(_paragraph(entry))
+    _tell(models, model)
+
+
+@command.command()
+@click.argument("model", required=False)
+@json_option
+@pass_settings
+def check(settings: Settings, model: str | None, as_json: bool) -> None:
+    """Load MODEL, or all models, and run each version once; exit code 1 when one cannot serve."""
+    models = _opened(settings)
+    if model is not None:
+        _require(models, model)
+    for version in models.versions():
+        if model in (None, version.name):
+            _try_out(models, version)
+    entries = [entry for entry in models.status() if model in (None, entry["name"])]
+    if as_json:
+        click.echo(json.dumps(entries, indent=2))
+    else:
+        for entry in entries:
+            click.echo(_line(entry))
+    if any(entry["state"] != State.READY for entry in entries):
+        raise Unsuccessful
+
+
+def _opened(settings: Settings) -> Models:
+    models = Models(settings, executes=True)
+    models.open()
+    return models
+
+
+def _require(models: Models, name: str) -> None:
+    if name not in models.names():
+        there = ", ".join(models.names()) or "none"
+        raise ConfigurationError(f"model: expected one of {there}, got {name}")
+
+
+def _try_out(models: Models, version: ModelVersion) -> None:
+    backend = version.new_backend()
+    try:
+        backend.load()
+        backend.warm_up()
+    except HeadraceError as error:
+        models.mark_failed(version, str(error))
+    else:
+        models.mark_ready(version, batching_fault=backend.batching_fault)
+    finally:
+        backend.unload()
+
+
+def _found(state: str) -> str:
+    """A state for people who did not ask to load anything: there is a version, or a fault."""
+    return "found" if state == State.LOADING else state
+
+
+def _line(entry: dict[str, Any]) -> str:
+    name = "/".join(part for part in (entry["name"], entry["version"]) if part)
+    remarks = [remark for remark in (entry["reason"], _batching(entry)) if remark]
+    return f"{name}: {entry['state']}" + "".join(
+        f"\n  {line}" for remark in remarks for line in remark.splitlines()
+    )
+
+
+def _batching(entry: dict[str, Any]) -> str:
+    reason = entry.get("batching_off")
+    return f"batching is off: {reason}" if reason else ""
+
+
+def _described(version: ModelVersion) -> dict[str, Any]:
+    return {
+        "name": version.name,
+        "version": version.version,
+        "inputs": [_tensor(spec) for spec in version.signature.inputs],
+        "outputs": [_tensor(spec) for spec in version.signature.outputs],
+        "batching_off": version.batching_off,
+        "config": version.config.model_dump(mode="json", exclude={"inputs", "outputs"}),
+    }
+
+
+def _tensor(spec: TensorSpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "datatype": spec.datatype,
+        "shape": list(spec.shape),
+        "dimensions": list(spec.dimensions),
+    }
+
+
+def _paragraph(entry: dict[str, Any]) -> str:
+    lines = [f"{entry['name']}/{entry['version']}"]
+    for kind in ("inputs", "outputs"):
+        lines += [
+            f"  {kind[:-1]} {tensor['name']}: {tensor['datatype']} [{_shape(tensor)}]"
+            for tensor in entry[kind]
+        ]
+    lines += [f"  {remark}" for remark in [_batching(entry)] if remark]
+    lines += [f"  {key} = {json.dumps(value)}" for key, value in entry["config"].items()]
+    return "\n".join(lines)
+
+
+def _shape(tensor: dict[str, Any]) -> str:
+    names = tensor["dimensions"] or [""] * len(tensor["shape"])
+    pairs = zip(tensor["shape"], names, strict=True)
+    return ", ".join(name if size == -1 and name else str(size) for size, name in pairs)
+
+
+def _tell(models: Models, name: str) -> None:
+    faults = models.faults(name)
+    for number, fault in faults.items():
+        where = f"{name}/{number}" if number else name
+        click.echo(f"error: {where}: {fault}", err=True)
+    if faults:
+        raise Unsuccessful

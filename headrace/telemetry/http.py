@@ -1,0 +1,209 @@
+"""What a process shows over HTTP: health, models and metrics. It takes no requests for models.
+
+Paths and bodies of `/v2` are the Open Inference Protocol's
+(https://github.com/kserve/open-inference-protocol, REST); `POST /v2/repository/index` is the
+model repository extension of Triton Inference Server. `/health/live` and `/health/ready` are for
+Kubernetes, `/metrics` is for Prometheus.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from headrace import __version__
+from headrace.errors import Code, Fatal, Rejected
+from headrace.models.signature import TensorSpec
+from headrace.models.version import ModelVersion, State
+from headrace.telemetry.health import Health
+
+_MAX_BODY_BYTES = 64 * 1024
+_STOP_TIMEOUT_S = 1.0
+_PLATFORMS = {"onnx": "onnxruntime_onnx", "python": "headrace_python"}
+_HTTP_STATUS = {
+    Code.INVALID_REQUEST: 400,
+    Code.UNKNOWN_MODEL: 404,
+    Code.MODEL_NOT_READY: 503,
+}
+_INDEX_STATES = {
+    State.LOADING: "LOADING",
+    State.READY: "READY",
+    State.FAILED: "UNAVAILABLE",
+    State.UNLOADING: "UNLOADING",
+}
+
+
+class Catalogue(Protocol):
+    """What is shown of the models; `headrace.models.registry.Models` has these."""
+
+    def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
+    def versions(self, state: State | None = None) -> list[ModelVersion]: ...
+    def status(self) -> list[dict[str, Any]]: ...
+
+
+class HttpServer:
+    """The HTTP server of a process; entering starts it, leaving stops it.
+
+    Args:
+        address: host and port; port 0 picks a free one, see `port`.
+        health: of this process.
+        models: of this process.
+        metrics: what `/metrics` shows.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        health: Health,
+        models: Catalogue,
+        metrics: CollectorRegistry,
+    ) -> None:
+        self._host, self._port = address
+        self._health = health
+        self._models = models
+        self._metrics = metrics
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, once it does."""
+        return self._port
+
+    async def __aenter__(self) -> Self:
+        """Start to listen.
+
+        Raises:
+            Fatal: the address is taken, or is not this machine's.
+        """
+        runner = web.AppRunner(
+            self._application(), access_log=None, shutdown_timeout=_STOP_TIMEOUT_S
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise Fatal(
+                f"telemetry.http_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
+            ) from error
+        self._port = runner.addresses[0][1]
+        self._runner = runner
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def _application(self) -> web.Application:
+        application = web.Application(
+            client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json]
+        )
+        router = application.router
+        for prefix in ("/health", "/v2/health"):
+            router.add_get(f"{prefix}/live", self._live)
+            router.add_get(f"{prefix}/ready", self._ready)
+        router.add_get("/v2", self._server)
+        router.add_post("/v2/repository/index", self._index)
+        for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            router.add_get(path, self._model)
+            router.add_get(f"{path}/ready", self._model_ready)
+        router.add_get("/metrics", self._show_metrics)
+        return application
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return self._condition("live", self._health.live)
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return self._condition("ready", self._health.ready)
+
+    def _condition(self, name: str, holds: bool) -> web.Response:
+        body = {name: holds, "state": self._health.phase, "reason": self._health.reason}
+        return web.json_response(body, status=200 if holds else 503)
+
+    async def _server(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"name": "headrace", "version": __version__, "extensions": ["model_repository"]}
+        )
+
+    async def _index(self, request: web.Request) -> web.Response:
+        """The versions and their states; `{"ready": true}` leaves out all but the ready ones."""
+        only_ready = await _wants_only_ready(request)
+        entries = [
+            {
+                "name": entry["name"],
+                "version": entry["version"],
+                "state": _INDEX_STATES[State(entry["state"])],
+                "reason": entry["reason"],
+            }
+            for entry in self._models.status()
+            if not only_ready or entry["state"] == State.READY
+        ]
+        return web.json_response(entries)
+
+    async def _model(self, request: web.Request) -> web.Response:
+        version = self._lookup(request)
+        ready = [
+            each.version for each in self._models.versions(State.READY) if each.name == version.name
+        ]
+        return web.json_response(
+            {
+                "name": version.name,
+                "versions": ready,
+                "platform": _PLATFORMS[version.config.backend],
+                "inputs": [_described(spec) for spec in version.signature.inputs],
+                "outputs": [_described(spec) for spec in version.signature.outputs],
+            }
+        )
+
+    async def _model_ready(self, request: web.Request) -> web.Response:
+        version = self._lookup(request)
+        return web.json_response({"name": version.name, "ready": True})
+
+    def _lookup(self, request: web.Request) -> ModelVersion:
+        path = request.match_info
+        return self._models.lookup(path["model"], path.get("version"))
+
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        body = generate_latest(self._metrics)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The protocol's form of an error, `{"error": message}`, whatever refused the request."""
+    try:
+        return await handler(request)
+    except Rejected as error:
+        status = _HTTP_STATUS.get(error.code, 500)
+        return web.json_response({"error": error.message}, status=status)
+    except web.HTTPException as error:
+        headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+        body = {"error": f"{request.method} {request.path}: {error.reason}"}
+        return web.json_response(body, status=error.status, headers=headers)
+
+
+async def _wants_only_ready(request: web.Request) -> bool:
+    if not await request.read():
+        return False
+    try:
+        asked = await request.json()
+    except ValueError as error:
+        raise Rejected(Code.INVALID_REQUEST, f"body: expected JSON: {error}") from error
+    if not isinstance(asked, dict) or not isinstance(asked.get("ready", False), bool):
+        raise Rejected(Code.INVALID_REQUEST, 'body: expected {"ready": true or false}')
+    return bool(asked.get("ready", False))
+
+
+def _described(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
