@@ -25,9 +25,12 @@ def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, in
     shares: Shares = {member: [] for member in members}
     for topic in sorted(counts):
         takers = sorted(member for member, topics in members.items() if topic in topics)
+        if not takers:
+            continue
+        each, more = divmod(counts[topic], len(takers))  # the first ones get one more
+        stop = 0
         for index, member in enumerate(takers):
-            start = counts[topic] * index // len(takers)
-            stop = counts[topic] * (index + 1) // len(takers)
+            start, stop = stop, stop + each + (index < more)
             shares[member] += [TopicPartition(topic, number) for number in range(start, stop)]
     return shares
 

@@ -58,11 +58,11 @@ class Group:
     ) -> str:
         """Join, or join again in a rebalance; a member that was evicted gets a new id."""
         self.expire(now)
+        self._begin(now)
         if member_id is None or member_id not in self._members:
             self._joins += 1
             member_id = f"member-{self._joins:06d}"
             self._members[member_id] = _Member(tuple(topics), notify)
-        self._begin(now)
         self._members[member_id].joined = True
         self._complete_when_all_joined()
         return member_id

@@ -1,0 +1,381 @@
+"""What the embedded log can be made to suffer, and what only it has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from headrace.log.memory import MemoryLog
+from headrace.log.port import (
+    Committed,
+    Fenced,
+    LogUnavailable,
+    NewRecord,
+    OffsetOutOfRange,
+    Record,
+    TopicInfo,
+    TopicPartition,
+    UnknownPartition,
+)
+from tests.support.clock import ManualClock
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, polling, read, values, write, write_to
+
+P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)
+
+
+@pytest.fixture
+async def log() -> AsyncIterator[MemoryLog]:
+    """A log with one topic `t` of two partitions, whose requests hang for a moment at most."""
+    async with MemoryLog(request_timeout_s=0.05) as log:
+        await log.create_topics([TopicInfo("t", 2, {})], replication_factor=1)
+        yield log
+
+
+async def test_a_send_without_a_broker_fails(log: MemoryLog) -> None:
+    """Its acknowledgement raises, and nothing is written."""
+    async with log.producer() as producer, log.reader([P0]) as reader:
+        log.faults.take_down()
+        with pytest.raises(LogUnavailable):
+            await write(producer, P0, b"v")
+        log.faults.bring_back()
+        assert await reader.end_offsets([P0]) == {P0: 0}
+
+
+async def test_a_send_that_hangs_is_written_when_the_broker_is_back(log: MemoryLog) -> None:
+    """As a client that retries does it, in order."""
+    async with log.producer() as producer, log.reader([P0]) as reader:
+        log.faults.take_down(hang=True)
+        runs = [*await producer.send(P0, [NewRecord(None, b"a")])]
+        runs += await producer.send(P0, [NewRecord(None, b"b")])
+        log.faults.bring_back()
+        for run in runs:
+            await run.acknowledged
+        assert values(await read(reader, 2)) == [b"a", b"b"]
+
+
+async def test_a_send_that_hangs_too_long_fails(log: MemoryLog) -> None:
+    """At the request timeout it is given up, and stays given up."""
+    async with log.producer() as producer, log.reader([P0]) as reader:
+        log.faults.take_down(hang=True)
+        with pytest.raises(LogUnavailable):
+            await write(producer, P0, b"v")
+        log.faults.bring_back()
+        assert await reader.end_offsets([P0]) == {P0: 0}
+
+
+@pytest.mark.parametrize("hang", [False, True], ids=["refused", "hanging"])
+async def test_questions_without_a_broker_fail(log: MemoryLog, hang: bool) -> None:
+    """Every request says `LogUnavailable`, within its timeout."""
+    async with log.producer() as producer, log.reader([P0]) as reader:
+        log.faults.take_down(hang=hang)
+        for question in (
+            lambda: log.describe_topics(["t"]),
+            lambda: log.create_topics([], replication_factor=1),
+            lambda: log.committed("g", [P0]),
+            lambda: producer.partitions_for("t"),
+            lambda: reader.end_offsets([P0]),
+            lambda: reader.beginning_offsets([P0]),
+            lambda: reader.offsets_for_times({P0: 0}),
+        ):
+            with pytest.raises(LogUnavailable):
+                await question()
+
+
+async def test_a_commit_without_a_broker_fails(log: MemoryLog) -> None:
+    """And what was committed stays as it was."""
+    listener = RecordingListener()
+    async with log.member("g", ["t"], listener) as member:
+        await eventually(lambda: listener.held)
+        log.faults.take_down()
+        with pytest.raises(LogUnavailable):
+            await member.commit({P0: Committed(1)})
+        log.faults.bring_back()
+        assert await member.committed([P0]) == {P0: None}
+
+
+async def test_known_partitions_are_told_without_a_broker(log: MemoryLog) -> None:
+    """Metadata that was asked for once is cached."""
+    async with log.producer() as producer:
+        await producer.partitions_for("t")
+        log.faults.take_down()
+        assert await producer.partitions_for("t") == 2
+
+
+async def test_an_outage_is_silence_to_a_reader(log: MemoryLog) -> None:
+    """Polls are empty while it lasts, and what was there comes afterwards."""
+    async with log.reader([P0]) as reader:
+        await write_to(log, P0, b"v")
+        log.faults.take_down()
+        assert await reader.poll(0.0, 10) == {}
+        assert reader.last_contact_s() > 0.0
+        log.faults.bring_back()
+        assert values(await read(reader, 1)) == [b"v"]
+        assert reader.last_contact_s() == 0.0
+
+
+async def test_the_end_of_an_outage_wakes_a_poll(log: MemoryLog) -> None:
+    """A poll that waits gives what was there as soon as the broker is back."""
+    seen: list[Record] = []
+    async with log.reader([P0]) as reader:
+        await write_to(log, P0, b"v")
+        log.faults.take_down()
+        async with polling(reader, seen):
+            log.faults.bring_back()
+            await eventually(lambda: seen)
+
+
+async def test_a_member_closes_without_a_broker(log: MemoryLog) -> None:
+    """Closing hangs on nobody."""
+    async with log.member("g", ["t"], RecordingListener()):
+        log.faults.take_down(hang=True)
+    assert log.faults.members("g") == ()
+
+
+async def test_a_producer_closes_without_a_broker(log: MemoryLog) -> None:
+    """What it could not send fails, and is not left pending."""
+    async with log.producer() as producer:
+        log.faults.take_down(hang=True)
+        (run,) = await producer.send(P0, [NewRecord(None, b"v")])
+    with pytest.raises(LogUnavailable):
+        await run.acknowledged
+
+
+async def test_acknowledgements_are_held_until_released(log: MemoryLog) -> None:
+    """The record is there to be read while its sender still waits."""
+    async with log.producer() as producer, log.reader([P0]) as reader:
+        log.faults.hold_acknowledgements()
+        (run,) = await producer.send(P0, [NewRecord(None, b"v")])
+        acknowledged = asyncio.ensure_future(run.acknowledged)
+        assert values(await read(reader, 1)) == [b"v"]
+        assert not acknowledged.done()
+        log.faults.release_acknowledgements()
+        await acknowledged
+
+
+async def test_a_lost_acknowledgement_leaves_the_record(log: MemoryLog) -> None:
+    """The sender is told of a failure that was none, once."""
+    async with log.producer() as producer, log.reader([P0]) as reader:
+        log.faults.lose_acknowledgements(1)
+        with pytest.raises(LogUnavailable):
+            await write(producer, P0, b"first")
+        await write(producer, P0, b"second")
+        assert values(await read(reader, 2)) == [b"first", b"second"]
+
+
+async def test_commits_are_held_until_released(log: MemoryLog) -> None:
+    """A commit under way is not there before it is answered."""
+    listener = RecordingListener()
+    async with log.member("g", ["t"], listener) as member, asyncio.TaskGroup() as tasks:
+        await eventually(lambda: listener.held)
+        log.faults.hold_commits()
+        commit = tasks.create_task(member.commit({P0: Committed(1)}), name="commit")
+        assert await member.committed([P0]) == {P0: None}
+        log.faults.release_commits()
+        await commit
+        assert await member.committed([P0]) == {P0: Committed(1)}
+
+
+async def test_a_member_that_lost_its_session_is_fenced_and_comes_back(log: MemoryLog) -> None:
+    """Its partitions are revoked, a commit meanwhile is refused, and it joins anew."""
+    refused: list[Fenced] = []
+
+    async def revoked(partitions: Sequence[TopicPartition]) -> None:
+        try:
+            await member.commit({partition: Committed(1) for partition in partitions})
+        except Fenced as error:
+            refused.append(error)
+
+    listener = RecordingListener(revoked=revoked)
+    member = log.member("g", ["t"], listener)
+    async with member:
+        await eventually(lambda: listener.held)
+        (before,) = log.faults.members("g")
+        log.faults.expire_session("g", before)
+        await eventually(lambda: listener.assignments == 2)
+        (after,) = log.faults.members("g")
+        assert len(refused) == 1
+        assert listener.held == {P0, P1}
+        assert before != after
+
+
+async def test_a_stalled_member_goes_on_until_its_commit_is_refused(log: MemoryLog) -> None:
+    """It does not know that its partitions are another's by now."""
+    listener, other = RecordingListener(), RecordingListener()
+    async with log.member("g", ["t"], listener) as member:
+        await eventually(lambda: listener.held)
+        log.faults.expire_session("g", log.faults.members("g")[0], noticed=False)
+        async with log.member("g", ["t"], other):
+            await eventually(lambda: other.held == {P0, P1})
+            await write_to(log, P0, b"v")
+            assert values(await read(member, 1)) == [b"v"]
+            with pytest.raises(Fenced):
+                await member.commit({P0: Committed(1)})
+            await eventually(lambda: len(listener.held) == len(other.held) == 1)
+
+
+async def test_a_drain_that_takes_too_long_is_evicted() -> None:
+    """The others do not wait for ever, and the late one joins anew."""
+    log = MemoryLog(auto_create_partitions=2, rebalance_timeout_s=0.05)
+    release = asyncio.Event()
+
+    async def revoked(_: Sequence[TopicPartition]) -> None:
+        await release.wait()
+
+    slow, other = RecordingListener(revoked=revoked), RecordingListener()
+    async with log.member("g", ["t"], slow):
+        await eventually(lambda: slow.held)
+        async with log.member("g", ["t"], other):
+            await eventually(lambda: other.held == {P0, P1})
+            release.set()
+            await eventually(lambda: len(slow.held) == len(other.held) == 1)
+
+
+async def test_a_forced_rebalance_takes_all_and_gives_all_back(log: MemoryLog) -> None:
+    """Eager rebalancing: even a lone member gives up everything."""
+    listener = RecordingListener()
+    async with log.member("g", ["t"], listener):
+        await eventually(lambda: listener.held)
+        log.faults.force_rebalance("g")
+        await eventually(lambda: listener.assignments == 2)
+        assert listener.revocations == 1
+        assert listener.held == {P0, P1}
+
+
+async def test_a_rebalance_forgets_pauses_and_uncommitted_positions(log: MemoryLog) -> None:
+    """What was read but not committed comes again, also of a paused partition."""
+    listener = RecordingListener()
+    await write_to(log, P0, b"v")
+    async with log.member("g", ["t"], listener) as member:
+        await read(member, 1)
+        member.pause([P0])
+        log.faults.force_rebalance("g")
+        assert values(await read(member, 1)) == [b"v"]
+
+
+async def test_groups_stand_still_in_an_outage(log: MemoryLog) -> None:
+    """No member can learn of a rebalance before the broker is back."""
+    listener = RecordingListener()
+    async with log.member("g", ["t"], listener) as member:
+        await eventually(lambda: listener.held)
+        log.faults.take_down()
+        log.faults.force_rebalance("g")
+        await member.poll(0.0, 1)
+        assert listener.revocations == 0
+        log.faults.bring_back()
+        await eventually(lambda: listener.assignments == 2)
+
+
+async def test_a_topic_made_later_is_assigned(log: MemoryLog) -> None:
+    """A subscription may come before its topic."""
+    listener = RecordingListener()
+    async with log.member("g", ["later"], listener):
+        await eventually(lambda: listener.assignments == 1)
+        await log.create_topics([TopicInfo("later", 1, {})], replication_factor=1)
+        await eventually(lambda: listener.held == {TopicPartition("later", 0)})
+
+
+async def test_a_position_below_retention_is_out_of_range(log: MemoryLog) -> None:
+    """`poll` raises until the reader seeks to what is still there."""
+    await write_to(log, P0, b"0", b"1", b"2")
+    async with log.reader([P0]) as reader:
+        reader.seek(P0, 0)
+        log.faults.trim(P0, 2)
+        for _ in range(2):
+            with pytest.raises(OffsetOutOfRange, match="t/0: expected an offset from 2 to 3"):
+                await reader.poll(0.0, 10)
+        reader.seek(P0, (await reader.beginning_offsets([P0]))[P0])
+        assert values(await read(reader, 1)) == [b"2"]
+
+
+async def test_an_error_of_one_position_loses_nothing_of_another(log: MemoryLog) -> None:
+    """A poll that raises has moved no position."""
+    await write_to(log, P0, b"gone", b"kept")
+    async with log.reader([P0, P1]) as reader:
+        reader.seek(P0, 0)
+        log.faults.trim(P0, 1)
+        await write_to(log, P1, b"other")
+        with pytest.raises(OffsetOutOfRange):
+            await reader.poll(0.0, 10)
+        reader.seek(P0, 1)
+        assert sorted(filter(None, values(await read(reader, 2)))) == [b"kept", b"other"]
+
+
+async def test_reading_goes_over_a_gap(log: MemoryLog) -> None:
+    """Offsets that markers took are not waited for."""
+    async with log.reader([P0]) as reader:
+        await write_to(log, P0, b"a")
+        log.faults.skip_offsets(P0, 2)
+        await write_to(log, P0, b"b")
+        assert [record.offset for record in await read(reader, 2)] == [0, 3]
+
+
+async def test_a_busy_partition_does_not_starve_another(log: MemoryLog) -> None:
+    """Partitions take turns, poll by poll."""
+    await write_to(log, P0, *[b"busy"] * 100)
+    async with log.reader([P0, P1]) as reader:
+        reader.seek(P0, 0)
+        await write_to(log, P1, b"quiet")
+        polled = [await reader.poll(0.0, 10) for _ in range(2)]
+    assert [list(each) for each in polled] == [[P0], [P1, P0]]
+
+
+async def test_records_are_stamped_by_the_clock_given() -> None:
+    """Time is the caller's, so that a test can hold it."""
+    clock = ManualClock(1000)
+    log = MemoryLog(auto_create_partitions=1, now_ms=clock.now_ms)
+    async with log.reader([P0]) as reader:
+        await write_to(log, P0, b"a")
+        clock.advance_ms(5)
+        await write_to(log, P0, b"b")
+        assert [record.timestamp for record in await read(reader, 2)] == [1000, 1005]
+
+
+async def test_topics_come_into_being_where_that_is_allowed() -> None:
+    """As on a broker with `auto.create.topics.enable`, and only then."""
+    async with MemoryLog(auto_create_partitions=3).producer() as producer:
+        assert await producer.partitions_for("new") == 3
+    async with MemoryLog().producer() as producer:
+        with pytest.raises(UnknownPartition):
+            await producer.send(P0, [NewRecord(None, b"v")])
+
+
+async def test_retention_of_a_topic_may_be_less_than_the_logs() -> None:
+    """`retention.bytes` is honoured, within the log's own bound."""
+    log = MemoryLog(retention_bytes=100_000)
+    small = TopicInfo("t", 1, {"retention.bytes": "10000"})
+    large = TopicInfo("u", 1, {"retention.bytes": "1000000"})
+    await log.create_topics([small, large], replication_factor=1)
+    partitions = [TopicPartition("t", 0), TopicPartition("u", 0)]
+    for partition in partitions:
+        await write_to(log, partition, *[bytes(1000)] * 500)
+    async with log.reader(partitions) as reader:
+        begin = await reader.beginning_offsets(partitions)
+    assert [500 - begin[partition] for partition in partitions] == [7, 79]
+
+
+async def test_a_closed_consumer_is_not_polled(log: MemoryLog) -> None:
+    """A poll after `close` is a mistake, and is told so."""
+    async with log.reader([P0]) as reader:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        await reader.poll(0.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "partitions", "message"),
+    [
+        ("", 1, "topic name"),
+        ("a b", 1, "topic name"),
+        ("..", 1, "topic name"),
+        ("t2", 0, "least 1"),
+    ],
+)
+async def test_a_topic_that_kafka_would_refuse(
+    log: MemoryLog, name: str, partitions: int, message: str
+) -> None:
+    """Names and numbers of partitions follow Kafka's rules."""
+    with pytest.raises(ValueError, match=message):
+        await log.create_topics([TopicInfo(name, partitions, {})], replication_factor=1)

@@ -1,0 +1,158 @@
+"""One partition of the embedded log: offsets, gaps, retention, time."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.log.memory.partition import Partition, payload_bytes
+from headrace.log.port import NewRecord, TopicPartition
+
+NAME = TopicPartition("t", 0)
+NOW_MS = 1_700_000_000_000
+
+
+def _append(partition: Partition, count: int, *, value: bytes = b"v") -> None:
+    records = [NewRecord(None, value)] * count
+    partition.append(records, [payload_bytes(record) for record in records], NOW_MS)
+
+
+def _partition(count: int = 0) -> Partition:
+    partition = Partition(NAME, retention_bytes=1_000_000)
+    _append(partition, count)
+    return partition
+
+
+def _offsets(partition: Partition, offset: int, max_records: int = 100) -> list[int]:
+    return [record.offset for record in partition.read(offset, max_records)]
+
+
+def test_offsets_count_from_zero() -> None:
+    """The first record has offset 0, and the end is the next one's."""
+    partition = _partition(3)
+    assert _offsets(partition, 0) == [0, 1, 2]
+    assert (partition.begin, partition.end) == (0, 3)
+
+
+def test_a_read_begins_anywhere_and_is_bounded() -> None:
+    """Reading starts at the offset asked for and gives no more than asked for."""
+    assert _offsets(_partition(10), 4, 3) == [4, 5, 6]
+
+
+def test_a_gap_is_read_over() -> None:
+    """An offset that holds no record gives the next one that does."""
+    partition = _partition(2)
+    partition.skip(3)
+    _append(partition, 2)
+    assert _offsets(partition, 1) == [1, 5, 6]
+    assert _offsets(partition, 3) == [5, 6]
+
+
+def test_a_gap_at_the_end_is_empty() -> None:
+    """Offsets used up by markers count in the end, and hold nothing."""
+    partition = _partition(2)
+    partition.skip(1)
+    assert partition.end == 3
+    assert _offsets(partition, 2) == []
+
+
+def test_a_trim_moves_the_beginning() -> None:
+    """What lies below is gone, the rest keeps its offsets."""
+    partition = _partition(10)
+    partition.trim(4)
+    assert partition.begin == 4
+    assert _offsets(partition, 4) == [4, 5, 6, 7, 8, 9]
+
+
+def test_a_small_trim_of_many() -> None:
+    """Where only few are dropped, reading still begins at the right record."""
+    partition = _partition(100)
+    partition.trim(3)
+    partition.trim(5)
+    assert _offsets(partition, 5, 2) == [5, 6]
+
+
+def test_a_trim_of_everything() -> None:
+    """An emptied partition goes on counting."""
+    partition = _partition(5)
+    partition.trim(5)
+    _append(partition, 1)
+    assert (partition.begin, partition.end) == (5, 6)
+    assert _offsets(partition, 5) == [5]
+
+
+def test_a_trim_does_not_go_back() -> None:
+    """An offset below the beginning changes nothing."""
+    partition = _partition(5)
+    partition.trim(3)
+    partition.trim(1)
+    assert partition.begin == 3
+
+
+def test_a_trim_beyond_the_end_is_refused() -> None:
+    """As Kafka refuses it."""
+    with pytest.raises(ValueError, match="up to 5, got 6"):
+        _partition(5).trim(6)
+
+
+def test_retention_drops_the_oldest() -> None:
+    """What is held stays within the bound, whatever was written."""
+    partition = Partition(NAME, retention_bytes=100_000)
+    for _ in range(100):
+        _append(partition, 10, value=bytes(1000))
+    assert 90_000 < partition.held_bytes <= 100_000
+    assert partition.end == 1000
+    assert _offsets(partition, partition.begin)[0] == partition.begin
+
+
+def test_retention_keeps_the_newest_record() -> None:
+    """A record larger than the bound is still there to be read."""
+    partition = Partition(NAME, retention_bytes=1000)
+    _append(partition, 1)
+    _append(partition, 1, value=bytes(5000))
+    assert _offsets(partition, partition.begin) == [1]
+
+
+def test_dropped_records_are_let_go() -> None:
+    """The list behind a partition holds at most a third more than what can be read."""
+    partition = Partition(NAME, retention_bytes=100_000)
+    for _ in range(1000):
+        _append(partition, 1, value=bytes(1000))
+        held = partition.end - partition.begin
+        assert len(partition._records) <= held * 4 / 3 + 1
+
+
+def test_what_is_held_is_counted() -> None:
+    """Trimming everything leaves nothing to account for."""
+    partition = _partition(50)
+    partition.trim(50)
+    assert partition.held_bytes == 0
+
+
+def test_a_time_is_found_behind_later_timestamps() -> None:
+    """Timestamps need not ascend: the first record at or after the time counts."""
+    partition = _partition()
+    records = [NewRecord(None, b"v", (), at) for at in (10, 50, 20, 60)]
+    partition.append(records, [1] * 4, NOW_MS)
+    assert [partition.offset_at(at) for at in (0, 20, 55, 61)] == [0, 1, 3, None]
+
+
+def test_a_trimmed_record_is_not_found_by_time() -> None:
+    """Only what can be read counts."""
+    partition = _partition(10)
+    partition.trim(2)
+    assert partition.offset_at(0) == 2
+
+
+def test_watchers_are_told_of_records() -> None:
+    """From `watch` to `unwatch` each append calls, once."""
+    calls: list[int] = []
+
+    def wake() -> None:
+        calls.append(partition.end)
+
+    partition = _partition(1)
+    partition.watch(wake)
+    _append(partition, 2)
+    partition.unwatch(wake)
+    _append(partition, 1)
+    assert calls == [3]
