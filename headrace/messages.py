@@ -33,7 +33,7 @@ Parameters = Annotated[dict[Text, Parameter], Meta(max_length=MAX_PARAMETERS)]
 # --- on the wire: the public contract ---------------------------------------------------------
 
 
-class InputTensor(Struct, kw_only=True):
+class InputTensor(Struct, kw_only=True, omit_defaults=True):
     """One input of a request. `data` is raw little-endian and row-major; `BYTES` elements are
     each preceded by their length in 4 bytes, little-endian.
     """
@@ -45,14 +45,14 @@ class InputTensor(Struct, kw_only=True):
     parameters: Parameters | None = None
 
 
-class RequestedOutput(Struct, kw_only=True):
+class RequestedOutput(Struct, kw_only=True, omit_defaults=True):
     """An output that the caller wants; without any, all are sent."""
 
     name: Name
     parameters: Parameters | None = None
 
 
-class InferenceRequest(Struct, kw_only=True):
+class InferenceRequest(Struct, kw_only=True, omit_defaults=True):
     """The value of a request record in MessagePack."""
 
     model_name: Text = ""
@@ -63,7 +63,7 @@ class InferenceRequest(Struct, kw_only=True):
     outputs: Annotated[list[RequestedOutput], Meta(max_length=MAX_OUTPUTS)] | None = None
 
 
-class OutputTensor(Struct, kw_only=True):
+class OutputTensor(Struct, kw_only=True, omit_defaults=True):
     """One output of a response, encoded like an input."""
 
     name: str
@@ -153,7 +153,7 @@ class ItemRecord(Struct, kw_only=True, omit_defaults=True):
     timings: WireTimings
 
 
-class BatchRecord(Struct, kw_only=True):
+class BatchRecord(Struct, kw_only=True, omit_defaults=True):
     """The value of a `batches` record: items of one model, version and shape class."""
 
     batch_id: str

@@ -33,17 +33,17 @@ from headrace.messages import (
 from headrace.tensors import check_tensor
 
 
-class JsonInputTensor(msgspec.Struct, kw_only=True):
+class JsonInputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One input of a request in JSON: `data` is flat or nested, row-major."""
 
     name: Name
     datatype: Text
     shape: Shape
-    data: Any
+    data: Annotated[Any, msgspec.Meta(extra_json_schema={"type": "array"})]
     parameters: Parameters | None = None
 
 
-class JsonInferenceRequest(msgspec.Struct, kw_only=True):
+class JsonInferenceRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The value of a request record in JSON; see `headrace.messages.InferenceRequest`."""
 
     model_name: Text = ""
