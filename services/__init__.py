@@ -1,1 +1,1 @@
-"""The four stages that a request passes, one package each; they never import each other."""
+"""The four services, in the order in which a request passes them."""

@@ -1,0 +1,202 @@
+"""How far a partition is answered: a base, and the answered ranges above it.
+
+Every offset below the *base* is answered. Above it, answers overtake each other, so a set of
+answered ranges is kept; the commit carries both, the base as the offset and the ranges as the
+metadata text, so that a new owner repeats nothing that is answered already.
+
+Offsets that were never delivered (transaction markers, compacted or aborted records) lie between
+a record and the one delivered before it. An answer therefore covers everything from just after
+its predecessor up to itself, and gaps close by themselves.
+
+The metadata text is a version digit, a form letter and URL-safe base64 of the body, relative to
+the base: `1r` holds run lengths as unsigned LEB128 numbers (gap, run, gap, run, …), `1b` a bitmap
+whose lowest bit is the base. The shorter one is written.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+from headrace.errors import Fatal
+from headrace.log.port import Committed
+
+MAX_METADATA_CHARACTERS = 4096
+"""What a broker takes (`offset.metadata.max.bytes`); one more and the commit fails."""
+
+Range = tuple[int, int]
+"""Offsets from the first up to, and without, the second."""
+
+
+class UnknownMetadata(Fatal):
+    """Committed metadata that this version cannot read; ignoring it would repeat answers."""
+
+
+class Progress:
+    """The base and the answered ranges of one partition."""
+
+    __slots__ = ("_starts", "_stops", "base")
+
+    def __init__(self, base: int, answered: Iterable[Range] = ()) -> None:
+        self.base = base
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in answered:
+            self._add(start, stop)
+
+    def __contains__(self, offset: int) -> bool:
+        """Whether the offset is answered."""
+        if offset < self.base:
+            return True
+        place = bisect_right(self._starts, offset) - 1
+        return place >= 0 and offset < self._stops[place]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Progress):
+            return NotImplemented
+        return self.base == other.base and self.ranges == other.ranges
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __repr__(self) -> str:
+        return f"Progress(base={self.base}, answered={self.ranges})"
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The answered ranges above the base, in order, none touching another."""
+        return list(zip(self._starts, self._stops, strict=True))
+
+    def cover(self, previous: int, offset: int) -> None:
+        """Count `offset` as answered, and all that lies between it and `previous` as absent."""
+        self._add(previous + 1, offset + 1)
+
+    def _add(self, start: int, stop: int) -> None:
+        if stop <= self.base:
+            return
+        if start <= self.base:
+            self.base = stop
+            self._absorb_into_base()
+            return
+        starts, stops = self._starts, self._stops
+        # The ranges that the new one touches or overlaps become one with it.
+        first = bisect_left(stops, start)
+        last = bisect_right(starts, stop)
+        if first < last:
+            start = min(start, starts[first])
+            stop = max(stop, stops[last - 1])
+        starts[first:last] = [start]
+        stops[first:last] = [stop]
+
+    def _absorb_into_base(self) -> None:
+        starts, stops = self._starts, self._stops
+        reached = bisect_right(starts, self.base)
+        if reached:
+            self.base = max(self.base, stops[reached - 1])
+            del starts[:reached], stops[:reached]
+
+    def committable(self) -> Committed:
+        """What may be committed now. Where not all ranges fit, the highest are left out, and
+        would be answered once more after a change of owner.
+        """
+        return Committed(self.base, encode_ranges(self.base, self.ranges))
+
+    @classmethod
+    def from_committed(cls, committed: Committed) -> Progress:
+        """Raises `UnknownMetadata`."""
+        return cls(committed.offset, decode_ranges(committed.offset, committed.metadata))
+
+
+def encode_ranges(base: int, ranges: list[Range]) -> str:
+    """As many of the ranges as fit; empty text for none."""
+    kept = ranges
+    while kept:
+        text = min(_encode_runs(base, kept), _encode_bitmap(base, kept), key=len)
+        if len(text) <= MAX_METADATA_CHARACTERS:
+            return text
+        kept = kept[: len(kept) * MAX_METADATA_CHARACTERS // (len(text) + 1)]
+    return ""
+
+
+def decode_ranges(base: int, metadata: str) -> list[Range]:
+    """The inverse of `encode_ranges`. Raises `UnknownMetadata`."""
+    if not metadata:
+        return []
+    form, text = metadata[:2], metadata[2:]
+    try:
+        body = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise UnknownMetadata(_unreadable(metadata)) from error
+    if form == "1r":
+        return _decode_runs(base, body, metadata)
+    if form == "1b":
+        return _decode_bitmap(base, body)
+    raise UnknownMetadata(_unreadable(metadata))
+
+
+def _unreadable(metadata: str) -> str:
+    return (
+        f"committed metadata: expected forms 1r and 1b, got {metadata[:20]!r}: another version of "
+        "Headrace, or something else, has committed for this group"
+    )
+
+
+def _text(body: bytes) -> str:
+    return base64.urlsafe_b64encode(body).rstrip(b"=").decode("ascii")
+
+
+def _encode_runs(base: int, ranges: list[Range]) -> str:
+    body = bytearray()
+    position = base
+    for start, stop in ranges:
+        for number in (start - position, stop - start):
+            while number >= 0x80:
+                body.append(number & 0x7F | 0x80)
+                number >>= 7  # noqa: PLW2901 - LEB128 takes the number apart
+            body.append(number)
+        position = stop
+    return "1r" + _text(bytes(body))
+
+
+def _decode_runs(base: int, body: bytes, metadata: str) -> list[Range]:
+    numbers: list[int] = []
+    number = shift = 0
+    for byte in body:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        if not byte & 0x80:
+            numbers.append(number)
+            number = shift = 0
+    if shift or len(numbers) % 2:
+        raise UnknownMetadata(_unreadable(metadata))
+    ranges: list[Range] = []
+    position = base
+    for gap, run in zip(numbers[::2], numbers[1::2], strict=True):
+        ranges.append((position + gap, position + gap + run))
+        position += gap + run
+    return ranges
+
+
+def _encode_bitmap(base: int, ranges: list[Range]) -> str:
+    span = ranges[-1][1] - base
+    if span > MAX_METADATA_CHARACTERS * 6:  # six bits a character: too long for certain
+        return "1b" + "-" * (span // 6)
+    bits = 0
+    for start, stop in ranges:
+        bits |= ((1 << (stop - start)) - 1) << (start - base)
+    return "1b" + _text(bits.to_bytes((span + 7) // 8, "little"))
+
+
+def _decode_bitmap(base: int, body: bytes) -> list[Range]:
+    bits = int.from_bytes(body, "little")
+    ranges: list[Range] = []
+    position = base
+    while bits:
+        gap = (bits & -bits).bit_length() - 1
+        bits >>= gap
+        run = (~bits & (bits + 1)).bit_length() - 1
+        bits >>= run
+        ranges.append((position + gap, position + gap + run))
+        position += gap + run
+    return ranges

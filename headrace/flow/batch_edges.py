@@ -1,0 +1,140 @@
+"""The `batches` topic between a batcher and an executor that are apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+import structlog
+
+from headrace.codec import decode_batch, encode_batch
+from headrace.errors import Rejected
+from headrace.flow.channel import Outlet, PullChannel
+from headrace.flow.edges import refuse
+from headrace.flow.endings import rejection
+from headrace.flow.inflight import Assignment
+from headrace.flow.sending import deliver
+from headrace.flow.source import Source
+from headrace.log.port import NewRecord, Producer, Record, TopicPartition
+from headrace.messages import Batch, Request
+from headrace.topics import Stage
+
+log = structlog.get_logger(__name__)
+
+ModelKey = tuple[str, str]
+"""A model's name and version."""
+
+UNACKNOWLEDGED_BATCHES = 4
+
+
+class BatchOutlet:
+    """Pulls batches of any model and writes them to `batches`, a few at a time.
+
+    Args:
+        refused: takes requests that do not fit into a record, as failures.
+    """
+
+    def __init__(
+        self,
+        pulls: PullChannel[ModelKey, Batch],
+        producer: Producer,
+        topic: TopicPartition,
+        refused: Outlet[list[Request]],
+    ) -> None:
+        self._pulls = pulls
+        self._producer = producer
+        self._topic, self._partitions = topic
+        self._refused = refused
+        self._turn = count()
+
+    async def run(self) -> None:
+        """Until the batcher closes."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(UNACKNOWLEDGED_BATCHES):
+                tasks.create_task(self._write(), name="write-batches")
+        self._refused.close()
+
+    async def _write(self) -> None:
+        puller = self._pulls.puller(None)
+        while (batch := await puller.pull()) is not None:
+            # A batch that is too large for one record travels as its single requests.
+            parts = [batch]
+            while parts:
+                part = parts.pop()
+                if await self._delivered(part):
+                    for request in part.requests:
+                        request.receipt.settle()
+                elif len(part.requests) == 1:
+                    await self._refused.send([refuse(part.requests[0], self._topic)])
+                else:
+                    parts += [
+                        Batch(f"{part.batch_id}.{place}", [request], part.reason)
+                        for place, request in enumerate(part.requests)
+                    ]
+
+    async def _delivered(self, batch: Batch) -> bool:
+        target = TopicPartition(self._topic, next(self._turn) % self._partitions)
+        return not await deliver(self._producer, target, [NewRecord(None, encode_batch(batch))])
+
+
+class BatchFeed:
+    """Reads `batches` and hands them to the executor instances that pull for their model.
+
+    Args:
+        check: raises `Rejected` for a model version that does not run here.
+        answers: takes requests whose model does not run here, as failures.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        answers: Outlet[list[Request]],
+        check: Callable[[str, str], object],
+    ) -> None:
+        self._source = source
+        self._answers = answers
+        self._check = check
+        self._ready: dict[ModelKey, deque[Batch]] = {}
+        self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._next)
+
+    async def run(self) -> None:
+        """Until the source stops reading."""
+        while (delivery := await self._source.receive()) is not None:
+            refused: list[Request] = []
+            for record in delivery.records:
+                batch = self._admit(delivery.assignment, record)
+                if batch is None:
+                    continue
+                try:
+                    self._check(batch.model, batch.version)
+                except Rejected as error:
+                    for request in batch.requests:
+                        request.fail(rejection(error, Stage.EXECUTOR))
+                    refused += batch.requests
+                else:
+                    self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
+            self.pulls.kick()
+            if refused:
+                await self._answers.send(refused)
+        self.pulls.close()
+        self._answers.close()
+
+    def _admit(self, assignment: Assignment, record: Record) -> Batch | None:
+        if record.offset in assignment.progress:
+            assignment.skip(record.offset)
+            return None
+        receipt = assignment.admit(record.offset, len(record.value or b""))
+        try:
+            batch = decode_batch(record.value or b"", receipt)
+        except Rejected as error:
+            log.error("internal_record_unreadable", topic=record.topic, reason=str(error))
+            receipt.settle()
+            return None
+        receipt.parts = len(batch.requests)
+        return batch
+
+    def _next(self, key: ModelKey | None) -> Batch | None:
+        queue = self._ready.get(key) if key is not None else None
+        return queue.popleft() if queue else None

@@ -1,0 +1,175 @@
+"""Memory channels: how two stages of one process are joined.
+
+A `Channel` passes chunks on and holds one; what bounds the work in a process is the byte budget
+at its source, not its channels. A `PullChannel` turns the direction round: a free executor asks
+for the next batch, so that no batch closes before somebody can run it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+K = TypeVar("K")
+
+
+class Inlet(Protocol[T_co]):
+    """Where a stage's chunks come from."""
+
+    async def receive(self) -> T_co | None:
+        """The next chunk; None when there will be no more."""
+        ...
+
+
+class Outlet(Protocol[T_contra]):
+    """Where a stage's chunks go."""
+
+    async def send(self, chunk: T_contra) -> None:
+        """Hand a chunk on; waits while the receiver is behind."""
+        ...
+
+    def close(self) -> None:
+        """Say that nothing more comes from this writer."""
+        ...
+
+
+class Channel(Generic[T]):
+    """Joins any number of writers to one reader, one chunk at a time."""
+
+    def __init__(self) -> None:
+        self._chunk: T | None = None
+        self._writers = 0
+        self._filled = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    def writer(self) -> ChannelWriter[T]:
+        """A new writer. When all writers are closed, the reader comes to the end."""
+        self._writers += 1
+        return ChannelWriter(self)
+
+    async def receive(self) -> T | None:
+        """See `Inlet`."""
+        while self._chunk is None:
+            if not self._writers:
+                return None
+            self._filled.clear()
+            await self._filled.wait()
+        chunk, self._chunk = self._chunk, None
+        self._emptied.set()
+        return chunk
+
+    async def put(self, chunk: T) -> None:
+        """Called by writers."""
+        while self._chunk is not None:
+            self._emptied.clear()
+            await self._emptied.wait()
+        self._chunk = chunk
+        self._filled.set()
+
+    def writer_closed(self) -> None:
+        """Called by writers, once each."""
+        self._writers -= 1
+        self._filled.set()
+
+
+class ChannelWriter(Generic[T]):
+    """One writer's end of a `Channel`; see `Outlet`."""
+
+    def __init__(self, channel: Channel[T]) -> None:
+        self._channel: Channel[T] | None = channel
+
+    async def send(self, chunk: T) -> None:
+        assert self._channel is not None, "sent after close"
+        await self._channel.put(chunk)
+
+    def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.writer_closed()
+
+
+class PullChannel(Generic[K, T]):
+    """Hands out what `supply` gives, one piece to each puller, as soon as there is one.
+
+    Args:
+        supply: asked, synchronously, for the next piece for a key, or for any key when it is
+            None; answers None while there is none. The owner calls `kick` when that may have
+            changed.
+    """
+
+    def __init__(self, supply: Callable[[K | None], T | None]) -> None:
+        self._supply = supply
+        self._waiting: deque[tuple[Puller[K, T], asyncio.Future[T | None]]] = deque()
+        self._closed = asyncio.Event()
+
+    def puller(self, key: K | None) -> Puller[K, T]:
+        """A new puller for this key; None: for any."""
+        return Puller(self, key)
+
+    def take(self, key: K | None) -> T | None:
+        """What there is now, without waiting."""
+        return self._supply(key)
+
+    async def wait(self, puller: Puller[K, T]) -> T | None:
+        """Called by pullers."""
+        if self._closed.is_set():
+            return None
+        waiter: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((puller, waiter))
+        return await waiter
+
+    def kick(self) -> None:
+        """Serve those who wait, the longest waiting first, as far as the supply reaches."""
+        left: deque[tuple[Puller[K, T], asyncio.Future[T | None]]] = deque()
+        empty: set[K | None] = set()
+        for puller, waiter in self._waiting:
+            if waiter.done():  # its puller was cancelled
+                continue
+            piece = None if puller.key in empty else self._supply(puller.key)
+            if piece is None:
+                empty.add(puller.key)
+            if piece is None and not self._closed.is_set() and not puller.released:
+                left.append((puller, waiter))
+            else:
+                waiter.set_result(piece)
+        self._waiting = left
+
+    def close(self) -> None:
+        """Let those who wait go; later pulls get what is left, then None."""
+        self._closed.set()
+        self.kick()
+
+    async def ended(self) -> None:
+        """Wait until the channel is closed."""
+        await self._closed.wait()
+
+
+class Puller(Generic[K, T]):
+    """One who pulls pieces of one key."""
+
+    def __init__(self, channel: PullChannel[K, T], key: K | None) -> None:
+        self._channel = channel
+        self.key = key
+        self.released = False
+
+    def take(self) -> T | None:
+        """The next piece if there is one now."""
+        return self._channel.take(self.key)
+
+    async def pull(self) -> T | None:
+        """The next piece; None when there will be no more, or after `release`."""
+        piece = self._channel.take(self.key)
+        if piece is not None or self.released:
+            return piece
+        return await self._channel.wait(self)
+
+    def release(self) -> None:
+        """Pull no more than what is there already."""
+        self.released = True
+        self._channel.kick()

@@ -1,0 +1,193 @@
+"""The edges of a process: topics in the place of memory channels.
+
+An outlet of this kind settles the receipts of what it has written once that is acknowledged:
+the next process owes the rest of the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from headrace.codec import decode_item, decode_result, encode_item, encode_result
+from headrace.errors import Code, Rejected
+from headrace.flow.channel import Outlet
+from headrace.flow.inflight import LedgerReceipt
+from headrace.flow.pool import TaskPool
+from headrace.flow.sending import deliver
+from headrace.flow.source import Source
+from headrace.log.port import NewRecord, Producer, Record, TopicPartition
+from headrace.messages import Failure, Request
+
+log = structlog.get_logger(__name__)
+
+UNACKNOWLEDGED_CHUNKS = 8
+
+
+class TopicInlet:
+    """Items or results, read from their topic; see `headrace.flow.channel.Inlet`."""
+
+    def __init__(self, source: Source, decode: Callable[[bytes, LedgerReceipt], Request]) -> None:
+        self._source = source
+        self._decode = decode
+
+    async def receive(self) -> list[Request] | None:
+        """Requests of one source partition."""
+        while True:
+            delivery = await self._source.receive()
+            if delivery is None:
+                return None
+            requests: list[Request] = []
+            for record in delivery.records:
+                if record.offset in delivery.assignment.progress:
+                    delivery.assignment.skip(record.offset)
+                    continue
+                receipt = delivery.assignment.admit(record.offset, len(record.value or b""))
+                request = _decoded(record, receipt, self._decode)
+                if request is not None:
+                    requests.append(request)
+            if requests:
+                return requests
+
+
+def _decoded(
+    record: Record, receipt: LedgerReceipt, decode: Callable[[bytes, LedgerReceipt], Request]
+) -> Request | None:
+    """None, and settled, when the record is not one of ours: no request can be made out in it."""
+    try:
+        return decode(record.value or b"", receipt)
+    except Rejected as error:
+        log.error(
+            "internal_record_unreadable",
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            reason=str(error),
+        )
+        receipt.settle()
+        return None
+
+
+def item_inlet(source: Source) -> TopicInlet:
+    """Reads `items`."""
+    return TopicInlet(source, decode_item)
+
+
+def result_inlet(source: Source) -> TopicInlet:
+    """Reads `results`."""
+    return TopicInlet(source, decode_result)
+
+
+class TopicOutlet:
+    """Items or results, written to their topic, each to its source partition's number.
+
+    Several writers may share one; it ends when all are closed. `run` is its task.
+
+    Args:
+        refused: takes requests that do not fit, as failures; without it they go, as failures,
+            to the same topic.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        topic: str,
+        encode: Callable[[Request], bytes],
+        refused: Outlet[list[Request]] | None = None,
+    ) -> None:
+        self._producer = producer
+        self._topic = topic
+        self._encode = encode
+        self._refused = refused
+        self._writers = 0
+        self._ended = asyncio.Event()
+        self._pool = TaskPool(UNACKNOWLEDGED_CHUNKS, f"write-{topic}")
+        self._open = asyncio.Event()
+
+    async def run(self) -> None:
+        """Owns the writes under way, until all writers are closed and all is acknowledged."""
+        async with self._pool:
+            self._open.set()
+            await self._ended.wait()
+        if self._refused is not None:
+            self._refused.close()
+
+    def writer(self) -> TopicWriter:
+        """A new writer."""
+        self._writers += 1
+        return TopicWriter(self)
+
+    async def put(self, chunk: list[Request]) -> None:
+        """Called by writers."""
+        await self._open.wait()
+        await self._pool.start(self._write(chunk))
+
+    def writer_closed(self) -> None:
+        """Called by writers, once each."""
+        self._writers -= 1
+        if not self._writers:
+            self._ended.set()
+
+    async def _write(self, chunk: list[Request]) -> None:
+        per_partition: dict[int, list[Request]] = {}
+        for request in chunk:
+            if request.receipt.void:
+                request.receipt.settle()
+            else:
+                per_partition.setdefault(request.partition, []).append(request)
+        for partition, requests in per_partition.items():
+            await self._write_partition(TopicPartition(self._topic, partition), requests)
+
+    async def _write_partition(self, target: TopicPartition, requests: list[Request]) -> None:
+        left = requests
+        while left:
+            records = [NewRecord(None, self._encode(request)) for request in left]
+            too_large = frozenset(await deliver(self._producer, target, records))
+            for index, request in enumerate(left):
+                if index not in too_large:
+                    request.receipt.settle()
+            left = [refuse(left[index], target.topic) for index in sorted(too_large)]
+            if left and self._refused is not None:
+                await self._refused.send(left)  # which settles them
+                return
+
+
+def refuse(request: Request, topic: str) -> Request:
+    """The request as a failure, since it does not fit into a record of the topic. Where the
+    failure does not fit either, the request's value, kept for its dead letter, is let go.
+    """
+    if request.failure is not None:
+        request.value = None
+    request.outputs = None
+    request.fail(
+        Failure(Code.TOO_LARGE, f"the request does not fit into a record of {topic}", "log")
+    )
+    return request
+
+
+class TopicWriter:
+    """One writer's end of a `TopicOutlet`; see `headrace.flow.channel.Outlet`."""
+
+    def __init__(self, outlet: TopicOutlet) -> None:
+        self._outlet: TopicOutlet | None = outlet
+
+    async def send(self, chunk: list[Request]) -> None:
+        assert self._outlet is not None, "sent after close"
+        await self._outlet.put(chunk)
+
+    def close(self) -> None:
+        outlet, self._outlet = self._outlet, None
+        if outlet is not None:
+            outlet.writer_closed()
+
+
+def item_outlet(producer: Producer, topic: str, refused: Outlet[list[Request]]) -> TopicOutlet:
+    """Writes `items`."""
+    return TopicOutlet(producer, topic, encode_item, refused)
+
+
+def result_outlet(producer: Producer, topic: str) -> TopicOutlet:
+    """Writes `results`."""
+    return TopicOutlet(producer, topic, encode_result)

@@ -1,0 +1,28 @@
+"""How requests end early, at whichever stage finds it."""
+
+from __future__ import annotations
+
+from headrace.errors import Code, Rejected
+from headrace.messages import Failure, Request
+
+VOID = Failure(Code.CANCELLED, "the partition was revoked", "log")
+"""Set on requests that are another process's business now; nobody answers these."""
+
+
+def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None:
+    """The failure of a request whose deadline has passed; None while it has not."""
+    deadline_ms = request.envelope.deadline_ms
+    if not deadline_ms or now_us < deadline_ms * 1000:
+        return None
+    late_ms = now_us / 1000 - deadline_ms
+    return Failure(
+        Code.DEADLINE_EXCEEDED,
+        f"deadline: expected an answer by {deadline_ms} (epoch milliseconds), got to the "
+        f"{stage} {late_ms:.0f} ms later",
+        stage,
+    )
+
+
+def rejection(error: Rejected, stage: str) -> Failure:
+    """The failure that a `Rejected` stands for."""
+    return Failure(error.code, error.message, stage, error.retry_after_ms)

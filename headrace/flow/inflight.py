@@ -1,0 +1,199 @@
+"""The in-flight ledger: what was read, what is answered, and what may be committed.
+
+A record that is read is *admitted* and gets a receipt. The receipt travels with the request and
+is *settled* when all that came of the record is acknowledged. In between, its bytes count
+against the budget; over the budget, reading pauses until enough is settled.
+
+Two rules carry the delivery guarantee:
+
+1. Nothing at or above the lowest unanswered offset is committed as done: the commit is the base
+   of `Progress`, and what is answered above it goes into the metadata.
+2. A receipt belongs to one assignment of its partition (its epoch). When the partition is
+   revoked the epoch is over and the receipt is *void*: settling it gives its bytes back and
+   moves nothing, since the partition's new owner does that work again.
+
+All of it is synchronous and knows no log; `headrace.flow.source` drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from headrace.flow.answered import Progress
+from headrace.log.port import Committed, TopicPartition
+
+RESUME_FRACTION = 0.75
+"""Reading resumes at this part of the budget, so that it does not flap around the limit."""
+
+
+class Budget:
+    """A limit in bytes with hysteresis."""
+
+    __slots__ = ("_exceeded", "limit_bytes", "used_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._exceeded = False
+
+    @property
+    def exceeded(self) -> bool:
+        """True from the moment the limit is reached until use has fallen well below it."""
+        if self._exceeded:
+            self._exceeded = self.used_bytes > self.limit_bytes * RESUME_FRACTION
+        else:
+            self._exceeded = self.used_bytes >= self.limit_bytes
+        return self._exceeded
+
+
+class Assignment:
+    """One partition while it is ours, from being assigned to being revoked.
+
+    Attributes:
+        epoch: counts the assignments of this process.
+        last_delivered: the offset of the record read last, or the base less one.
+        in_flight: records read and not settled.
+        void: the partition was revoked.
+    """
+
+    __slots__ = (
+        "budget",
+        "committed",
+        "epoch",
+        "in_flight",
+        "last_delivered",
+        "notify",
+        "partition",
+        "progress",
+        "void",
+    )
+
+    def __init__(
+        self,
+        partition: TopicPartition,
+        epoch: int,
+        progress: Progress,
+        budget: Budget,
+        notify: Callable[[], None],
+    ) -> None:
+        self.partition = partition
+        self.epoch = epoch
+        self.progress = progress
+        self.budget = budget
+        self.notify = notify
+        self.last_delivered = progress.base - 1
+        self.in_flight = 0
+        self.committed = Committed(-1)
+        self.void = False
+
+    def admit(self, offset: int, size_bytes: int) -> LedgerReceipt:
+        """Take a record in and charge its bytes. Offsets come in rising order."""
+        previous = self.last_delivered
+        self.last_delivered = offset
+        self.in_flight += 1
+        self.budget.used_bytes += size_bytes
+        return LedgerReceipt(self, previous, offset, size_bytes)
+
+    def skip(self, offset: int) -> None:
+        """Pass over a record that was answered before this assignment."""
+        self.last_delivered = offset
+
+
+class LedgerReceipt:
+    """What is owed for one record. `parts` settlements settle it: a batch record has many."""
+
+    __slots__ = ("assignment", "offset", "parts", "previous", "size_bytes")
+
+    def __init__(
+        self, assignment: Assignment, previous: int, offset: int, size_bytes: int, parts: int = 1
+    ) -> None:
+        self.assignment = assignment
+        self.previous = previous
+        self.offset = offset
+        self.size_bytes = size_bytes
+        self.parts = parts
+
+    @property
+    def void(self) -> bool:
+        """The partition was revoked: work on the record is for nothing."""
+        return self.assignment.void
+
+    def resize(self, size_bytes: int) -> None:
+        """Charge another number of bytes, once it is known what is really kept."""
+        self.assignment.budget.used_bytes += size_bytes - self.size_bytes
+        self.size_bytes = size_bytes
+
+    def settle(self) -> None:
+        """One part is acknowledged; the last one settles the record."""
+        self.parts -= 1
+        if self.parts:
+            return
+        assignment = self.assignment
+        assignment.in_flight -= 1
+        assignment.budget.used_bytes -= self.size_bytes
+        if not assignment.void:
+            assignment.progress.cover(self.previous, self.offset)
+        assignment.notify()
+
+
+class Ledger:
+    """All partitions of one consumer.
+
+    Args:
+        budget: shared by the partitions.
+        notify: called whenever something was settled.
+    """
+
+    def __init__(self, budget: Budget, notify: Callable[[], None]) -> None:
+        self.budget = budget
+        self._notify = notify
+        self._epoch = 0
+        self._assigned: dict[TopicPartition, Assignment] = {}
+
+    def assign(self, partition: TopicPartition, progress: Progress) -> Assignment:
+        """Begin an epoch of a partition; one that was not revoked properly ends here."""
+        self.revoke(partition)
+        self._epoch += 1
+        assignment = Assignment(partition, self._epoch, progress, self.budget, self._notify)
+        self._assigned[partition] = assignment
+        return assignment
+
+    def revoke(self, partition: TopicPartition) -> None:
+        """End the epoch of a partition: its receipts are void from now on."""
+        assignment = self._assigned.pop(partition, None)
+        if assignment is not None:
+            assignment.void = True
+
+    def get(self, partition: TopicPartition) -> Assignment | None:
+        """The present assignment of a partition, if it is ours."""
+        return self._assigned.get(partition)
+
+    @property
+    def assignments(self) -> list[Assignment]:
+        """All that is ours now."""
+        return list(self._assigned.values())
+
+    def in_flight(self, partitions: Iterable[TopicPartition] | None = None) -> int:
+        """Records read and not settled, of these partitions or of all."""
+        if partitions is None:
+            return sum(assignment.in_flight for assignment in self._assigned.values())
+        return sum(
+            assignment.in_flight
+            for partition in partitions
+            if (assignment := self._assigned.get(partition)) is not None
+        )
+
+    def committable(self) -> dict[TopicPartition, Committed]:
+        """What may be committed now and differs from what `was_committed` last heard of."""
+        return {
+            partition: committable
+            for partition, assignment in self._assigned.items()
+            if (committable := assignment.progress.committable()) != assignment.committed
+        }
+
+    def was_committed(self, offsets: dict[TopicPartition, Committed]) -> None:
+        """Remember what the log has acknowledged."""
+        for partition, committed in offsets.items():
+            assignment = self._assigned.get(partition)
+            if assignment is not None:
+                assignment.committed = committed

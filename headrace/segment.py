@@ -1,0 +1,227 @@
+"""A run of adjacent stages, wired: memory channels inside, topics at both ends.
+
+What it reads and who commits follows from which stages it has:
+
+- All four read `requests` in the group `{namespace}`, and commit the base and the answered set.
+- Ingest without the responder reads `requests` in the group `{namespace}.ingest` and commits
+  nothing: it starts where the answers end, which the group `{namespace}` knows.
+- A batcher or an executor that comes first reads `items` or `batches` in `{namespace}.{stage}`,
+  and commits that once its output is acknowledged.
+- The responder alone reads `results` in the group `{namespace}`, and commits its place there
+  together with the base and the answered set of `requests`.
+
+A responder shares memory with its neighbours only where all four stages are together. Otherwise
+early ends of requests come to it from several processes, and one owner for each source partition
+is found by reading `results`, whose partitions are the source's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+from headrace.clock import Clock
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.flow.batch_edges import BatchFeed, BatchOutlet, ModelKey
+from headrace.flow.channel import Channel, Inlet, Outlet, PullChannel
+from headrace.flow.edges import (
+    item_inlet,
+    item_outlet,
+    result_inlet,
+    result_outlet,
+)
+from headrace.flow.origins import Origins
+from headrace.flow.source import Source, SourceSettings
+from headrace.log.port import Log, Producer, TopicPartition
+from headrace.messages import Batch, Request
+from headrace.models.registry import Models
+from headrace.services.batcher.service import BatcherService
+from headrace.services.executor.service import ExecutorService
+from headrace.services.ingest.service import IngestService
+from headrace.services.responder.routing import Routes
+from headrace.services.responder.service import ResponderService
+from headrace.telemetry.metrics import Metrics
+from headrace.topics import Stage, Topic
+
+_INPUT = {
+    Stage.INGEST: Topic.REQUESTS,
+    Stage.BATCHER: Topic.ITEMS,
+    Stage.EXECUTOR: Topic.BATCHES,
+    Stage.RESPONDER: Topic.RESULTS,
+}
+
+Chunk = list[Request]
+Run = Callable[[], Coroutine[Any, Any, None]]
+
+
+class _Edge(Protocol):
+    """A channel or a topic: something with writers."""
+
+    def writer(self) -> Outlet[Chunk]: ...
+
+
+def segments(stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
+    """The stages of a process, in runs that are joined by memory."""
+    if Stage.RESPONDER in stages and Stage.INGEST not in stages and len(stages) > 1:
+        return [tuple(stages[:-1]), (Stage.RESPONDER,)]
+    return [tuple(stages)]
+
+
+class Segment:
+    """One run of stages of a process.
+
+    It ends when its source stops reading and everything that was read is answered.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        log: Log,
+        stages: Sequence[Stage],
+        models: Models,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._log = log
+        self._stages = tuple(stages)
+        self._models = models
+        self._metrics = metrics
+        self._clock = clock
+        self._runs: dict[str, Run] = {}
+        self._executor: ExecutorService | None = None
+        self._origins = (
+            Origins(settings.topic(Topic.REQUESTS)) if stages[0] is Stage.RESPONDER else None
+        )
+        self.source = Source(log, self._source_settings(), metrics, self._origins)
+
+    def _source_settings(self) -> SourceSettings:
+        settings, stages = self._settings, self._stages
+        answers = Stage.RESPONDER in stages
+        reads_requests = stages[0] is Stage.INGEST
+        group = settings.namespace if answers else f"{settings.namespace}.{stages[0]}"
+        return SourceSettings(
+            topic=settings.topic(_INPUT[stages[0]]),
+            group=group,
+            progress_group=settings.namespace if reads_requests else group,
+            commits=answers or not reads_requests,
+            budget_bytes=settings.limits.max_in_flight_bytes,
+            drain_timeout_s=settings.limits.drain_timeout_s,
+        )
+
+    async def run(self, joined: Callable[[], None]) -> None:
+        """Read, work and answer until `stop_reading` has taken effect, then commit and leave.
+
+        Reading begins when the models have loaded, so that nothing is refused for a model that
+        is only on its way.
+
+        Args:
+            joined: called when the group has given this member its first assignment.
+        """
+        async with AsyncExitStack() as stack:
+            producer = await stack.enter_async_context(self._log.producer())
+            await self._wire(producer)
+            async with asyncio.TaskGroup() as tasks:
+                work = [tasks.create_task(run(), name=name) for name, run in self._runs.items()]
+                if self._executor is not None:
+                    await self._executor.loaded.wait()
+                async with self.source:
+                    reading = tasks.create_task(self.source.run(), name="source")
+                    await self.source.assigned.wait()
+                    joined()
+                    await asyncio.wait(work)
+                    await self.source.close_down(self._settings.limits.drain_timeout_s)
+                    await reading
+
+    async def abandon(self) -> None:
+        """Commit what is settled; what is still in flight will be done again elsewhere."""
+        await self.source.close_down(0)
+
+    # --- wiring ----------------------------------------------------------------------------
+
+    async def _wire(self, producer: Producer) -> None:
+        answers = await self._wire_responder(producer)
+        items: Inlet[Chunk] = item_inlet(self.source)
+        if Stage.INGEST in self._stages:
+            items = self._wire_ingest(producer, answers)
+        pulls: PullChannel[ModelKey, Batch] | None = None
+        if Stage.BATCHER in self._stages:
+            pulls = self._wire_batcher(items, answers)
+        if Stage.EXECUTOR in self._stages:
+            self._wire_executor(pulls, answers)
+        elif pulls is not None:
+            topic = await self._sized(Topic.BATCHES)
+            outlet = BatchOutlet(pulls, producer, topic, answers.writer())
+            self._runs["write-batches"] = outlet.run
+
+    def _wire_ingest(self, producer: Producer, answers: _Edge) -> Channel[Chunk]:
+        channel: Channel[Chunk] = Channel()
+        items: _Edge = channel
+        if Stage.BATCHER not in self._stages:
+            topic = self._settings.topic(Topic.ITEMS)
+            outlet = item_outlet(producer, topic, answers.writer())
+            self._runs["write-items"] = outlet.run
+            items = outlet
+        ingest = IngestService(
+            self.source,
+            items.writer(),
+            answers.writer(),
+            self._models,
+            self._settings.limits,
+            self._clock,
+        )
+        self._runs["ingest"] = ingest.run
+        return channel
+
+    def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> PullChannel[ModelKey, Batch]:
+        prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # no two processes make the same ids
+        batcher = BatcherService(
+            items, answers.writer(), self._models.lookup, prefix, self._metrics, self._clock
+        )
+        self._runs["batcher"] = batcher.run
+        return batcher.pulls
+
+    def _wire_executor(self, pulls: PullChannel[ModelKey, Batch] | None, answers: _Edge) -> None:
+        if pulls is None:
+            feed = BatchFeed(self.source, answers.writer(), self._models.lookup)
+            self._runs["read-batches"] = feed.run
+            pulls = feed.pulls
+        executor = ExecutorService(
+            pulls, answers.writer(), self._models, self._metrics, self._clock
+        )
+        self._runs["executor"] = executor.run
+        self._executor = executor
+
+    async def _wire_responder(self, producer: Producer) -> _Edge:
+        """Returns where the other stages send what has ended."""
+        channel: Channel[Chunk] = Channel()
+        if Stage.RESPONDER not in self._stages:
+            outlet = result_outlet(producer, self._settings.topic(Topic.RESULTS))
+            self._runs["write-results"] = outlet.run
+            return outlet
+        responses = await self._sized(Topic.RESPONSES)
+        responder = ResponderService(
+            channel if self._origins is None else result_inlet(self.source),
+            producer,
+            Routes(self._settings, responses, await self._sized(Topic.DEAD_LETTERS)),
+            self._origins,
+            self._metrics,
+            self._clock,
+        )
+        self._runs["responder"] = responder.run
+        return channel
+
+    async def _sized(self, topic: Topic) -> TopicPartition:
+        """A topic's name and how many partitions it has."""
+        name = self._settings.topic(topic)
+        found = (await self._log.describe_topics([name]))[name]
+        if found is None:
+            raise ConfigurationError(
+                f"topic {name}: expected it to exist; `headrace topics create`"
+            )
+        return TopicPartition(name, found.partitions)

@@ -1,0 +1,94 @@
+"""The batcher's path: requests in → they wait in groups → a free executor pulls the next batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from headrace.clock import Clock
+from headrace.flow.channel import Inlet, Outlet, PullChannel
+from headrace.messages import Batch, Request
+from headrace.services.batcher.forming import BatchLimits, Forming, ModelKey
+from headrace.telemetry.metrics import Metrics
+
+
+class BatcherService:
+    """Collects requests, and supplies batches to those who pull.
+
+    Args:
+        inlet: requests that can run.
+        answers: takes requests that ended here: expired ones, or whose model has gone.
+        limits: of a model's version; raises `Rejected` where that does not run.
+        prefix: of batch ids; differs between processes.
+    """
+
+    def __init__(
+        self,
+        inlet: Inlet[list[Request]],
+        answers: Outlet[list[Request]],
+        limits: Callable[[str, str], BatchLimits],
+        prefix: str,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._inlet = inlet
+        self._answers = answers
+        self._metrics = metrics
+        self._clock = clock
+        self._forming = Forming(limits, prefix)
+        self._changed = asyncio.Event()
+        self._drained = asyncio.Event()
+        self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._supply)
+
+    async def run(self) -> None:
+        """Until the inlet ends and everything that waited has been pulled or has expired."""
+        async with asyncio.TaskGroup() as tasks:
+            tidying = tasks.create_task(self._tidy(), name="batcher-tidy")
+            await self._collect()
+            self._forming.draining = True
+            self.pulls.kick()
+            self._changed.set()
+            await self._drained.wait()
+            tidying.cancel()
+        self.pulls.close()
+        self._answers.close()
+
+    async def _collect(self) -> None:
+        while (chunk := await self._inlet.receive()) is not None:
+            for request in chunk:
+                self._forming.add(request)
+            self.pulls.kick()
+            # Deadlines and delays may have come in that are earlier than what `_tidy` waits for.
+            self._changed.set()
+
+    def _supply(self, key: ModelKey | None) -> Batch | None:
+        now_us = self._clock()
+        batch = self._forming.next(key, now_us)
+        if batch is not None:
+            self._metrics.formed(batch, now_us)
+        if self._forming.ended or (self._forming.draining and not self._forming):
+            self._changed.set()
+        return batch
+
+    async def _tidy(self) -> None:
+        """Answer what ended while it waited, and wake pullers when a delay is over."""
+        while True:
+            await self._wait_changed()
+            now_us = self._clock()
+            self._forming.expire(now_us)
+            self.pulls.kick()
+            ended, self._forming.ended = self._forming.ended, []
+            if ended:
+                await self._answers.send(ended)
+            if self._forming.draining and not self._forming:
+                self._drained.set()
+
+    async def _wait_changed(self) -> None:
+        next_us = self._forming.next_event_us()
+        timeout_s = None if next_us is None else max(0.0, (next_us - self._clock()) / 1e6)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+        self._changed.clear()

@@ -1,0 +1,1 @@
+"""Executor: batches come in, pulled by instances of their model; results go out."""

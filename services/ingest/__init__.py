@@ -1,0 +1,1 @@
+"""Ingest: request records come in; requests that can run go on, the others to their answer."""

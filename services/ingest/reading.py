@@ -1,0 +1,100 @@
+"""From a record to a request: decode it and check all that can be checked before it runs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from headrace.codec import callers_id, check_value, decode_request
+from headrace.config import LimitSettings
+from headrace.envelope import JSON, MSGPACK_TYPES, parse_envelope
+from headrace.errors import Code, Rejected
+from headrace.flow.endings import deadline_passed, rejection
+from headrace.flow.inflight import Assignment
+from headrace.log.port import Record
+from headrace.messages import Envelope, Request
+from headrace.models.version import ModelVersion
+from headrace.topics import Stage
+
+DECODED_TYPES = MSGPACK_TYPES | {JSON}
+"""Of these the value has the tensors; any other payload is made into tensors by the model."""
+
+REQUEST_OVERHEAD_BYTES = 1024
+"""Charged for every request beside its value: the objects that it is made of."""
+
+
+class ModelLookup(Protocol):
+    """The part of `headrace.models.registry.Models` that is needed here."""
+
+    def lookup(self, name: str, version: str | None) -> ModelVersion:
+        """Raises `Rejected`."""
+        ...
+
+
+def read_request(
+    record: Record,
+    assignment: Assignment,
+    models: ModelLookup,
+    limits: LimitSettings,
+    now_us: int,
+) -> Request:
+    """Admit a record and make a request of it.
+
+    What cannot run comes back with its failure set: a request is never refused by an exception,
+    because it has to be answered. A request that is late already, by its headers, is charged
+    nothing for its value.
+    """
+    envelope = parse_envelope(record.headers, record.timestamp, limits.default_timeout_ms)
+    value = record.value
+    receipt = assignment.admit(record.offset, REQUEST_OVERHEAD_BYTES)
+    origin = (record.partition, record.offset, receipt.previous, record.timestamp)
+    request = Request(receipt, origin, record.key, value, record.headers, envelope)
+    request.ingested_us = now_us
+    if envelope.deadline_ms:
+        request.failure = deadline_passed(request, now_us, Stage.INGEST)
+        if request.failure is not None:
+            request.value = None
+            return request
+    receipt.resize(REQUEST_OVERHEAD_BYTES + (len(value) if value is not None else 0))
+    try:
+        if envelope.fault is not None:
+            raise Rejected(Code.INVALID_REQUEST, envelope.fault)
+        if envelope.content_type not in DECODED_TYPES:
+            _bind_raw(request, value, envelope, models, limits)
+        else:
+            _bind(request, value, envelope, models, limits)
+    except Rejected as error:
+        request.fail(rejection(error, Stage.INGEST))
+        request.id = request.id or callers_id(value, envelope)
+    if envelope.content_type not in MSGPACK_TYPES:
+        # Tensors that are no views of the value are kept beside it.
+        receipt.resize(receipt.size_bytes + request.size_bytes)
+    return request
+
+
+def _bind(
+    request: Request,
+    value: bytes | None,
+    envelope: Envelope,
+    models: ModelLookup,
+    limits: LimitSettings,
+) -> None:
+    message = decode_request(value, envelope, limits)
+    request.id = message.id
+    version = models.lookup(message.model_name, message.model_version)
+    bound = version.bind(message.inputs, message.outputs)
+    request.model, request.version = version.name, version.version
+    request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
+
+
+def _bind_raw(
+    request: Request,
+    value: bytes | None,
+    envelope: Envelope,
+    models: ModelLookup,
+    limits: LimitSettings,
+) -> None:
+    payload = bytes(check_value(value, limits))
+    version = models.lookup(envelope.model, envelope.version or None)
+    bound = version.bind(version.transform(payload, envelope.content_type), None)
+    request.model, request.version = version.name, version.version
+    request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound

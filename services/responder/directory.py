@@ -1,0 +1,76 @@
+"""How many partitions the reply topics have, without ever making one answer wait for another.
+
+What was looked up is remembered for a minute. A topic that is not known is asked for in a task of
+its own, at most once at a time, and the requests that want it wait at the side; all others pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from headrace.errors import Retriable
+from headrace.log.port import Producer
+from headrace.messages import Request
+
+log = structlog.get_logger(__name__)
+
+REMEMBER_S = 60.0
+MAX_REMEMBERED = 10_000
+MAX_LOOKUPS = 64
+RETRY_S = 0.5
+
+Resolved = Callable[[list[Request], int | None], Awaitable[None]]
+"""Called with the requests that waited, and the topic's partitions, None if it does not exist."""
+
+
+class TopicDirectory:
+    """Partitions of topics that are not ours.
+
+    Args:
+        on_resolved: continues with the requests that waited.
+    """
+
+    def __init__(self, producer: Producer, on_resolved: Resolved) -> None:
+        self._producer = producer
+        self._on_resolved = on_resolved
+        self._known: dict[str, tuple[int, float]] = {}
+        self._waiting: dict[str, list[Request]] = {}
+        self._permits = asyncio.Semaphore(MAX_LOOKUPS)
+
+    def known(self, topic: str) -> int | None:
+        """The number of partitions, if it was looked up lately."""
+        entry = self._known.get(topic)
+        if entry is None or entry[1] < time.monotonic():
+            return None
+        return entry[0]
+
+    def wait_for(self, topic: str, request: Request, tasks: asyncio.TaskGroup) -> None:
+        """Look the topic up, and go on with the request when that is done."""
+        waiting = self._waiting.get(topic)
+        if waiting is not None:
+            waiting.append(request)
+            return
+        self._waiting[topic] = [request]
+        tasks.create_task(self._look_up(topic), name="responder-lookup")
+
+    async def _look_up(self, topic: str) -> None:
+        async with self._permits:
+            partitions = await self._ask(topic)
+        if partitions is not None:
+            if len(self._known) >= MAX_REMEMBERED:
+                self._known.clear()
+            self._known[topic] = (partitions, time.monotonic() + REMEMBER_S)
+        await self._on_resolved(self._waiting.pop(topic), partitions)
+
+    async def _ask(self, topic: str) -> int | None:
+        while True:
+            try:
+                return await self._producer.partitions_for(topic)
+            except Retriable as error:
+                # With no broker there is nowhere to send the refusal to, either.
+                log.warning("reply_topic_lookup_failed", topic=topic, reason=str(error))
+                await asyncio.sleep(RETRY_S)

@@ -1,0 +1,78 @@
+"""Where an answer goes, and which reply topics are refused: rules without I/O."""
+
+from __future__ import annotations
+
+import re
+
+from headrace.config import Settings
+from headrace.errors import Code
+from headrace.log.port import TopicPartition
+from headrace.messages import Envelope, Failure, Request
+from headrace.topics import Stage, Topic
+
+
+class Routes:
+    """Where answers and dead letters go, and which reply topics the settings allow.
+
+    Args:
+        responses: the topic, and how many partitions it has.
+        dead_letters: likewise.
+
+    Attributes:
+        requests: the topic that requests come from; part of their identity.
+    """
+
+    def __init__(
+        self, settings: Settings, responses: TopicPartition, dead_letters: TopicPartition
+    ) -> None:
+        self.requests = settings.topic(Topic.REQUESTS)
+        self.responses, self.responses_partitions = responses
+        self._dead_letters, self._dead_letter_partitions = dead_letters
+        self._own = frozenset(settings.topic(topic) for topic in Topic) - {self.responses}
+        namespace = re.escape(settings.namespace)
+        self._patterns = settings.topics.reply_allowed
+        self._allowed = [
+            re.compile(pattern.replace("{namespace}", namespace)) for pattern in self._patterns
+        ]
+
+    def default(self, request: Request) -> TopicPartition:
+        """The partition of `responses` for an answer that goes nowhere else."""
+        return TopicPartition(self.responses, request.partition % self.responses_partitions)
+
+    def dead_letter(self, request: Request) -> TopicPartition:
+        """Where a dead letter is kept."""
+        return TopicPartition(self._dead_letters, request.partition % self._dead_letter_partitions)
+
+    def refusal(self, topic: str) -> str | None:
+        """Why a topic is no reply topic; None when it may be one."""
+        if topic == self.responses:
+            return None
+        if topic in self._own:
+            return f"kafka_replyTopic: expected a topic of the caller's, got {topic}, which is ours"
+        if not any(pattern.fullmatch(topic) for pattern in self._allowed):
+            return (
+                f"kafka_replyTopic: expected a match of {' or '.join(self._patterns)} "
+                f"(topics.reply_allowed), got {topic}"
+            )
+        return None
+
+
+def choose_partition(
+    envelope: Envelope, source_partition: int, topic: str, partitions: int | None
+) -> TopicPartition | str:
+    """The partition of a reply topic, or why there is none. `partitions` None: no such topic."""
+    if partitions is None:
+        return f"kafka_replyTopic: expected a topic that exists, got {topic}"
+    wanted = envelope.reply_partition
+    if wanted is None:
+        return TopicPartition(topic, source_partition % partitions)
+    if wanted >= partitions:
+        return (
+            f"kafka_replyPartition: expected 0 to {partitions - 1} of topic {topic}, got {wanted}"
+        )
+    return TopicPartition(topic, wanted)
+
+
+def misrouted(reason: str) -> Failure:
+    """The failure of a request whose answer cannot go where it asked."""
+    return Failure(Code.INVALID_REQUEST, reason, Stage.RESPONDER)
