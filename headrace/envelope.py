@@ -21,6 +21,9 @@ JSON: Final = "application/json"
 MSGPACK_TYPES = frozenset({"", MSGPACK, "application/vnd.msgpack", "application/x-msgpack"})
 """An absent header means MessagePack."""
 
+DECODED_TYPES = MSGPACK_TYPES | {JSON}
+"""Any other type is a payload that only its model's transform can read."""
+
 MAX_PRIORITY = 100
 """`x-priority` is between minus this and this."""
 
@@ -28,7 +31,6 @@ MAX_HEADER_BYTES = 512
 """Of each header that is parsed; those that are only passed on may be longer."""
 
 _CLOUDEVENTS = "application/cloudevents"
-_PARSED_TYPES = MSGPACK_TYPES | {JSON}
 _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
 _INT32 = struct.Struct(">i")
 _INT64 = struct.Struct(">q")
@@ -69,7 +71,7 @@ def parse_envelope(
     content_type = fields[0]
     model, version = fields.pop()
     timeout_ms = fields.pop()
-    if content_type not in _PARSED_TYPES and fault is None:
+    if content_type not in DECODED_TYPES and fault is None:
         fault = _content_type_fault(content_type, model)
     if default_timeout_ms or timeout_ms is not None or fields[_DEADLINE] is not None:
         fields[_DEADLINE] = _deadline(
@@ -214,11 +216,6 @@ OWN_HEADERS = frozenset(
 
 _STAY = OWN_HEADERS | {"spring_json_header_types", "traceparent", "tracestate"}
 _STAYING_PREFIXES = ("content-", "ce_", "kafka_", "retry_topic-", "x-replay-")
-
-
-def is_raw(envelope: Envelope) -> bool:
-    """Whether the record's value is a payload that only its model's transform can read."""
-    return envelope.content_type not in _PARSED_TYPES
 
 
 def answer_content_type(request_content_type: str) -> str:
