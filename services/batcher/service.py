@@ -37,19 +37,16 @@ class BatcherService:
         self._clock = clock
         self._forming = Forming(limits, prefix)
         self._changed = asyncio.Event()
-        self._drained = asyncio.Event()
         self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._supply)
 
     async def run(self) -> None:
         """Until the inlet ends and everything that waited has been pulled or has expired."""
         async with asyncio.TaskGroup() as tasks:
-            tidying = tasks.create_task(self._tidy(), name="batcher-tidy")
+            tasks.create_task(self._tidy(), name="batcher-tidy")
             await self._collect()
             self._forming.draining = True
             self.pulls.kick()
             self._changed.set()
-            await self._drained.wait()
-            tidying.cancel()
         self.pulls.close()
         self._answers.close()
 
@@ -71,7 +68,9 @@ class BatcherService:
         return batch
 
     async def _tidy(self) -> None:
-        """Answer what ended while it waited, and wake pullers when a delay is over."""
+        """Answer what ended while it waited, and wake pullers when a delay is over; ends when
+        nothing more comes and nothing waits.
+        """
         while True:
             await self._wait_changed()
             now_us = self._clock()
@@ -81,7 +80,7 @@ class BatcherService:
             if ended:
                 await self._answers.send(ended)
             if self._forming.draining and not self._forming:
-                self._drained.set()
+                return
 
     async def _wait_changed(self) -> None:
         next_us = self._forming.next_event_us()
