@@ -1,0 +1,169 @@
+"""`headrace run` as processes of its own, started and stopped as an operator would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+HEADRACE = Path(sys.executable).parent / "headrace"
+START_DEADLINE_S = 40.0
+STOP_DEADLINE_S = 30.0
+
+
+class Process:
+    """One `headrace run STAGES` against a broker; entered when it says that it is ready.
+
+    Args:
+        stages: as on the command line.
+        environment: settings, as `HEADRACE_…` variables.
+    """
+
+    def __init__(self, stages: str, environment: dict[str, str]) -> None:
+        self._stages = stages
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if "HEADRACE" not in name},
+            **environment,
+            "HEADRACE_TELEMETRY__HTTP_PORT": "0",
+        }
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __aexit__
+        self._process: asyncio.subprocess.Process | None = None
+        self.http_port = 0
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def start(self) -> None:
+        """Start it and wait until `/health/ready` answers 200."""
+        self._process = await asyncio.create_subprocess_exec(
+            HEADRACE,
+            "run",
+            self._stages,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+        )
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                while not await self._is_ready():
+                    await asyncio.sleep(0.05)
+        except BaseException:
+            await self.kill()
+            raise AssertionError(f"{self._stages} did not get ready:\n{self.output}") from None
+
+    async def _is_ready(self) -> bool:
+        assert self._process is not None
+        if self._process.returncode is not None:
+            raise AssertionError(f"exit code {self._process.returncode}")
+        found = re.search(r'"http_port": (\d+)', self.output)
+        if found is None:
+            return False
+        self.http_port = int(found[1])
+        try:
+            async with aiohttp.ClientSession() as session:
+                url = f"http://127.0.0.1:{self.http_port}/health/ready"
+                async with session.get(url) as response:
+                    return response.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def get(self, path: str) -> str:
+        """What its HTTP server answers."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"http://127.0.0.1:{self.http_port}{path}") as response,
+        ):
+            return await response.text()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process is not None and self._process.returncode is None:
+            await self.terminate()
+        self._output.close()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    async def terminate(self) -> int:
+        """SIGTERM; returns the exit code once it has drained."""
+        self.send(signal.SIGTERM)
+        return await self.wait()
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+
+    async def wait(self) -> int:
+        """The exit code, when it ends by itself."""
+        assert self._process is not None
+        try:
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                return await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+            raise AssertionError(f"{self._stages} did not end:\n{self.output}") from None
+
+    @property
+    def resident_bytes(self) -> int:
+        """Its resident memory."""
+        assert self._process is not None
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return os.pread(self._output.fileno(), 10_000_000, 0).decode(errors="replace")
+
+    @property
+    def events(self) -> list[dict[str, object]]:
+        """Its log lines."""
+        lines = self.output.splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def environment(
+    bootstrap_servers: str, namespace: str, models: Path, **more: str
+) -> dict[str, str]:
+    """Settings for `Process`; further ones by their names without the prefix."""
+    return {
+        "HEADRACE_NAMESPACE": namespace,
+        "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": bootstrap_servers,
+        "HEADRACE_MODELS__REPOSITORY": str(models),
+        **{f"HEADRACE_{name}": value for name, value in more.items()},
+    }
+
+
+async def headrace(arguments: Sequence[str], settings: dict[str, str]) -> None:
+    """Run a command of the CLI to its end, which must be good."""
+    process = await asyncio.create_subprocess_exec(
+        HEADRACE,
+        *arguments,
+        env={**os.environ, **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
