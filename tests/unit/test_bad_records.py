@@ -1,0 +1,66 @@
+"""Every bad record gets the code and the message that it must get."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.codec import decode_request
+from headrace.config import LimitSettings
+from headrace.envelope import parse_envelope
+from headrace.errors import Code, Rejected
+from headrace.messages import InferenceRequest
+from headrace.models.binding import Binder
+from headrace.models.signature import TensorSpec, make_signature
+from tests.support.bad_records import BAD_RECORDS, MAX_REQUEST_BYTES, BadRecord
+
+LIMITS = LimitSettings(max_request_bytes=MAX_REQUEST_BYTES)
+DIGITS = Binder(
+    make_signature(
+        [TensorSpec("pixels", "FP32", (-1, 64))],
+        [TensorSpec("probabilities", "FP32", (-1, 10)), TensorSpec("label", "INT64", (-1,))],
+    )
+)
+
+
+def serve(record: BadRecord) -> None:
+    """What ingest does with a record, up to the point where it would run."""
+    envelope = parse_envelope(record.headers, 1_700_000_000_000, 0)
+    request = decode_request(record.value, envelope, LIMITS)
+    look_up(request)
+    DIGITS.bind(request.inputs, request.outputs)
+
+
+def look_up(request: InferenceRequest) -> None:
+    """A repository with version 1 of `digits`."""
+    if request.model_name != "digits":
+        raise Rejected(Code.UNKNOWN_MODEL, f"model_name: {request.model_name}")
+    if request.model_version not in (None, "1"):
+        raise Rejected(Code.UNKNOWN_MODEL, f"model_version: {request.model_version}")
+
+
+@pytest.mark.parametrize("record", BAD_RECORDS, ids=lambda record: record.name)
+def test_a_bad_record_is_refused_with_the_place_of_its_fault(record: BadRecord) -> None:
+    """The code is the expected one, and the message names the place."""
+    with pytest.raises(Rejected) as refused:
+        serve(record)
+
+    assert (refused.value.code, record.fragment in refused.value.message) == (record.code, True), (
+        str(refused.value)
+    )
+
+
+@pytest.mark.parametrize("record", BAD_RECORDS, ids=lambda record: record.name)
+def test_the_message_of_a_refusal_is_short(record: BadRecord) -> None:
+    """A message has a few lines at most, whatever came."""
+    with pytest.raises(Rejected) as refused:
+        serve(record)
+
+    assert len(refused.value.message) <= 700
+
+
+def test_bad_records_are_many_and_told_apart_by_name() -> None:
+    """There are at least 200, and no two of one name."""
+    names = {record.name for record in BAD_RECORDS}
+
+    assert len(names) == len(BAD_RECORDS)
+    assert len(names) >= 200
