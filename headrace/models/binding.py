@@ -197,8 +197,7 @@ class _Seen(NamedTuple):
 
 def _check_fixed(spec: TensorSpec, shape: tuple[int, ...], where: str) -> None:
     fits = len(shape) == len(spec.shape) and all(
-        given == size or (size == -1 and given >= 0)
-        for size, given in zip(spec.shape, shape, strict=True)
+        size in (-1, given) for size, given in zip(spec.shape, shape, strict=True)
     )
     if not fits:
         raise _tensor_fault(where, str(list(spec.shape)), str(list(shape)))

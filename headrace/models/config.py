@@ -19,6 +19,8 @@ CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
 Provider = Literal["CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"]
+_UNION_PART = re.compile(r"[\[\],()]|^(int|float|str|bool|constrained-\w+)$")
+_Versions = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
 
 
 class _Group(BaseModel):
@@ -49,7 +51,7 @@ class ModelConfig(_Group):
     """How one model is served. What `model.toml` does not say comes from the settings."""
 
     backend: Literal["onnx", "python"] = "onnx"
-    versions: Literal["latest", "all"] | tuple[Annotated[int, Field(ge=1)], ...] = "latest"
+    versions: Literal["latest", "all"] | _Versions = "latest"
     max_batch_size: Annotated[int, Field(ge=1)] = 32
     """In rows; 1 turns batching off."""
     max_queue_delay_ms: Annotated[float, Field(ge=0)] = 0.0
@@ -149,9 +151,5 @@ def make_model_config(
 
 def _key(location: tuple[int | str, ...]) -> str:
     """The key as it stands in the file, without pydantic's names for the parts of a union."""
-    parts = [
-        str(part)
-        for part in location
-        if not re.search(r"[\[\],()]|^(int|float|literal)$", str(part))
-    ]
+    parts = [str(part) for part in location if not _UNION_PART.search(str(part))]
     return ".".join(parts) + ": " if parts else ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +92,12 @@ class OnnxBackend:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
         try:
-            with warnings.catch_warnings():
-                # It warns of the fallback that is an error for us.
-                warnings.simplefilter("ignore")
-                return onnxruntime.InferenceSession(
-                    path,
-                    sess_options=options,
-                    providers=list(providers),
-                    provider_options=[self._provider_options(name) for name in providers],
-                )
+            return onnxruntime.InferenceSession(
+                path,
+                sess_options=options,
+                providers=list(providers),
+                provider_options=[self._provider_options(name) for name in providers],
+            )
         except Exception as error:  # its errors have no common class but this
             raise ConfigurationError(f"{path}: {_first_line(error)}") from error
 

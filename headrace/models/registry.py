@@ -10,14 +10,13 @@ All calls come from one thread, the event loop's; `reload` reads the disk in ano
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from headrace.config import Settings
-from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.models.repository import FoundModel, Repository
+from headrace.errors import Code, Rejected
+from headrace.models.opening import Opened, is_outrun, look, relative
+from headrace.models.repository import Repository
 from headrace.models.version import ModelVersion, State
 
 LOADING_RETRY_AFTER_MS = 1000
@@ -34,7 +33,8 @@ class Change(NamedTuple):
 class Reloaded(NamedTuple):
     """What a look at the repository brought; versions as `name/version`, faults as lines.
 
-    A removed version goes on serving until its successor is ready.
+    A removed version goes on serving until its successor is ready. A failed one that is tried
+    again counts as changed.
     """
 
     added: tuple[str, ...]
@@ -44,15 +44,6 @@ class Reloaded(NamedTuple):
 
 
 Subscriber: TypeAlias = Callable[[Change], None]
-Known: TypeAlias = Mapping[tuple[str, str], ModelVersion]
-
-
-class _Opened(NamedTuple):
-    """A model on disk, with its versions that can be served and the faults of the others."""
-
-    found: FoundModel
-    versions: dict[str, ModelVersion]
-    faults: dict[str, str]
 
 
 class _Model:
@@ -164,7 +155,7 @@ class Models:
         Raises:
             ConfigurationError: the repository is not there. Faults of single models are kept.
         """
-        return self._apply(_look(self._repository, {}))
+        return self._apply(look(self._repository, {}))
 
     async def reload(self) -> Reloaded:
         """Look at the repository again; failed versions are tried again.
@@ -178,24 +169,24 @@ class Models:
                 for version in self.versions()
                 if version.state is not State.FAILED
             }
-            opened = await asyncio.to_thread(_look, self._repository, known)
-            while _is_outrun(opened):
-                opened = await asyncio.to_thread(_look, self._repository, {})
+            opened = await asyncio.to_thread(look, self._repository, known)
+            while is_outrun(opened):
+                opened = await asyncio.to_thread(look, self._repository, {})
             return self._apply(opened)
 
-    def _apply(self, opened: list[_Opened]) -> Reloaded:
+    def _apply(self, opened: list[Opened]) -> Reloaded:
         before = {name: dict(model.selected) for name, model in self._models.items()}
-        for name in self._models.keys() - {each.found.name for each in opened}:
+        for name in self._models.keys() - {each.name for each in opened}:
             self._remove(name)
         for each in opened:
-            self._update(self._models.setdefault(each.found.name, _Model()), each)
+            self._update(self._models.setdefault(each.name, _Model()), each)
         return self._difference(before)
 
-    def _update(self, model: _Model, opened: _Opened) -> None:
+    def _update(self, model: _Model, opened: Opened) -> None:
         model.faults = opened.faults
         if not opened.versions:
             # Nothing can be opened: what was wanted before is the best there is.
-            self._publish(opened.found.name)
+            self._publish(opened.name)
             return
         dropped = model.selected
         model.selected = opened.versions
@@ -209,7 +200,7 @@ class Models:
                 self._notify(Change("load", version))
             else:
                 self.mark_ready(version)
-        self._settle(opened.found.name)
+        self._settle(opened.name)
 
     def _remove(self, name: str) -> None:
         model = self._models.pop(name)
@@ -244,7 +235,7 @@ class Models:
 
     def mark_failed(self, version: ModelVersion, reason: str) -> None:
         """A version cannot take requests (any more); its predecessor stays."""
-        version.state, version.reason = State.FAILED, _relative(reason, self._repository.path)
+        version.state, version.reason = State.FAILED, relative(reason, self._repository.path)
         model = self._models.get(version.name)
         if model is None:
             return
@@ -302,7 +293,6 @@ class Models:
         )
 
     def _refuse(self, name: str, number: str) -> NoReturn:
-        model = self._models.get(name)
         if not name:
             raise Rejected.mismatch(
                 Code.INVALID_REQUEST,
@@ -310,68 +300,35 @@ class Models:
                 expected="a name, in the value or in the header x-model",
                 got="none",
             )
+        model = self._models.get(name)
         if model is None:
             raise Rejected.mismatch(
                 Code.UNKNOWN_MODEL, "model_name", expected=_one_of(self.names()), got=f'"{name}"'
             )
-        there = sorted(model.selected.keys() | model.serving.keys() | model.faults.keys())
+        there = model.selected.keys() | model.serving.keys() | model.faults.keys()
         if number and number not in there and "" not in model.faults:
             raise Rejected.mismatch(
                 Code.UNKNOWN_MODEL,
                 "model_version",
-                expected=f"{_one_of(there)} of {name}",
+                expected=f"{_one_of(sorted(there, key=int))} of {name}",
                 got=f'"{number}"',
             )
-        wanted = model.selected.get(number)
-        candidates = [wanted] if wanted else list(model.selected.values())
-        if any(version.state is State.LOADING for version in candidates):
-            raise Rejected(
-                Code.MODEL_NOT_READY,
-                f"model {name}{number and '/'}{number} is loading",
-                retry_after_ms=LOADING_RETRY_AFTER_MS,
-            )
-        reasons = [version.reason for version in candidates if version.reason]
-        reasons += [
-            fault for key, fault in model.faults.items() if key in ("", number) or not number
-        ]
+        _refuse_unready(model, name, number)
+
+
+def _refuse_unready(model: _Model, name: str, number: str) -> NoReturn:
+    """Say whether it is worth to wait, and otherwise what is wrong, in a line."""
+    asked = f"model {name}/{number}" if number else f"model {name}"
+    wanted = model.selected.get(number)
+    candidates = [wanted] if wanted else list(model.selected.values())
+    if any(version.state is State.LOADING for version in candidates):
         raise Rejected(
-            Code.MODEL_NOT_READY, f"model {name}{number and '/'}{number}: {'; '.join(reasons)}"
+            Code.MODEL_NOT_READY, f"{asked} is loading", retry_after_ms=LOADING_RETRY_AFTER_MS
         )
-
-
-def _look(repository: Repository, known: Known) -> list[_Opened]:
-    """Read the disk and open what is new or has changed; in any thread."""
-    opened = [_open(found, known) for found in repository.scan()]
-    for each in opened:
-        for number, fault in each.faults.items():
-            each.faults[number] = _relative(fault, repository.path)
-    return opened
-
-
-def _relative(fault: str, repository: Path) -> str:
-    """A fault with its paths below the repository: it may be told to callers elsewhere."""
-    return fault.replace(f"{repository}{os.sep}", "")
-
-
-def _open(found: FoundModel, known: Known) -> _Opened:
-    if found.fault:
-        return _Opened(found, {}, {"": found.fault})
-    versions: dict[str, ModelVersion] = {}
-    faults: dict[str, str] = {}
-    for each in found.versions:
-        same = known.get((found.name, each.version))
-        try:
-            unchanged = same is not None and same.stamp == each.stamp
-            versions[each.version] = same if unchanged and same else ModelVersion(found, each)
-        except ConfigurationError as error:
-            faults[each.version] = str(error)
-    return _Opened(found, versions, faults)
-
-
-def _is_outrun(opened: list[_Opened]) -> bool:
-    """Whether a version that was found unchanged was put aside during the look."""
-    versions = (version for each in opened for version in each.versions.values())
-    return any(version.state is State.UNLOADING for version in versions)
+    reasons = [version.reason for version in candidates if version.reason]
+    reasons += [fault for key, fault in model.faults.items() if key in ("", number) or not number]
+    told = "; ".join(reason.splitlines()[0] for reason in reasons)
+    raise Rejected(Code.MODEL_NOT_READY, f"{asked}: {told}")
 
 
 def _one_of(names: list[str]) -> str:

@@ -88,6 +88,9 @@ class Repository:
             versions = _selected(directory, config)
         except ConfigurationError as error:
             return FoundModel(name, directory, None, (), str(error))
+        except OSError as error:
+            fault = f"{error.filename or directory}: {error.strerror}"
+            return FoundModel(name, directory, None, (), fault)
         return FoundModel(name, directory, config, versions)
 
 
@@ -159,7 +162,10 @@ def open_version(found: FoundVersion, config: ModelConfig) -> Signature:
         ConfigurationError: a file is missing or broken, or the checksum is another.
     """
     if config.checksum is not None:
-        checksum = checksum_of(found.directory)
+        try:
+            checksum = checksum_of(found.directory)
+        except OSError as error:
+            raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
         if checksum != config.checksum:
             raise ConfigurationError(
                 f"{found.directory}: checksum: expected {config.checksum}, got {checksum}"

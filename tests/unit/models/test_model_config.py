@@ -1,0 +1,122 @@
+"""`model.toml`: what it may say, and how its faults are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import make_settings
+from headrace.errors import ConfigurationError
+from headrace.models.config import ModelConfig, make_model_config, read_model_config
+
+SETTINGS = make_settings({"batching": {"max_batch_size": 16}, "executor": {"instances": 2}})
+
+
+def faults_of(values: dict[str, Any]) -> list[str]:
+    """The lines with which values are refused."""
+    with pytest.raises(ConfigurationError) as caught:
+        make_model_config(values, SETTINGS)
+    return str(caught.value).splitlines()
+
+
+def test_missing_file_leaves_all_to_the_settings(tmp_path: Path) -> None:
+    """Without a `model.toml` the settings' defaults hold."""
+    config = read_model_config(tmp_path / "model.toml", SETTINGS)
+    assert (config.max_batch_size, config.instances, config.backend) == (16, 2, "onnx")
+
+
+def test_file_goes_over_the_settings(tmp_path: Path) -> None:
+    """What the file says holds for its model; the rest stays with the settings."""
+    path = tmp_path / "model.toml"
+    path.write_text("max_batch_size = 4\nrange.input_ids = [0, 30521]\n", encoding="utf-8")
+    config = read_model_config(path, SETTINGS)
+    assert (config.max_batch_size, config.instances) == (4, 2)
+    assert config.range == {"input_ids": (0, 30521)}
+
+
+def test_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
+    """The message has the path and the place."""
+    path = tmp_path / "model.toml"
+    path.write_text("max_batch_size =", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"model\.toml: Invalid value \(at end"):
+        read_model_config(path, SETTINGS)
+
+
+def test_all_faults_are_told_at_once() -> None:
+    """One line for each fault, each with its key."""
+    lines = faults_of({"max_batch_size": 0, "colour": "red", "device": "gpu"})
+    assert len(lines) == 3
+    assert "model.toml: colour: Extra inputs are not permitted" in lines
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"range": {"x": [3, 1]}}, "range.x: expected [lowest, highest], got [3, 1]"),
+        (
+            {"provider_options": {"CUDAExecutionProvider": {"gpu_mem_limit": 1}}},
+            "provider_options.CUDAExecutionProvider: expected one of the providers in use, "
+            "CPUExecutionProvider",
+        ),
+        (
+            {"providers": ["CUDAExecutionProvider"]},
+            "providers: CUDAExecutionProvider first does not fit device cpu",
+        ),
+        (
+            {"providers": ["CPUExecutionProvider"], "device": "cuda:0"},
+            "providers: CPUExecutionProvider first does not fit device cuda:0",
+        ),
+        (
+            {"backend": "python", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1]}]},
+            "inputs, outputs: expected both or neither",
+        ),
+    ],
+    ids=["range", "options", "providers", "device", "half a signature"],
+)
+def test_values_that_do_not_agree_are_refused(values: dict[str, Any], fault: str) -> None:
+    """What each value allows alone may not go together."""
+    assert faults_of(values) == [f"model.toml: {fault}"]
+
+
+def test_signature_of_an_onnx_model_is_not_declared() -> None:
+    """The file has it; a second one could only differ."""
+    half = [{"name": "x", "datatype": "FP32", "shape": [-1]}]
+    [line] = faults_of({"inputs": half, "outputs": half})
+    assert "expected only with backend = python" in line
+
+
+def test_unknown_datatype_is_refused() -> None:
+    """A declared tensor has one of the protocol's datatypes."""
+    half = [{"name": "x", "datatype": "float", "shape": [-1]}]
+    lines = faults_of({"backend": "python", "inputs": half, "outputs": half})
+    assert lines[0].startswith("model.toml: inputs.0: datatype: expected one of BOOL,")
+
+
+@pytest.mark.parametrize(
+    ("values", "providers"),
+    [
+        ({}, ("CPUExecutionProvider",)),
+        ({"device": "cuda:1"}, ("CUDAExecutionProvider",)),
+        (
+            {
+                "device": "cuda:0",
+                "providers": ["TensorrtExecutionProvider", "CUDAExecutionProvider"],
+            },
+            ("TensorrtExecutionProvider", "CUDAExecutionProvider"),
+        ),
+    ],
+    ids=["cpu", "cuda", "tensorrt"],
+)
+def test_device_says_the_providers_unless_they_are_named(
+    values: dict[str, Any], providers: tuple[str, ...]
+) -> None:
+    """`device` is enough; `providers` says more."""
+    assert make_model_config(values, SETTINGS).execution_providers == providers
+
+
+def test_configuration_is_frozen() -> None:
+    """Nobody changes a model's configuration while it serves."""
+    with pytest.raises(ValueError, match="frozen"):
+        ModelConfig().instances = 3  # type: ignore[misc]  # that it cannot be set is the test

@@ -1,0 +1,257 @@
+"""ONNX models on ONNX Runtime's CPU provider."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+
+from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.models.backend import ModelFailed
+from headrace.models.config import ModelConfig, make_model_config
+from headrace.models.onnx_backend import OnnxBackend, intra_op_threads
+from headrace.models.signature import read_onnx_signature
+from headrace.tensors import DATATYPES
+from tests.support import models
+
+Make = Callable[..., OnnxBackend]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Makes a backend of a model, not loaded yet; keywords are lines of `model.toml`."""
+
+    def of(model: onnx.ModelProto, **config: Any) -> OnnxBackend:
+        directory = models.add_version(tmp_path, "model", 1, model)
+        signature = read_onnx_signature(directory / "model.onnx")
+        settings = models.settings_for(tmp_path)
+        return OnnxBackend(directory, make_model_config(config, settings), signature)
+
+    return of
+
+
+@pytest.fixture
+def load(make: Make) -> Make:
+    """The same, loaded."""
+
+    def of(model: onnx.ModelProto, **config: Any) -> OnnxBackend:
+        backend = make(model, **config)
+        backend.load()
+        return backend
+
+    return of
+
+
+def sample_of(datatype: str) -> np.ndarray[Any, Any]:
+    """Two rows of two values that are not the same."""
+    if datatype == "BYTES":
+        return np.array([[b"", "é\0".encode()], [b"c", b"dd"]], dtype=object)
+    return np.array([[0, 1], [1, 0]]).astype(DATATYPES[datatype].dtype)
+
+
+def test_outputs_come_by_name(load: Make) -> None:
+    """A run gives every output of the signature."""
+    outputs = load(models.digits()).run({"pixels": np.ones((3, 64), np.float32)})
+    np.testing.assert_array_equal(outputs["scores"], np.tile(np.arange(10) * 64.0, (3, 1)))
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_every_datatype_goes_through_unchanged(load: Make, datatype: str) -> None:
+    """What goes in as a datatype comes out as it, `BYTES` and bfloat16 included."""
+    given = sample_of(datatype)
+    [output] = load(models.identity(datatype)).run({"x": given}).values()
+    assert output.dtype == DATATYPES[datatype].dtype
+    np.testing.assert_array_equal(output, given)
+
+
+def test_read_only_bfloat16_is_taken(load: Make) -> None:
+    """Arrays are views of records, which cannot be written to."""
+    given = np.frombuffer(b"\x80\x3f\x00\x40", ml_dtypes.bfloat16).reshape(1, 2)
+    outputs = load(models.identity("BF16")).run({"x": given})
+    assert outputs["y"].tolist() == [[1.0, 2.0]]
+
+
+def test_strings_beside_bfloat16_are_refused(make: Make) -> None:
+    """ONNX Runtime's Python interface has no way for both; the message names the tensor."""
+    model = models.make_model(
+        [
+            helper.make_node("Identity", ["a"], ["c"]),
+            helper.make_node("Identity", ["b"], ["d"]),
+        ],
+        [("a", 16, ["n"]), ("b", 8, ["n"])],
+        [("c", 16, ["n"]), ("d", 8, ["n"])],
+    )
+    with pytest.raises(ConfigurationError, match=r"expected no BYTES beside BF16.*; got b"):
+        make(model).load()
+
+
+def test_string_that_is_not_utf8_is_rejected(load: Make) -> None:
+    """The rest of the batch is not to blame, so it is the input's fault, not the model's."""
+    backend = load(models.identity("BYTES", ["n"]))
+    with pytest.raises(Rejected) as caught:
+        backend.run({"x": np.array([b"\xff"], dtype=object)})
+    assert caught.value.code == Code.INVALID_TENSOR
+
+
+def test_failing_run_raises(load: Make) -> None:
+    """An index out of range is an exception, not another provider and not a wrong answer."""
+    backend = load(models.embedding(rows=8))
+    with pytest.raises(Exception, match="indices element out of data bounds, idx=8"):
+        backend.run({"index": np.array([[0], [8]])})
+    assert backend.run({"index": np.array([[7]])})["vector"].shape == (1, 1, 4)
+
+
+def test_output_that_does_not_scale_with_the_rows_is_a_failure(load: Make) -> None:
+    """Splitting it would give each request another's numbers."""
+    backend = load(models.falsely_batched())
+    with pytest.raises(ModelFailed, match=r"output y: expected 3 rows in dimension 0, got.*\[1, 2"):
+        backend.run({"x": np.ones((3, 2), np.float32)})
+
+
+def test_warm_up_of_a_sound_model_finds_nothing(load: Make) -> None:
+    """Batching stays on."""
+    backend = load(models.tokens())
+    backend.warm_up()
+    assert backend.batching_fault == ""
+
+
+def test_warm_up_finds_that_larger_batches_fail(load: Make) -> None:
+    """One row runs and two do not: the model is served, and batching is off with the reason."""
+    backend = load(models.falsely_batched())
+    backend.warm_up()
+    assert backend.batching_fault.startswith("a run of 2 rows failed at warm-up with made-up")
+
+
+def test_warm_up_runs_powers_of_two_up_to_the_limit(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit itself is run as well."""
+    backend = make(models.digits(), max_batch_size=12)
+    rows: list[int] = []
+    monkeypatch.setattr(backend, "run", lambda inputs: rows.append(len(inputs["pixels"])))
+    backend.warm_up()
+    assert rows == [1, 2, 4, 8, 12]
+
+
+def test_warm_up_keeps_the_limit_of_bytes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch never has more bytes than `max_batch_bytes`, so a larger one is not tried."""
+    backend = make(models.digits(), max_batch_bytes=5 * 256)
+    rows: list[int] = []
+    monkeypatch.setattr(backend, "run", lambda inputs: rows.append(len(inputs["pixels"])))
+    backend.warm_up()
+    assert rows == [1, 2, 4, 5]
+
+
+def test_warm_up_keeps_to_the_range(load: Make) -> None:
+    """Made-up values are allowed ones."""
+    backend = load(models.embedding(), range={"index": [3, 7]}, max_batch_size=1)
+    backend.warm_up()
+    assert backend.batching_fault == ""
+
+
+def test_model_that_cannot_run_one_row_is_refused(load: Make) -> None:
+    """A version that fails at warm-up never becomes ready."""
+    backend = load(models.embedding(rows=8), range={"index": [8, 9]})
+    with pytest.raises(
+        ConfigurationError, match=r"warm-up with made-up inputs.*out of data bounds"
+    ):
+        backend.warm_up()
+
+
+def test_warm_up_runs_the_samples_that_are_there(load: Make, tmp_path: Path) -> None:
+    """Samples in `warmup/*.npz` take the place of made-up inputs."""
+    backend = load(models.embedding(rows=8))
+    directory = tmp_path / "model" / "1" / "warmup"
+    directory.mkdir()
+    np.savez(directory / "one.npz", index=np.array([[8]]))
+    with pytest.raises(ConfigurationError, match=r"warm-up with warmup/one\.npz.*out of data bou"):
+        backend.warm_up()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"other": np.zeros((1, 1))}, "expected index, got other"),
+        ({"index": np.zeros((1, 2), np.int64)}, r"index: expected \[-1, 1\], got \[1, 2\]"),
+        ({"index": np.zeros((1, 1), np.int32)}, "index: expected INT64, got int32"),
+    ],
+    ids=["name", "shape", "dtype"],
+)
+def test_sample_that_does_not_fit_is_refused(
+    load: Make, tmp_path: Path, arrays: dict[str, Any], message: str
+) -> None:
+    """The message names the file, and what was expected."""
+    backend = load(models.embedding())
+    directory = tmp_path / "model" / "1" / "warmup"
+    directory.mkdir()
+    np.savez(directory / "one.npz", **arrays)
+    with pytest.raises(ConfigurationError, match=message):
+        backend.warm_up()
+
+
+def test_cancel_ends_a_run(load: Make) -> None:
+    """A run that would take minutes ends with an exception, and the next one is not affected."""
+    backend = load(models.slow())
+    pixels = np.ones((1, 64), np.float32)
+    timer = threading.Timer(0.05, backend.cancel)
+    timer.start()
+    with pytest.raises(Exception, match="terminate flag"):
+        backend.run({"times": np.array(10**9), "x": pixels})
+    timer.join()
+    assert backend.run({"times": np.array(1), "x": pixels})["y"].shape == (1, 64)
+
+
+def test_cancel_that_comes_too_late_does_not_end_the_next_run(load: Make) -> None:
+    """A cancel is for the run under way."""
+    backend = load(models.digits())
+    backend.cancel()
+    assert backend.run({"pixels": np.ones((1, 64), np.float32)})
+
+
+def test_broken_graph_is_refused_at_load(make: Make) -> None:
+    """What ONNX Runtime says is passed on, with the path."""
+    model = models.identity("FP32")
+    model.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(ConfigurationError, match=r"1/model\.onnx: .*NoSuchOperator"):
+        make(model).load()
+
+
+def test_provider_that_is_not_installed_is_refused(make: Make) -> None:
+    """The message says what was expected and what there is."""
+    with pytest.raises(
+        ConfigurationError, match="expected TensorrtExecutionProvider for device cuda:0; the inst"
+    ):
+        make(models.digits(), device="cuda:0", providers=["TensorrtExecutionProvider"]).load()
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_session_that_is_silently_on_the_cpu_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime lists providers whose device is missing and then makes a session without."""
+    monkeypatch.setattr(
+        onnxruntime,
+        "get_available_providers",
+        lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"],
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"expected to run on CUDAExecutionProvider \(cuda:0\), got CPUEx"
+    ):
+        make(models.digits(), device="cuda:0").load()
+
+
+def test_threads_are_shared_between_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two instances on eight cores take four each; a configured number holds."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert intra_op_threads(ModelConfig(instances=2)) == 4
+    assert intra_op_threads(ModelConfig(instances=9)) == 1
+    assert intra_op_threads(ModelConfig(intra_op_threads=3)) == 3
+    assert intra_op_threads(ModelConfig(device="cuda:0")) == 1

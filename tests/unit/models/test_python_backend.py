@@ -1,0 +1,151 @@
+"""Models written in Python."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.config import make_settings
+from headrace.errors import ConfigurationError
+from headrace.models.backend import ModelFailed
+from headrace.models.config import make_model_config
+from headrace.models.python_backend import PythonBackend, python_signature
+from tests.unit.models.requests import spec
+
+Make = Callable[..., PythonBackend]
+
+INPUTS = 'inputs = [("x", "FP32", (-1, 2))]'
+OUTPUTS = 'outputs = [("y", "FP32", (-1,))]'
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Makes a backend of the body of a class `Model`; keywords are lines of `model.toml`."""
+
+    def of(body: str, **values: Any) -> PythonBackend:
+        path = tmp_path / "model.py"
+        head = "import numpy as np\n\nclass Model:\n"
+        path.write_text(head + textwrap.indent(textwrap.dedent(body), "    "), encoding="utf-8")
+        config = make_model_config({"backend": "python", **values}, make_settings({}))
+        return PythonBackend(tmp_path, config, python_signature(path, config))
+
+    return of
+
+
+def model(run: str = 'return {"y": inputs["x"].sum(axis=1)}', more: str = "pass") -> str:
+    """The body of a class with this `run`, and something more."""
+    return f"{INPUTS}\n{OUTPUTS}\n{more}\ndef run(self, inputs):\n    {run}\n"
+
+
+def test_signature_comes_from_the_class(make: Make) -> None:
+    """`inputs` and `outputs` of the class are the signature."""
+    signature = make(model()).signature
+    assert signature.inputs == (spec("x", "FP32", [-1, 2]),)
+    assert (signature.outputs, signature.batched) == ((spec("y", "FP32", [-1]),), True)
+
+
+def test_signature_of_the_configuration_needs_no_class(make: Make) -> None:
+    """With a signature in `model.toml` the code is not run before it is loaded."""
+    backend = make(
+        "raise RuntimeError('too early')",
+        inputs=[{"name": "a", "datatype": "BYTES", "shape": [-1]}],
+        outputs=[{"name": "b", "datatype": "INT64", "shape": [-1]}],
+    )
+    assert [each.name for each in backend.signature.inputs] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("pass", r"Model\.inputs: expected a list of \(name, datatype, shape\)"),
+        ("inputs = [('x', 'FP32')]", r"Model\.inputs: expected \(name, datatype, shape\) each"),
+        ("inputs = [('x', 'float', (-1,))]", r"Model\.inputs: .*datatype: expected one of BOOL"),
+    ],
+    ids=["none", "incomplete", "datatype"],
+)
+def test_wrong_signature_is_refused(make: Make, body: str, message: str) -> None:
+    """The message says where it was expected and how it looks."""
+    with pytest.raises(ConfigurationError, match=message):
+        make(body)
+
+
+def test_run_gives_the_outputs(make: Make) -> None:
+    """The class is made once, loaded once, and run for each batch."""
+    backend = make(
+        model('return {"y": inputs["x"].sum(axis=1) + self.bias}', "def load(self): self.bias = 1")
+    )
+    backend.load()
+    outputs = backend.run({"x": np.ones((3, 2), np.float32)})
+    assert outputs["y"].tolist() == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("return None", "expected a dict of arrays"),
+        ("return {'y': [1.0]}", "expected a dict of arrays"),
+        ("return {'z': inputs['x']}", "outputs: expected y, got z"),
+        ("return {'y': inputs['x'].sum(axis=1).astype('f8')}", "y: expected FP32, got FP64"),
+        ("return {'y': inputs['x'].astype('c8')[0]}", "y: expected FP32, got complex64"),
+        ("return {'y': inputs['x'].sum()[None]}", r"y: expected 3 rows in dimension 0.*\[1\]"),
+        ("return {'y': np.array(1, 'f4')}", r"y: expected 3 rows in dimension 0.*\[\]"),
+    ],
+    ids=["none", "list", "name", "datatype", "no datatype", "rows", "scalar"],
+)
+def test_outputs_that_break_the_signature_are_a_failure(make: Make, run: str, message: str) -> None:
+    """The output is named, with what was expected."""
+    backend = make(model(run))
+    backend.load()
+    with pytest.raises(ModelFailed, match=message):
+        backend.run({"x": np.ones((3, 2), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("def load(self): raise OSError('no weights')", "OSError: no weights"),
+        ("def __init__(self): 1 / 0", "ZeroDivisionError"),
+    ],
+    ids=["load", "constructor"],
+)
+def test_model_that_cannot_be_loaded_is_refused(make: Make, more: str, message: str) -> None:
+    """What a user's code raises is told with the file."""
+    with pytest.raises(ConfigurationError, match=rf"model\.py: {message}"):
+        make(model(more=more)).load()
+
+
+def test_model_without_run_is_refused(make: Make) -> None:
+    """A class that cannot run is found at load."""
+    with pytest.raises(ConfigurationError, match=r"expected a method run\(inputs\), got none"):
+        make(f"{INPUTS}\n{OUTPUTS}").load()
+
+
+def test_own_warm_up_takes_the_place_of_the_usual_one(make: Make) -> None:
+    """A model that knows better what it needs is left to it."""
+    backend = make(model("raise ValueError", "def warm_up(self): self.warm = True"))
+    backend.load()
+    backend.warm_up()
+    assert backend.batching_fault == ""
+
+
+def test_usual_warm_up_finds_that_larger_batches_fail(make: Make) -> None:
+    """As for every backend: one row runs, two do not, batching is off."""
+    backend = make(model("assert len(inputs['x']) < 2; return {'y': inputs['x'][:, 0]}"))
+    backend.load()
+    backend.warm_up()
+    assert backend.batching_fault.startswith("a run of 2 rows failed")
+
+
+def test_cancel_reaches_the_model(make: Make) -> None:
+    """A model with a `cancel` of its own is told."""
+    backend = make(
+        model("return {'y': np.full(1, self.n, 'f4')}", "n = 0\ndef cancel(self): self.n = 1")
+    )
+    backend.load()
+    backend.cancel()
+    assert backend.run({"x": np.ones((1, 2), np.float32)})["y"].tolist() == [1.0]

@@ -1,0 +1,142 @@
+"""What is found in a repository, and what is wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigurationError
+from headrace.models.repository import FoundModel, Repository, checksum_of, open_version
+from tests.support.models import add_version, digits, settings_for
+
+
+def scan(path: Path) -> list[FoundModel]:
+    """All models of a repository."""
+    return Repository(path, settings_for(path)).scan()
+
+
+def selected(path: Path) -> list[str]:
+    """The selected versions of the one model there."""
+    [model] = scan(path)
+    assert not model.fault
+    return [each.version for each in model.versions]
+
+
+@pytest.mark.parametrize(
+    ("config", "versions"),
+    [
+        ("", ["10"]),
+        ('versions = "latest"', ["10"]),
+        ('versions = "all"', ["2", "9", "10"]),
+        ("versions = [9, 2]", ["2", "9"]),
+    ],
+    ids=["default", "latest", "all", "some"],
+)
+def test_versions_are_selected_by_number(tmp_path: Path, config: str, versions: list[str]) -> None:
+    """Numbers are compared as numbers; the latest is the default."""
+    for number in (2, 9, 10):
+        add_version(tmp_path, "digits", number, digits(), config)
+    assert selected(tmp_path) == versions
+
+
+def test_other_directories_are_no_versions(tmp_path: Path) -> None:
+    """A version's name is a positive number without leading zeros."""
+    add_version(tmp_path, "digits", 1, digits())
+    for name in ("assets", "0", "02", "3.1", "__pycache__"):
+        (tmp_path / "digits" / name).mkdir()
+    assert selected(tmp_path) == ["1"]
+
+
+def test_hidden_directories_and_files_are_no_models(tmp_path: Path) -> None:
+    """`.git` and a README may lie beside the models."""
+    add_version(tmp_path, "digits", 1, digits())
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "README.md").touch()
+    assert [model.name for model in scan(tmp_path)] == ["digits"]
+
+
+def test_broken_model_hides_no_other(tmp_path: Path) -> None:
+    """Each model has its own fault."""
+    add_version(tmp_path, "bad", 1, digits(), "colour = 1")
+    add_version(tmp_path, "good", 1, digits())
+    bad, good = scan(tmp_path)
+    assert "colour: Extra inputs are not permitted" in bad.fault
+    assert (good.name, good.fault) == ("good", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("empty", "expected a version, a directory such as 1, got none"), ("a b", "got 'a b'")],
+)
+def test_directory_that_is_no_model_has_a_fault(tmp_path: Path, name: str, fault: str) -> None:
+    """A model needs a name that fits into a header, and a version."""
+    (tmp_path / name).mkdir()
+    [model] = scan(tmp_path)
+    assert fault in model.fault
+
+
+def test_version_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
+    """A list of versions names existing ones."""
+    add_version(tmp_path, "digits", 1, digits(), "versions = [1, 4]")
+    [model] = scan(tmp_path)
+    assert "versions: expected some of [1], got [4]" in model.fault
+
+
+def test_missing_repository_is_refused(tmp_path: Path) -> None:
+    """The path is told, and the setting that has it."""
+    with pytest.raises(ConfigurationError, match=r"models\.repository: .*none: No such file"):
+        scan(tmp_path / "none")
+
+
+def test_version_without_its_file_cannot_be_opened(tmp_path: Path) -> None:
+    """The message says where the model was expected."""
+    (tmp_path / "digits" / "1").mkdir(parents=True)
+    [model] = scan(tmp_path)
+    assert model.config is not None
+    with pytest.raises(ConfigurationError, match=r"1/model\.onnx: expected the model here"):
+        open_version(model.versions[0], model.config)
+
+
+def test_stamp_changes_with_a_file(tmp_path: Path) -> None:
+    """A change of the version, or of a file beside it, is seen without reading the content."""
+    directory = add_version(tmp_path, "digits", 1, digits())
+    before = scan(tmp_path)[0].versions[0].stamp
+    assert scan(tmp_path)[0].versions[0].stamp == before
+    (tmp_path / "digits" / "model.toml").write_text("max_batch_size = 4", encoding="utf-8")
+    changed = scan(tmp_path)[0].versions[0].stamp
+    (directory / "labels.txt").touch()
+    assert len({before, changed, scan(tmp_path)[0].versions[0].stamp}) == 3
+
+
+def test_checksum_is_over_names_lengths_and_contents(tmp_path: Path) -> None:
+    """The definition, written out; Python's caches do not count."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").write_bytes(b"second")
+    (tmp_path / "a").write_bytes(b"first")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "model.pyc").write_bytes(b"not counted")
+    expected = hashlib.sha256(
+        b"a\0" + (5).to_bytes(8, "big") + b"first" + b"b/x\0" + (6).to_bytes(8, "big") + b"second"
+    )
+    assert checksum_of(tmp_path) == f"sha256:{expected.hexdigest()}"
+
+
+def test_version_with_its_checksum_is_opened(tmp_path: Path) -> None:
+    """The signature is read when the files are the right ones."""
+    directory = add_version(tmp_path, "digits", 1, digits())
+    config = tmp_path / "digits" / "model.toml"
+    config.write_text(f'checksum = "{checksum_of(directory)}"', encoding="utf-8")
+    [model] = scan(tmp_path)
+    assert model.config is not None
+    assert open_version(model.versions[0], model.config).inputs[0].name == "pixels"
+
+
+def test_version_with_another_checksum_is_refused(tmp_path: Path) -> None:
+    """Both checksums are told."""
+    add_version(tmp_path, "digits", 1, digits(), f'checksum = "sha256:{"0" * 64}"')
+    [model] = scan(tmp_path)
+    assert model.config is not None
+    with pytest.raises(ConfigurationError, match=r"checksum: expected sha256:000.*, got sha256:"):
+        open_version(model.versions[0], model.config)
