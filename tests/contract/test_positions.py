@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from headrace.log.port import (
@@ -16,7 +18,7 @@ from headrace.log.port import (
 )
 from tests.contract.conftest import MakeTopic
 from tests.support.conditions import eventually
-from tests.support.logs import polling, read, values, write, write_to
+from tests.support.logs import read, values, write, write_to
 
 TEN = [str(number).encode() for number in range(10)]
 
@@ -118,15 +120,19 @@ async def test_resuming_loses_and_repeats_nothing(log: Log, make_topic: MakeTopi
 
 
 async def test_resuming_wakes_a_poll_that_waits(log: Log, make_topic: MakeTopic) -> None:
-    """Records that lie there are given without waiting for new ones."""
+    """Records that lie there are given at once, not at the end of its timeout."""
     (partition,) = await make_topic()
-    seen: list[Record] = []
-    async with log.reader([partition]) as reader:
+    async with log.reader([partition]) as reader, asyncio.TaskGroup() as tasks:
         reader.pause([partition])
-        async with polling(reader, seen):
-            await write_to(log, partition, b"v")
-            reader.resume([partition])
-            await eventually(lambda: values(seen) == [b"v"])
+        await write_to(log, partition, b"v")
+        poll = tasks.create_task(reader.poll(30.0, 10), name="poll")  # longer than the deadline
+        async with log.reader([partition]) as other:
+            other.seek(partition, 0)
+            await read(other, 1)
+        assert not poll.done()
+        reader.resume([partition])
+        async with asyncio.timeout(10.0):
+            assert values((await poll)[partition]) == [b"v"]
 
 
 async def test_only_assigned_partitions_are_paused_or_sought(

@@ -51,9 +51,6 @@ class MemoryMember(MemoryReader):
         await self._faults.commit_answered()
         if self._member_id is None:
             raise Fenced("the consumer is in no group: it was not entered, or is closed")
-        if not offsets.keys() <= self._reading.keys():
-            strangers = sorted(offsets.keys() - self._reading.keys())
-            raise Fenced(f"no longer assigned: {', '.join(map(str, strangers))}")
         try:
             self._group.commit(self._member_id, self._generation, offsets, _now())
         except Fenced:
