@@ -185,17 +185,20 @@ def _message(message: _Message, spec: TopicSpec) -> _Node:
 
 
 def _headers() -> _Node:
-    correlation = _bytes("Opaque; echoed.")
-    trace = {
-        "traceparent": _text("W3C Trace Context."),
-        "tracestate": _text("W3C Trace Context."),
+    return {
+        "requestHeaders": _object(_request_headers(), []),
+        "rawRequestHeaders": _object(_request_headers(), ["content-type", "x-model"]),
+        "responseHeaders": _object(_response_headers(), ["content-type", "x-status", "x-request"]),
+        "deadLetterHeaders": _object(_dead_letter_headers(), list(_dead_letter_headers())),
     }
-    request = {
+
+
+def _request_headers() -> _Node:
+    return {
         "content-type": _text(
             f"{MSGPACK} when absent (also application/vnd.msgpack, application/x-msgpack), {JSON}, "
             "or a payload's own type. Matched without regard to case and parameters."
         ),
-        "kafka_correlationId": correlation,
         "kafka_replyTopic": _text("Where to answer; must be one that the settings allow."),
         "kafka_replyPartition": _bytes("int32, big-endian; 0 or more."),
         "x-deadline-ms": _digits("Epoch milliseconds after which no answer is of use."),
@@ -207,16 +210,29 @@ def _headers() -> _Node:
         },
         "x-tenant": _text("On whose behalf."),
         "x-model": _text("A model's name, or name/version."),
-        **trace,
+        **_passed_on(),
     }
-    response = {
+
+
+def _response_headers() -> _Node:
+    return {
         "content-type": _text(f"As the request's; {JSON} for a raw payload."),
         "x-status": {"type": "string", "enum": ["ok", *map(str, Code)]},
         "x-request": _text("The request record, as topic/partition/offset."),
-        "kafka_correlationId": correlation,
-        **trace,
+        **_passed_on(),
     }
-    dead_letter = {
+
+
+def _passed_on() -> _Node:
+    return {
+        "kafka_correlationId": _bytes("Opaque; echoed."),
+        "traceparent": _text("W3C Trace Context."),
+        "tracestate": _text("W3C Trace Context."),
+    }
+
+
+def _dead_letter_headers() -> _Node:
+    return {
         "kafka_dlt-original-topic": _text("Of the request."),
         "kafka_dlt-original-partition": _bytes("int32, big-endian."),
         "kafka_dlt-original-offset": _bytes("int64, big-endian."),
@@ -225,12 +241,6 @@ def _headers() -> _Node:
         "kafka_dlt-exception-message": _text("What was expected, what came, and where."),
         "x-stage": {"type": "string", "enum": [*map(str, Stage)]},
         "x-attempt": _digits("How often it was tried."),
-    }
-    return {
-        "requestHeaders": _object(request, []),
-        "rawRequestHeaders": _object(request, ["content-type", "x-model"]),
-        "responseHeaders": _object(response, ["content-type", "x-status", "x-request"]),
-        "deadLetterHeaders": _object(dead_letter, list(dead_letter)),
     }
 
 

@@ -7,7 +7,7 @@ name; a kind of record that changes gets a new sample beside the old one, which 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -166,56 +166,46 @@ def _read_request(content_type: str, content: bytes) -> object:
     return decode_request(content, parse_envelope(_headers(content_type), 0, 0), LimitSettings())
 
 
-def _samples() -> dict[str, Sample]:
-    samples: dict[str, Sample] = {}
+def _public_samples() -> Iterator[tuple[str, Sample]]:
     for form, content_type in (("msgpack", MSGPACK), ("json", JSON)):
         suffix = "" if content_type == MSGPACK else "-json"
         read_request = partial(_read_request, content_type)
         read_response = partial(decode_response, _headers(content_type))
         for datatype in DATATYPES:
             name = f"{form}-{datatype.lower()}"
-            samples[f"request-{name}"] = Sample(
-                f"inference-request{suffix}",
-                content_type,
-                partial(_request_bytes, content_type, datatype),
-                read_request,
-            )
-            samples[f"response-{name}"] = Sample(
-                f"inference-response{suffix}",
-                content_type,
-                partial(_response_bytes, content_type, datatype),
-                read_response,
-            )
-        samples[f"error-{form}"] = Sample(
-            "error-response", content_type, partial(_error_bytes, content_type), read_response
-        )
-    return samples | {
-        "item": Sample(
-            "item-record",
-            MSGPACK,
-            lambda: encode_item(_request(MSGPACK)),
-            lambda content: decode_item(content, _NoReceipt()),
-        ),
-        "batch": Sample(
+            write = partial(_request_bytes, content_type, datatype)
+            schema = f"inference-request{suffix}"
+            yield f"request-{name}", Sample(schema, content_type, write, read_request)
+            write = partial(_response_bytes, content_type, datatype)
+            schema = f"inference-response{suffix}"
+            yield f"response-{name}", Sample(schema, content_type, write, read_response)
+        write = partial(_error_bytes, content_type)
+        yield f"error-{form}", Sample("error-response", content_type, write, read_response)
+
+
+def _internal_samples() -> Iterator[tuple[str, Sample]]:
+    def sample(schema: str, write: Callable[[], bytes], read: Callable[..., object]) -> Sample:
+        return Sample(schema, MSGPACK, write, lambda content: read(content, _NoReceipt()))
+
+    yield "item", sample("item-record", lambda: encode_item(_request(MSGPACK)), decode_item)
+    yield (
+        "batch",
+        sample(
             "batch-record",
-            MSGPACK,
             lambda: encode_batch(Batch("b-1", [_request(MSGPACK), _request(JSON)], "full")),
-            lambda content: decode_batch(content, _NoReceipt()),
+            decode_batch,
         ),
-        "result-outputs": Sample(
-            "result-record",
-            MSGPACK,
-            lambda: encode_result(_answered(MSGPACK, "FP32")),
-            lambda content: decode_result(content, _NoReceipt()),
-        ),
-        "result-failure": Sample(
-            "result-record",
-            MSGPACK,
-            lambda: encode_result(_failed(MSGPACK, _FAILURE)),
-            lambda content: decode_result(content, _NoReceipt()),
-        ),
-    }
+    )
+    for name, make in (
+        ("result-outputs", lambda: _answered(MSGPACK, "FP32")),
+        ("result-failure", lambda: _failed(MSGPACK, _FAILURE)),
+    ):
+        yield name, sample("result-record", partial(_result_bytes, make), decode_result)
 
 
-SAMPLES = _samples()
+def _result_bytes(make: Callable[[], Request]) -> bytes:
+    return encode_result(make())
+
+
+SAMPLES: dict[str, Sample] = {**dict(_public_samples()), **dict(_internal_samples())}
 """All samples by name; `golden/<name>.bin` has the bytes, `<name>.json` what they mean."""
