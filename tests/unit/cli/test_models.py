@@ -1,0 +1,110 @@
+"""`headrace models` on a repository of tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.outcome import Exit
+from tests.support.models import add_version, digits, embedding, falsely_batched
+from tests.unit.cli.conftest import Call
+
+
+@pytest.fixture
+def repository(tmp_path: Path, call: Call) -> Path:
+    """The repository that the default settings name; the calls run beside it."""
+    path = tmp_path / "models"
+    path.mkdir()
+    return path
+
+
+def test_list_shows_versions_without_loading_them(repository: Path, call: Call) -> None:
+    """One line for each version."""
+    add_version(repository, "digits", 1, digits())
+    result = call("models", "list")
+    assert (result.exit_code, result.stdout) == (Exit.DONE, "digits/1: found\n")
+
+
+def test_list_of_nothing_says_so_to_people_only(repository: Path, call: Call) -> None:
+    """The results are empty; the remark goes to stderr."""
+    result = call("models", "list")
+    assert (result.exit_code, result.stdout) == (Exit.DONE, "")
+    assert "no models in models" in result.stderr
+
+
+def test_list_is_written_as_json(repository: Path, call: Call) -> None:
+    """A broken model is in the list, with its fault."""
+    add_version(repository, "bad", 1, digits(), "colour = 1")
+    [entry] = json.loads(call("models", "list", "--json").stdout)
+    assert (entry["name"], entry["state"]) == ("bad", "failed")
+    assert "colour" in entry["reason"]
+
+
+def test_missing_repository_is_a_wrong_configuration(call: Call) -> None:
+    """The exit code is that of wrong settings."""
+    result = call("models", "list")
+    assert result.exit_code == Exit.USAGE
+    assert "models.repository: models: No such file" in result.stderr
+
+
+def test_describe_shows_inputs_with_their_dimensions(repository: Path, call: Call) -> None:
+    """Free dimensions by the model's own names, and the settings that hold."""
+    add_version(repository, "digits", 1, digits(), "max_batch_size = 4")
+    result = call("models", "describe", "digits")
+    assert result.exit_code == Exit.DONE
+    assert "digits/1\n  input pixels: FP32 [batch, 64]\n" in result.stdout
+    assert "  max_batch_size = 4\n" in result.stdout
+
+
+def test_describe_is_written_as_json(repository: Path, call: Call) -> None:
+    """The same for programs."""
+    add_version(repository, "digits", 1, digits())
+    [entry] = json.loads(call("models", "describe", "digits", "--json").stdout)
+    assert entry["outputs"][0]["shape"] == [-1, 10]
+
+
+def test_describe_of_a_broken_model_fails_with_its_fault(repository: Path, call: Call) -> None:
+    """What cannot be described is explained."""
+    add_version(repository, "bad", 1, digits(), "colour = 1")
+    result = call("models", "describe", "bad")
+    assert result.exit_code == Exit.FAILED
+    assert "error: bad: bad/model.toml: colour" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["describe", "check"])
+def test_unknown_model_is_a_wrong_usage(repository: Path, call: Call, command: str) -> None:
+    """The message has the names that there are."""
+    add_version(repository, "digits", 1, digits())
+    result = call("models", command, "nope")
+    assert result.exit_code == Exit.USAGE
+    assert "model: expected one of digits, got nope" in result.stderr
+
+
+def test_check_loads_and_runs_the_models(repository: Path, call: Call) -> None:
+    """Sound ones are ready afterwards; a remark on batching is no fault."""
+    add_version(repository, "digits", 1, digits())
+    add_version(repository, "sum", 1, falsely_batched())
+    result = call("models", "check")
+    assert result.exit_code == Exit.DONE
+    assert "digits/1: ready\n" in result.stdout
+    assert "sum/1: ready\n  batching is off: a run of 2 rows failed" in result.stdout
+
+
+def test_check_fails_when_one_model_cannot_serve(repository: Path, call: Call) -> None:
+    """All are tried, and the exit code says that one is bad."""
+    add_version(repository, "bad", 1, embedding(), "range.index = [90, 99]")
+    add_version(repository, "digits", 1, digits())
+    result = call("models", "check", "--json")
+    assert result.exit_code == Exit.FAILED
+    states = {entry["name"]: entry["state"] for entry in json.loads(result.stdout)}
+    assert states == {"bad": "failed", "digits": "ready"}
+
+
+def test_check_of_one_model_leaves_the_others_out(repository: Path, call: Call) -> None:
+    """A broken one beside it does not count."""
+    add_version(repository, "bad", 1, digits(), "colour = 1")
+    add_version(repository, "digits", 1, digits())
+    result = call("models", "check", "digits")
+    assert (result.exit_code, result.stdout) == (Exit.DONE, "digits/1: ready\n")

@@ -1,0 +1,169 @@
+"""Health, models and metrics over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from prometheus_client import CollectorRegistry, Counter
+
+from headrace.errors import Fatal
+from headrace.models.registry import Models
+from headrace.telemetry.health import Health, Phase
+from headrace.telemetry.http import HttpServer
+from tests.support.models import add_version, digits, settings_for
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def health() -> Health:
+    """The health that the server shows."""
+    return Health()
+
+
+@pytest.fixture
+async def session(tmp_path: Path, health: Health) -> AsyncIterator[ClientSession]:
+    """A client of a server with the models `digits` (versions 1 and 2) and `broken`."""
+    for number in (1, 2):
+        add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
+    add_version(tmp_path, "broken", 1, digits(), "colour = 1")
+    models = Models(settings_for(tmp_path))
+    models.open()
+    metrics = CollectorRegistry()
+    Counter("answers", "Answers sent.", registry=metrics).inc(3)
+    async with (
+        HttpServer((HOST, 0), health, models, metrics) as server,
+        ClientSession(f"http://{HOST}:{server.port}") as client,
+    ):
+        yield client
+
+
+async def get(session: ClientSession, path: str) -> tuple[int, Any]:
+    """Status and JSON body."""
+    async with session.get(path) as response:
+        return response.status, await response.json()
+
+
+@pytest.mark.parametrize("prefix", ["/health", "/v2/health"])
+async def test_health_is_shown(session: ClientSession, health: Health, prefix: str) -> None:
+    """A starting process is alive and not ready, with what it waits for."""
+    health.explain("loading models")
+    state = {"state": "starting", "reason": "loading models"}
+    assert await get(session, f"{prefix}/live") == (200, {"live": True, **state})
+    assert await get(session, f"{prefix}/ready") == (503, {"ready": False, **state})
+
+
+async def test_ready_process_says_so(session: ClientSession, health: Health) -> None:
+    """200 is what makes a load balancer or Kubernetes send traffic."""
+    health.enter(Phase.READY)
+    status, body = await get(session, "/health/ready")
+    assert (status, body["ready"]) == (200, True)
+
+
+async def test_stopped_process_is_not_alive(session: ClientSession, health: Health) -> None:
+    """It would have to be started anew."""
+    health.enter(Phase.STOPPED)
+    assert (await get(session, "/health/live"))[0] == 503
+
+
+async def test_server_metadata(session: ClientSession) -> None:
+    """Name, version and extensions, as the protocol has them."""
+    status, body = await get(session, "/v2")
+    assert (status, body["name"], body["extensions"]) == (200, "headrace", ["model_repository"])
+
+
+@pytest.mark.parametrize("path", ["/v2/models/digits", "/v2/models/digits/versions/1"])
+async def test_model_metadata(session: ClientSession, path: str) -> None:
+    """Inputs and outputs with datatype and shape, and the ready versions."""
+    assert await get(session, path) == (
+        200,
+        {
+            "name": "digits",
+            "versions": ["1", "2"],
+            "platform": "onnxruntime_onnx",
+            "inputs": [{"name": "pixels", "datatype": "FP32", "shape": [-1, 64]}],
+            "outputs": [{"name": "scores", "datatype": "FP32", "shape": [-1, 10]}],
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v2/models/digits/ready", 200),
+        ("/v2/models/digits/versions/2/ready", 200),
+        ("/v2/models/digits/versions/3/ready", 404),
+        ("/v2/models/nope/ready", 404),
+        ("/v2/models/broken/ready", 503),
+    ],
+)
+async def test_readiness_of_a_model(session: ClientSession, path: str, status: int) -> None:
+    """Ready, not there, or there and not ready."""
+    assert (await get(session, path))[0] == status
+
+
+async def test_error_has_the_protocols_form(session: ClientSession) -> None:
+    """`error` is the message."""
+    assert await get(session, "/v2/models/nope") == (
+        404,
+        {"error": 'model_name: expected one of broken, digits, got "nope"'},
+    )
+
+
+async def test_unknown_path_has_the_same_form(session: ClientSession) -> None:
+    """A client parses one kind of error."""
+    assert await get(session, "/v3") == (404, {"error": "GET /v3: Not Found"})
+
+
+async def test_wrong_method_says_which_are_allowed(session: ClientSession) -> None:
+    """As HTTP wants it, in the header `Allow`."""
+    async with session.post("/v2") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "GET,HEAD")
+
+
+async def test_index_shows_every_version_with_its_state(session: ClientSession) -> None:
+    """The words are those of Triton's model repository extension."""
+    async with session.post("/v2/repository/index") as response:
+        broken, *versions = await response.json()
+    assert (broken["name"], broken["state"]) == ("broken", "UNAVAILABLE")
+    assert "colour" in broken["reason"]
+    assert [(each["version"], each["state"]) for each in versions] == [
+        ("1", "READY"),
+        ("2", "READY"),
+    ]
+
+
+async def test_index_of_the_ready_ones(session: ClientSession) -> None:
+    """`{"ready": true}` leaves out the others."""
+    async with session.post("/v2/repository/index", json={"ready": True}) as response:
+        assert [each["name"] for each in await response.json()] == ["digits", "digits"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"ready": 1}', b"\xff"])
+async def test_index_refuses_what_it_does_not_understand(
+    session: ClientSession, body: bytes
+) -> None:
+    """The message says what was expected."""
+    async with session.post("/v2/repository/index", data=body) as response:
+        assert response.status == 400
+        assert (await response.json())["error"].startswith("body: expected ")
+
+
+async def test_metrics_are_shown(session: ClientSession) -> None:
+    """In Prometheus' text format."""
+    async with session.get("/metrics") as response:
+        assert response.content_type == "text/plain"
+        assert "answers_total 3.0" in await response.text()
+
+
+async def test_taken_port_is_refused(tmp_path: Path, health: Health) -> None:
+    """The message names the setting and the address."""
+    models, metrics = Models(settings_for(tmp_path)), CollectorRegistry()
+    async with HttpServer((HOST, 0), health, models, metrics) as first:
+        second = HttpServer((HOST, first.port), health, models, metrics)
+        with pytest.raises(Fatal, match=rf"telemetry\.http_port: cannot listen on {HOST}:\d+"):
+            await second.__aenter__()
