@@ -13,11 +13,23 @@ from typing import Any, Final
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.client import AIOKafkaClient
-from aiokafka.conn import CloseReason
+from aiokafka.conn import AIOKafkaConnection, CloseReason
 from aiokafka.errors import ProducerClosed
 
 _POLITE_S: Final = 2.0
 _SWEEP_S: Final = 1.0
+
+
+async def hang_up(connection: AIOKafkaConnection) -> None:
+    """Close one connection, and reset it where the other side is not quick to agree."""
+    protocol = connection._protocol
+    closed = connection.close(reason=CloseReason.SHUTDOWN)
+    if protocol is None:  # it never came to be
+        return
+    _, open_still = await asyncio.wait([closed], timeout=_SWEEP_S)
+    if open_still:
+        protocol._transport.abort()
+        await asyncio.wait(open_still, timeout=_SWEEP_S)
 
 
 async def close_client(client: AIOKafkaClient) -> None:
@@ -28,16 +40,8 @@ async def close_client(client: AIOKafkaClient) -> None:
     if client._md_update_fut is not None and not client._md_update_fut.done():
         client._md_update_fut.set_result(False)
     connections = list(client._conns.values())
-    transports = [each._writer.transport for each in connections if each._writer is not None]
-    closed = [each.close(reason=CloseReason.SHUTDOWN) for each in connections]
     client._conns.clear()
-    if not closed:
-        return
-    _, open_still = await asyncio.wait(closed, timeout=_SWEEP_S)
-    if open_still:
-        for transport in transports:
-            transport.abort()
-        await asyncio.wait(open_still, timeout=_SWEEP_S)
+    await asyncio.gather(*map(hang_up, connections))
 
 
 async def close_consumer(consumer: AIOKafkaConsumer) -> None:
@@ -45,7 +49,7 @@ async def close_consumer(consumer: AIOKafkaConsumer) -> None:
     stopping = asyncio.create_task(consumer.stop(), name="kafka-consumer-stop")
     await asyncio.wait([stopping], timeout=_POLITE_S)
     coordinator, fetcher = consumer._coordinator, consumer._fetcher
-    tasks = [stopping]
+    tasks: list[asyncio.Task[Any] | None] = [stopping]
     for owner, names in (
         (coordinator, ("_coordination_task", "_heartbeat_task", "_commit_refresh_task")),
         (coordinator, ("_reset_committed_task",)),
@@ -87,7 +91,7 @@ def _nobody_asked(client: AIOKafkaClient) -> Any:
     """What a closed client does when one of its last tasks asks for metadata: nothing."""
 
     def force_metadata_update() -> asyncio.Future[bool]:
-        done = client._loop.create_future()
+        done: asyncio.Future[bool] = client._loop.create_future()
         done.set_result(False)
         return done
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import aiokafka.errors as kafka_errors
 from aiokafka.abc import AbstractTokenProvider
 from aiokafka.client import AIOKafkaClient
-from aiokafka.conn import CloseReason, collect_hosts, create_conn
+from aiokafka.conn import AIOKafkaConnection, collect_hosts
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
 
 from headrace.config import KafkaSettings
 from headrace.errors import ConfigurationError, HeadraceError
-from headrace.log.kafka_closing import close_client
-from headrace.log.kafka_errors import answered, in_port_words
+from headrace.log.kafka_closing import close_client, hang_up
+from headrace.log.kafka_errors import answered
 from headrace.log.port import LogAuthenticationFailed, LogUnavailable
 
 RETRY_BACKOFF_S: Final = 0.1
@@ -25,7 +26,7 @@ METADATA_MAX_AGE_MS: Final = 60_000
 """How long a partition that was added, or a topic, can stay unnoticed."""
 CONNECTIONS_MAX_IDLE_MS: Final = 9 * 60 * 1000
 """Below the broker's own limit (`connections.max.idle.ms`, 10 minutes)."""
-_DIAGNOSIS_S: Final = 5.0
+_FIRST_ANSWER_S: Final = 5.0
 
 
 class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publishes no types
@@ -48,7 +49,7 @@ class Connection:
 
     def __init__(self, settings: KafkaSettings) -> None:
         self.settings = settings
-        self._options = {**_security(settings), "client_id": settings.client_id}
+        self._security = _security(settings)
 
     def __repr__(self) -> str:
         return f"Connection({self.settings.security_protocol}, {self.settings.bootstrap_servers!r})"
@@ -61,7 +62,8 @@ class Connection:
     def client_options(self, request_timeout_ms: int | None = None) -> dict[str, Any]:
         """The arguments that aiokafka's client, consumer and producer have in common."""
         return {
-            **self._options,
+            **self._security,
+            "client_id": self.settings.client_id,
             "bootstrap_servers": self.settings.bootstrap_servers,
             "request_timeout_ms": request_timeout_ms or self.settings.request_timeout_ms,
             "retry_backoff_ms": int(RETRY_BACKOFF_S * 1000),
@@ -77,66 +79,84 @@ class Connection:
             LogAuthenticationFailed: one refuses us, or we its certificate.
         """
         client = AIOKafkaClient(**self.client_options())
+        self.take_over_bootstrap(client)
         try:
             async with answered("connect", self.request_timeout_s):
                 await client.bootstrap()
-        except LogUnavailable as error:
-            raise await self.why_unreachable() from error
-        finally:
-            if not client.cluster.brokers():
-                await close_client(client)
+        except BaseException:
+            await close_client(client)
+            raise
         return client
 
-    async def why_unreachable(self) -> HeadraceError:
-        """Connect once more to each bootstrap server and say in one line what stands against it.
+    def take_over_bootstrap(self, client: AIOKafkaClient) -> None:
+        """Have this client find its brokers by `bootstrap` of this class.
 
-        aiokafka logs why a connection failed and then forgets it; this asks again, since
-        "wrong password" and "no broker" call for different people.
+        aiokafka's own logs why a server could not be used and forgets it, although "wrong
+        password" and "no broker" call for different people; and it leaves the connection to
+        close by itself, which with TLS takes longer than a loop may live.
         """
-        reasons: list[str] = []
-        try:
-            async with asyncio.timeout(_DIAGNOSIS_S):
-                for host, port, _ in collect_hosts(self.settings.bootstrap_servers):
-                    error = await self._try(host, port)
-                    if isinstance(error, LogAuthenticationFailed | ConfigurationError):
-                        return error
-                    reasons.append(str(error))
-        except TimeoutError:
-            reasons.append(f"no answer within {_DIAGNOSIS_S:g} s")
-        return LogUnavailable("; ".join(reasons))
+        client.bootstrap = partial(self._bootstrap, client)
 
-    async def _try(self, host: str, port: int) -> HeadraceError:
-        where = f"{host}:{port}"
-        options = self.client_options(int(_DIAGNOSIS_S * 1000))
-        for unknown in ("bootstrap_servers", "retry_backoff_ms", "metadata_max_age_ms"):
-            del options[unknown]
-        options["max_idle_ms"] = options.pop("connections_max_idle_ms")
+    async def _bootstrap(self, client: AIOKafkaClient) -> None:
+        reasons: list[str] = []
+        for host, port, _ in collect_hosts(self.settings.bootstrap_servers):
+            try:
+                answer = await self._first_answer(host, port)
+            except LogUnavailable as error:
+                reasons.append(str(error))
+            else:
+                client.cluster.update_metadata(answer)
+                if client._sync_task is None:
+                    client._sync_task = asyncio.create_task(
+                        client._md_synchronizer(), name="kafka-metadata"
+                    )
+                return
+        raise LogUnavailable("; ".join(reasons))
+
+    async def refusal(self) -> HeadraceError | None:
+        """Connect once more, and give what a broker, or the settings, have against us if that
+        is the matter; None where brokers are merely away, or answer again.
+        """
+        for host, port, _ in collect_hosts(self.settings.bootstrap_servers):
+            try:
+                await self._first_answer(host, port)
+            except LogUnavailable:
+                continue
+            except HeadraceError as error:
+                return error
+            return None
+        return None
+
+    async def _first_answer(self, host: str, port: int) -> Any:
+        """The metadata that one server gives to a connection of its own."""
+        timeout_s = min(self.request_timeout_s, _FIRST_ANSWER_S)
+        connection = AIOKafkaConnection(
+            host,
+            port,
+            client_id=self.settings.client_id,
+            request_timeout_ms=int(timeout_s * 1000),
+            **self._security,
+        )
         try:
-            connection = await create_conn(host, port, **options)
+            await connection.connect()
+            answer = await connection.send(MetadataRequest([]))
         except (OSError, KafkaError, ValueError) as error:
-            return self._explained(where, error)
-        try:
-            await connection.send(MetadataRequest([]))
-        except (KafkaError, TimeoutError) as error:
-            hint = (
-                ""
-                if self.settings.security_protocol.startswith("SASL")
-                else (
-                    f"; does this listener expect SASL? (kafka.security_protocol is "
-                    f"{self.settings.security_protocol})"
-                )
-            )
-            return LogUnavailable(f"{where}: connected, but it did not answer: {error}{hint}")
+            raise self._explained(f"{host}:{port}", error) from error
         finally:
-            connection.close(reason=CloseReason.SHUTDOWN)
-        return LogUnavailable(f"{where}: no answer before, but it answers now")
+            await hang_up(connection)
+        if not answer.brokers:
+            # A broker refuses a bearer token in a challenge (RFC 7628, 3.2.3) that aiokafka does
+            # not read: the refusal then comes in the place of the first answer.
+            raise self._explained(f"{host}:{port}", kafka_errors.SaslAuthenticationFailed())
+        return answer
 
     def _explained(self, where: str, error: Exception) -> HeadraceError:
+        """One line on why a connection came to nothing, of the kind that fits."""
         tls = _tls_error(error)
         if tls is not None:
             return LogAuthenticationFailed(f"{where}: {_tls_reason(tls)}")
         if isinstance(error, kafka_errors.SaslAuthenticationFailed):
-            return LogAuthenticationFailed(f"{where}: {self._credentials()} refused: {error}")
+            return LogAuthenticationFailed(f"{where}: {self._credentials()} refused")
         if isinstance(
             error,
             kafka_errors.UnsupportedSaslMechanismError | kafka_errors.IllegalSaslStateError,
@@ -147,10 +167,14 @@ class Connection:
             )
         if isinstance(error, OSError) and error.filename:
             return ConfigurationError(f"kafka.oauth_token_file: {error.filename}: {error.strerror}")
-        if isinstance(error, KafkaError):
-            return in_port_words(error, where)
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return LogUnavailable(f"{where}: {reason}")
+        hung_up = isinstance(error, ConnectionResetError | kafka_errors.KafkaConnectionError)
+        return LogUnavailable(f"{where}: {reason}{self._hint() if hung_up else ''}")
+
+    def _hint(self) -> str:
+        """What to look at when a listener hangs up without a word."""
+        protocol = self.settings.security_protocol
+        return f"; is this a listener for {protocol} (kafka.security_protocol)?"
 
     def _credentials(self) -> str:
         if self.settings.sasl_mechanism == "OAUTHBEARER":

@@ -33,7 +33,6 @@ from headrace.log.port import (
     Fenced,
     LogAuthenticationFailed,
     LogRefused,
-    LogUnavailable,
     OffsetOutOfRange,
     RebalanceListener,
     Record,
@@ -88,6 +87,7 @@ class KafkaConsumer:
             check_crcs=True,
         )
         try:
+            self._connection.take_over_bootstrap(self._started._client)
             await self._start(self._started)
         except BaseException:
             await self.close()
@@ -118,11 +118,8 @@ class KafkaConsumer:
         return {"group_id": None}
 
     async def _start(self, consumer: AIOKafkaConsumer) -> None:
-        try:
-            async with answered("connect", self._connection.request_timeout_s):
-                await consumer.start()
-        except LogUnavailable as error:
-            raise await self._connection.why_unreachable() from error
+        async with self._asking("connect"):
+            await consumer.start()
         self._contact = time.monotonic()
 
     @property
@@ -201,9 +198,7 @@ class KafkaConsumer:
             self._diagnosis = asyncio.create_task(self._diagnose(), name="kafka-diagnosis")
 
     async def _diagnose(self) -> None:
-        reason = await self._connection.why_unreachable()
-        if not isinstance(reason, LogUnavailable):
-            self._failure = reason
+        self._failure = await self._connection.refusal() or self._failure
 
     def last_contact_s(self) -> float:
         """Seconds since a broker's last answer to anything: a fetch, a heartbeat, a question."""

@@ -116,12 +116,10 @@ class KafkaProducer:
             max_request_size=_MAX_REQUEST_BYTES,
             linger_ms=0,  # batches come whole; lanes linger, where one is asked to
         )
+        self._connection.take_over_bootstrap(producer.client)
         try:
             async with answered("start the producer", self._connection.request_timeout_s):
                 await producer.start()
-        except LogUnavailable as error:
-            await close_producer(producer)
-            raise await self._connection.why_unreachable() from error
         except BaseException:
             await close_producer(producer)
             raise

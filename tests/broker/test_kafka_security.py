@@ -1,0 +1,174 @@
+"""TLS and SASL: what gets in, and the one clear line for what does not."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from headrace.config import KafkaSettings
+from headrace.errors import ConfigurationError
+from headrace.local_kafka import LocalKafka
+from headrace.log.kafka import KafkaLog
+from headrace.log.port import LogAuthenticationFailed, LogUnavailable, TopicInfo, TopicPartition
+from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER
+from tests.support.logs import read, values, write
+
+WRONG_PASSWORD = "wrong4horse"
+
+
+def secure(cluster: LocalKafka, **changes: Any) -> KafkaSettings:
+    """Settings that get in, with `changes` over them."""
+    settings: dict[str, Any] = {
+        "bootstrap_servers": cluster.bootstrap_servers,
+        "security_protocol": "SASL_SSL",
+        "sasl_mechanism": "SCRAM-SHA-512",
+        "sasl_username": SCRAM_USER,
+        "sasl_password": SecretStr(SCRAM_PASSWORD),
+        "ssl_ca_file": cluster.ca_file,
+        "request_timeout_ms": 5000,
+    }
+    return KafkaSettings(**settings | changes)
+
+
+def token(lifetime_s: int) -> str:
+    """An unsigned JSON Web Token, as Kafka's validator for tests takes it."""
+
+    def part(fields: dict[str, Any]) -> str:
+        return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode().rstrip("=")
+
+    now = int(time.time())
+    claims = {"sub": SCRAM_USER, "iat": now - 60, "exp": now + lifetime_s}
+    return f"{part({'alg': 'none'})}.{part(claims)}."
+
+
+async def describe(settings: KafkaSettings) -> None:
+    """Ask the brokers one thing."""
+    async with KafkaLog(settings) as log:
+        await log.describe_topics(["any"])
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
+async def test_a_user_with_a_password_gets_in(
+    kafka_scram_tls: LocalKafka, unique_name: str, mechanism: str
+) -> None:
+    """Records travel both ways over TLS with each mechanism that takes a password."""
+    partition = TopicPartition(unique_name, 0)
+    async with KafkaLog(secure(kafka_scram_tls, sasl_mechanism=mechanism)) as log:
+        await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+        async with log.reader([partition]) as reader, log.producer() as producer:
+            await write(producer, partition, b"v")
+            assert values(await read(reader, 1)) == [b"v"]
+
+
+async def test_a_token_is_read_anew_for_each_connection(
+    kafka_scram_tls: LocalKafka, tmp_path: Path
+) -> None:
+    """An expired token is refused; once the file holds a fresh one, the same log gets in."""
+    file = tmp_path / "token"
+    file.write_text(token(-30) + "\n")
+    settings = secure(kafka_scram_tls, sasl_mechanism="OAUTHBEARER", oauth_token_file=file)
+    async with KafkaLog(settings) as log:
+        with pytest.raises(LogAuthenticationFailed, match=f"the token in {file} refused"):
+            await log.describe_topics(["any"])
+        file.write_text(token(3600) + "\n")
+        assert await log.describe_topics(["any"]) == {"any": None}
+
+
+@pytest.mark.parametrize("part", ["admin", "producer", "reader"])
+async def test_a_wrong_password_is_one_clear_line(kafka_scram_tls: LocalKafka, part: str) -> None:
+    """Every part of the log says whose credentials were refused, and does not say the password."""
+    settings = secure(kafka_scram_tls, sasl_password=SecretStr(WRONG_PASSWORD))
+    with pytest.raises(LogAuthenticationFailed) as caught:  # noqa: PT012 - one of three ways in
+        async with KafkaLog(settings) as log:
+            if part == "admin":
+                await log.describe_topics(["any"])
+            elif part == "producer":
+                await log.producer().__aenter__()
+            else:
+                await log.reader([TopicPartition("any", 0)]).__aenter__()
+    message = str(caught.value)
+    assert f"user '{SCRAM_USER}' or its password (SCRAM-SHA-512) refused" in message
+    assert "\n" not in message
+    assert WRONG_PASSWORD not in message
+
+
+async def test_an_untrusted_certificate_is_one_clear_line(kafka_scram_tls: LocalKafka) -> None:
+    """Without the authority's file the broker's certificate is not trusted, and that is said."""
+    with pytest.raises(LogAuthenticationFailed, match=r"is not trusted: .*ssl_ca_file"):
+        await describe(secure(kafka_scram_tls, ssl_ca_file=None))
+
+
+async def test_a_certificate_for_another_host_is_one_clear_line(
+    kafka_scram_tls: LocalKafka,
+) -> None:
+    """The right authority does not make up for the wrong name, unless that is allowed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(kafka_scram_tls.certificates.broker)
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.2", 0, ssl=context)
+    async with server:
+        address = f"127.0.0.2:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(LogAuthenticationFailed, match=r"mismatch.*127\.0\.0\.2"):
+            await describe(secure(kafka_scram_tls, bootstrap_servers=address))
+        with pytest.raises(LogUnavailable):
+            await describe(
+                secure(kafka_scram_tls, bootstrap_servers=address, ssl_check_hostname=False)
+            )
+
+
+async def test_tls_on_a_plain_listener_is_one_clear_line(kafka_scram_tls: LocalKafka) -> None:
+    """The line names the setting that is wrong."""
+    address = kafka_scram_tls.plaintext_bootstrap_servers
+    with pytest.raises(LogUnavailable, match=r"a listener for SASL_SSL \(kafka.security_protocol"):
+        await describe(secure(kafka_scram_tls, bootstrap_servers=address))
+
+
+async def test_a_plain_client_on_a_tls_listener_is_unavailable(kafka_scram_tls: LocalKafka) -> None:
+    """It shows as a connection that breaks; the line says what to look at."""
+    address = kafka_scram_tls.bootstrap_servers
+    with pytest.raises(LogUnavailable, match=rf"{address}: .*for PLAINTEXT .*security_protocol"):
+        await describe(KafkaSettings(bootstrap_servers=address, request_timeout_ms=5000))
+
+
+@pytest.mark.parametrize("setting", ["ssl_ca_file", "ssl_cert_file", "oauth_token_file"])
+async def test_a_file_that_is_not_there_is_named(
+    kafka_scram_tls: LocalKafka, tmp_path: Path, setting: str
+) -> None:
+    """Entering the log tells which setting names a file that cannot be read."""
+    missing = tmp_path / "missing"
+    settings = (
+        secure(kafka_scram_tls, **{setting: missing}, sasl_mechanism="OAUTHBEARER")
+        if (setting == "oauth_token_file")
+        else secure(kafka_scram_tls, **{setting: missing})
+    )
+    with pytest.raises(ConfigurationError, match=f"kafka.{setting}: {missing}: No such file"):
+        await KafkaLog(settings).__aenter__()
+
+
+async def test_a_file_without_certificates_is_named(
+    kafka_scram_tls: LocalKafka, tmp_path: Path
+) -> None:
+    """A readable file with something else in it is told apart from a missing one."""
+    file = tmp_path / "ca.pem"
+    file.write_text("not a certificate")
+    with pytest.raises(ConfigurationError, match=f"kafka.ssl_ca_file: {file}: expected cert"):
+        await KafkaLog(secure(kafka_scram_tls, ssl_ca_file=file)).__aenter__()
+
+
+async def test_no_secret_shows_in_text(kafka_scram_tls: LocalKafka) -> None:
+    """Neither the log nor its parts print the password."""
+    async with KafkaLog(secure(kafka_scram_tls)) as log, log.producer() as producer:
+        parts = [log, log._connection, producer, log.reader([])]
+        text = " ".join(f"{part!r} {part!s}" for part in parts)
+    assert SCRAM_PASSWORD not in text
