@@ -1,0 +1,120 @@
+"""The demo: four services in one process, two models, an open loop of requests, every answer
+held against the truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.config import KafkaSettings, ModelSettings, Settings, TelemetrySettings, make_settings
+from headrace.demo.load import plan_load
+from headrace.demo.magika_model import MagikaModel, find_magika
+from headrace.demo.questions import Questions, load_digits
+from headrace.demo.report import Reasons, closing_reasons
+from headrace.demo.samples import Sample, kinds, make_samples
+from headrace.demo.tally import Result, Tally
+from headrace.demo.traffic import Traffic
+from headrace.demo.view import View, open_view
+from headrace.local_kafka import LocalKafka
+from headrace.log.opening import open_log
+from headrace.pipeline import Pipeline, running
+from headrace.topic_plan import plan_topics
+
+SEED = 1
+FILES_OF_EACH_KIND = 10
+
+
+class Outcome(NamedTuple):
+    """What came of it, and why batches closed."""
+
+    result: Result
+    reasons: Reasons
+
+
+async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = False) -> Outcome:
+    """Ask for `seconds`, wait for the last answers, and count.
+
+    Args:
+        seconds: how long requests are sent; getting ready and waiting come on top.
+        say: takes lines for people about what is going on.
+        kafka: over a Kafka of its own on this machine, instead of the embedded log.
+
+    Raises:
+        BrokerUnavailable: this machine cannot get a Kafka.
+        ConfigurationError: an environment variable sets something wrong.
+    """
+    magika = find_magika()
+    if magika is None:
+        say("the package magika is not installed (extra `demo`): digits only, no files")
+    with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
+        repository = Path(folder)
+        samples = await asyncio.to_thread(_prepare, repository, magika)
+        async with _broker(say, kafka=kafka) as broker:
+            settings = _settings(repository, broker)
+            questions = Questions(load_digits(), samples)
+            labels = magika.labels if magika else ()
+            return await _serve(settings, questions, seconds, labels)
+
+
+def _prepare(repository: Path, magika: MagikaModel | None) -> list[Sample]:
+    """Fill the model repository, and make the files to ask about; none without magika."""
+    with as_file(files("headrace.demo") / "models") as models:
+        shutil.copytree(models, repository, dirs_exist_ok=True)
+    if magika is None:
+        return []
+    magika.add_to(repository)
+    return make_samples(FILES_OF_EACH_KIND * len(kinds()), SEED)
+
+
+@asynccontextmanager
+async def _broker(
+    say: Callable[[str], None], *, kafka: bool
+) -> AsyncIterator[KafkaSettings | None]:
+    if not kafka:
+        yield None
+        return
+    say("starting Kafka (fetched once, 45 MB)")
+    async with LocalKafka() as cluster:
+        yield KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)
+
+
+def _settings(repository: Path, kafka: KafkaSettings | None) -> Settings:
+    """The demo's own log and models, whatever the environment says of these."""
+    own = {
+        "kafka": kafka,
+        "models": ModelSettings(repository=repository),
+        "telemetry": TelemetrySettings(http_port=0, log_level="warning"),
+    }
+    return make_settings({}).model_copy(update=own)
+
+
+async def _serve(
+    settings: Settings, questions: Questions, seconds: float, labels: tuple[str, ...]
+) -> Outcome:
+    tally = Tally()
+    load = plan_load(questions, seconds, SEED, files=bool(labels))
+    async with open_log(settings) as log:
+        # The embedded log has them already.
+        await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+        async with running(Pipeline(settings, log)) as pipeline:
+            with open_view() as view:
+                async with asyncio.TaskGroup() as tasks:
+                    showing = tasks.create_task(_show(view, tally), name="view")
+                    await Traffic(log, settings, tally, labels).run(load)
+                    showing.cancel()
+            return Outcome(tally.result(), closing_reasons(pipeline.metrics.registry))
+
+
+async def _show(view: View, tally: Tally) -> None:
+    started_s = time.monotonic()
+    while True:
+        await asyncio.sleep(view.period_s)
+        view.show(tally.glance(time.monotonic(), started_s))

@@ -1,0 +1,68 @@
+"""When the demo asks what."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from headrace.demo.load import DIGITS_BURSTS, FILE_BURSTS, Due, plan_load
+from headrace.demo.questions import DIGITS_JSON, DIGITS_MSGPACK, FILES, WRONG, Digits, Questions
+from headrace.demo.samples import Sample
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def questions() -> Questions:
+    digits = Digits(np.zeros((5, 64), np.uint8), np.arange(5, dtype=np.uint8))
+    return Questions(digits, [Sample("csv", b"a,b\n1,2\n")])
+
+
+def _plan(questions: Questions, *, files: bool = True) -> list[Due]:
+    return list(plan_load(questions, SECONDS, seed=3, files=files))
+
+
+def test_what_is_due_comes_in_the_order_of_time(questions: Questions) -> None:
+    """The plan never goes back, and ends in time."""
+    times_s = [due.at_s for due in _plan(questions)]
+    assert times_s == sorted(times_s)
+    assert times_s[-1] < SECONDS
+
+
+def test_every_question_has_an_id_of_its_own(questions: Questions) -> None:
+    """No correlation id comes twice."""
+    ids = [each.correlation_id for due in _plan(questions) for each in due.questions]
+    assert len(ids) == len(set(ids))
+
+
+def test_requests_come_singly_and_in_bursts_of_every_size(questions: Questions) -> None:
+    """Bursts make batches of many sizes possible."""
+    sizes = {(due.questions[0].group, len(due.questions)) for due in _plan(questions)}
+    assert {(DIGITS_MSGPACK, size) for size in (1, *DIGITS_BURSTS)} <= sizes
+    assert {(FILES, size) for size in (1, *FILE_BURSTS)} <= sizes
+
+
+def test_some_requests_have_several_rows(questions: Questions) -> None:
+    """One to four images travel in one request."""
+    rows = {
+        len(each.labels)
+        for due in _plan(questions)
+        for each in due.questions
+        if each.group == DIGITS_MSGPACK
+    }
+    assert rows == {1, 2, 3, 4}
+
+
+def test_rates_are_those_that_are_stated(questions: Questions) -> None:
+    """About 100 requests in JSON a second: within five standard deviations."""
+    groups = Counter(each.group for due in _plan(questions) for each in due.questions)
+    assert groups[DIGITS_JSON] == pytest.approx(100 * SECONDS, abs=5 * (100 * SECONDS) ** 0.5)
+    assert groups[WRONG] == 12
+
+
+def test_without_the_file_model_no_file_is_asked_about(questions: Questions) -> None:
+    """The digits alone make a demo, too."""
+    groups = {each.group for due in _plan(questions, files=False) for each in due.questions}
+    assert groups == {DIGITS_MSGPACK, DIGITS_JSON, WRONG}

@@ -1,0 +1,108 @@
+"""What the demo shows while it runs and says at its end."""
+
+from __future__ import annotations
+
+import io
+
+from prometheus_client import CollectorRegistry, Counter
+
+from headrace.demo.report import closing_reasons, report
+from headrace.demo.tally import Glance, Tally
+from headrace.demo.view import Lines, open_view
+from tests.unit.demo.examples import answer, question, wrong_question
+
+GLANCE = Glance(3.0, 1234, 1230, 4, 410.4, 5.25, 32, 1.5, 2.25, 9.75)
+
+
+def _counted() -> Tally:
+    tally = Tally()
+    for number in range(4):
+        tally.ask(question(number), 0.0)
+        tally.answer(answer(number, batch_size=4, queue_us=1500), 0.010)
+    tally.ask(wrong_question(9, "UNKNOWN_MODEL"), 0.0)
+    tally.answer(answer(9, status="UNKNOWN_MODEL"), 0.010)
+    tally.dead_letter(b"9", "UNKNOWN_MODEL")
+    return tally
+
+
+def test_the_report_ends_with_the_verdict() -> None:
+    """When all is well, the last line says so."""
+    assert report(_counted().result(), {})[-1] == (
+        "Every request was answered once: 5 answers, 1 of them errors that were asked for."
+    )
+
+
+def test_the_report_ends_with_what_is_wrong() -> None:
+    """Each fault has a line."""
+    tally = _counted()
+    tally.ask(question(5), 0.0)
+    assert report(tally.result(), {})[-2:] == [
+        "Not as it should be",
+        "  requests without an answer: 1",
+    ]
+
+
+def test_the_report_says_why_batches_closed() -> None:
+    """Reasons stand with the batches of their model."""
+    lines = report(_counted().result(), {"digits": {"idle": 1}})
+    (line,) = [line for line in lines if "rows on average" in line]
+    assert " ".join(line.split()) == (
+        "digits 1 with 4.0 rows on average, 4 at most; closed: 1 idle"
+    )
+
+
+def test_the_parts_of_a_request_add_up_to_the_whole() -> None:
+    """The times of the shown request are its own, and what is left is told."""
+    lines = report(_counted().result(), {})
+    start = next(at for at, line in enumerate(lines) if line.startswith("One request"))
+    *parts, whole = (float(line.split()[0]) for line in lines[start + 1 : start + 6])
+    assert parts == [8.0, 1.5, 0.3, 0.2]
+    assert whole == 10.0
+
+
+def test_an_error_that_was_asked_for_is_shown_with_its_message() -> None:
+    """Subject, code, dead letters and message are there."""
+    lines = report(_counted().result(), {})
+    at = next(at for at, line in enumerate(lines) if "UNKNOWN_MODEL" in line)
+    assert "dead letters: 1" in lines[at]
+    assert lines[at + 1].strip() == "what was wrong"
+
+
+def test_an_empty_run_has_a_report() -> None:
+    """Nothing asked, nothing answered, no division by zero."""
+    assert report(Tally().result(), {})
+
+
+def test_reasons_are_read_from_the_metrics() -> None:
+    """The counter's samples by model and reason, without its creation times."""
+    registry = CollectorRegistry()
+    batches = Counter("headrace_batches", "Batches.", ["model", "reason"], registry=registry)
+    batches.labels("digits", "full").inc(3)
+    batches.labels("magika", "idle").inc()
+    assert closing_reasons(registry) == {"digits": {"full": 3}, "magika": {"idle": 1}}
+
+
+def test_without_a_terminal_each_glance_is_a_line() -> None:
+    """Plain text, nothing drawn over."""
+    out = io.StringIO()
+    with open_view(out) as view:
+        assert isinstance(view, Lines)
+        view.show(GLANCE)
+    assert " ".join(out.getvalue().split()) == (
+        "time 3.0 s asked 1,234 answered 1,230 in flight 4 answers/s 410 batch mean 5.2 max 32 "
+        "queue 1.50 ms p50 2.25 ms p99 9.75 ms"
+    )
+
+
+def test_on_a_terminal_the_table_is_drawn_in_place() -> None:
+    """Rich draws the same figures."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    with open_view(out) as view:
+        assert not isinstance(view, Lines)
+        view.show(GLANCE)
+    assert "1,234" in out.getvalue()
