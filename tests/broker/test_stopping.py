@@ -1,0 +1,140 @@
+"""How a process ends under load, on a real Kafka, and what its successor finds."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+
+from headrace.local_kafka import LocalKafka
+from tests.support.processes import Process, environment, headrace
+
+MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"
+REQUESTS = 30_000
+PARTITIONS = 4
+FUSED = ("ingest,batcher,executor,responder",)
+FOUR = ("ingest", "batcher", "executor", "responder")
+VALUE = msgpack.packb(
+    {
+        "model_name": "digits",
+        "inputs": [
+            {
+                "name": "pixels",
+                "datatype": "FP32",
+                "shape": [1, 64],
+                "data": np.zeros(64, np.float32).tobytes(),
+            }
+        ],
+    }
+)
+
+
+async def _produce(bootstrap_servers: str, topic: str) -> None:
+    """Send requests, numbered by their correlation ids."""
+    async with AIOKafkaProducer(bootstrap_servers=bootstrap_servers, linger_ms=5) as producer:
+        sent = [
+            await producer.send(
+                topic,
+                VALUE,
+                partition=number % PARTITIONS,
+                headers=[("kafka_correlationId", str(number).encode())],
+            )
+            for number in range(REQUESTS)
+        ]
+        await asyncio.gather(*sent)
+
+
+class Answers:
+    """Counts answers by correlation id as they come."""
+
+    def __init__(self, consumer: AIOKafkaConsumer) -> None:
+        self._consumer = consumer
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    async def read_until(self, distinct: int) -> None:
+        """Until so many requests have an answer."""
+        async with asyncio.timeout(60):
+            while len(self.counts) < distinct:
+                await self.read(0.2)
+
+    async def read(self, timeout_s: float) -> None:
+        """What comes within the time."""
+        polled = await self._consumer.getmany(timeout_ms=int(timeout_s * 1000))
+        for records in polled.values():
+            for record in records:
+                headers = dict(record.headers)
+                assert headers["x-status"] == b"ok"
+                self.counts[headers["kafka_correlationId"].decode()] += 1
+
+
+@asynccontextmanager
+async def _answers(bootstrap_servers: str, topic: str) -> AsyncIterator[Answers]:
+    async with AIOKafkaConsumer(
+        bootstrap_servers=bootstrap_servers, auto_offset_reset="earliest"
+    ) as consumer:
+        consumer.assign([TopicPartition(topic, number) for number in range(PARTITIONS)])
+        yield Answers(consumer)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("stages", [FUSED, FOUR], ids=["fused", "four-processes"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_under_load_loses_and_repeats_nothing(
+    kafka: LocalKafka, unique_name: str, stages: tuple[str, ...], number: signal.Signals
+) -> None:
+    """All processes drain and exit with 0; those started next answer the rest, each once."""
+    settings = environment(kafka.bootstrap_servers, unique_name, MODELS)
+    await headrace(["topics", "create"], settings)
+    await _produce(kafka.bootstrap_servers, f"{unique_name}.requests")
+    async with _answers(kafka.bootstrap_servers, f"{unique_name}.responses") as answers:
+        first = [Process(each, settings) for each in stages]
+        async with AsyncExitStack() as stack:
+            for process in reversed(first):
+                await stack.enter_async_context(process)
+            await answers.read_until(REQUESTS // 20)
+            for process in first:
+                process.send(number)
+            codes = [await process.wait() for process in first]
+        await answers.read(1.0)
+        answered_before = len(answers.counts)
+
+        async with AsyncExitStack() as stack:
+            second = [Process(each, settings) for each in stages]
+            await asyncio.gather(*[stack.enter_async_context(process) for process in second])
+            await answers.read_until(REQUESTS)
+        await answers.read(1.0)
+
+    assert codes == [0] * len(stages)
+    assert answered_before < REQUESTS, "the signal came too late to show anything"
+    assert len(answers.counts) == REQUESTS
+    assert {name for name, count in answers.counts.items() if count > 1} == set()
+
+
+@pytest.mark.timeout(120)
+async def test_a_second_signal_ends_at_once_and_loses_nothing(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """After two signals the process is gone without draining; its successor answers the rest."""
+    settings = environment(
+        kafka.bootstrap_servers, unique_name, MODELS, LIMITS__DRAIN_TIMEOUT_S="60"
+    )
+    await headrace(["topics", "create"], settings)
+    await _produce(kafka.bootstrap_servers, f"{unique_name}.requests")
+    async with _answers(kafka.bootstrap_servers, f"{unique_name}.responses") as answers:
+        async with Process(FUSED[0], settings) as process:
+            await answers.read_until(REQUESTS // 20)
+            process.send(signal.SIGTERM)
+            process.send(signal.SIGTERM)
+            await process.wait()
+        async with Process(FUSED[0], settings):
+            await answers.read_until(REQUESTS)
+
+    assert len(answers.counts) == REQUESTS
