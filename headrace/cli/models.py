@@ -12,6 +12,7 @@ from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.models.registry import Models
+from headrace.models.repository import checksum_of
 from headrace.models.signature import TensorSpec
 from headrace.models.version import ModelVersion, State
 
@@ -43,7 +44,7 @@ def list_models(settings: Settings, as_json: bool) -> None:
 @json_option
 @pass_settings
 def describe(settings: Settings, model: str, as_json: bool) -> None:
-    """Show the inputs, outputs and settings of MODEL's versions."""
+    """Show the inputs, outputs, settings and checksums of MODEL's versions."""
     models = _opened(settings)
     _require(models, model)
     described = [_described(version) for version in models.versions() if version.name == model]
@@ -127,6 +128,7 @@ def _described(version: ModelVersion) -> dict[str, Any]:
         "inputs": [_tensor(spec) for spec in version.signature.inputs],
         "outputs": [_tensor(spec) for spec in version.signature.outputs],
         "batching_off": version.batching_off,
+        "checksum": checksum_of(version.directory),
         "config": version.config.model_dump(mode="json", exclude={"inputs", "outputs"}),
     }
 
@@ -148,7 +150,8 @@ def _paragraph(entry: dict[str, Any]) -> str:
             for tensor in entry[kind]
         ]
     lines += [f"  {remark}" for remark in [_batching(entry)] if remark]
-    lines += [f"  {key} = {json.dumps(value)}" for key, value in entry["config"].items()]
+    settings = entry["config"] | {"checksum": entry["checksum"]}
+    lines += [f"  {key} = {json.dumps(value)}" for key, value in settings.items()]
     return "\n".join(lines)
 
 

@@ -58,6 +58,15 @@ def test_describe_shows_inputs_with_their_dimensions(repository: Path, call: Cal
     assert "  max_batch_size = 4\n" in result.stdout
 
 
+def test_described_checksum_is_the_one_to_write_down(repository: Path, call: Call) -> None:
+    """What `describe` shows is what `model.toml` may have."""
+    add_version(repository, "digits", 1, digits())
+    lines = call("models", "describe", "digits").stdout.splitlines()
+    [line] = [line for line in lines if line.startswith("  checksum = ")]
+    (repository / "digits" / "model.toml").write_text(line.strip(), encoding="utf-8")
+    assert call("models", "check").exit_code == Exit.DONE
+
+
 def test_describe_is_written_as_json(repository: Path, call: Call) -> None:
     """The same for programs."""
     add_version(repository, "digits", 1, digits())

@@ -257,6 +257,12 @@ def test_values_at_the_limits_are_in_range() -> None:
     assert Binder(TOKENS, {"ids": (0, 30521)}).bind([given, mask(1, 2)]).rows == 1
 
 
+def test_empty_tensor_is_in_every_range() -> None:
+    """There is no value that could be outside."""
+    bound = Binder(TOKENS, {"ids": (0, 3)}).bind([ids(1, 0), mask(1, 0)])
+    assert bound.size_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

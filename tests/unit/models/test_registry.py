@@ -276,6 +276,20 @@ async def test_unreadable_new_version_does_not_take_the_old_ones_place(tmp_path:
     assert executor.told() == []
 
 
+async def test_version_broken_in_place_goes_on_serving(tmp_path: Path) -> None:
+    """It is still wanted; what lies on the disk now cannot take its place."""
+    for number in (1, 2):
+        directory = add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
+    executor = Executor(tmp_path)
+    for version in executor.models.versions(State.LOADING):
+        executor.models.mark_ready(version)
+    (directory / "model.onnx").write_bytes(b"")
+    [fault] = (await executor.models.reload()).faults
+    assert fault.startswith("digits/2: digits/2/model.onnx: ")
+    assert executor.models.lookup("digits", "2").state is State.READY
+    assert executor.told() == []
+
+
 async def test_failed_version_is_tried_again_at_reload(tmp_path: Path) -> None:
     """What made it fail may have gone."""
     add_version(tmp_path, "digits", 1, digits())
