@@ -1,0 +1,46 @@
+"""An executor that loads nothing: it follows the registry, for the registry's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import Rejected
+from headrace.models.registry import Change, Models
+from headrace.models.version import ModelVersion, State
+from tests.support.models import settings_for
+
+
+class Executor:
+    """Follows the changes as an executor does, and loads when it is told to."""
+
+    def __init__(self, repository: Path) -> None:
+        self.models = Models(settings_for(repository), executes=True)
+        self.changes: list[Change] = []
+        self.models.open()
+        self.models.subscribe(self.changes.append)
+
+    def loading(self) -> ModelVersion:
+        """The one version that is loading."""
+        [version] = self.models.versions(State.LOADING)
+        return version
+
+    def load(self) -> ModelVersion:
+        """Have the one version that is loading become ready."""
+        version = self.loading()
+        self.models.mark_ready(version)
+        return version
+
+    def told(self) -> list[tuple[str, str]]:
+        """Actions and numbers since the last call."""
+        told = [(str(change.action), change.version.version) for change in self.changes]
+        self.changes.clear()
+        return told
+
+
+def refusal(models: Models, name: str, version: str | None = None) -> Rejected:
+    """How a look-up is refused."""
+    with pytest.raises(Rejected) as caught:
+        models.lookup(name, version)
+    return caught.value

@@ -1,0 +1,201 @@
+"""What a new look at the repository does to the versions that serve."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import Code, ConfigurationError
+from headrace.models.opening import Known, Opened, look
+from headrace.models.repository import Repository
+from headrace.models.version import State
+from tests.support.models import add_version, digits
+from tests.unit.models.executor import Executor, refusal
+
+
+def replace(directory: Path, weight: float) -> None:
+    """Put another model in the place of a version."""
+    repository, name, number = directory.parents[1], directory.parent.name, int(directory.name)
+    shutil.rmtree(directory)
+    add_version(repository, name, number, digits(weight))
+
+
+async def test_reload_without_a_change_changes_nothing(tmp_path: Path) -> None:
+    """The versions are the same objects as before."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    before = executor.load()
+    assert not any(await executor.models.reload())
+    assert executor.models.lookup("digits") is before
+
+
+async def test_new_model_is_found(tmp_path: Path) -> None:
+    """The executor is told to load it."""
+    executor = Executor(tmp_path)
+    add_version(tmp_path, "digits", 1, digits())
+    assert (await executor.models.reload()).added == ("digits/1",)
+    assert executor.told() == [("load", "1")]
+
+
+async def test_removed_model_is_unloaded(tmp_path: Path) -> None:
+    """It takes no more requests, and the executor lets it go."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    version = executor.load()
+    shutil.rmtree(tmp_path / "digits")
+    assert (await executor.models.reload()).removed == ("digits/1",)
+    assert executor.told() == [("unload", "1")]
+    assert version.state is State.UNLOADING
+    assert refusal(executor.models, "digits").code == Code.UNKNOWN_MODEL
+
+
+async def test_old_version_serves_until_the_new_one_is_ready(tmp_path: Path) -> None:
+    """Then the old one is unloaded: there is no moment without a ready one."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    executor.load()
+    add_version(tmp_path, "digits", 2, digits())
+    reloaded = await executor.models.reload()
+    assert (reloaded.added, reloaded.removed) == (("digits/2",), ("digits/1",))
+    assert executor.models.lookup("digits").version == "1"
+    assert executor.told() == [("load", "2")]
+    executor.load()
+    assert executor.models.lookup("digits").version == "2"
+    assert executor.told() == [("unload", "1")]
+
+
+async def test_bad_new_version_does_not_take_the_old_ones_place(tmp_path: Path) -> None:
+    """A version that fails to load leaves the old one where it is."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    executor.load()
+    add_version(tmp_path, "digits", 2, digits())
+    await executor.models.reload()
+    executor.models.mark_failed(executor.loading(), "no memory")
+    assert executor.models.lookup("digits").version == "1"
+    assert executor.told() == [("load", "2")]
+
+
+async def test_unreadable_new_version_does_not_take_the_old_ones_place(tmp_path: Path) -> None:
+    """Nor does one whose file cannot even be opened; the fault is told."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    executor.load()
+    (tmp_path / "digits" / "2").mkdir()
+    [fault] = (await executor.models.reload()).faults
+    assert fault.startswith("digits/2: digits/2/model.onnx: expected the model here")
+    assert executor.models.lookup("digits").version == "1"
+    assert executor.told() == []
+
+
+async def test_version_broken_in_place_goes_on_serving(tmp_path: Path) -> None:
+    """It is still wanted; what lies on the disk now cannot take its place."""
+    for number in (1, 2):
+        directory = add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
+    executor = Executor(tmp_path)
+    for version in executor.models.versions(State.LOADING):
+        executor.models.mark_ready(version)
+    (directory / "model.onnx").write_bytes(b"")
+    [fault] = (await executor.models.reload()).faults
+    assert fault.startswith("digits/2: digits/2/model.onnx: ")
+    assert executor.models.lookup("digits", "2").state is State.READY
+    assert executor.told() == []
+
+
+async def test_failed_version_is_tried_again_at_reload(tmp_path: Path) -> None:
+    """What made it fail may have gone."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    executor.models.mark_failed(executor.loading(), "no memory")
+    await executor.models.reload()
+    assert executor.told() == [("load", "1")]
+
+
+async def test_version_changed_in_place_is_loaded_beside_the_old_one(tmp_path: Path) -> None:
+    """The old files' version serves until the new files' is ready."""
+    directory = add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    old = executor.load()
+    replace(directory, weight=2)
+    assert (await executor.models.reload()).changed == ("digits/1",)
+    assert executor.models.lookup("digits") is old
+    new = executor.load()
+    assert executor.models.lookup("digits", "1") is new
+    assert executor.told() == [("load", "1"), ("unload", "1")]
+    assert (old.state, new.state) == (State.UNLOADING, State.READY)
+
+
+async def test_version_that_is_superseded_while_it_loads_is_let_go(tmp_path: Path) -> None:
+    """Its readiness comes too late and is of no interest."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    first = executor.loading()
+    add_version(tmp_path, "digits", 2, digits())
+    await executor.models.reload()
+    assert executor.told() == [("unload", "1"), ("load", "2")]
+    executor.models.mark_ready(first)
+    assert refusal(executor.models, "digits").message == "model digits is loading"
+
+
+async def test_version_no_longer_selected_waits_for_those_that_are(tmp_path: Path) -> None:
+    """With several selected, the old one goes when all of them have settled."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    executor.load()
+    add_version(tmp_path, "digits", 2, digits())
+    add_version(tmp_path, "digits", 3, digits(), "versions = [2, 3]")
+    await executor.models.reload()
+    second, third = executor.models.versions(State.LOADING)
+    executor.models.mark_ready(second)
+    assert executor.models.lookup("digits", "1").state is State.READY
+    executor.models.mark_failed(third, "no memory")
+    assert refusal(executor.models, "digits", "1").code == Code.UNKNOWN_MODEL
+
+
+async def test_broken_configuration_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    """A slip of the pen in `model.toml` stops nothing; the fault is told."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    version = executor.load()
+    (tmp_path / "digits" / "model.toml").write_text("colour = 1", encoding="utf-8")
+    reloaded = await executor.models.reload()
+    assert reloaded.removed == ()
+    assert "colour" in reloaded.faults[0]
+    assert executor.models.lookup("digits") is version
+
+
+async def test_missing_repository_leaves_all_models_as_they_were(tmp_path: Path) -> None:
+    """A directory that is away for a moment does not unload everything."""
+    add_version(tmp_path / "models", "digits", 1, digits())
+    executor = Executor(tmp_path / "models")
+    version = executor.load()
+    shutil.rmtree(tmp_path / "models")
+    with pytest.raises(ConfigurationError, match=r"models\.repository"):
+        await executor.models.reload()
+    assert executor.models.lookup("digits") is version
+
+
+async def test_version_put_aside_during_a_look_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is read in another thread while the executor goes on reporting."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    first = executor.load()
+    second_directory = add_version(tmp_path, "digits", 2, digits())
+    await executor.models.reload()
+    shutil.rmtree(second_directory)
+
+    def look_while_the_second_becomes_ready(repository: Repository, known: Known) -> list[Opened]:
+        monkeypatch.undo()
+        opened = look(repository, known)
+        executor.load()
+        return opened
+
+    monkeypatch.setattr("headrace.models.registry.look", look_while_the_second_becomes_ready)
+    await executor.models.reload()
+    assert first.state is State.UNLOADING
+    assert executor.loading().version == "1"
+    assert executor.models.lookup("digits").version == "2"
