@@ -129,6 +129,7 @@ async def test_resuming_wakes_a_poll_that_waits(log: Log, make_topic: MakeTopic)
         async with log.reader([partition]) as other:
             other.seek(partition, 0)
             await read(other, 1)
+            await other.poll(0.05, 1)  # in vain: by its end the first poll has long been waiting
         assert not poll.done()
         reader.resume([partition])
         async with asyncio.timeout(10.0):
