@@ -1,0 +1,165 @@
+"""`headrace infer MODEL`: one request, and its answer."""
+
+from __future__ import annotations
+
+import json
+import mimetypes
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, BinaryIO, NamedTuple
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.cli.event_loop import run
+from headrace.cli.infer_inputs import parse_input
+from headrace.cli.settings import pass_settings
+from headrace.client import Client, Response
+from headrace.codec import bytes_to_data
+from headrace.config import Settings
+from headrace.log.opening import open_log
+from headrace.tensors import datatype_of, from_array
+
+SHOWN_ELEMENTS = 1000
+
+
+class Question(NamedTuple):
+    """What to ask: either `inputs`, or `payload` with its content type."""
+
+    model: str
+    version: str | None
+    timeout_s: float
+    inputs: dict[str, NDArray[Any]]
+    payload: bytes | None = None
+    content_type: str = ""
+
+
+def _inputs(
+    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, NDArray[Any]]:
+    try:
+        return dict(parse_input(text) for text in texts)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    callback=_inputs,
+    metavar="NAME[:DATATYPE]=@FILE.npy|JSON",
+    help="One input; the option may be given several times.",
+)
+@click.option("--file", type=click.File("rb"), help="A payload to send as it is; - for stdin.")
+@click.option("--content-type", metavar="T", help="Of --file.  [default: by the file's name]")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds until the answer is wanted no more.",
+)
+@click.option("--version", metavar="V", help="Of the model.  [default: the newest]")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+@pass_settings
+def command(
+    settings: Settings,
+    *,
+    model: str,
+    inputs: dict[str, NDArray[Any]],
+    file: BinaryIO | None,
+    content_type: str | None,
+    timeout_s: float,
+    version: str | None,
+    as_json: bool,
+) -> None:
+    """Send one request to MODEL and print the answer.
+
+    Without a broker, the four services run in this process for this one request.
+    """
+    if bool(inputs) == (file is not None):
+        raise click.UsageError("give either --input, once or more, or --file")
+    if content_type and file is None:
+        raise click.UsageError("--content-type goes with --file")
+    question = Question(model, version, timeout_s, inputs)
+    if file is not None:
+        guessed = content_type or mimetypes.guess_type(file.name)[0]
+        question = question._replace(
+            payload=file.read(), content_type=guessed or "application/octet-stream"
+        )
+    response = run(_ask(settings, question))
+    click.echo(json.dumps(as_protocol(response)) if as_json else as_text(response))
+
+
+async def _ask(settings: Settings, question: Question) -> Response:
+    async with _client(settings) as client:
+        if question.payload is None:
+            return await client.infer(
+                question.model,
+                question.inputs,
+                timeout_s=question.timeout_s,
+                version=question.version,
+            )
+        return await client.infer_raw(
+            question.model,
+            question.payload,
+            question.content_type,
+            timeout_s=question.timeout_s,
+            version=question.version,
+        )
+
+
+@asynccontextmanager
+async def _client(settings: Settings) -> AsyncIterator[Client]:
+    if settings.kafka is not None:
+        async with Client(settings=settings) as client:
+            yield client
+        return
+    from headrace.pipeline import Pipeline, running
+    from headrace.telemetry.logs import configure_logging
+
+    configure_logging("warning")
+    async with (
+        open_log(settings) as log,
+        running(Pipeline(settings, log)),
+        Client(log=log, settings=settings) as client,
+    ):
+        yield client
+
+
+def as_text(response: Response) -> str:
+    """Each output on lines of its own: name, datatype, shape and values."""
+    return "\n".join(
+        f"{name} {datatype_of(array.dtype).name} {list(array.shape)} "
+        + np.array2string(array, threshold=SHOWN_ELEMENTS, separator=", ")
+        for name, array in response.outputs.items()
+    )
+
+
+def as_protocol(response: Response) -> dict[str, Any]:
+    """The answer in the JSON of the Open Inference Protocol."""
+    return {
+        "model_name": response.model_name,
+        "model_version": response.model_version,
+        **({"id": response.id} if response.id is not None else {}),
+        "outputs": [_output(name, array) for name, array in response.outputs.items()],
+        "parameters": response.parameters,
+    }
+
+
+def _output(name: str, array: NDArray[Any]) -> dict[str, Any]:
+    tensor = from_array(name, array)
+    elements, parameters = bytes_to_data(tensor)
+    output = {
+        "name": name,
+        "datatype": tensor.datatype,
+        "shape": list(tensor.shape),
+        "data": elements,
+    }
+    return output | ({"parameters": dict(parameters)} if parameters else {})

@@ -1,0 +1,298 @@
+"""The client: NumPy in, NumPy out, over Kafka.
+
+```python
+async with Client(bootstrap_servers="127.0.0.1:9092") as client:
+    response = await client.infer("digits", {"pixels": array}, timeout_s=1.0)
+    response.outputs["label"]
+```
+
+A client has one reply partition of the topic of responses and one task that reads it; a call is
+one record sent and one future, no task. Calls may run side by side, also from several tasks of
+the same event loop. At most `max_in_flight` are under way, the rest wait their turn within their
+own timeouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from headrace import envelope
+from headrace.codec import decode_response, encode_request
+from headrace.config import KafkaSettings, Settings, make_settings
+from headrace.errors import ConfigurationError, HeadraceError, Rejected, Retriable
+from headrace.exchange import Exchange
+from headrace.log.opening import open_log
+from headrace.log.port import Log, NewRecord, Record
+from headrace.messages import ErrorResponse, Parameter
+from headrace.replies import ClientClosed
+
+__all__ = ["Client", "ClientClosed", "InferenceError", "InferenceTimeout", "Response"]
+
+DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_MAX_IN_FLIGHT = 1024
+
+
+class InferenceError(HeadraceError):
+    """The request was refused or failed: by a service, or here before it was sent.
+
+    Attributes:
+        code: one of `headrace.errors.Code`, or a newer one.
+        message: what was expected, what came, and where.
+        retriable: the same request may succeed later.
+        retry_after_ms: when, where that is known.
+    """
+
+    def __init__(
+        self, code: str, message: str, *, retriable: bool, retry_after_ms: int | None = None
+    ) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+        self.retriable = retriable
+        self.retry_after_ms = retry_after_ms
+
+
+class InferenceTimeout(Retriable):
+    """No answer came in time. The request may have been served; the answer is dropped."""
+
+
+class Response(NamedTuple):
+    """An answer.
+
+    Attributes:
+        outputs: by name, in the order of the answer; read-only arrays over the record's bytes.
+        parameters: timings in microseconds (`queue_us`, `batch_us`, `compute_us`) and
+            `batch_size` in rows.
+        headers: of the response record, the request's own copied ones among them.
+    """
+
+    model_name: str
+    model_version: str
+    id: str | None
+    outputs: dict[str, NDArray[Any]]
+    parameters: dict[str, Parameter]
+    headers: Sequence[tuple[str, bytes | None]]
+
+
+class Client:
+    """Asks models on a log and waits for their answers.
+
+    Nothing is opened before `async with`; leaving it fails the calls that still wait with
+    `ClientClosed`.
+
+    Args:
+        bootstrap_servers: of the brokers; over what the settings say.
+        log: an opened log to use instead, which stays its owner's to close.
+        settings: for the topics' names and Kafka's security; without them, environment
+            variables and defaults.
+        reply_partition: of the topic of responses; one at random when not given.
+        content_type: `application/msgpack` or `application/json`, of requests and answers.
+        max_in_flight: how many calls may be under way at once. It bounds memory: what waits is
+            at most this many requests and their answers.
+
+    Raises (on entering):
+        ConfigurationError: neither a broker nor a log was given, a topic does not exist, or it
+            has no such partition.
+        LogUnavailable, LogAuthenticationFailed: see `headrace.log.port`.
+    """
+
+    def __init__(
+        self,
+        bootstrap_servers: str | None = None,
+        *,
+        log: Log | None = None,
+        settings: Settings | None = None,
+        reply_partition: int | None = None,
+        content_type: str = envelope.MSGPACK,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+    ) -> None:
+        if content_type not in (envelope.MSGPACK, envelope.JSON):
+            raise ValueError(
+                f"content_type: expected {envelope.MSGPACK} or {envelope.JSON}, "
+                f"got {content_type!r}"
+            )
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight: expected at least 1, got {max_in_flight}")
+        self._settings = _with_broker(settings or make_settings({}), bootstrap_servers)
+        self._log = log
+        self._reply_partition = reply_partition
+        self._content_type = content_type
+        self._permits = asyncio.Semaphore(max_in_flight)
+        self._exchange: Exchange | None = None
+        self._stack = AsyncExitStack()
+
+    @property
+    def late_answers(self) -> int:
+        """Answers of ours that nobody waited for any more, second copies included."""
+        return self._exchange.late if self._exchange else 0
+
+    @property
+    def foreign_answers(self) -> int:
+        """Answers to other clients on our reply partition."""
+        return self._exchange.foreign if self._exchange else 0
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            log = self._log
+            if log is None:
+                if self._settings.kafka is None:
+                    raise ConfigurationError(
+                        "the client needs a broker: give bootstrap_servers, or set "
+                        "kafka.bootstrap_servers, or pass an embedded log"
+                    )
+                log = await stack.enter_async_context(open_log(self._settings))
+            exchange = Exchange(log, self._settings, self._reply_partition)
+            self._exchange = await stack.enter_async_context(exchange)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    async def infer(  # noqa: PLR0913 - each is an optional field of the request, by its name
+        self,
+        model: str,
+        inputs: Mapping[str, ArrayLike],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        version: str | None = None,
+        id: str | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
+        outputs: Sequence[str] | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        key: bytes | None = None,
+        headers: Sequence[tuple[str, bytes]] = (),
+    ) -> Response:
+        """Run a model on arrays.
+
+        Args:
+            model: its name.
+            inputs: by name; shapes include the batch dimension, as in `[1, 64]`. Text is an
+                array of `bytes` or `str`.
+            timeout_s: for everything together; it becomes the request's deadline.
+            version: of the model; its newest when not given.
+            id: your own name for the request, echoed.
+            parameters: of the request.
+            outputs: the names of those wanted; all when not given.
+            priority: larger goes first among requests that wait.
+            tenant: on whose behalf.
+            key: of the record; requests of one key go to one partition, others round robin.
+            headers: of your own; they travel on to the answer.
+
+        Raises:
+            InferenceError: the request was refused or failed.
+            InferenceTimeout: no answer in time.
+            ClientClosed: the client is not open, or was closed meanwhile.
+            LogUnavailable: the broker did not acknowledge the request.
+        """
+        arrays = {name: np.asarray(value) for name, value in inputs.items()}
+        with _refusals_as_inference_errors():
+            value = encode_request(
+                self._content_type,
+                model,
+                arrays,
+                version=version,
+                id=id,
+                parameters=parameters,
+                outputs=outputs,
+            )
+        about = [*headers, *_urgency(priority, tenant)]
+        return await self._call(NewRecord(key, value, about), self._content_type, timeout_s)
+
+    async def infer_raw(  # noqa: PLR0913 - each is an optional field of the request, by its name
+        self,
+        model: str,
+        payload: bytes,
+        content_type: str,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        version: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        key: bytes | None = None,
+        headers: Sequence[tuple[str, bytes]] = (),
+    ) -> Response:
+        """Run a model on a payload as it is, such as a file; its configuration says how.
+
+        `payload` becomes the record's value, and `content_type` (such as `image/jpeg` or
+        `text/plain`) its header. For all else, and for what is raised, see `infer`.
+        """
+        name = f"{model}/{version}" if version else model
+        about = [*headers, *_urgency(priority, tenant), ("x-model", name.encode())]
+        return await self._call(NewRecord(key, payload, about), content_type, timeout_s)
+
+    async def _call(self, request: NewRecord, content_type: str, timeout_s: float) -> Response:
+        if not (timeout_s > 0 and math.isfinite(timeout_s)):
+            raise ValueError(f"timeout_s: expected a positive number of seconds, got {timeout_s}")
+        deadline_ms = int((time.time() + timeout_s) * 1000)
+        about = [
+            *request.headers,
+            ("content-type", content_type.encode()),
+            ("x-deadline-ms", b"%d" % deadline_ms),
+        ]
+        if self._exchange is None:
+            raise ClientClosed("the client is not open: use it within `async with`")
+        with _refusals_as_inference_errors():
+            try:
+                async with asyncio.timeout(timeout_s) as within, self._permits:
+                    answer = await self._exchange.ask(request._replace(headers=about))
+            except TimeoutError:
+                if not within.expired():
+                    raise
+                raise InferenceTimeout(f"no answer within {timeout_s:g} s") from None
+            return _response(answer)
+
+
+def _with_broker(settings: Settings, bootstrap_servers: str | None) -> Settings:
+    if bootstrap_servers is None:
+        return settings
+    named = {"bootstrap_servers": bootstrap_servers}
+    kafka = settings.kafka.model_copy(update=named) if settings.kafka else KafkaSettings(**named)
+    return settings.model_copy(update={"kafka": kafka})
+
+
+def _urgency(priority: int, tenant: str) -> list[tuple[str, bytes]]:
+    headers = [("x-priority", b"%d" % priority)] if priority else []
+    return [*headers, ("x-tenant", tenant.encode())] if tenant else headers
+
+
+def _response(record: Record) -> Response:
+    answer = decode_response(record.headers, record.value)
+    if isinstance(answer, ErrorResponse):
+        details = answer.error_details
+        raise InferenceError(
+            details.code,
+            answer.error,
+            retriable=details.retriable,
+            retry_after_ms=details.retry_after_ms,
+        )
+    return Response(*answer, record.headers)
+
+
+@contextmanager
+def _refusals_as_inference_errors() -> Iterator[None]:
+    """What is refused on this side has the form of what is refused on the other."""
+    try:
+        yield
+    except Rejected as error:
+        raise InferenceError(
+            error.code,
+            error.message,
+            retriable=error.code.is_retriable,
+            retry_after_ms=error.retry_after_ms,
+        ) from error

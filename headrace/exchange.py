@@ -1,0 +1,130 @@
+"""Request and answer over the log, as records: what the client builds on.
+
+A request goes to a partition of the topic of requests, by its key or round robin; its headers
+name the reply partition that this process reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.log.partitioner import partition_for_key
+from headrace.log.port import Log, NewRecord, Producer, Record, TopicPartition
+from headrace.replies import CORRELATION_ID, ClientClosed, Replies
+from headrace.topics import Topic
+
+REPLY_TOPIC = "kafka_replyTopic"
+REPLY_PARTITION = "kafka_replyPartition"
+
+
+class Exchange:
+    """Sends request records and waits for the records that answer them.
+
+    Args:
+        log: opened; its producer and its reader are ours.
+        settings: for the topics' names.
+        reply_partition: of the topic of responses; one at random when None.
+
+    Raises (on entering):
+        ConfigurationError: a topic does not exist, or has no such partition.
+        LogUnavailable, LogAuthenticationFailed: see `headrace.log.port`.
+    """
+
+    def __init__(self, log: Log, settings: Settings, reply_partition: int | None = None) -> None:
+        self._log = log
+        self._requests = settings.topic(Topic.REQUESTS)
+        self._responses = settings.topic(Topic.RESPONSES)
+        self._reply_partition = reply_partition
+        self._turn = secrets.randbelow(1 << 16)
+        self._producer: Producer | None = None
+        self._replies: Replies | None = None
+        self._stack = AsyncExitStack()
+
+    @property
+    def late(self) -> int:
+        """Answers of ours that nobody waited for any more, second copies included."""
+        return self._replies.late if self._replies else 0
+
+    @property
+    def foreign(self) -> int:
+        """Answers to others on our reply partition."""
+        return self._replies.foreign if self._replies else 0
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            producer = await stack.enter_async_context(self._log.producer())
+            await _count(producer, self._requests)
+            reply_to = await self._choose_reply_partition(producer)
+            self._replies = await stack.enter_async_context(Replies(self._log, reply_to))
+            self._producer = producer
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._producer = None
+        await self._stack.aclose()
+
+    async def ask(self, request: NewRecord) -> Record:
+        """Send a request and wait for its answer; the caller bounds the time.
+
+        Raises:
+            ClientClosed: not open, closed meanwhile, or no longer able to read answers.
+            ConfigurationError: the topic of requests does not exist any more.
+            LogUnavailable, RecordTooLarge: the request was not acknowledged.
+        """
+        if self._producer is None or self._replies is None:
+            raise ClientClosed("the client is not open: use it within `async with`")
+        producer, replies = self._producer, self._replies
+        reply_topic, reply_partition = replies.partition
+        correlation_id, answer = replies.expect()
+        headers = [
+            *request.headers,
+            (CORRELATION_ID, correlation_id),
+            (REPLY_TOPIC, reply_topic.encode()),
+            (REPLY_PARTITION, reply_partition.to_bytes(4, "big")),
+        ]
+        try:
+            count = await _count(producer, self._requests)
+            partition = TopicPartition(self._requests, self._choose(request.key, count))
+            for run in await producer.send(partition, [request._replace(headers=headers)]):
+                # Other requests may travel in the same run: a timeout of this one must not
+                # cancel what they wait for.
+                await asyncio.shield(run.acknowledged)
+            return await answer
+        finally:
+            replies.forget(correlation_id)
+
+    def _choose(self, key: bytes | None, count: int) -> int:
+        if key is not None:
+            return partition_for_key(key, count)
+        self._turn += 1
+        return self._turn % count
+
+    async def _choose_reply_partition(self, producer: Producer) -> TopicPartition:
+        count = await _count(producer, self._responses)
+        chosen = self._reply_partition
+        if chosen is None:
+            chosen = secrets.randbelow(count)
+        if not 0 <= chosen < count:
+            raise ConfigurationError(
+                f"reply_partition: expected 0 to {count - 1} of {self._responses}, got {chosen}"
+            )
+        return TopicPartition(self._responses, chosen)
+
+
+async def _count(producer: Producer, topic: str) -> int:
+    count = await producer.partitions_for(topic)
+    if count is None:
+        raise ConfigurationError(f"{topic}: does not exist; run `headrace topics create`")
+    return count
