@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +26,7 @@ from headrace.local_kafka.security import (
 from headrace.local_kafka.storage import ClusterDirectory
 
 _POLL_S = 0.05
+_WATCH_POLL_S = 0.5
 
 
 class LocalKafka:
@@ -88,11 +89,16 @@ class LocalKafka:
         return ",".join(f"{HOST}:{port}" for port in ports)
 
     @property
-    def ca_file(self) -> Path:
-        """The certificate authority that clients shall trust (PEM)."""
+    def certificates(self) -> Certificates:
+        """The PEM files of the TLS listener, its authority and a client among them."""
         if self._certificates is None:
             raise RuntimeError("this cluster has no TLS listener, or has not been started")
-        return self._certificates.authority
+        return self._certificates
+
+    @property
+    def ca_file(self) -> Path:
+        """The certificate authority that clients shall trust (PEM)."""
+        return self.certificates.authority
 
     @property
     def node_ids(self) -> range:
@@ -145,7 +151,7 @@ class LocalKafka:
             self._nodes = tuple(directory.broker(installation, each) for each in self.node_ids)
             for node in self._nodes:
                 node.spawn()
-            await self.wait_ready()
+            await self._wait_serving(self.node_ids)
         except BaseException:
             await self.stop()
             raise
@@ -169,7 +175,7 @@ class LocalKafka:
             BrokerFailed: if it does not come up; with the end of its log.
         """
         self.node(node_id).spawn()
-        await self.wait_ready()
+        await self._wait_serving([node_id])
 
     async def stop_node(self, node_id: int = 1) -> None:
         """End a node cleanly: its partitions move to other nodes first, where there are some."""
@@ -187,30 +193,37 @@ class LocalKafka:
         """Let a held node go on (SIGCONT)."""
         self.node(node_id).resume()
 
-    async def wait_ready(self) -> None:
-        """Wait until the cluster lists every node that runs. Raises `BrokerFailed`."""
-        running = [number for number in self.node_ids if self.node(number).is_running]
+    async def watch(self) -> None:
+        """Return never: raise `BrokerFailed` when a node has ended that nobody stopped."""
+        while True:
+            self._check_alive(self.node_ids)
+            await asyncio.sleep(_WATCH_POLL_S)
+
+    async def _wait_serving(self, node_ids: Sequence[int]) -> None:
+        """Wait until each of these nodes takes connections and lists all of them."""
+        node_id = node_ids[0]
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                for number in running:
-                    await self._wait_listening(number)
-                while not await self._lists(running):
-                    self._check_alive(running)
-                    await asyncio.sleep(_POLL_S)
+                for node_id in node_ids:
+                    await self._wait_listening(node_id)
+                for node_id in node_ids:
+                    await self._wait_listing(node_id, node_ids)
         except TimeoutError:
-            node = self.node(running[0])
-            raise node.failure(f"to serve within {self._start_timeout_s:.0f} s") from None
+            expected = f"to serve within {self._start_timeout_s:.0f} s"
+            raise self.node(node_id).failure(expected) from None
 
     async def _wait_listening(self, node_id: int) -> None:
         while not await listens(HOST, self._ports[node_id - 1].plaintext):
             self._check_alive([node_id])
             await asyncio.sleep(_POLL_S)
 
-    async def _lists(self, node_ids: list[int]) -> bool:
-        servers = [f"{HOST}:{self._ports[number - 1].plaintext}" for number in node_ids]
-        return frozenset(node_ids) <= await known_brokers(servers)
+    async def _wait_listing(self, node_id: int, node_ids: Sequence[int]) -> None:
+        server = f"{HOST}:{self._ports[node_id - 1].plaintext}"
+        while not await known_brokers(server) >= frozenset(node_ids):
+            self._check_alive(node_ids)
+            await asyncio.sleep(_POLL_S)
 
-    def _check_alive(self, node_ids: list[int]) -> None:
+    def _check_alive(self, node_ids: Sequence[int]) -> None:
         for number in node_ids:
             if not self.node(number).is_running:
                 raise self.node(number).failure("to run")

