@@ -96,7 +96,8 @@ def _misfit(text: str, value: bytes | memoryview, form: Format) -> Rejected:
     if length := _LENGTH.fullmatch(what):
         bound = "at most" if length[2] == "<=" else "at least"
         expected = f"{bound} {length[3]} {_UNITS[length[1]]}"
-        return _invalid(where, expected, _length(found, form) or "another number")
+        beyond = "more" if length[2] == "<=" else "fewer"
+        return _invalid(where, expected, _length(found, form) or beyond)
     return _invalid(where, "a value in range", f"{what[:1].lower()}{what[1:]}")
 
 

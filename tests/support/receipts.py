@@ -1,0 +1,15 @@
+"""Receipts for requests that owe nothing to a log."""
+
+from __future__ import annotations
+
+from headrace.messages import Receipt
+
+
+class _NoReceipt:
+    void = False
+
+    def settle(self) -> None:
+        """Nothing is owed."""
+
+
+NO_RECEIPT: Receipt = _NoReceipt()

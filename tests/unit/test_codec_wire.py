@@ -1,0 +1,172 @@
+"""Items, batches and results between two processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from headrace.codec import (
+    decode_batch,
+    decode_item,
+    decode_request,
+    decode_result,
+    encode_batch,
+    encode_item,
+    encode_result,
+)
+from headrace.config import LimitSettings
+from headrace.envelope import parse_envelope
+from headrace.errors import Code, Rejected
+from headrace.messages import Batch, Failure, Request, Tensor
+from headrace.tensors import from_array
+from tests.support.receipts import NO_RECEIPT
+
+HEADERS = (("kafka_correlationId", b"c"), ("x-priority", b"3"), ("empty", None))
+SEEN = (
+    "partition", "offset", "previous", "timestamp_ms", "key", "envelope", "id", "model", "version",
+    "rows", "shape_class", "wanted", "size_bytes", "ingested_us", "formed_us", "compute_us",
+    "batch_rows", "failure",
+)  # fmt: skip
+
+
+def checked(default_timeout_ms: int = 0) -> Request:
+    """A request with one tensor that is a view of its value, and one that is not."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": bytes(range(16))}
+    value: bytes = msgpack.packb({"model_name": "m", "inputs": [tensor]})
+    envelope = parse_envelope(HEADERS, 1_000, default_timeout_ms)
+    request = Request(NO_RECEIPT, (2, 7, 5, 1_000), b"key", value, HEADERS, envelope)
+    view = decode_request(value, envelope, LimitSettings()).inputs[0]
+    request.inputs = (
+        Tensor("x", "FP32", (2, 2), view.data),
+        from_array("made", np.array([1, 2], np.int8)),
+    )
+    request.id, request.model, request.version = "r-1", "m", "4"
+    request.rows, request.shape_class, request.wanted = 2, (2,), ("y",)
+    request.size_bytes = 18
+    request.ingested_us, request.formed_us = 11, 12
+    request.compute_us, request.batch_rows = 13, 14
+    return request
+
+
+def seen(request: Request, *but: str) -> dict[str, Any]:
+    """What a stage reads of a request, without its tensors."""
+    return {name: getattr(request, name) for name in SEEN if name not in but}
+
+
+def plain(tensors: tuple[Tensor, ...] | None) -> list[tuple[Any, ...]]:
+    """Tensors with their bytes."""
+    return [(*tensor[:3], bytes(tensor.data)) for tensor in tensors or ()]
+
+
+def test_an_item_arrives_as_it_was() -> None:
+    """Every field that the next stages read is there again."""
+    sent = checked()
+
+    received = decode_item(encode_item(sent), NO_RECEIPT)
+
+    assert seen(received) == seen(sent)
+    assert plain(received.inputs) == plain(sent.inputs)
+    assert list(received.headers) == list(sent.headers)
+    assert bytes(received.value or b"") == sent.value
+
+
+def test_a_view_of_the_value_is_sent_once() -> None:
+    """It travels as a place in the value, and is a view again."""
+    record = encode_item(checked())
+
+    received = decode_item(record, NO_RECEIPT)
+
+    assert record.count(bytes(range(16))) == 1
+    assert isinstance(received.inputs[0].data, memoryview)
+    assert received.inputs[0].data.obj is record
+
+
+def test_a_value_that_arrived_by_the_wire_can_be_sent_on() -> None:
+    """A batcher reads items, whose values are views of records already, and writes batches."""
+    received = decode_item(encode_item(checked()), NO_RECEIPT)
+
+    batch = decode_batch(encode_batch(Batch("b-1", [received], "full")), NO_RECEIPT)
+
+    assert (batch.batch_id, batch.reason, batch.rows) == ("b-1", "full", 2)
+    assert plain(batch.requests[0].inputs) == plain(received.inputs)
+
+
+def test_an_empty_tensor_of_a_request_arrives_empty() -> None:
+    """A place of no bytes is a place as well."""
+    sent = checked()
+    sent.inputs = (Tensor("x", "FP32", (2, 0), b""),)
+
+    received = decode_item(encode_item(sent), NO_RECEIPT)
+
+    assert plain(received.inputs) == [("x", "FP32", (2, 0), b"")]
+
+
+def test_a_deadline_by_ingests_default_timeout_arrives() -> None:
+    """Other processes may have another default; the first one counts."""
+    sent = checked(default_timeout_ms=500)
+
+    received = decode_item(encode_item(sent), NO_RECEIPT)
+
+    assert received.envelope == sent.envelope
+    assert received.envelope.deadline_ms == 1_500
+
+
+def test_a_result_carries_outputs_and_not_the_value() -> None:
+    """The value is of no more use, since no dead letter can come of it."""
+    sent = checked()
+    sent.outputs = sent.inputs
+
+    received = decode_result(encode_result(sent), NO_RECEIPT)
+
+    but = ("rows", "shape_class", "wanted", "size_bytes")
+    assert seen(received, *but) == seen(sent, *but)
+    assert plain(received.outputs) == plain(sent.outputs)
+    assert received.value is None
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_a_failure_carries_the_value_where_a_dead_letter_may_be_made(code: Code) -> None:
+    """The code says so."""
+    sent = checked()
+    sent.fail(Failure(code, "why", "executor", 100))
+
+    received = decode_result(encode_result(sent), NO_RECEIPT)
+
+    assert received.failure == Failure(code, "why", "executor", 100)
+    assert received.outputs is None
+    expected = sent.value if code.is_dead_letter else None
+    assert (received.value and bytes(received.value)) == expected
+
+
+def test_fields_of_a_newer_release_are_ignored_and_missing_ones_have_defaults() -> None:
+    """Two releases may run side by side."""
+    fields = msgpack.unpackb(encode_item(checked()), use_list=True)
+    fields |= {"colour": "red", "timings": {"ingested_us": 5, "moved_us": 6}}
+    for name in ("key", "headers", "id", "shape_class", "wanted", "deadline_ms"):
+        fields.pop(name, None)
+
+    received = decode_item(msgpack.packb(fields), NO_RECEIPT)
+
+    assert (received.key, received.headers, received.id, received.wanted) == (None, [], None, None)
+    assert (received.ingested_us, received.formed_us) == (5, 0)
+
+
+@pytest.mark.parametrize("decode", [decode_item, decode_batch, decode_result])
+@pytest.mark.parametrize("value", [b"", b"\xc1", b"\x80", b"\x90", b"\xc0", b"text"])
+def test_a_record_of_others_is_refused(decode: Any, value: bytes) -> None:
+    """No request can be made out in it."""
+    with pytest.raises(Rejected):
+        decode(value, NO_RECEIPT)
+
+
+@pytest.mark.parametrize("place", [{"start": -1}, {"start": 1 << 20}, {"size": 1 << 40}])
+def test_a_place_outside_the_value_is_refused(place: dict[str, int]) -> None:
+    """It would be another's memory, or none."""
+    fields = msgpack.unpackb(encode_item(checked()))
+    fields["inputs"][0] |= place
+
+    with pytest.raises(Rejected):
+        decode_item(msgpack.packb(fields), NO_RECEIPT)

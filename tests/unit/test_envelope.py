@@ -1,0 +1,274 @@
+"""Headers of requests, answers and dead letters."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from headrace.envelope import (
+    answer_content_type,
+    answer_headers,
+    dead_letter_headers,
+    parse_envelope,
+    travels,
+)
+from headrace.errors import Code
+from headrace.messages import Envelope, Failure, Request
+from tests.support.receipts import NO_RECEIPT
+
+NOW_MS = 1_700_000_000_000
+Headers = list[tuple[str, bytes | None]]
+
+
+def parse(*headers: tuple[str, bytes | None], default_timeout_ms: int = 0) -> Envelope:
+    """The envelope of a record written at `NOW_MS`."""
+    return parse_envelope(headers, NOW_MS, default_timeout_ms)
+
+
+def request_with(*headers: tuple[str, bytes | None]) -> Request:
+    """A request at offset 7 of partition 2."""
+    return Request(NO_RECEIPT, (2, 7, 6, NOW_MS), b"key", b"value", headers, parse(*headers))
+
+
+def test_no_headers_are_an_empty_envelope() -> None:
+    """Everything is optional."""
+    assert parse() == Envelope()
+
+
+def test_all_headers_are_read() -> None:
+    """Each finds its field."""
+    envelope = parse(
+        ("content-type", b"application/json"),
+        ("kafka_correlationId", b"\x00\xff"),
+        ("kafka_replyTopic", b"headrace.replies"),
+        ("kafka_replyPartition", b"\x00\x00\x01\x02"),
+        ("x-deadline-ms", b"1700000000500"),
+        ("x-priority", b"-5"),
+        ("x-tenant", "Grün".encode()),
+        ("x-model", b"digits/3"),
+        ("traceparent", b"00-a-b-01"),
+        ("tracestate", b"k=v"),
+        ("unknown", b"passed on"),
+    )
+
+    assert envelope == Envelope(
+        content_type="application/json",
+        correlation_id=b"\x00\xff",
+        reply_topic="headrace.replies",
+        reply_partition=258,
+        deadline_ms=1_700_000_000_500,
+        priority=-5,
+        tenant="Grün",
+        model="digits",
+        version="3",
+        traceparent=b"00-a-b-01",
+        tracestate=b"k=v",
+        fault=None,
+    )
+
+
+@pytest.mark.parametrize(
+    "value", [b"Application/JSON", b"application/json; charset=utf-8", b" application/json ;x=y"]
+)
+def test_content_types_match_without_case_and_parameters(value: bytes) -> None:
+    """What is left is the type alone, in lower case."""
+    assert parse(("content-type", value)).content_type == "application/json"
+
+
+def test_the_last_value_of_a_repeated_header_counts() -> None:
+    """As Kafka's own clients read it."""
+    assert parse(("x-model", b"a"), ("x-model", b"b")).model == "b"
+
+
+def test_a_null_value_is_an_absent_header() -> None:
+    """Also where an earlier value was none."""
+    assert parse(("x-model", b"a"), ("x-model", None)) == Envelope()
+
+
+@pytest.mark.parametrize(
+    ("headers", "default_timeout_ms", "deadline_ms"),
+    [
+        ([("x-timeout-ms", b"100")], 0, NOW_MS + 100),
+        ([("x-deadline-ms", b"%d" % (NOW_MS + 50)), ("x-timeout-ms", b"100")], 0, NOW_MS + 50),
+        ([("x-deadline-ms", b"%d" % (NOW_MS + 200)), ("x-timeout-ms", b"100")], 0, NOW_MS + 100),
+        ([], 300, NOW_MS + 300),
+        ([("x-tenant", b"t")], 300, NOW_MS + 300),
+        ([("x-timeout-ms", b"100")], 50, NOW_MS + 100),
+        ([("x-deadline-ms", b"%d" % (NOW_MS + 400))], 300, NOW_MS + 400),
+        ([("x-timeout-ms", b"0")], 0, NOW_MS),
+        ([("x-deadline-ms", b"0")], 0, 1),
+    ],
+)
+def test_the_earlier_deadline_counts_and_the_default_only_without_any(
+    headers: Headers, default_timeout_ms: int, deadline_ms: int
+) -> None:
+    """0 in an envelope means none, so a deadline of 0 becomes 1, which has passed as well."""
+    assert parse(*headers, default_timeout_ms=default_timeout_ms).deadline_ms == deadline_ms
+
+
+def test_a_record_without_a_timestamp_has_no_timeout() -> None:
+    """Kafka's -1 is no time to count from."""
+    envelope = parse_envelope([("x-timeout-ms", b"100")], -1, 100)
+
+    assert (envelope.deadline_ms, envelope.fault) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "fault"),
+    [
+        (
+            "x-deadline-ms",
+            b"soon",
+            "header x-deadline-ms: expected milliseconds in at most 15 ASCII digits, got 'soon'",
+        ),
+        (
+            "kafka_replyPartition",
+            b"\x00\x01",
+            "header kafka_replyPartition: expected 4 bytes, big-endian, got 2 bytes",
+        ),
+        (
+            "kafka_replyPartition",
+            b"\xff\xff\xff\xff",
+            "header kafka_replyPartition: expected a partition of 0 or more, got -1",
+        ),
+        ("x-model", b"a/b/c", "header x-model: expected a model name or name/version, got 'a/b/c'"),
+        ("x-tenant", b"\xff", "header x-tenant: expected UTF-8, got '\\xff'"),
+        (
+            "content-type",
+            b"image/jpeg",
+            "header content-type: expected application/msgpack or application/json, or a header "
+            "x-model that names the model for this payload, got image/jpeg without x-model",
+        ),
+        (
+            "content-type",
+            b"application/cloudevents+json",
+            "header content-type: expected CloudEvents in binary mode (ce_* headers), got "
+            "structured mode (application/cloudevents+json)",
+        ),
+    ],
+)
+def test_a_fault_says_which_header_and_what_came(header: str, value: bytes, fault: str) -> None:
+    """The message is the error's, word for word."""
+    assert parse((header, value)).fault == fault
+
+
+def test_a_fault_hides_nothing_that_the_error_needs_to_find_its_way() -> None:
+    """The reply topic, the correlation id and the content type are read all the same."""
+    envelope = parse(
+        ("x-deadline-ms", b"soon"),
+        ("kafka_replyTopic", b"headrace.replies"),
+        ("kafka_correlationId", b"c"),
+        ("content-type", b"application/json"),
+    )
+
+    assert envelope[:3] == ("application/json", b"c", "headrace.replies")
+    assert envelope.fault is not None
+
+
+def test_a_raw_payload_needs_x_model_and_no_more() -> None:
+    """The model's configuration says the rest."""
+    envelope = parse(("content-type", b"image/jpeg"), ("x-model", b"resnet"))
+
+    assert (envelope.content_type, envelope.model, envelope.fault) == ("image/jpeg", "resnet", None)
+
+
+def test_the_headers_of_cloudevents_in_binary_mode_are_simply_headers() -> None:
+    """They are no fault, and do not travel on."""
+    envelope = parse(("ce_specversion", b"1.0"), ("ce_type", b"t"))
+
+    assert envelope == Envelope()
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+def test_an_answer_carries_what_the_contract_says() -> None:
+    """Status, identity, correlation and trace, and the caller's own headers."""
+    request = request_with(
+        ("content-type", b"application/json; charset=utf-8"),
+        ("kafka_correlationId", b"c"),
+        ("traceparent", b"00-a-b-01"),
+        ("tracestate", b"k=v"),
+        ("x-deadline-ms", b"1700000000500"),
+        ("x-their-own", b"1"),
+        ("empty", None),
+        ("twice", b"1"),
+        ("twice", b"2"),
+    )
+
+    assert answer_headers(request, "ok", "headrace.requests") == [
+        ("content-type", b"application/json"),
+        ("x-status", b"ok"),
+        ("x-request", b"headrace.requests/2/7"),
+        ("kafka_correlationId", b"c"),
+        ("traceparent", b"00-a-b-01"),
+        ("tracestate", b"k=v"),
+        ("x-their-own", b"1"),
+        ("twice", b"1"),
+        ("twice", b"2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "content-type", "content-encoding", "ce_id", "kafka_replyTopic", "kafka_dlt-original-topic",
+        "retry_topic-attempts", "__TypeId__", "spring_json_header_types", "x-deadline-ms",
+        "x-timeout-ms", "x-priority", "x-tenant", "x-model", "x-status", "x-request", "x-stage",
+        "x-attempt", "x-replay-id", "traceparent",
+    ],
+)  # fmt: skip
+def test_what_speaks_of_the_request_alone_is_not_copied(name: str) -> None:
+    """It would mislead the reader of the answer."""
+    assert not travels(name)
+
+
+@pytest.mark.parametrize("name", ["x-customer", "X-Model", "__half", "baggage", "b3", "kafka", ""])
+def test_a_pipelines_own_headers_travel_on(name: str) -> None:
+    """`x-*` that Headrace gives no meaning belong to others."""
+    assert travels(name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered"),
+    [
+        ("", "application/msgpack"),
+        ("application/x-msgpack", "application/x-msgpack"),
+        ("application/json", "application/json"),
+        ("image/jpeg", "application/json"),
+    ],
+)
+def test_an_answer_has_the_type_of_its_request(asked: str, answered: str) -> None:
+    """Raw payloads are answered in JSON."""
+    assert answer_content_type(asked) == answered
+
+
+def test_a_dead_letter_keeps_its_headers_and_says_what_happened() -> None:
+    """In the forms that Spring for Apache Kafka reads."""
+    request = request_with(("x-model", None), ("trace", b"1"), ("trace", b"2"))
+    failure = Failure(Code.INVALID_TENSOR, "inputs[0].shape: expected …", "ingest")
+
+    assert dead_letter_headers(request, failure, "headrace.requests") == [
+        ("x-model", None),
+        ("trace", b"1"),
+        ("trace", b"2"),
+        ("kafka_dlt-original-topic", b"headrace.requests"),
+        ("kafka_dlt-original-partition", b"\x00\x00\x00\x02"),
+        ("kafka_dlt-original-offset", struct.pack(">q", 7)),
+        ("kafka_dlt-original-timestamp", struct.pack(">q", NOW_MS)),
+        ("kafka_dlt-exception-fqcn", b"INVALID_TENSOR"),
+        ("kafka_dlt-exception-message", "inputs[0].shape: expected …".encode()),
+        ("x-stage", b"ingest"),
+        ("x-attempt", b"1"),
+    ]
+
+
+def test_a_letter_that_fails_again_does_not_pile_up_headers() -> None:
+    """Those of the earlier failure are replaced."""
+    failure = Failure(Code.MODEL_FAILED, "again", "executor")
+    first = dead_letter_headers(request_with(("a", b"1")), failure, "t")
+
+    again = dead_letter_headers(request_with(*first), failure, "t")
+
+    assert again == first
