@@ -8,14 +8,14 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import NamedTuple
 
 from headrace.config import KafkaSettings, ModelSettings, Settings, TelemetrySettings, make_settings
-from headrace.demo.load import plan_load
+from headrace.demo.load import Due, plan_load
 from headrace.demo.magika_model import MagikaModel, find_magika
 from headrace.demo.questions import Questions, load_digits
 from headrace.demo.report import Reasons, closing_reasons
@@ -58,10 +58,10 @@ async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = 
         repository = Path(folder)
         samples = await asyncio.to_thread(_prepare, repository, magika)
         async with _broker(say, kafka=kafka) as broker:
-            settings = _settings(repository, broker)
             questions = Questions(load_digits(), samples)
+            load = plan_load(questions, seconds, SEED, files=bool(samples))
             labels = magika.labels if magika else ()
-            return await _serve(settings, questions, seconds, labels)
+            return await ask_all(demo_settings(repository, broker), load, labels)
 
 
 def _prepare(repository: Path, magika: MagikaModel | None) -> list[Sample]:
@@ -86,7 +86,7 @@ async def _broker(
         yield KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)
 
 
-def _settings(repository: Path, kafka: KafkaSettings | None) -> Settings:
+def demo_settings(repository: Path, kafka: KafkaSettings | None = None) -> Settings:
     """The demo's own log and models, whatever the environment says of these."""
     own = {
         "kafka": kafka,
@@ -96,11 +96,12 @@ def _settings(repository: Path, kafka: KafkaSettings | None) -> Settings:
     return make_settings({}).model_copy(update=own)
 
 
-async def _serve(
-    settings: Settings, questions: Questions, seconds: float, labels: tuple[str, ...]
-) -> Outcome:
+async def ask_all(settings: Settings, load: Iterable[Due], file_labels: Sequence[str]) -> Outcome:
+    """Run the four services, ask everything of a plan, and stop them again.
+
+    `file_labels` are the names of the magika model's outputs, in their order.
+    """
     tally = Tally()
-    load = plan_load(questions, seconds, SEED, files=bool(labels))
     async with open_log(settings) as log:
         # The embedded log has them already.
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
@@ -108,7 +109,7 @@ async def _serve(
             with open_view() as view:
                 async with asyncio.TaskGroup() as tasks:
                     showing = tasks.create_task(_show(view, tally), name="view")
-                    await Traffic(log, settings, tally, labels).run(load)
+                    await Traffic(log, settings, tally, file_labels).run(load)
                     showing.cancel()
             return Outcome(tally.result(), closing_reasons(pipeline.metrics.registry))
 

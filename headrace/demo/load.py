@@ -17,8 +17,9 @@ from headrace.demo.questions import MakeQuestion, Question, Questions
 
 DIGITS_MSGPACK_PER_S = 200.0
 DIGITS_JSON_PER_S = 100.0
-FILES_PER_S = 60.0
+FILES_PER_S = 40.0
 BURST_EVERY_S = 0.5
+FILE_BURST_EVERY_S = 1.0
 DIGITS_BURSTS = (8, 16, 32, 64)
 FILE_BURSTS = (4, 8, 16)
 MAX_ROWS = 4
@@ -54,8 +55,7 @@ def plan_load(questions: Questions, seconds: float, seed: int, *, files: bool) -
     ]
     if files:
         streams.append(_arrivals(questions.file, FILES_PER_S, seconds, random))
-        # Between the other bursts, so that each is seen alone.
-        streams.append(_bursts(questions.file, FILE_BURSTS, 1.5 * BURST_EVERY_S, seconds))
+        streams.append(_bursts(questions.file, FILE_BURSTS, FILE_BURST_EVERY_S, seconds))
     for at_s, make in heapq.merge(*streams, key=lambda moment: moment[0]):
         yield Due(at_s, tuple(make()))
 

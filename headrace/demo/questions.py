@@ -7,6 +7,7 @@ and the headers in `headrace.envelope`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from itertools import count, cycle
@@ -29,6 +30,8 @@ DIGITS_MSGPACK = "digits, MessagePack"
 DIGITS_JSON = "digits, JSON"
 FILES = "files"
 WRONG = "wrong on purpose"
+
+LATE_MS = 1000
 
 
 class Question(NamedTuple):
@@ -109,11 +112,17 @@ class Questions:
         unknown = msgspec.msgpack.encode(
             _digits_body(pixels.tobytes(), [1, 64], model="no-such-model")
         )
+        just_gone = b"%d" % (time.time_ns() // 1_000_000 - LATE_MS)
         cases: tuple[tuple[str, bytes, Code, dict[str, bytes]], ...] = (
             ("an image with a pixel missing", short, Code.INVALID_TENSOR, {}),
             ("a request cut off in the middle", good[: len(good) // 2], Code.INVALID_REQUEST, {}),
             ("a model that is not there", unknown, Code.UNKNOWN_MODEL, {}),
-            ("a deadline that has passed", good, Code.DEADLINE_EXCEEDED, {"x-deadline-ms": b"1"}),
+            (
+                "a deadline that has passed",
+                good,
+                Code.DEADLINE_EXCEEDED,
+                {"x-deadline-ms": just_gone},
+            ),
         )
         for subject, value, code, headers in cases:
             yield self._make(

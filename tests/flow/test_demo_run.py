@@ -1,0 +1,68 @@
+"""The demo as a whole, on the embedded log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.demo import demo
+from headrace.demo.demo import ask_all, demo_settings, run_demo
+from headrace.demo.load import Due
+from headrace.demo.magika_model import find_magika
+from headrace.demo.questions import FILES, Questions, load_digits
+from headrace.demo.samples import Sample, kinds, make_samples
+
+
+async def test_every_request_is_answered_and_nothing_is_amiss(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A short run has answers for all groups, dead letters, batches with reasons, no faults."""
+    said: list[str] = []
+    outcome = await run_demo(1.5, said.append)
+    result = outcome.result
+    assert result.faults == ()
+    assert all(group.answered == group.asked > 0 for group in result.groups)
+    assert {each.code: each.answers == each.dead_letters for each in result.errors} == {
+        "INVALID_TENSOR": True,
+        "INVALID_REQUEST": True,
+        "UNKNOWN_MODEL": True,
+        "DEADLINE_EXCEEDED": False,
+    }
+    assert max(result.batches[0].sizes) > 1
+    assert outcome.reasons["digits"]
+    assert "in flight" in capsys.readouterr().out
+
+
+async def test_batches_told_by_answers_are_those_that_were_counted() -> None:
+    """The responses' `batch_size` and the metrics agree on how many batches there were."""
+    outcome = await run_demo(1.0, print)
+    counted = {model: sum(reasons.values()) for model, reasons in outcome.reasons.items()}
+    assert {each.model: each.batches for each in outcome.result.batches} == counted
+
+
+async def test_without_magika_the_digits_are_shown_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing package is said, and costs the files alone."""
+    monkeypatch.setattr(demo, "find_magika", lambda: None)
+    said: list[str] = []
+    result = (await run_demo(1.0, said.append)).result
+    assert "magika is not installed" in said[0]
+    assert result.faults == ()
+    assert FILES not in {group.group for group in result.groups}
+
+
+async def test_files_get_the_labels_that_the_package_magika_gives_them(tmp_path: Path) -> None:
+    """Through topics, transform, batches and back, each label is the package's prediction."""
+    reference = pytest.importorskip("magika").Magika()
+    model = find_magika()
+    assert model is not None
+    model.add_to(tmp_path)
+    samples = [
+        Sample(str(reference.identify_bytes(content).prediction.dl.label), content)
+        for _, content in make_samples(2 * len(kinds()), seed=5)
+    ]
+    questions = Questions(load_digits(), samples)
+    at_once = Due(0.0, tuple(questions.file() for _ in samples))
+    result = (await ask_all(demo_settings(tmp_path), [at_once], model.labels)).result
+    (group,) = result.groups
+    assert (group.right, group.rows, result.faults) == (len(samples), len(samples), ())
