@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final
 
 from aiokafka.producer.message_accumulator import BatchBuilder
 
@@ -14,6 +14,20 @@ from headrace.log.port import NewRecord, TopicPartition
 
 MAX_BATCH_BYTES: Final = 256 * 1024
 """One batch is under way per partition, so this over the round trip is a partition's throughput."""
+
+
+class Acknowledgement:
+    """A batch's end as one caller awaits it: cancelling that leaves the others who share it."""
+
+    __slots__ = ("_ended",)
+
+    def __init__(self, ended: asyncio.Future[None]) -> None:
+        self._ended = ended
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if not self._ended.done():
+            yield from asyncio.shield(self._ended)
+        self._ended.result()
 
 
 class Batch:
@@ -27,7 +41,7 @@ class Batch:
         overdue: makes the error for that, and is told of it.
     """
 
-    __slots__ = ("_codec", "_limit_bytes", "_timer", "acknowledged", "builder", "full", "partition")
+    __slots__ = ("_codec", "_limit_bytes", "_timer", "builder", "ended", "full", "partition")
 
     def __init__(
         self,
@@ -39,12 +53,17 @@ class Batch:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.partition = partition
-        self.acknowledged: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
         self.full = False
         self._limit_bytes = limit_bytes
         self._codec = codec
         self.builder = self._new_builder()
         self._timer = loop.call_later(deadline_s, lambda: self.fail(overdue(self)))
+
+    @property
+    def acknowledged(self) -> Acknowledgement:
+        """For one run of the batch."""
+        return Acknowledgement(self.ended)
 
     def take(self, records: Sequence[NewRecord], start: int) -> int:
         """Take records from `start` on and return the first that was not taken.
@@ -77,13 +96,13 @@ class Batch:
     def succeed(self) -> None:
         """The broker has it."""
         self._timer.cancel()
-        if not self.acknowledged.done():
-            self.acknowledged.set_result(None)
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def fail(self, error: HeadraceError) -> None:
         """It is refused, or nobody knows."""
         self._timer.cancel()
-        if not self.acknowledged.done():
-            self.acknowledged.set_exception(error)
+        if not self.ended.done():
+            self.ended.set_exception(error)
             # Whoever does not await it has chosen not to know.
-            self.acknowledged.exception()
+            self.ended.exception()

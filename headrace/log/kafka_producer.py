@@ -20,7 +20,8 @@ from tenacity import (
     AsyncRetrying,
     retry_if_exception_type,
     stop_after_delay,
-    wait_exponential_jitter,
+    wait_exponential,
+    wait_random,
 )
 
 from headrace.errors import HeadraceError
@@ -151,7 +152,7 @@ class KafkaProducer:
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(LogUnavailable),
             stop=stop_after_delay(self._delivery_s),
-            wait=wait_exponential_jitter(_FIRST_RETRY_S, _LAST_RETRY_S),
+            wait=wait_exponential(_FIRST_RETRY_S, _LAST_RETRY_S) + wait_random(0, _FIRST_RETRY_S),
             reraise=True,
         ):
             with attempt:
@@ -194,7 +195,7 @@ class KafkaProducer:
             codec = producer._message_accumulator._compression_type
             batch = Batch(lane.partition, limit_bytes, codec, self._delivery_s, self._overdue)
             self._unacknowledged.add(batch)
-            batch.acknowledged.add_done_callback(partial(self._forget, batch))
+            batch.ended.add_done_callback(partial(self._forget, batch))
             lane.filling = batch
             lane.taken.clear()
         return batch
@@ -214,7 +215,7 @@ class KafkaProducer:
                 batch.fail(error)
             lane.filling = None
             lane.taken.set()
-            if producer is None or batch.acknowledged.done():
+            if producer is None or batch.ended.done():
                 continue
             if batch.builder.record_count() == 0:  # its only record was too large
                 batch.succeed()
@@ -261,7 +262,7 @@ class KafkaProducer:
             f"send to {batch.partition}: not acknowledged within {self._delivery_s:g} s"
         )
 
-    def _forget(self, batch: Batch, _acknowledged: asyncio.Future[None]) -> None:
+    def _forget(self, batch: Batch, _ended: asyncio.Future[None]) -> None:
         self._unacknowledged.discard(batch)
 
     # Topics
@@ -288,6 +289,6 @@ def _refused(partition: TopicPartition, limit_bytes: int) -> Run:
 
 async def _settled(batches: Iterable[Batch], timeout_s: float) -> None:
     """Wait until all of these have ended one way or the other, or the time is over."""
-    waiting = [batch.acknowledged for batch in batches]
+    waiting = [batch.ended for batch in batches]
     if waiting:
         await asyncio.wait(waiting, timeout=timeout_s)

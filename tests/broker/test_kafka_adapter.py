@@ -1,0 +1,269 @@
+"""What only a real broker can do to the Kafka adapter: go away, come back, hang, refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from headrace.config import KafkaSettings
+from headrace.local_kafka import LocalKafka
+from headrace.log.kafka import KafkaLog
+from headrace.log.kafka_producer import KafkaProducer
+from headrace.log.port import (
+    LogUnavailable,
+    NewRecord,
+    Record,
+    RecordTooLarge,
+    TopicInfo,
+    TopicPartition,
+)
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, polling, read, values, write
+
+CLOSE_S = 7.0
+"""Two seconds of courtesy and one for what is cut off, per part; a slow machine doubles it."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No exception that nobody retrieved, and no task that was destroyed while pending."""
+    yield
+    gc.collect()
+    complaints = [each.getMessage() for each in caplog.records if each.name == "asyncio"]
+    assert complaints == []
+
+
+@pytest.fixture
+async def fragile(kafka_installed: None) -> AsyncIterator[LocalKafka]:
+    """A broker that this test may break."""
+    async with LocalKafka() as cluster:
+        yield cluster
+
+
+def settings(cluster: LocalKafka, request_timeout_ms: int = 5000) -> KafkaSettings:
+    """Short timeouts, so that what is cut off is cut off soon."""
+    return KafkaSettings(
+        bootstrap_servers=cluster.bootstrap_servers,
+        request_timeout_ms=request_timeout_ms,
+        session_timeout_ms=6000,
+    )
+
+
+async def make_topic(log: KafkaLog, name: str, **config: str) -> TopicPartition:
+    """A topic with one partition."""
+    info = TopicInfo(name, 1, {key.replace("_", "."): value for key, value in config.items()})
+    await log.create_topics([info], replication_factor=1)
+    return TopicPartition(name, 0)
+
+
+async def test_no_broker_is_said_with_its_address() -> None:
+    """Where nobody listens, the error names the address and comes at once."""
+    async with KafkaLog(KafkaSettings(bootstrap_servers="127.0.0.1:1")) as log:
+        with pytest.raises(LogUnavailable, match=r"127\.0\.0\.1:1: .*Connect"):
+            await log.describe_topics(["any"])
+        with pytest.raises(LogUnavailable, match=r"127\.0\.0\.1:1: .*Connect"):
+            await log.producer().__aenter__()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "held"])
+async def test_everything_closes_without_the_broker(
+    fragile: LocalKafka, unique_name: str, how: str
+) -> None:
+    """A member, a reader and a producer with unsent records let go within seconds, quietly."""
+    log = KafkaLog(settings(fragile))
+    partition = await make_topic(log, unique_name)
+    member = log.member(unique_name, [unique_name], RecordingListener())
+    reader, producer = log.reader([partition]), log.producer()
+    await asyncio.gather(member.__aenter__(), reader.__aenter__(), producer.__aenter__())
+    await write(producer, partition, b"v")
+    await read(member, 1)
+    if how == "killed":
+        fragile.kill_node()
+    else:
+        fragile.pause_node()
+    runs = [*await producer.send(partition, [NewRecord(None, b"lost")])]
+    start = time.monotonic()
+    await asyncio.gather(member.close(), reader.close(), producer.close(), log.close())
+    took_s = time.monotonic() - start
+    with pytest.raises(LogUnavailable):
+        await runs[0].acknowledged
+    assert took_s < CLOSE_S
+
+
+@pytest.mark.slow
+async def test_work_resumes_when_the_broker_comes_back(
+    fragile: LocalKafka, unique_name: str
+) -> None:
+    """Over a restart every acknowledged record is read once, in order, and polling never fails."""
+    async with KafkaLog(settings(fragile, request_timeout_ms=20_000)) as log:
+        partition = await make_topic(log, unique_name)
+        member = log.member(unique_name, [unique_name], RecordingListener())
+        seen: list[Record] = []
+        async with log.producer() as producer, member, polling(member, seen):
+            await write(producer, partition, *(b"%d" % number for number in range(50)))
+            await eventually(lambda: len(seen) == 50)
+            await fragile.stop_node()
+            during = [
+                run
+                for number in range(50, 100)
+                for run in await producer.send(partition, [NewRecord(None, b"%d" % number)])
+            ]
+            await fragile.start_node()
+            for run in during:
+                await run.acknowledged
+            await write(producer, partition, *(b"%d" % number for number in range(100, 150)))
+            await eventually(lambda: len(seen) >= 150, deadline_s=30)
+            assert values(seen) == [b"%d" % number for number in range(150)]
+            assert member.last_contact_s() < 5.0
+
+
+@pytest.mark.slow
+async def test_a_broker_that_hangs_fails_a_record_by_its_deadline(
+    fragile: LocalKafka, unique_name: str
+) -> None:
+    """An acknowledgement that does not come is an error in time, and the producer recovers."""
+    async with KafkaLog(settings(fragile, request_timeout_ms=1000)) as log:
+        partition = await make_topic(log, unique_name)
+        async with log.producer() as producer:
+            await write(producer, partition, b"before")
+            fragile.pause_node()
+            start = time.monotonic()
+            (run,) = await producer.send(partition, [NewRecord(None, b"unknown")])
+            with pytest.raises(LogUnavailable, match="not acknowledged within 2 s"):
+                await run.acknowledged
+            assert 1.5 < time.monotonic() - start < 4.0
+            with pytest.raises(LogUnavailable, match="no answer within 1 s"):
+                await producer.partitions_for(f"{unique_name}-other")
+            fragile.resume_node()
+
+            async def is_written() -> bool:
+                try:
+                    await write(producer, partition, b"after")
+                except LogUnavailable:
+                    return False
+                return True
+
+            await eventually(is_written)
+
+
+@pytest.mark.slow
+async def test_silence_shows_as_age_of_the_last_contact(
+    fragile: LocalKafka, unique_name: str
+) -> None:
+    """While the broker is away polls are empty, and `last_contact_s` tells for how long."""
+    async with KafkaLog(settings(fragile)) as log:
+        partition = await make_topic(log, unique_name)
+        async with log.reader([partition]) as reader:
+            await reader.poll(0.1, 1)
+            assert reader.last_contact_s() < 1.0
+            fragile.kill_node()
+
+            async def is_silent() -> bool:
+                assert await reader.poll(0.1, 1) == {}
+                return reader.last_contact_s() > 2.0
+
+            await eventually(is_silent)
+
+
+async def test_a_limit_that_was_lowered_is_found_out(kafka: LocalKafka, unique_name: str) -> None:
+    """When the broker refuses a batch for its size after all, what follows is sent nevertheless."""
+    async with KafkaLog(settings(kafka)) as log:
+        partition = await make_topic(log, unique_name, max_message_bytes="10000")
+        async with log.producer() as producer, log.reader([partition]) as reader:
+            assert isinstance(producer, KafkaProducer)
+            await write(producer, partition, b"before")
+            producer._topics._limits.put(unique_name, 1_000_000, time.monotonic() + 60)
+            with pytest.raises(RecordTooLarge):
+                await write(producer, partition, bytes(20_000))
+            await write(producer, partition, b"after")
+            assert values(await read(reader, 2)) == [b"before", b"after"]
+            with pytest.raises(RecordTooLarge, match="at most 10000 bytes"):
+                await write(producer, partition, bytes(20_000))
+
+
+async def test_batches_stay_within_a_small_limit(kafka: LocalKafka, unique_name: str) -> None:
+    """Many records that pass alone are never refused for the batch that they make together."""
+    async with KafkaLog(settings(kafka)) as log:
+        partition = await make_topic(log, unique_name, max_message_bytes="2000")
+        async with log.producer() as producer, log.reader([partition]) as reader:
+            await write(producer, partition, *([bytes(100)] * 500))
+            assert len(await read(reader, 500)) == 500
+
+
+async def test_one_record_too_large_fails_alone(kafka: LocalKafka, unique_name: str) -> None:
+    """In the middle of a chunk it is a run of its own; those around it are written."""
+    async with KafkaLog(settings(kafka)) as log:
+        partition = await make_topic(log, unique_name, max_message_bytes="2000")
+        async with log.producer() as producer, log.reader([partition]) as reader:
+            records = [NewRecord(None, value) for value in (b"a", b"b", bytes(3000), b"c")]
+            runs = await producer.send(partition, records)
+            outcomes = await asyncio.gather(
+                *(run.acknowledged for run in runs), return_exceptions=True
+            )
+            kinds = [type(each) for each in outcomes]
+            assert [run.size for run in runs] == [2, 1, 1]
+            assert kinds == [type(None), RecordTooLarge, type(None)]
+            assert values(await read(reader, 3)) == [b"a", b"b", b"c"]
+
+
+async def test_a_dead_sender_is_replaced(kafka: LocalKafka, unique_name: str) -> None:
+    """When aiokafka's task is gone, which it does not say, the next record goes to a new one."""
+    async with KafkaLog(settings(kafka)) as log:
+        partition = await make_topic(log, unique_name)
+        async with log.producer() as producer:
+            assert isinstance(producer, KafkaProducer)
+            await write(producer, partition, b"before")
+            assert producer._producer is not None
+            task = producer._producer._sender.sender_task
+            task.cancel()
+            await asyncio.wait([task])
+            await write(producer, partition, b"after")
+
+
+async def test_concurrent_small_sends_share_batches(kafka: LocalKafka, unique_name: str) -> None:
+    """Hundreds of callers with a record each do not wait for a round trip each."""
+    async with KafkaLog(settings(kafka)) as log:
+        partition = await make_topic(log, unique_name)
+        async with log.producer() as producer:
+            sends = [producer.send(partition, [NewRecord(None, b"v")]) for _ in range(300)]
+            runs = [run for each in await asyncio.gather(*sends) for run in each]
+            for run in runs:
+                await run.acknowledged
+        assert sum(run.size for run in runs) == 300
+        batches = {run.acknowledged._ended for run in runs}  # type: ignore[attr-defined]  # Kafka's
+        assert len(batches) < 30
+
+
+async def test_a_cancelled_send_takes_no_other_record_along(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """Callers who share a batch are independent of each other."""
+    async with KafkaLog(settings(kafka)) as log:
+        partition = await make_topic(log, unique_name)
+        async with log.producer() as producer, log.reader([partition]) as reader:
+            await write(producer, partition, b"first")
+            tasks = [
+                asyncio.create_task(write(producer, partition, b"%d" % number), name="write")
+                for number in range(20)
+            ]
+            await asyncio.sleep(0)
+            tasks[0].cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert outcomes[1:] == [None] * 19
+            found = values(await read(reader, 20))
+            assert {b"%d" % number for number in range(1, 20)} <= set(found)
+
+
+async def test_a_member_of_a_topic_that_is_made_later(kafka: LocalKafka, unique_name: str) -> None:
+    """Subscribing makes no topic, and waits for nothing."""
+    async with KafkaLog(settings(kafka)) as log:
+        listener = RecordingListener()
+        async with log.member(unique_name, [unique_name], listener) as member, polling(member, []):
+            await eventually(lambda: listener.assignments == 1)
+            assert member.assignment() == frozenset()
+        assert await log.describe_topics([unique_name]) == {unique_name: None}
