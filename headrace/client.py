@@ -200,7 +200,7 @@ class Client:
             ClientClosed: the client is not open, or was closed meanwhile.
             LogUnavailable: the broker did not acknowledge the request.
         """
-        arrays = {name: np.asarray(value) for name, value in inputs.items()}
+        arrays = {name: _array(value) for name, value in inputs.items()}
         with _refusals_as_inference_errors():
             value = encode_request(
                 self._content_type,
@@ -264,6 +264,14 @@ def _with_broker(settings: Settings, bootstrap_servers: str | None) -> Settings:
     named = {"bootstrap_servers": bootstrap_servers}
     kafka = settings.kafka.model_copy(update=named) if settings.kafka else KafkaSettings(**named)
     return settings.model_copy(update={"kafka": kafka})
+
+
+def _array(value: ArrayLike) -> NDArray[Any]:
+    array = np.asarray(value)
+    if array.dtype.kind in "SU" and not isinstance(value, np.ndarray):
+        # NumPy's own types for text drop the zeros at an element's end.
+        return np.asarray(value, dtype=object)
+    return array
 
 
 def _urgency(priority: int, tenant: str) -> list[tuple[str, bytes]]:

@@ -1,0 +1,283 @@
+"""Calls that do not end with an answer, or not in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.log.memory import MemoryLog
+from headrace.log.memory.reader import MemoryReader
+from headrace.log.port import (
+    LogAuthenticationFailed,
+    LogUnavailable,
+    NewRecord,
+    Record,
+    TopicPartition,
+)
+from tests.support.conditions import eventually
+from tests.support.logs import write_to
+from tests.support.responder import Responder, answer, echo, refusal
+
+INPUTS = {"x": np.zeros((1, 2), np.float32)}
+REPLIES = TopicPartition("headrace.responses", 1)
+
+
+@pytest.fixture
+def silent(responder: Responder) -> Responder:
+    """A responder that answers nothing by itself."""
+    responder.script = lambda record: []
+    return responder
+
+
+async def test_error_answers_are_exceptions(client: Client, responder: Responder) -> None:
+    """Code, message and hints of an error answer are the exception's."""
+    responder.script = lambda record: [
+        refusal("OVERLOADED", "queue: expected room", retriable=True, retry_after_ms=40)
+    ]
+    with pytest.raises(InferenceError) as caught:
+        await client.infer("m", INPUTS)
+    error = caught.value
+    assert (error.code, error.message) == ("OVERLOADED", "queue: expected room")
+    assert (error.retriable, error.retry_after_ms) == (True, 40)
+    assert str(error) == "OVERLOADED: queue: expected room"
+
+
+async def test_codes_that_are_new_to_us_are_kept(client: Client, responder: Responder) -> None:
+    """A service that is newer than the client may have more codes."""
+    responder.script = lambda record: [refusal("MELTED", "too hot")]
+    with pytest.raises(InferenceError) as caught:
+        await client.infer("m", INPUTS)
+    assert caught.value.code == "MELTED"
+
+
+async def test_unreadable_answers_are_errors(client: Client, responder: Responder) -> None:
+    """What is no answer of Headrace's fails its own call and no other."""
+    responder.script = lambda record: [b"\xc1"]
+    with pytest.raises(InferenceError, match="INTERNAL"):
+        await client.infer("m", INPUTS)
+    responder.script = echo
+    await client.infer("m", INPUTS)
+
+
+async def test_arrays_without_a_datatype_are_refused(client: Client) -> None:
+    """What the protocol has no name for is refused before it is sent, in the usual form."""
+    with pytest.raises(InferenceError) as caught:
+        await client.infer("m", {"x": np.zeros(1, np.complex64)})
+    assert (caught.value.code, caught.value.retriable) == ("INVALID_TENSOR", False)
+
+
+async def test_requests_too_large_for_the_topic_are_refused(client: Client) -> None:
+    """The log's refusal of a record has the same form."""
+    with pytest.raises(InferenceError) as caught:
+        await client.infer("m", {"x": np.zeros(9 * 1024 * 1024, np.uint8)})
+    assert caught.value.code == "TOO_LARGE"
+
+
+async def test_no_answer_in_time_is_a_timeout(client: Client, silent: Responder) -> None:
+    """A call ends at its timeout, whatever the services do."""
+    with pytest.raises(InferenceTimeout, match=r"no answer within 0\.05 s"):
+        await client.infer("m", INPUTS, timeout_s=0.05)
+
+
+async def test_late_answers_are_dropped_and_counted(client: Client, silent: Responder) -> None:
+    """An answer after the timeout disturbs nobody."""
+    with pytest.raises(InferenceTimeout):
+        await client.infer("m", INPUTS, timeout_s=0.05)
+    await eventually(lambda: silent.seen)
+    await silent.reply(silent.seen[0], answer())
+    await eventually(lambda: client.late_answers == 1)
+    silent.script = echo
+    await client.infer("m", INPUTS)
+
+
+async def test_second_copies_are_dropped_and_counted(client: Client, responder: Responder) -> None:
+    """At-least-once delivery may answer twice; the first one counts."""
+    responder.script = lambda record: [answer(id="first"), answer(id="second")]
+    assert (await client.infer("m", INPUTS)).id == "first"
+    await eventually(lambda: client.late_answers == 1)
+
+
+async def test_answers_without_correlation_are_foreign(
+    client: Client, responder: Responder, log: MemoryLog
+) -> None:
+    """A record on the reply partition that answers nothing of ours is passed over."""
+    await write_to(log, REPLIES, b"stray", NewRecord(None, None, [("kafka_correlationId", None)]))
+    await client.infer("m", INPUTS)
+    assert client.foreign_answers == 2
+
+
+async def test_cancelled_calls_leave_the_others_alone(client: Client, silent: Responder) -> None:
+    """Cancelling one call does not disturb the one beside it."""
+    async with asyncio.TaskGroup() as tasks:
+        given_up = tasks.create_task(client.infer("m", INPUTS, id="given up"), name="given up")
+        kept = tasks.create_task(client.infer("m", INPUTS, id="kept"), name="kept")
+        await eventually(lambda: len(silent.seen) == 2)
+        given_up.cancel()
+        for record in silent.seen:
+            await silent.reply(record, *echo(record))
+        assert (await kept).id == "kept"
+    assert given_up.cancelled()
+
+
+async def test_calls_in_flight_are_bounded(
+    log: MemoryLog, settings: Settings, silent: Responder
+) -> None:
+    """Beyond `max_in_flight` a call waits its turn, and its timeout counts meanwhile."""
+    async with (
+        Client(log=log, settings=settings, max_in_flight=1) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        first = tasks.create_task(client.infer("m", INPUTS, id="first"), name="first")
+        await eventually(lambda: silent.seen)
+        with pytest.raises(InferenceTimeout):
+            await client.infer("m", INPUTS, timeout_s=0.05)
+        assert len(silent.seen) == 1
+        await silent.reply(silent.seen[0], *echo(silent.seen[0]))
+        assert (await first).id == "first"
+
+
+async def test_closing_fails_the_calls_that_wait(
+    log: MemoryLog, settings: Settings, silent: Responder
+) -> None:
+    """Who waits when the client is closed learns of it at once."""
+
+    async def wait_in_vain() -> None:
+        with pytest.raises(ClientClosed, match="closed before the answer came"):
+            await client.infer("m", INPUTS)
+
+    async with asyncio.TaskGroup() as tasks, Client(log=log, settings=settings) as client:
+        tasks.create_task(wait_in_vain(), name="call")
+        await eventually(lambda: silent.seen)
+
+
+async def test_refused_reading_fails_all_calls(
+    log: MemoryLog, settings: Settings, silent: Responder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the broker lets us read no more, calls under way and later ones say why."""
+    refused = False
+    poll = MemoryReader.poll
+
+    async def poll_until_refused(
+        reader: MemoryReader, timeout_s: float, max_records: int
+    ) -> Mapping[TopicPartition, Sequence[Record]]:
+        if refused and reader.assignment() == {REPLIES}:
+            raise LogAuthenticationFailed("credentials expired")
+        return await poll(reader, timeout_s, max_records)
+
+    async with Client(log=log, settings=settings, reply_partition=1) as client:
+        monkeypatch.setattr(MemoryReader, "poll", poll_until_refused)
+
+        async def wait_in_vain() -> None:
+            with pytest.raises(ClientClosed, match="no longer be read: credentials expired"):
+                await client.infer("m", INPUTS)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(wait_in_vain(), name="call")
+            await eventually(lambda: silent.seen)
+            refused = True
+        await wait_in_vain()
+
+
+async def test_closing_keeps_the_log_of_others_open(log: MemoryLog, settings: Settings) -> None:
+    """A log that was handed in is its owner's to close, and can serve another client."""
+    async with Client(log=log, settings=settings):
+        pass
+    async with Client(log=log, settings=settings):
+        pass
+
+
+async def test_error_in_the_block_is_not_wrapped(log: MemoryLog, settings: Settings) -> None:
+    """What the user's own block raises leaves it as it is."""
+    with pytest.raises(KeyError):
+        async with Client(log=log, settings=settings):
+            raise KeyError("the user's own")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_a_client_that_is_not_open_says_so(
+    log: MemoryLog, settings: Settings, when: str
+) -> None:
+    """Outside `async with` nothing is sent."""
+    client = Client(log=log, settings=settings)
+    if when == "after":
+        async with client:
+            pass
+    with pytest.raises(ClientClosed, match="not open"):
+        await client.infer("m", INPUTS)
+
+
+async def test_requests_that_nobody_acknowledges_fail(client: Client, log: MemoryLog) -> None:
+    """When the broker is away the call fails with the log's error, not by its timeout."""
+    log.faults.take_down()
+    with pytest.raises(LogUnavailable):
+        await client.infer("m", INPUTS)
+
+
+async def test_answers_survive_an_outage(client: Client, silent: Responder, log: MemoryLog) -> None:
+    """A broker that goes and comes back between request and answer is not noticed."""
+    async with asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(client.infer("m", INPUTS, id="patient"), name="call")
+        await eventually(lambda: silent.seen)
+        log.faults.take_down()
+        log.faults.bring_back()
+        await silent.reply(silent.seen[0], *echo(silent.seen[0]))
+        assert (await call).id == "patient"
+
+
+async def test_reading_goes_on_after_retention_overtook_it(
+    client: Client, responder: Responder, log: MemoryLog
+) -> None:
+    """Answers that retention took are lost; those that come later are read."""
+    log.faults.skip_offsets(REPLIES, 5)
+    log.faults.trim(REPLIES, 5)
+    await client.infer("m", INPUTS)
+
+
+async def test_answers_before_the_start_are_not_read(
+    log: MemoryLog, settings: Settings, responder: Responder
+) -> None:
+    """A client reads from the end as it was before its first request."""
+    await write_to(log, REPLIES, b"old", b"older")
+    async with Client(log=log, settings=settings, reply_partition=1) as client:
+        await client.infer("m", INPUTS)
+    assert client.foreign_answers == 0
+
+
+async def test_missing_topics_are_told_on_opening(settings: Settings) -> None:
+    """Without the topics there is nothing to open, and the mend is said."""
+    with pytest.raises(ConfigurationError, match=r"headrace\.requests: does not exist; run"):
+        async with Client(log=MemoryLog(), settings=settings):
+            pass
+
+
+async def test_reply_partitions_must_exist(log: MemoryLog, settings: Settings) -> None:
+    """A reply partition that the topic does not have is refused on opening."""
+    with pytest.raises(ConfigurationError, match=r"expected 0 to 2 of .*, got 3"):
+        async with Client(log=log, settings=settings, reply_partition=3):
+            pass
+
+
+async def test_a_client_needs_a_log(settings: Settings) -> None:
+    """Without a broker and without a log there is nobody to ask."""
+    with pytest.raises(ConfigurationError, match="the client needs a broker"):
+        async with Client(settings=settings):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"content_type": "text/xml"}, "content_type: expected application/msgpack"),
+        ({"max_in_flight": 0}, "max_in_flight: expected at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong: dict[str, object], said: str) -> None:
+    """The constructor says what was expected."""
+    with pytest.raises(ValueError, match=said):
+        Client("127.0.0.1:9092", **wrong)  # type: ignore[arg-type]  # wrong on purpose

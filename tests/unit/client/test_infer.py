@@ -1,0 +1,162 @@
+"""Calls: arrays in, arrays out, and what travels in between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.client import Client
+from headrace.config import Settings
+from headrace.log.memory import MemoryLog
+from headrace.log.partitioner import partition_for_key
+from headrace.log.port import Record
+from tests.support.responder import Responder, header
+
+PIXELS = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+def body(record: Record) -> dict[str, object]:
+    assert record.value is not None
+    decoded = msgspec.msgpack.decode(record.value)
+    assert isinstance(decoded, dict)
+    return decoded
+
+
+async def test_arrays_go_in_and_come_out(client: Client, responder: Responder) -> None:
+    """An echo gives back the same values, shape and dtype, by name."""
+    response = await client.infer("digits", {"pixels": PIXELS})
+    np.testing.assert_array_equal(response.outputs["pixels"], PIXELS, strict=True)
+    assert (response.model_name, response.model_version) == ("digits", "1")
+    assert response.parameters == {"batch_size": 1}
+
+
+async def test_text_goes_in_and_comes_out(client: Client, responder: Responder) -> None:
+    """Strings travel as BYTES and come back as bytes."""
+    response = await client.infer("m", {"text": ["größer", "b"]})
+    assert response.outputs["text"].tolist() == ["größer".encode(), b"b"]
+
+
+async def test_bytes_keep_their_last_zeros(client: Client, responder: Responder) -> None:
+    """A list of bytes is not cut where NumPy's own type for bytes would cut it."""
+    response = await client.infer("m", {"files": [[b"\x01\x00"], [b"\x00"]]})
+    assert response.outputs["files"].tolist() == [[b"\x01\x00"], [b"\x00"]]
+
+
+async def test_json_goes_in_and_comes_out(
+    log: MemoryLog, settings: Settings, responder: Responder
+) -> None:
+    """A client may speak JSON, and is answered in it."""
+    responder.script = lambda record: [
+        b'{"model_name": "m", "model_version": "1", "outputs":'
+        b' [{"name": "label", "datatype": "INT64", "shape": [2], "data": [7, 8]}]}'
+    ]
+    async with Client(log=log, settings=settings, content_type="application/json") as client:
+        response = await client.infer("m", {"x": PIXELS})
+    np.testing.assert_array_equal(
+        response.outputs["label"], np.array([7, 8], np.int64), strict=True
+    )
+    (request,) = responder.seen
+    assert msgspec.json.decode(request.value or b"")["inputs"][0]["data"] == [0, 1, 2, 3, 4, 5]
+    assert header(request.headers, "content-type") == b"application/json"
+
+
+async def test_options_travel_with_the_request(client: Client, responder: Responder) -> None:
+    """Version, id, parameters and wanted outputs are in the body; urgency is in headers."""
+    response = await client.infer(
+        "m",
+        {"x": PIXELS},
+        version="3",
+        id="mine",
+        parameters={"top": 5},
+        outputs=["label"],
+        priority=7,
+        tenant="clinic",
+        headers=[("traceparent", b"00-1-2-01"), ("ward", b"4b")],
+    )
+    (request,) = responder.seen
+    sent = body(request)
+    assert (sent["model_version"], sent["id"], sent["parameters"]) == ("3", "mine", {"top": 5})
+    assert [wanted["name"] for wanted in sent["outputs"]] == ["label"]  # type: ignore[attr-defined]  # decoded without a type
+    assert header(request.headers, "x-priority") == b"7"
+    assert header(request.headers, "x-tenant") == b"clinic"
+    assert header(request.headers, "traceparent") == b"00-1-2-01"
+    assert response.id == "mine"
+    assert header(response.headers, "ward") == b"4b"
+
+
+async def test_reply_headers_are_springs(client: Client, responder: Responder) -> None:
+    """The reply topic is text, its partition 4 bytes big-endian, the correlation id ours."""
+    await client.infer("m", {"x": PIXELS})
+    (request,) = responder.seen
+    assert header(request.headers, "kafka_replyTopic") == b"headrace.responses"
+    assert header(request.headers, "kafka_replyPartition") == b"\x00\x00\x00\x01"
+    assert header(request.headers, "kafka_correlationId")
+
+
+async def test_timeout_becomes_the_deadline(client: Client, responder: Responder) -> None:
+    """`x-deadline-ms` is the time of the call plus its timeout."""
+    before_ms = time.time() * 1000
+    await client.infer("m", {"x": PIXELS}, timeout_s=5)
+    after_ms = time.time() * 1000
+    deadline_ms = int(header(responder.seen[0].headers, "x-deadline-ms") or 0)
+    assert before_ms + 5000 - 1 <= deadline_ms <= after_ms + 5000
+
+
+async def test_raw_payloads_travel_untouched(client: Client, responder: Responder) -> None:
+    """A file is the record's value; headers say its type, the model and the version."""
+    responder.script = lambda record: [b'{"model_name": "m", "model_version": "2", "outputs": []}']
+    await client.infer_raw("m", b"\xff\xd8raw", "image/jpeg", version="2")
+    (request,) = responder.seen
+    assert request.value == b"\xff\xd8raw"
+    assert header(request.headers, "content-type") == b"image/jpeg"
+    assert header(request.headers, "x-model") == b"m/2"
+
+
+async def test_requests_go_round_the_partitions(client: Client, responder: Responder) -> None:
+    """Without a key each partition gets its turn."""
+    for _ in range(6):
+        await client.infer("m", {"x": PIXELS})
+    partitions = [record.partition for record in responder.seen]
+    assert sorted(partitions[:3]) == sorted(partitions[3:]) == [0, 1, 2]
+
+
+async def test_a_key_has_its_partition(client: Client, responder: Responder) -> None:
+    """Requests of one key stay together, where Kafka's own clients would put them."""
+    for _ in range(2):
+        await client.infer("m", {"x": PIXELS}, key=b"patient-17")
+    assert {(record.key, record.partition) for record in responder.seen} == {
+        (b"patient-17", partition_for_key(b"patient-17", 3))
+    }
+
+
+async def test_calls_side_by_side_get_their_own_answers(
+    client: Client, responder: Responder
+) -> None:
+    """A hundred calls at once, answered in any order, each get what they asked."""
+    async with asyncio.TaskGroup() as tasks:
+        calls = [
+            tasks.create_task(client.infer("m", {"x": np.array([number])}), name=f"call {number}")
+            for number in range(100)
+        ]
+    assert [call.result().outputs["x"].item() for call in calls] == list(range(100))
+
+
+async def test_two_clients_on_one_partition_do_not_mix(
+    log: MemoryLog, settings: Settings, client: Client, responder: Responder
+) -> None:
+    """What is for another client is dropped, and counted as foreign."""
+    async with Client(log=log, settings=settings, reply_partition=1) as other:
+        await other.infer("m", {"x": PIXELS})
+        await client.infer("m", {"x": PIXELS})
+    assert (client.foreign_answers, client.late_answers) == (1, 0)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
+async def test_timeouts_are_positive_and_finite(client: Client, timeout_s: float) -> None:
+    """A call has an end that can be told."""
+    with pytest.raises(ValueError, match="timeout_s: expected a positive number"):
+        await client.infer("m", {"x": PIXELS}, timeout_s=timeout_s)
