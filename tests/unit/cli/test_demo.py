@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from headrace.cli import main
 from headrace.demo import demo
 from headrace.demo.demo import Outcome
 from headrace.demo.tally import Tally
+from tests.support.command_line import Call
 from tests.unit.demo.examples import answer, question
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Tally:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     """What the demo has counted, instead of a run."""
     tally = Tally()
 
@@ -25,26 +25,28 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Tally:
         return Outcome(tally.result(), {})
 
     monkeypatch.setattr(demo, "run_demo", counted)
-    return tally
+    before = sys.getswitchinterval()
+    yield tally
+    sys.setswitchinterval(before)
 
 
-def test_a_demo_that_went_well_exits_with_0(asked: Tally) -> None:
+def test_a_demo_that_went_well_exits_with_0(call: Call, asked: Tally) -> None:
     """The summary is on stdout, words about the run on stderr."""
     asked.ask(question(1), 0.0)
     asked.answer(answer(1), 0.1)
-    ended = CliRunner().invoke(main, ["demo", "--seconds", "3"])
+    ended = call("demo", "--seconds", "3")
     assert (ended.exit_code, ended.stderr) == (0, "headrace: 3 s, {'kafka': False}\n")
     assert "Every request was answered once" in ended.stdout
 
 
-def test_a_demo_with_a_missing_answer_exits_with_1(asked: Tally) -> None:
+def test_a_demo_with_a_missing_answer_exits_with_1(call: Call, asked: Tally) -> None:
     """What is wrong is in the summary."""
     asked.ask(question(1), 0.0)
-    ended = CliRunner().invoke(main, ["demo", "--kafka"])
+    ended = call("demo", "--kafka")
     assert (ended.exit_code, ended.stderr) == (1, "headrace: 10 s, {'kafka': True}\n")
     assert "requests without an answer: 1" in ended.stdout
 
 
-def test_a_demo_of_no_time_is_refused() -> None:
+def test_a_demo_of_no_time_is_refused(call: Call) -> None:
     """Less than a second is a wrong call."""
-    assert CliRunner().invoke(main, ["demo", "--seconds", "0"]).exit_code == 2
+    assert call("demo", "--seconds", "0").exit_code == 2
