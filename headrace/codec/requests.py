@@ -97,12 +97,7 @@ def decode_request(
     value = check_value(value, limits)
     content_type = envelope.content_type
     if content_type in MSGPACK_TYPES:
-        try:
-            request = _decode_msgpack(value)
-        except DECODE_ERRORS as error:
-            raise refusal(error, value, faults.MSGPACK) from error
-        for tensor, where in zip(request.inputs, _PLACES, strict=False):
-            check_tensor(tensor.datatype, tensor.shape, tensor.data, where)
+        request = _from_msgpack(value)
     elif content_type == JSON:
         request = _from_json(value, limits)
     else:
@@ -116,7 +111,18 @@ def decode_request(
         _check_inputs(request)
     if request.outputs is not None:
         _check_distinct([output.name for output in request.outputs], "outputs")
-    _complete_model(request, envelope)
+    if envelope.model or not request.model_name or request.model_version == "":
+        _complete_model(request, envelope)
+    return request
+
+
+def _from_msgpack(value: bytes | memoryview) -> InferenceRequest:
+    try:
+        request = _decode_msgpack(value)
+    except DECODE_ERRORS as error:
+        raise refusal(error, value, faults.MSGPACK) from error
+    for tensor, where in zip(request.inputs, _PLACES, strict=False):
+        check_tensor(tensor.datatype, tensor.shape, tensor.data, where)
     return request
 
 

@@ -32,8 +32,11 @@ from headrace.messages import (
     WireTensor,
     WireTimings,
 )
+from headrace.tensors import check_tensor
 
 _Record = TypeVar("_Record", ItemRecord, BatchRecord, ResultRecord)
+
+_CODES = frozenset(Code)
 
 _encode = msgspec.msgpack.Encoder().encode
 _item_decoder = msgspec.msgpack.Decoder(ItemRecord)
@@ -53,7 +56,7 @@ def decode_item(value: bytes, receipt: Receipt) -> Request:
     """The request in an `items` record, whose tensors are views of `value`.
 
     Raises:
-        Rejected: `INTERNAL`: the record is none of Headrace's.
+        Rejected: `INTERNAL` or `INVALID_TENSOR`: the record is none of Headrace's.
     """
     return _request_of_item(_decoded(_item_decoder, value), receipt)
 
@@ -73,7 +76,7 @@ def decode_batch(value: bytes, receipt: Receipt) -> Batch:
     """The batch in a `batches` record; `receipt` becomes that of each of its requests.
 
     Raises:
-        Rejected: `INTERNAL`: the record is none of Headrace's.
+        Rejected: `INTERNAL` or `INVALID_TENSOR`: the record is none of Headrace's.
     """
     record = _decoded(_batch_decoder, value)
     if not record.items:
@@ -104,6 +107,8 @@ def _item(request: Request) -> ItemRecord:
 def _request_of_item(record: ItemRecord, receipt: Receipt) -> Request:
     request = _request(record, receipt)
     request.inputs = tuple(_tensor(tensor, record.value) for tensor in record.inputs)
+    for tensor in request.inputs:
+        check_tensor(tensor.datatype, tensor.shape, tensor.data, tensor.name)
     request.rows = record.rows
     request.size_bytes = sum(len(tensor.data) for tensor in request.inputs)
     request.shape_class = tuple(record.shape_class)
@@ -148,9 +153,9 @@ def decode_result(value: bytes, receipt: Receipt) -> Request:
     if failure is None:
         request.outputs = tuple(_tensor(tensor, None) for tensor in record.outputs)
     else:
-        request.failure = Failure(
-            failure.code, failure.message, failure.stage, failure.retry_after_ms
-        )
+        # A newer release may have codes that are unknown here.
+        code = failure.code if failure.code in _CODES else Code.INTERNAL
+        request.failure = Failure(code, failure.message, failure.stage, failure.retry_after_ms)
     return request
 
 

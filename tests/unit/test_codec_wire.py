@@ -170,3 +170,24 @@ def test_a_place_outside_the_value_is_refused(place: dict[str, int]) -> None:
 
     with pytest.raises(Rejected):
         decode_item(msgpack.packb(fields), NO_RECEIPT)
+
+
+def test_a_tensor_whose_bytes_do_not_fit_is_refused_before_it_joins_a_batch() -> None:
+    """The executor gathers rows without looking at them again."""
+    fields = msgpack.unpackb(encode_item(checked()))
+    fields["inputs"][0]["shape"] = [2, 3]
+
+    with pytest.raises(Rejected, match="24 bytes"):
+        decode_item(msgpack.packb(fields), NO_RECEIPT)
+
+
+def test_a_code_of_a_newer_release_is_an_internal_error() -> None:
+    """Its message still says what happened."""
+    sent = checked()
+    sent.fail(Failure(Code.OVERLOADED, "why", "executor"))
+    fields = msgpack.unpackb(encode_result(sent))
+    fields["failure"]["code"] = "TOO_HOT"
+
+    received = decode_result(msgpack.packb(fields), NO_RECEIPT)
+
+    assert received.failure == Failure(Code.INTERNAL, "why", "executor")
