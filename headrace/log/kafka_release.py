@@ -1,8 +1,9 @@
 """Which Kafka a broker is, as far as it lets clients know.
 
 Brokers do not tell their release. They tell which requests they take, and some of those came, or
-lost their old forms, with one release: KIP-896 removed Produce below version 3 with 4.0, and
-KIP-664 brought DescribeTransactions with 3.0.
+lost their old forms, with one release: KIP-896 removed Fetch below version 4 with Kafka 4.0 (of
+Produce the old versions are still listed, for clients that insist on them), and KIP-664 brought
+DescribeTransactions with 3.0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.log.kafka_closing import close_client
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered
 
-PRODUCE: Final = 0
+FETCH: Final = 1
 DESCRIBE_TRANSACTIONS: Final = 65
 
 
@@ -28,7 +29,7 @@ def oldest_release(versions: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
     Args:
         versions: the lowest and highest version taken, by the request's key.
     """
-    if versions.get(PRODUCE, (0, 0))[0] >= 3:
+    if versions.get(FETCH, (0, 0))[0] >= 4:
         return 4, 0
     return (3, 0) if DESCRIBE_TRANSACTIONS in versions else (0, 0)
 

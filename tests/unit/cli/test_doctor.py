@@ -12,7 +12,7 @@ from headrace.cli.doctor import HIDDEN, without_secrets
 from headrace.cli.outcome import Exit
 from headrace.config import make_settings
 from headrace.log.kafka_release import oldest_release
-from tests.unit.cli.conftest import Call
+from tests.support.command_line import Call
 
 
 def findings(call: Call, *arguments: str) -> dict[str, dict[str, str]]:
@@ -107,9 +107,9 @@ def test_secrets_are_struck_from_findings() -> None:
 @pytest.mark.parametrize(
     ("versions", "release"),
     [
-        ({0: (3, 13), 65: (0, 0)}, (4, 0)),
-        ({0: (0, 11), 65: (0, 0)}, (3, 0)),
-        ({0: (0, 9)}, (0, 0)),
+        ({0: (0, 13), 1: (4, 18), 65: (0, 0)}, (4, 0)),
+        ({0: (0, 11), 1: (0, 17), 65: (0, 0)}, (3, 0)),
+        ({0: (0, 9), 1: (0, 12)}, (0, 0)),
     ],
 )
 def test_release_is_read_from_what_requests_are_taken(

@@ -14,7 +14,7 @@ from headrace.cli import COMMANDS
 from headrace.cli.group import main
 from headrace.cli.outcome import Exit, explain
 from headrace.errors import Code, ConfigurationError, Rejected, Retriable
-from tests.unit.cli.conftest import Call
+from tests.support.command_line import Call
 
 
 @pytest.fixture

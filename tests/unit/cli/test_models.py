@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.outcome import Exit
+from tests.support.command_line import Call
 from tests.support.models import add_version, digits, embedding, falsely_batched
-from tests.unit.cli.conftest import Call
 
 
 @pytest.fixture

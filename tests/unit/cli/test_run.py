@@ -12,7 +12,7 @@ from headrace.cli.run import SWITCH_INTERVAL_S
 from headrace.cli.stages import parse_stages
 from headrace.config import Settings
 from headrace.topics import STAGES, Stage
-from tests.unit.cli.conftest import Call
+from tests.support.command_line import Call
 
 
 @pytest.fixture

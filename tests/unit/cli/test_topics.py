@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from headrace.cli.outcome import Exit
-from tests.unit.cli.conftest import Call
+from tests.support.command_line import Call
 
 
 def test_embedded_log_needs_no_topics_made(call: Call) -> None:
