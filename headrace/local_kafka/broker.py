@@ -27,6 +27,7 @@ from headrace.local_kafka.storage import ClusterDirectory
 
 _POLL_S = 0.05
 _WATCH_POLL_S = 0.5
+_STOP_TIMEOUT_S = 10.0
 
 
 class LocalKafka:
@@ -45,10 +46,9 @@ class LocalKafka:
         security: None for plaintext alone, or a listener with TLS and SASL beside it.
         properties: broker settings (`server.properties`) that go over all others.
         start_timeout_s: how long a start may take before it counts as failed.
-        stop_timeout_s: how long a node may take to end before it is killed.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only choices, each with a default
+    def __init__(
         self,
         directory: Path | None = None,
         *,
@@ -57,7 +57,6 @@ class LocalKafka:
         security: ScramTls | None = None,
         properties: Mapping[str, str] | None = None,
         start_timeout_s: float = 60.0,
-        stop_timeout_s: float = 10.0,
     ) -> None:
         if nodes < 1:
             raise ValueError(f"nodes: expected 1 or more, got {nodes}")
@@ -67,7 +66,6 @@ class LocalKafka:
         self._security = security
         self._overrides = dict(properties or {})
         self._start_timeout_s = start_timeout_s
-        self._stop_timeout_s = stop_timeout_s
         self._path: Path | None = None
         self._certificates: Certificates | None = None
         self._ports: tuple[NodePorts, ...] = ()
@@ -141,6 +139,7 @@ class LocalKafka:
             raise RuntimeError("the cluster runs already")
         installation = await asyncio.to_thread(install)
         self._path = self._kept or Path(tempfile.mkdtemp(prefix="headrace-kafka-"))
+        self._path = self._path.resolve()
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             self._ports = self._choose_ports()
@@ -162,7 +161,7 @@ class LocalKafka:
         try:
             async with asyncio.TaskGroup() as stopping:
                 for node in nodes:
-                    stopping.create_task(node.stop(self._stop_timeout_s), name=f"stop {node.name}")
+                    stopping.create_task(node.stop(_STOP_TIMEOUT_S), name=f"stop {node.name}")
         finally:
             if self._path is not None and self._kept is None:
                 shutil.rmtree(self._path)
@@ -179,7 +178,7 @@ class LocalKafka:
 
     async def stop_node(self, node_id: int = 1) -> None:
         """End a node cleanly: its partitions move to other nodes first, where there are some."""
-        await self.node(node_id).stop(self._stop_timeout_s)
+        await self.node(node_id).stop(_STOP_TIMEOUT_S)
 
     def kill_node(self, node_id: int = 1) -> None:
         """End a node as a crash would (SIGKILL)."""

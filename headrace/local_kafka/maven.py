@@ -22,7 +22,8 @@ from headrace.local_kafka.jars import Fetch, Jar
 
 REPOSITORY_VARIABLE = "HEADRACE_MAVEN_REPOSITORY"
 HOW_TO_FETCH = (
-    "install Maven (the command mvn), or the Python package jgo (pip install jgo), "
+    "install Maven (the command mvn), or the Python package jgo "
+    "(pip install 'headrace[local-kafka]'), "
     f"or set {REPOSITORY_VARIABLE} to the URL of a Maven repository"
 )
 _COPY_DEPENDENCIES = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies"
