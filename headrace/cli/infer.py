@@ -38,10 +38,16 @@ class Question(NamedTuple):
 def _inputs(
     ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, NDArray[Any]]:
-    try:
-        return dict(parse_input(text) for text in texts)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error
+    inputs: dict[str, NDArray[Any]] = {}
+    for text in texts:
+        try:
+            name, array = parse_input(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+        if name in inputs:
+            raise click.BadParameter(f"{name}: expected each input once", ctx, param)
+        inputs[name] = array
+    return inputs
 
 
 @click.command()

@@ -1,0 +1,48 @@
+"""`headrace infer` without a broker: the four services run for one request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from headrace.cli.outcome import Exit
+from tests.support.command_line import Call
+from tests.support.models import digits
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one model, where `headrace` looks by default."""
+    version = tmp_path / "models" / "digits" / "1"
+    version.mkdir(parents=True)
+    onnx.save(digits(), version / "model.onnx")
+    return version
+
+
+def test_one_request_is_answered(call: Call, repository: Path, tmp_path: Path) -> None:
+    """The answer is what the model computes."""
+    np.save(tmp_path / "ones.npy", np.ones((2, 64), np.float32))
+    result = call("infer", "digits", "--input", "pixels=@ones.npy", "--json")
+    assert result.exit_code == Exit.DONE, result.stderr
+    (output,) = json.loads(result.stdout)["outputs"]
+    assert (output["name"], output["shape"]) == ("scores", [2, 10])
+    assert output["data"] == [64.0 * number for number in range(10)] * 2
+
+
+def test_refusal_names_code_and_place(call: Call, repository: Path) -> None:
+    """A request that does not fit the model ends with 1 and the service's own words."""
+    result = call("infer", "digits", "--input", "pixels=[[0.5]]")
+    assert (result.exit_code, result.stdout) == (Exit.FAILED, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("headrace: INVALID_TENSOR: inputs[0].shape")
+
+
+def test_missing_repository_is_a_wrong_configuration(call: Call) -> None:
+    """Without models there is nothing to run, which is told before anything is asked."""
+    result = call("infer", "digits", "--input", "pixels=[[0.5]]")
+    assert result.exit_code == Exit.USAGE
+    assert "models.repository" in result.stderr
