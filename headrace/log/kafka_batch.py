@@ -10,7 +10,8 @@ from typing import Any, Final
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from headrace.errors import HeadraceError
-from headrace.log.port import NewRecord, TopicPartition
+from headrace.log.kafka_topics import Rules
+from headrace.log.port import NewRecord, RecordRefused, RecordTooLarge, TopicPartition
 
 MAX_BATCH_BYTES: Final = 256 * 1024
 """One batch is under way per partition, so this over the round trip is a partition's throughput."""
@@ -35,18 +36,18 @@ class Batch:
 
     Args:
         partition: where they go.
-        limit_bytes: the topic's `max.message.bytes`, which no batch may pass.
+        rules: what the topic takes.
         codec: aiokafka's number of the compression.
         deadline_s: after this the acknowledgement fails, whatever has become of the records.
         overdue: makes the error for that, and is told of it.
     """
 
-    __slots__ = ("_codec", "_limit_bytes", "_timer", "builder", "ended", "full", "partition")
+    __slots__ = ("_codec", "_rules", "_timer", "builder", "ended", "full", "partition")
 
     def __init__(
         self,
         partition: TopicPartition,
-        limit_bytes: int,
+        rules: Rules,
         codec: int,
         deadline_s: float,
         overdue: Callable[[Batch], HeadraceError],
@@ -55,7 +56,7 @@ class Batch:
         self.partition = partition
         self.ended: asyncio.Future[None] = loop.create_future()
         self.full = False
-        self._limit_bytes = limit_bytes
+        self._rules = rules
         self._codec = codec
         self.builder = self._new_builder()
         self._timer = loop.call_later(deadline_s, lambda: self.fail(overdue(self)))
@@ -65,16 +66,24 @@ class Batch:
         """For one run of the batch."""
         return Acknowledgement(self.ended)
 
-    def take(self, records: Sequence[NewRecord], start: int) -> int:
-        """Take records from `start` on and return the first that was not taken.
+    def take(
+        self, records: Sequence[NewRecord], start: int
+    ) -> tuple[int, RecordTooLarge | RecordRefused | None]:
+        """Take records from `start` on.
 
-        That is because the batch is full, or because the record alone passes the topic's limit,
-        which shows as an empty batch that is not full.
+        Returns:
+            the first that was not taken, and why the topic will never take it; None where it
+            is the next batch's, since this one is full, or where all were taken.
         """
-        append = self.builder.append
+        append, needs_key = self.builder.append, self._rules.needs_key
         now_ms = time.time_ns() // 1_000_000
         for index in range(start, len(records)):
             key, value, headers, timestamp_ms = records[index]
+            if key is None and needs_key:
+                return index, RecordRefused(
+                    f"send to {self.partition}: expected a record with a key, since the topic is "
+                    "compacted, got one without"
+                )
             added = append(
                 timestamp=now_ms if timestamp_ms is None else timestamp_ms,
                 key=key,
@@ -83,15 +92,18 @@ class Batch:
             )
             if added is None:
                 self.full = True
-                return index
+                return index, None
             # The builder takes the first record of a batch however large it is.
-            if self.builder.record_count() == 1 and self.builder.size() > self._limit_bytes:
+            if added.offset == 0 and (size := self.builder.size()) > self._rules.limit_bytes:
                 self.builder = self._new_builder()
-                return index
-        return len(records)
+                return index, RecordTooLarge(
+                    f"send to {self.partition}: expected at most {self._rules.limit_bytes} bytes "
+                    f"in a batch (max.message.bytes), got a record that makes {size}"
+                )
+        return len(records), None
 
     def _new_builder(self) -> BatchBuilder:
-        return BatchBuilder(min(MAX_BATCH_BYTES, self._limit_bytes), self._codec)
+        return BatchBuilder(min(MAX_BATCH_BYTES, self._rules.limit_bytes), self._codec)
 
     def succeed(self) -> None:
         """The broker has it."""

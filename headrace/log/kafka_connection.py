@@ -59,6 +59,11 @@ class Connection:
         """How long one answer is waited for."""
         return self.settings.request_timeout_ms / 1000
 
+    @property
+    def codec(self) -> int:
+        """The number of the compression in a batch's attributes, as Kafka's format has it."""
+        return ("none", "gzip", "snappy", "lz4", "zstd").index(self.settings.compression)
+
     def client_options(self, request_timeout_ms: int | None = None) -> dict[str, Any]:
         """The arguments that aiokafka's client, consumer and producer have in common."""
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient
@@ -23,12 +23,26 @@ from headrace.log.port import (
 QUESTION_S: Final = 1.0
 _ABSENT_FOR_S: Final = 1.0
 _COUNT_FOR_S: Final = 30.0
-_LIMIT_FOR_S: Final = 300.0
+_RULES_FOR_S: Final = 300.0
 _REMEMBERED: Final = 10_000
-_DEFAULT_LIMIT_BYTES: Final = 1_048_588
-"""Kafka's default of `max.message.bytes`, where we may not read the topic's settings."""
 
 V = TypeVar("V")
+
+
+class Rules(NamedTuple):
+    """What a topic takes.
+
+    Attributes:
+        limit_bytes: the largest batch (`max.message.bytes`); ours count uncompressed.
+        needs_key: whether it is compacted, and so takes no record without a key.
+    """
+
+    limit_bytes: int
+    needs_key: bool
+
+
+_DEFAULT_RULES: Final = Rules(1_048_588, needs_key=False)
+"""Kafka's defaults, where the topic's settings cannot be had."""
 
 
 class Remembered(Generic[V]):
@@ -62,7 +76,7 @@ class KnownTopics:
 
     def __init__(self) -> None:
         self._counts: Remembered[int | None] = Remembered()
-        self._limits: Remembered[int] = Remembered()
+        self._rules: Remembered[Rules] = Remembered()
 
     async def partitions(self, client: AIOKafkaClient, topic: str) -> int | None:
         """The number of partitions; None when there is no such topic, or none that we may see.
@@ -115,25 +129,39 @@ class KnownTopics:
                 0 if client.cluster.partitions_for_topic(topic) else RETRY_BACKOFF_S
             )
 
-    async def limit_bytes(self, client: AIOKafkaClient, topic: str) -> int:
-        """The largest batch that the topic takes (`max.message.bytes`)."""
+    async def rules(self, client: AIOKafkaClient, topic: str) -> Rules:
+        """What the topic takes, by its settings, which may be five minutes old."""
         now = time.monotonic()
-        remembered = self._limits.get(topic, now)
+        remembered = self._rules.get(topic, now)
         if remembered is not None:
             return remembered[0]
-        limit = _DEFAULT_LIMIT_BYTES
         try:
             async with answered(f"settings of topic {topic}", QUESTION_S):
                 config = (await topic_configs(client, [topic])).get(topic, {})
-                limit = int(config.get("max.message.bytes", limit))
         except LogUnavailable:
-            return limit
+            return _DEFAULT_RULES
         except LogAuthenticationFailed:
-            # Writing needs no right to read a topic's settings; go by Kafka's default.
-            limit = _DEFAULT_LIMIT_BYTES
-        self._limits.put(topic, limit, now + _LIMIT_FOR_S)
-        return limit
+            # Writing needs no right to read a topic's settings.
+            config = {}
+        rules = Rules(
+            int(config.get("max.message.bytes", _DEFAULT_RULES.limit_bytes)),
+            "compact" in config.get("cleanup.policy", ""),
+        )
+        self._rules.put(topic, rules, now + _RULES_FOR_S)
+        return rules
 
-    def forget_limit(self, topic: str) -> None:
-        """A broker refused a batch for its size, so the limit must have changed."""
-        self._limits.forget(topic)
+    def forget_rules(self, topic: str) -> None:
+        """Ask for them again, since a broker went by others."""
+        self._rules.forget(topic)
+
+    async def ask(self, client: AIOKafkaClient, partition: TopicPartition) -> Rules:
+        """All that there is to know before sending to a partition. Raises as `check` does."""
+        await self.check(client, partition)
+        return await self.rules(client, partition.topic)
+
+    def recall(self, client: AIOKafkaClient, partition: TopicPartition) -> Rules | None:
+        """What `ask` would say, where no question is needed for it; else None."""
+        if client.cluster.leader_for_partition(partition) is None:  # not in its metadata
+            return None
+        remembered = self._rules.get(partition.topic, time.monotonic())
+        return None if remembered is None else remembered[0]

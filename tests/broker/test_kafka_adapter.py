@@ -13,6 +13,7 @@ from headrace.config import KafkaSettings
 from headrace.local_kafka import LocalKafka
 from headrace.log.kafka import KafkaLog
 from headrace.log.kafka_producer import KafkaProducer
+from headrace.log.kafka_topics import Rules
 from headrace.log.port import (
     LogUnavailable,
     NewRecord,
@@ -177,7 +178,8 @@ async def test_a_limit_that_was_lowered_is_found_out(kafka: LocalKafka, unique_n
         async with log.producer() as producer, log.reader([partition]) as reader:
             assert isinstance(producer, KafkaProducer)
             await write(producer, partition, b"before")
-            producer._topics._limits.put(unique_name, 1_000_000, time.monotonic() + 60)
+            stale = Rules(limit_bytes=1_000_000, needs_key=False)
+            producer._topics._rules.put(unique_name, stale, time.monotonic() + 60)
             with pytest.raises(RecordTooLarge):
                 await write(producer, partition, bytes(20_000))
             await write(producer, partition, b"after")
@@ -211,6 +213,32 @@ async def test_one_record_too_large_fails_alone(kafka: LocalKafka, unique_name: 
             assert values(await read(reader, 3)) == [b"a", b"b", b"c"]
 
 
+async def test_closing_flushes(kafka: LocalKafka, unique_name: str) -> None:
+    """What was sent and not awaited is there after the producer was closed."""
+    async with KafkaLog(settings(kafka)) as log:
+        partition = await make_topic(log, unique_name)
+        async with log.reader([partition]) as reader:
+            async with log.producer() as producer:
+                for _ in range(5):
+                    await producer.send(partition, [NewRecord(None, bytes(1000))] * 500)
+            assert await reader.end_offsets([partition]) == {partition: 2500}
+
+
+@pytest.mark.parametrize("compression", ["gzip", "snappy", "lz4", "zstd"])
+async def test_every_compression_can_be_read(
+    kafka: LocalKafka, unique_name: str, compression: str
+) -> None:
+    """Batches come back from each codec that the settings name."""
+    compressed = KafkaSettings.model_validate(
+        {"bootstrap_servers": kafka.bootstrap_servers, "compression": compression}
+    )
+    async with KafkaLog(compressed) as log:
+        partition = await make_topic(log, unique_name)
+        async with log.producer() as producer, log.reader([partition]) as reader:
+            await write(producer, partition, *([bytes(1000)] * 100))
+            assert values(await read(reader, 100)) == [bytes(1000)] * 100
+
+
 async def test_a_dead_sender_is_replaced(kafka: LocalKafka, unique_name: str) -> None:
     """When aiokafka's task is gone, which it does not say, the next record goes to a new one."""
     async with KafkaLog(settings(kafka)) as log:
@@ -218,8 +246,8 @@ async def test_a_dead_sender_is_replaced(kafka: LocalKafka, unique_name: str) ->
         async with log.producer() as producer:
             assert isinstance(producer, KafkaProducer)
             await write(producer, partition, b"before")
-            assert producer._producer is not None
-            task = producer._producer._sender.sender_task
+            assert producer._sender.current is not None
+            task = producer._sender.current._sender.sender_task
             task.cancel()
             await asyncio.wait([task])
             await write(producer, partition, b"after")
