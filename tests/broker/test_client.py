@@ -1,0 +1,76 @@
+"""The client on a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from headrace.client import Client, InferenceError, InferenceTimeout
+from headrace.config import Settings, make_settings
+from headrace.local_kafka import LocalKafka
+from headrace.log.opening import open_log
+from headrace.log.port import Log
+from headrace.topic_plan import plan_topics
+from tests.support.responder import Responder
+
+
+@pytest.fixture
+def settings(kafka: LocalKafka, unique_name: str) -> Settings:
+    """The shared broker, in a namespace of this test's own."""
+    return make_settings(
+        {
+            "namespace": unique_name,
+            "kafka": {"bootstrap_servers": kafka.bootstrap_servers},
+            "topics": {"partitions": 3},
+        }
+    )
+
+
+@pytest.fixture
+async def log(settings: Settings) -> AsyncIterator[Log]:
+    """A log with Headrace's topics."""
+    async with open_log(settings) as log:
+        await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+        yield log
+
+
+async def test_calls_side_by_side_get_their_own_answers(log: Log, settings: Settings) -> None:
+    """The first call of a new client is answered like every later one."""
+    async with (
+        Responder(log, settings).running(),
+        Client(settings.kafka.bootstrap_servers if settings.kafka else "", settings=settings) as it,
+        asyncio.TaskGroup() as tasks,
+    ):
+        calls = [
+            tasks.create_task(it.infer("m", {"x": np.array([number])}), name=f"call {number}")
+            for number in range(200)
+        ]
+    assert [call.result().outputs["x"].item() for call in calls] == list(range(200))
+
+
+async def test_a_timeout_leaves_the_others_alone(log: Log, settings: Settings) -> None:
+    """Calls whose records travel in one batch end apart: one times out, the others do not."""
+    async with (
+        Responder(log, settings).running(),
+        Client(settings=settings) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+
+        async def hopeless() -> None:
+            with pytest.raises(InferenceTimeout):
+                await client.infer("m", {"x": np.array([0])}, timeout_s=1e-6, key=b"same")
+
+        for number in range(20):
+            tasks.create_task(hopeless(), name=f"hopeless {number}")
+            tasks.create_task(client.infer("m", {"x": np.array([1])}, key=b"same"), name="patient")
+
+
+async def test_requests_too_large_are_refused(log: Log, settings: Settings) -> None:
+    """A record that the topic does not take is an error with its code."""
+    async with Client(settings=settings) as client:
+        with pytest.raises(InferenceError) as caught:
+            await client.infer("m", {"x": np.zeros(9 * 1024 * 1024, np.uint8)})
+    assert caught.value.code == "TOO_LARGE"
