@@ -182,7 +182,7 @@ class Source:
         elif self._paused:
             self._consumer.resume(sorted(self._paused & assigned))
             self._paused = frozenset()
-        self._metrics.in_flight(budget, paused=wanted)
+        self._metrics.in_flight(budget.used_bytes, budget.limit_bytes, paused=wanted)
         return wanted
 
     # --- assignment ------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from headrace.flow.inflight import Budget
 from headrace.messages import Batch, Request
 
 _SECONDS = (
@@ -70,48 +69,62 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self._answer_children: dict[tuple[str, str, str], Counter] = {}
+        self._register_requests()
+        self._register_ends()
+        self._register_reading()
 
-        def counter(name: str, documentation: str, *labels: str) -> Counter:
-            return Counter(f"headrace_{name}", documentation, labels, registry=registry)
-
-        def gauge(name: str, documentation: str) -> Gauge:
-            return Gauge(f"headrace_{name}", documentation, registry=registry)
-
-        def bulk(name: str, documentation: str, bounds: Sequence[float]) -> BulkHistogram:
-            histogram = BulkHistogram(f"headrace_{name}", documentation, "model", bounds)
-            registry.register(histogram)
-            return histogram
-
-        self._answers = counter(
+    def _register_requests(self) -> None:
+        self._answers = self._counter(
             "answers", "Answers acknowledged, by outcome.", "model", "version", "code"
         )
-        self._end_to_end = bulk(
+        self._end_to_end = self._bulk(
             "end_to_end_seconds", "From the request record's timestamp to its answer.", _SECONDS
         )
-        self._queue = bulk("queue_seconds", "From ingest to the closing of the batch.", _SECONDS)
-        self._compute = bulk("compute_seconds", "One run of a model.", _SECONDS)
-        self._batch_rows = bulk("batch_rows", "Rows in a batch.", _ROWS)
-        self._batches = counter("batches", "Batches formed, by why they closed.", "model", "reason")
-        self._dead_letters = counter("dead_letters", "Requests kept as dead letters.", "code")
-        self.duplicates = counter("duplicates", "Results whose request was answered already.")
-        self.void = counter("void", "Requests dropped because their partition was revoked.")
-        self.bisections = counter("bisections", "Batches that failed and were halved.")
-        self.unkept = counter("unkept_dead_letters", "Dead letters too large for their topic.")
-        self.unanswered = counter(
+        self._queue = self._bulk(
+            "queue_seconds", "From ingest to the closing of the batch.", _SECONDS
+        )
+        self._compute = self._bulk("compute_seconds", "One run of a model.", _SECONDS)
+        self._batch_rows = self._bulk("batch_rows", "Rows in a batch.", _ROWS)
+        self._batches = self._counter(
+            "batches", "Batches formed, by why they closed.", "model", "reason"
+        )
+
+    def _register_ends(self) -> None:
+        self._dead_letters = self._counter("dead_letters", "Requests kept as dead letters.", "code")
+        self.duplicates = self._counter("duplicates", "Results whose request was answered already.")
+        self.void = self._counter("void", "Requests dropped because their partition was revoked.")
+        self.bisections = self._counter("bisections", "Batches that failed and were halved.")
+        self.unkept = self._counter(
+            "unkept_dead_letters", "Dead letters too large for their topic."
+        )
+        self.unanswered = self._counter(
             "unanswered", "Requests whose answer topic takes not even an error record."
         )
-        self._in_flight_bytes = gauge("in_flight_bytes", "Bytes of requests in flight.")
-        self._budget_bytes = gauge("in_flight_limit_bytes", "The budget for bytes in flight.")
-        self._paused = gauge("paused", "1 while reading is paused.")
-        self._assigned = gauge("assigned_partitions", "Partitions that are ours now.")
-        self._rebalances = counter("rebalances", "Assignments received.")
+
+    def _register_reading(self) -> None:
+        self._in_flight_bytes = self._gauge("in_flight_bytes", "Bytes of requests in flight.")
+        self._budget_bytes = self._gauge("in_flight_limit_bytes", "The budget for bytes in flight.")
+        self._paused = self._gauge("paused", "1 while reading is paused.")
+        self._assigned = self._gauge("assigned_partitions", "Partitions that are ours now.")
+        self._rebalances = self._counter("rebalances", "Assignments received.")
         self._commit_seconds = Histogram(
             "headrace_commit_seconds",
             "How long a commit took, failed ones included.",
             buckets=_SECONDS,
-            registry=registry,
+            registry=self.registry,
         )
-        self._answer_children: dict[tuple[str, str, str], Counter] = {}
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(f"headrace_{name}", documentation, labels, registry=self.registry)
+
+    def _gauge(self, name: str, documentation: str) -> Gauge:
+        return Gauge(f"headrace_{name}", documentation, registry=self.registry)
+
+    def _bulk(self, name: str, documentation: str, bounds: Sequence[float]) -> BulkHistogram:
+        histogram = BulkHistogram(f"headrace_{name}", documentation, "model", bounds)
+        self.registry.register(histogram)
+        return histogram
 
     def answered(self, requests: Sequence[Request], now_us: int) -> None:
         """These requests' answers are acknowledged."""
@@ -150,10 +163,10 @@ class Metrics:
         """A dead letter was kept."""
         self._dead_letters.labels(code).inc()
 
-    def in_flight(self, budget: Budget, *, paused: bool) -> None:
-        """What is in flight now."""
-        self._in_flight_bytes.set(budget.used_bytes)
-        self._budget_bytes.set(budget.limit_bytes)
+    def in_flight(self, used_bytes: int, limit_bytes: int, *, paused: bool) -> None:
+        """What is in flight now, of what may be."""
+        self._in_flight_bytes.set(used_bytes)
+        self._budget_bytes.set(limit_bytes)
         self._paused.set(paused)
 
     def rebalanced(self, partitions: int) -> None:

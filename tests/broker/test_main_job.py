@@ -51,11 +51,11 @@ def digits() -> list[Expected]:
 
 
 def _value(number: int, image: bytes, content_type: str) -> bytes:
-    tensor = {"name": "pixels", "datatype": "FP32", "shape": [1, 64]}
+    tensor: dict[str, Any] = {"name": "pixels", "datatype": "FP32", "shape": [1, 64]}
     if content_type == "application/json":
-        tensor["data"] = np.frombuffer(image, np.float32).tolist()  # type: ignore[assignment]
+        tensor["data"] = np.frombuffer(image, np.float32).tolist()
         return json.dumps({"model_name": "digits", "id": str(number), "inputs": [tensor]}).encode()
-    tensor["data"] = image  # type: ignore[assignment]
+    tensor["data"] = image
     packed: bytes = msgpack.packb({"model_name": "digits", "id": str(number), "inputs": [tensor]})
     return packed
 

@@ -10,7 +10,11 @@ _RECHECK_S = 0.005
 
 
 async def eventually(
-    condition: Callable[[], object], *, deadline_s: float = 20.0, what: str = ""
+    condition: Callable[[], object],
+    *,
+    deadline_s: float = 20.0,
+    what: str = "",
+    recheck_s: float = _RECHECK_S,
 ) -> None:
     """Return once `condition`, a function or a coroutine function, gives a true value.
 
@@ -26,4 +30,4 @@ async def eventually(
             return
         if loop.time() >= deadline:
             raise AssertionError(f"not within {deadline_s} s: {what or condition}; last: {value!r}")
-        await asyncio.sleep(_RECHECK_S)
+        await asyncio.sleep(recheck_s)

@@ -17,6 +17,8 @@ from typing import Self
 
 import aiohttp
 
+from tests.support.conditions import eventually
+
 HEADRACE = Path(sys.executable).parent / "headrace"
 START_DEADLINE_S = 40.0
 STOP_DEADLINE_S = 30.0
@@ -57,12 +59,15 @@ class Process:
             stderr=self._output,
         )
         try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                while not await self._is_ready():
-                    await asyncio.sleep(0.05)
+            await eventually(self._is_ready, deadline_s=START_DEADLINE_S, recheck_s=0.05)
+        except AssertionError as error:
+            await self.kill()
+            raise AssertionError(
+                f"{self._stages} did not get ready: {error}\n{self.output}"
+            ) from None
         except BaseException:
             await self.kill()
-            raise AssertionError(f"{self._stages} did not get ready:\n{self.output}") from None
+            raise
 
     async def _is_ready(self) -> bool:
         assert self._process is not None
