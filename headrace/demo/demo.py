@@ -56,22 +56,25 @@ async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = 
         say("the package magika is not installed (extra `demo`): digits only, no files")
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
         repository = Path(folder)
-        samples = await asyncio.to_thread(_prepare, repository, magika)
+        samples, capacity_per_s = await asyncio.to_thread(_prepare, repository, magika)
         async with _broker(say, kafka=kafka) as broker:
             questions = Questions(load_digits(), samples)
-            load = plan_load(questions, seconds, SEED, files=bool(samples))
+            load = plan_load(questions, seconds, SEED, file_capacity_per_s=capacity_per_s)
             labels = magika.labels if magika else ()
             return await ask_all(demo_settings(repository, broker), load, labels)
 
 
-def _prepare(repository: Path, magika: MagikaModel | None) -> list[Sample]:
-    """Fill the model repository, and make the files to ask about; none without magika."""
+def _prepare(repository: Path, magika: MagikaModel | None) -> tuple[list[Sample], float]:
+    """Fill the model repository, make the files to ask about, and see how many a second this
+    machine can tell; none without magika.
+    """
     with as_file(files("headrace.demo") / "models") as models:
         shutil.copytree(models, repository, dirs_exist_ok=True)
     if magika is None:
-        return []
+        return [], 0.0
     magika.add_to(repository)
-    return make_samples(FILES_OF_EACH_KIND * len(kinds()), SEED)
+    samples = make_samples(FILES_OF_EACH_KIND * len(kinds()), SEED)
+    return samples, magika.measure_rows_per_s()
 
 
 @asynccontextmanager

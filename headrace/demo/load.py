@@ -17,11 +17,14 @@ from headrace.demo.questions import MakeQuestion, Question, Questions
 
 DIGITS_MSGPACK_PER_S = 200.0
 DIGITS_JSON_PER_S = 100.0
-FILES_PER_S = 40.0
+MAX_FILES_PER_S = 40.0
+FILES_SHARE = 0.35
+"""Of what the file model can do on this machine; with the bursts, half of it is asked."""
+
 BURST_EVERY_S = 0.5
-FILE_BURST_EVERY_S = 1.0
 DIGITS_BURSTS = (8, 16, 32, 64)
 FILE_BURSTS = (4, 8, 16)
+FILE_BURSTS_SHARE = 0.15
 MAX_ROWS = 4
 WRONG_AT = (0.2, 0.5, 0.8)
 """The requests that are wrong on purpose come at these parts of the whole time."""
@@ -37,10 +40,13 @@ class Due(NamedTuple):
 _Moment = tuple[float, Callable[[], Iterable[Question]]]
 
 
-def plan_load(questions: Questions, seconds: float, seed: int, *, files: bool) -> Iterator[Due]:
+def plan_load(
+    questions: Questions, seconds: float, seed: int, *, file_capacity_per_s: float
+) -> Iterator[Due]:
     """All that is asked, in the order of time; made as it is drawn.
 
-    `files` says whether files are asked about, too.
+    `file_capacity_per_s` is how many files a second the model can tell here; with 0, none is
+    asked about. An open loop above that would only show a queue that grows.
     """
     random = Random(seed)  # noqa: S311 - arrivals, not secrets
 
@@ -53,9 +59,12 @@ def plan_load(questions: Questions, seconds: float, seed: int, *, files: bool) -
         _bursts(questions.digits_msgpack, DIGITS_BURSTS, BURST_EVERY_S, seconds),
         iter([(part * seconds, questions.wrong) for part in WRONG_AT]),
     ]
-    if files:
-        streams.append(_arrivals(questions.file, FILES_PER_S, seconds, random))
-        streams.append(_bursts(questions.file, FILE_BURSTS, FILE_BURST_EVERY_S, seconds))
+    files_per_s = min(FILES_SHARE * file_capacity_per_s, MAX_FILES_PER_S)
+    if files_per_s:
+        streams.append(_arrivals(questions.file, files_per_s, seconds, random))
+        burst_files_per_s = files_per_s * FILE_BURSTS_SHARE / FILES_SHARE
+        every_s = sum(FILE_BURSTS) / len(FILE_BURSTS) / burst_files_per_s
+        streams.append(_bursts(questions.file, FILE_BURSTS, every_s, seconds))
     for at_s, make in heapq.merge(*streams, key=lambda moment: moment[0]):
         yield Due(at_s, tuple(make()))
 

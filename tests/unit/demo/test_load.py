@@ -20,8 +20,8 @@ def questions() -> Questions:
     return Questions(digits, [Sample("csv", b"a,b\n1,2\n")])
 
 
-def _plan(questions: Questions, *, files: bool = True) -> list[Due]:
-    return list(plan_load(questions, SECONDS, seed=3, files=files))
+def _plan(questions: Questions, *, files_per_s: float = 400.0) -> list[Due]:
+    return list(plan_load(questions, SECONDS, seed=3, file_capacity_per_s=files_per_s))
 
 
 def test_what_is_due_comes_in_the_order_of_time(questions: Questions) -> None:
@@ -64,5 +64,16 @@ def test_rates_are_those_that_are_stated(questions: Questions) -> None:
 
 def test_without_the_file_model_no_file_is_asked_about(questions: Questions) -> None:
     """The digits alone make a demo, too."""
-    groups = {each.group for due in _plan(questions, files=False) for each in due.questions}
+    groups = {each.group for due in _plan(questions, files_per_s=0.0) for each in due.questions}
     assert groups == {DIGITS_MSGPACK, DIGITS_JSON, WRONG}
+
+
+@pytest.mark.parametrize("capacity_per_s", [20.0, 80.0])
+def test_a_slow_machine_is_asked_for_half_of_what_it_can_do(
+    questions: Questions, capacity_per_s: float
+) -> None:
+    """Files come, bursts included, at half of the rate that was measured, or less."""
+    plan = _plan(questions, files_per_s=capacity_per_s)
+    asked = sum(each.group == FILES for due in plan for each in due.questions)
+    expected = 0.5 * capacity_per_s * SECONDS
+    assert asked == pytest.approx(expected, abs=5 * expected**0.5)
