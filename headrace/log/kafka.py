@@ -8,8 +8,8 @@ say why; `tests/contract` and `tests/broker` show that they hold.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Self
 
@@ -19,12 +19,14 @@ from headrace.config import KafkaSettings
 from headrace.log import kafka_requests as requests
 from headrace.log.kafka_closing import close_client
 from headrace.log.kafka_connection import Connection
-from headrace.log.kafka_consumer import KafkaMember, KafkaReader
+from headrace.log.kafka_consumer import KafkaReader
 from headrace.log.kafka_errors import answered
+from headrace.log.kafka_member import KafkaMember
 from headrace.log.kafka_producer import KafkaProducer
 from headrace.log.port import (
     Committed,
     Consumer,
+    LogUnavailable,
     Producer,
     RebalanceListener,
     TopicInfo,
@@ -70,8 +72,7 @@ class KafkaLog:
 
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
         """See the port. Raises `LogAuthenticationFailed` where we may not see a topic."""
-        client = await self._connected()
-        async with self._asking("describe topics"):
+        async with self._asking("describe topics") as client:
             counts = await requests.partition_counts(client, topics)
             there = [name for name, count in counts.items() if count is not None]
             configs = await requests.topic_configs(client, there)
@@ -86,8 +87,7 @@ class KafkaLog:
         """See the port. Raises `LogRefused` where a topic cannot be made like that."""
         if not topics:
             return {}
-        client = await self._connected()
-        async with self._asking("create topics"):
+        async with self._asking("create topics") as client:
             made = await requests.create(
                 client, topics, replication_factor, self._settings.request_timeout_ms
             )
@@ -98,18 +98,25 @@ class KafkaLog:
         self, group: str, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
         """See the port."""
-        client = await self._connected()
-        async with self._asking(f"committed offsets of group {group}"):
+        async with self._asking(f"committed offsets of group {group}") as client:
             return await requests.fetch_committed(client, group, partitions)
 
-    async def _connected(self) -> AIOKafkaClient:
+    @asynccontextmanager
+    async def _asking(self, what: str) -> AsyncIterator[AIOKafkaClient]:
+        """A connected client to ask, within the deadline."""
         async with self._connecting:
             if self._client is None:
                 self._client = await self._connection.open_client()
-            return self._client
-
-    def _asking(self, what: str) -> AbstractAsyncContextManager[None]:
-        return answered(what, self._connection.request_timeout_s)
+            client = self._client
+        try:
+            async with answered(what, self._connection.request_timeout_s):
+                yield client
+        except LogUnavailable:
+            # The brokers may all have new addresses, and only a new client asks for those.
+            if self._client is client:
+                self._client = None
+                await close_client(client)
+            raise
 
     async def close(self) -> None:
         """Let go of the connections used for administration."""

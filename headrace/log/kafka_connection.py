@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import aiokafka.errors as kafka_errors
-from aiokafka.abc import AbstractTokenProvider
 from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
 from aiokafka.errors import KafkaError
@@ -19,6 +16,7 @@ from headrace.config import KafkaSettings
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.kafka_closing import close_client, hang_up
 from headrace.log.kafka_errors import answered
+from headrace.log.kafka_security import security_options, tls_error, tls_reason
 from headrace.log.port import LogAuthenticationFailed, LogUnavailable
 
 RETRY_BACKOFF_S: Final = 0.1
@@ -27,17 +25,6 @@ METADATA_MAX_AGE_MS: Final = 60_000
 CONNECTIONS_MAX_IDLE_MS: Final = 9 * 60 * 1000
 """Below the broker's own limit (`connections.max.idle.ms`, 10 minutes)."""
 _FIRST_ANSWER_S: Final = 5.0
-
-
-class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publishes no types
-    """A bearer token that something else keeps fresh in a file; read for every connection."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    async def token(self) -> str:
-        """The token. Raises `OSError`, which aiokafka takes for a failed connection."""
-        return (await asyncio.to_thread(self._path.read_text, encoding="utf-8")).strip()
 
 
 class Connection:
@@ -49,7 +36,7 @@ class Connection:
 
     def __init__(self, settings: KafkaSettings) -> None:
         self.settings = settings
-        self._security = _security(settings)
+        self._security = security_options(settings)
 
     def __repr__(self) -> str:
         return f"Connection({self.settings.security_protocol}, {self.settings.bootstrap_servers!r})"
@@ -157,9 +144,9 @@ class Connection:
 
     def _explained(self, where: str, error: Exception) -> HeadraceError:
         """One line on why a connection came to nothing, of the kind that fits."""
-        tls = _tls_error(error)
+        tls = tls_error(error)
         if tls is not None:
-            return LogAuthenticationFailed(f"{where}: {_tls_reason(tls)}")
+            return LogAuthenticationFailed(f"{where}: {tls_reason(tls)}")
         if isinstance(error, kafka_errors.SaslAuthenticationFailed):
             return LogAuthenticationFailed(f"{where}: {self._credentials()} refused")
         if isinstance(
@@ -187,88 +174,3 @@ class Connection:
         return (
             f"user {self.settings.sasl_username!r} or its password ({self.settings.sasl_mechanism})"
         )
-
-
-def _security(settings: KafkaSettings) -> dict[str, Any]:
-    """The options for TLS and SASL, by aiokafka's names."""
-    protocol = settings.security_protocol
-    options: dict[str, Any] = {"security_protocol": protocol}
-    if protocol in ("SSL", "SASL_SSL"):
-        options["ssl_context"] = _tls_context(settings)
-    if protocol.startswith("SASL"):
-        options["sasl_mechanism"] = settings.sasl_mechanism
-        if settings.sasl_mechanism == "OAUTHBEARER":
-            assert settings.oauth_token_file is not None  # KafkaSettings checks it
-            _check_readable("oauth_token_file", settings.oauth_token_file)
-            options["sasl_oauth_token_provider"] = TokenFile(settings.oauth_token_file)
-        else:
-            options["sasl_plain_username"] = settings.sasl_username
-            options["sasl_plain_password"] = settings.sasl_password.get_secret_value()
-    return options
-
-
-def _tls_context(settings: KafkaSettings) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if settings.ssl_ca_file is not None:
-        _check_readable("ssl_ca_file", settings.ssl_ca_file)
-        # Only this authority, and not the machine's own ones beside it.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        try:
-            context.load_verify_locations(cafile=settings.ssl_ca_file)
-        except ssl.SSLError as error:
-            raise ConfigurationError(
-                f"kafka.ssl_ca_file: {settings.ssl_ca_file}: expected certificates in PEM: "
-                f"{error.reason or error}"
-            ) from error
-    context.check_hostname = settings.ssl_check_hostname
-    if settings.ssl_cert_file is not None:
-        _load_own_certificate(context, settings, settings.ssl_cert_file)
-    elif settings.ssl_key_file is not None:
-        raise ConfigurationError("kafka.ssl_key_file: needs kafka.ssl_cert_file beside it")
-    return context
-
-
-def _load_own_certificate(
-    context: ssl.SSLContext, settings: KafkaSettings, cert_file: Path
-) -> None:
-    _check_readable("ssl_cert_file", cert_file)
-    if settings.ssl_key_file is not None:
-        _check_readable("ssl_key_file", settings.ssl_key_file)
-    try:
-        # With a password of any kind, be it empty, OpenSSL does not ask for one on a terminal.
-        context.load_cert_chain(
-            cert_file, settings.ssl_key_file, settings.ssl_key_password.get_secret_value()
-        )
-    except ssl.SSLError as error:
-        raise ConfigurationError(
-            f"kafka.ssl_cert_file, ssl_key_file, ssl_key_password: {cert_file}: "
-            f"{error.reason or 'the key cannot be read with this password'}"
-        ) from error
-
-
-def _check_readable(setting: str, path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            file.read(1)
-    except OSError as error:
-        raise ConfigurationError(f"kafka.{setting}: {path}: {error.strerror}") from error
-
-
-def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
-    """The TLS error among the causes of one; with TLS 1.3 it may come with the first answer."""
-    while error is not None:
-        if isinstance(error, ssl.SSLError):
-            return error
-        error = error.__cause__
-    return None
-
-
-def _tls_reason(error: ssl.SSLError) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return (
-            f"the broker's certificate is not trusted: {error.verify_message} "
-            "(kafka.ssl_ca_file, kafka.ssl_check_hostname)"
-        )
-    if error.reason == "WRONG_VERSION_NUMBER":
-        return "this listener does not speak TLS (kafka.security_protocol)"
-    return f"the TLS handshake failed: {error.reason or error} (kafka.ssl_cert_file)"

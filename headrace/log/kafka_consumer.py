@@ -1,10 +1,4 @@
-"""Members of consumer groups and free readers, on aiokafka's consumer.
-
-The gate of the port is made of two of aiokafka's own states: a rebalance that is under way holds
-back `getmany`, and a paused partition is not fetched. aiokafka activates an assignment before it
-tells its listener, but no partition of it has a position by then; so the adapter pauses all of
-them first, lets the listener seek, and resumes them when it has returned.
-"""
+"""Reading from aiokafka's consumer: what members of groups and free readers have in common."""
 
 from __future__ import annotations
 
@@ -18,23 +12,19 @@ from typing import Any, Final, Self, cast
 import aiokafka
 import aiokafka.errors as kafka_errors
 from aiokafka import AIOKafkaConsumer
-from aiokafka.abc import ConsumerRebalanceListener
 from aiokafka.consumer.fetcher import OffsetResetStrategy
-from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssignor
 from aiokafka.errors import KafkaError
-from aiokafka.structs import OffsetAndMetadata
 
 from headrace.log.kafka_closing import close_consumer
-from headrace.log.kafka_connection import RETRY_BACKOFF_S, Connection
+from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered, in_port_words
-from headrace.log.kafka_requests import fetch_committed, partition_counts
+from headrace.log.kafka_requests import partition_counts
 from headrace.log.port import (
     Committed,
     Fenced,
     LogAuthenticationFailed,
     LogRefused,
     OffsetOutOfRange,
-    RebalanceListener,
     Record,
     TopicPartition,
     UnknownPartition,
@@ -216,14 +206,14 @@ class KafkaConsumer:
         """See the port. What was fetched ahead of these partitions is fetched again later."""
         self._check_owned(partitions)
         self._paused.update(partitions)
-        self._consumer.pause(*_theirs(partitions))
+        self._consumer.pause(*theirs(partitions))
 
     def resume(self, partitions: Sequence[TopicPartition]) -> None:
         """See the port."""
         self._check_owned(partitions)
         self._paused.difference_update(partitions)
         if self._open.is_set():
-            self._consumer.resume(*_theirs(partitions))
+            self._consumer.resume(*theirs(partitions))
 
     def seek(self, partition: TopicPartition, offset: int) -> None:
         """See the port."""
@@ -253,7 +243,7 @@ class KafkaConsumer:
         """See the port."""
         async with self._asking("beginning offsets"):
             await self._check_exist(partitions)
-            found = await self._consumer.beginning_offsets(_theirs(partitions))
+            found = await self._consumer.beginning_offsets(theirs(partitions))
         return {TopicPartition(*each): offset for each, offset in found.items()}
 
     async def end_offsets(
@@ -262,7 +252,7 @@ class KafkaConsumer:
         """The last stable offsets, since readers here are `read_committed`."""
         async with self._asking("end offsets"):
             await self._check_exist(partitions)
-            found = await self._consumer.end_offsets(_theirs(partitions))
+            found = await self._consumer.end_offsets(theirs(partitions))
         return {TopicPartition(*each): offset for each, offset in found.items()}
 
     async def offsets_for_times(
@@ -305,119 +295,13 @@ class KafkaReader(KafkaConsumer):
         await super()._start(consumer)
         # "The end" is the end now, and not when the first fetch happens to be made.
         ends = await self.end_offsets(self._partitions)
-        consumer.assign(_theirs(self._partitions))
+        consumer.assign(theirs(self._partitions))
         self._owned = frozenset(self._partitions)
         for partition, end in ends.items():
             self.seek(partition, end)
         self._open.set()
 
 
-class KafkaMember(KafkaConsumer):
-    """A member of a consumer group that tells its listener of assignments."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        group: str,
-        topics: Sequence[str],
-        listener: RebalanceListener,
-    ) -> None:
-        super().__init__(connection)
-        self._group = group
-        self._topics = tuple(topics)
-        self._listener = listener
-
-    def _group_options(self) -> dict[str, Any]:
-        session_timeout_ms = self._connection.settings.session_timeout_ms
-        return {
-            "group_id": self._group,
-            "session_timeout_ms": session_timeout_ms,
-            "heartbeat_interval_ms": session_timeout_ms // 10,
-            "rebalance_timeout_ms": REBALANCE_TIMEOUT_MS,
-            "max_poll_interval_ms": 300_000,
-            # Every rebalance revokes everything, so that a sticky assignment would save nothing.
-            "partition_assignment_strategy": (RoundRobinPartitionAssignor,),
-        }
-
-    async def _start(self, consumer: AIOKafkaConsumer) -> None:
-        await super()._start(consumer)
-        # Subscribed only now: a consumer that starts with topics waits for the whole rebalance.
-        consumer.subscribe(self._topics, listener=_Adapter(self))
-
-    async def assigned(self, partitions: Sequence[TopicPartition]) -> None:
-        """Called by aiokafka when the partitions are ours, before any of them has a position."""
-        consumer = self._consumer
-        consumer.pause(*_theirs(partitions))
-        self._paused.clear()
-        self._owned = frozenset(partitions)
-        try:
-            await self._listener.on_assigned(partitions)
-        except Exception as error:  # noqa: BLE001  # aiokafka would log it; poll raises it instead
-            self._failure = error
-        else:
-            # A newer rebalance cannot have begun: aiokafka awaits this call.
-            consumer.resume(*_theirs(set(partitions) - self._paused))
-        self._open.set()
-
-    async def revoked(self) -> None:
-        """Called by aiokafka before it joins again, with all that we had."""
-        self._open.clear()
-        try:
-            if self._owned:
-                await self._listener.on_revoked(sorted(self._owned))
-        except Exception as error:  # noqa: BLE001  # aiokafka would log it; poll raises it instead
-            self._failure = error
-        finally:
-            self._owned = frozenset()
-
-    async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Commit in the generation of this moment; one try at a time, within the deadline."""
-        if not offsets:
-            return
-        coordinator = self._consumer._coordinator
-        generation = coordinator.generation
-        theirs = {
-            aiokafka.TopicPartition(*each): OffsetAndMetadata(*at) for each, at in offsets.items()
-        }
-        lost = sorted(each for each in offsets if self._is_lost(each))
-        async with self._asking(f"commit for group {self._group}"):
-            while True:
-                await coordinator.ensure_coordinator_known()
-                # After it lost its membership aiokafka commits as if it were in no group, which
-                # a broker accepts once the group is empty.
-                if lost or generation < 0 or coordinator.generation != generation:
-                    raise Fenced(f"commit for group {self._group}: no longer its member")
-                try:
-                    await coordinator._do_commit_offsets(None, theirs)
-                except KafkaError as error:
-                    if not error.retriable:
-                        raise
-                else:
-                    return
-                await asyncio.sleep(RETRY_BACKOFF_S)
-
-    def _is_lost(self, partition: TopicPartition) -> bool:
-        return partition.topic in self._topics and partition not in self._owned
-
-    async def committed(
-        self, partitions: Sequence[TopicPartition]
-    ) -> Mapping[TopicPartition, Committed | None]:
-        """See the port."""
-        async with self._asking(f"committed offsets of group {self._group}"):
-            return await fetch_committed(self._consumer._client, self._group, partitions)
-
-
-class _Adapter(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka publishes no types
-    def __init__(self, member: KafkaMember) -> None:
-        self._member = member
-
-    async def on_partitions_assigned(self, assigned: Iterable[aiokafka.TopicPartition]) -> None:
-        await self._member.assigned(sorted(TopicPartition(*each) for each in assigned))
-
-    async def on_partitions_revoked(self, revoked: Iterable[aiokafka.TopicPartition]) -> None:
-        await self._member.revoked()
-
-
-def _theirs(partitions: Iterable[TopicPartition]) -> list[aiokafka.TopicPartition]:
+def theirs(partitions: Iterable[TopicPartition]) -> list[aiokafka.TopicPartition]:
     """As aiokafka's own type, which it insists on although both are the same tuple."""
     return [aiokafka.TopicPartition(*each) for each in partitions]

@@ -1,0 +1,109 @@
+"""TLS and SASL: the settings and their files as aiokafka's options, and TLS errors in words."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+from typing import Any
+
+from aiokafka.abc import AbstractTokenProvider
+
+from headrace.config import KafkaSettings
+from headrace.errors import ConfigurationError
+
+
+class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publishes no types
+    """A bearer token that something else keeps fresh in a file; read for every connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def token(self) -> str:
+        """The token. Raises `OSError`, which aiokafka takes for a failed connection."""
+        return (await asyncio.to_thread(self._path.read_text, encoding="utf-8")).strip()
+
+
+def security_options(settings: KafkaSettings) -> dict[str, Any]:
+    """The options for TLS and SASL, by aiokafka's names."""
+    protocol = settings.security_protocol
+    options: dict[str, Any] = {"security_protocol": protocol}
+    if protocol in ("SSL", "SASL_SSL"):
+        options["ssl_context"] = _tls_context(settings)
+    if protocol.startswith("SASL"):
+        options["sasl_mechanism"] = settings.sasl_mechanism
+        if settings.sasl_mechanism == "OAUTHBEARER":
+            assert settings.oauth_token_file is not None  # KafkaSettings checks it
+            _check_readable("oauth_token_file", settings.oauth_token_file)
+            options["sasl_oauth_token_provider"] = TokenFile(settings.oauth_token_file)
+        else:
+            options["sasl_plain_username"] = settings.sasl_username
+            options["sasl_plain_password"] = settings.sasl_password.get_secret_value()
+    return options
+
+
+def _tls_context(settings: KafkaSettings) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if settings.ssl_ca_file is not None:
+        _check_readable("ssl_ca_file", settings.ssl_ca_file)
+        # Only this authority, and not the machine's own ones beside it.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(cafile=settings.ssl_ca_file)
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"kafka.ssl_ca_file: {settings.ssl_ca_file}: expected certificates in PEM: "
+                f"{error.reason or error}"
+            ) from error
+    context.check_hostname = settings.ssl_check_hostname
+    if settings.ssl_cert_file is not None:
+        _load_own_certificate(context, settings, settings.ssl_cert_file)
+    elif settings.ssl_key_file is not None:
+        raise ConfigurationError("kafka.ssl_key_file: needs kafka.ssl_cert_file beside it")
+    return context
+
+
+def _load_own_certificate(
+    context: ssl.SSLContext, settings: KafkaSettings, cert_file: Path
+) -> None:
+    _check_readable("ssl_cert_file", cert_file)
+    if settings.ssl_key_file is not None:
+        _check_readable("ssl_key_file", settings.ssl_key_file)
+    try:
+        # With a password of any kind, be it empty, OpenSSL does not ask for one on a terminal.
+        context.load_cert_chain(
+            cert_file, settings.ssl_key_file, settings.ssl_key_password.get_secret_value()
+        )
+    except ssl.SSLError as error:
+        raise ConfigurationError(
+            f"kafka.ssl_cert_file, ssl_key_file, ssl_key_password: {cert_file}: "
+            f"{error.reason or 'the key cannot be read with this password'}"
+        ) from error
+
+
+def _check_readable(setting: str, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise ConfigurationError(f"kafka.{setting}: {path}: {error.strerror}") from error
+
+
+def tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """The TLS error among the causes of one; with TLS 1.3 it may come with the first answer."""
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return error
+        error = error.__cause__
+    return None
+
+
+def tls_reason(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the broker's certificate is not trusted: {error.verify_message} "
+            "(kafka.ssl_ca_file, kafka.ssl_check_hostname)"
+        )
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return "this listener does not speak TLS (kafka.security_protocol)"
+    return f"the TLS handshake failed: {error.reason or error} (kafka.ssl_cert_file)"
