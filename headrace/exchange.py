@@ -6,7 +6,6 @@ name the reply partition that this process reads.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -98,9 +97,7 @@ class Exchange:
             count = await _count(producer, self._requests)
             partition = TopicPartition(self._requests, self._choose(request.key, count))
             for run in await producer.send(partition, [request._replace(headers=headers)]):
-                # Other requests may travel in the same run: a timeout of this one must not
-                # cancel what they wait for.
-                await asyncio.shield(run.acknowledged)
+                await run.acknowledged
             return await answer
         finally:
             replies.forget(correlation_id)

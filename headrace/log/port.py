@@ -71,7 +71,10 @@ class NewRecord(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Records that travel together: `size` of them, all acknowledged, or failed, as one."""
+    """Records that travel together: `size` of them, all acknowledged, or failed, as one.
+
+    Whoever is cancelled while awaiting the acknowledgement leaves the others who share it alone.
+    """
 
     size: int
     acknowledged: Awaitable[None]
