@@ -10,7 +10,8 @@ its predecessor up to itself, and gaps close by themselves.
 
 The metadata text is a version digit, a form letter and URL-safe base64 of the body, relative to
 the base: `1r` holds run lengths as unsigned LEB128 numbers (gap, run, gap, run, …), `1b` a bitmap
-whose lowest bit is the base. The shorter one is written.
+whose lowest bit is the base. Runs are written unless a bitmap holds
+more of the ranges.
 """
 
 from __future__ import annotations
@@ -18,13 +19,20 @@ from __future__ import annotations
 import base64
 import binascii
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from headrace.errors import Fatal
 from headrace.log.port import Committed
 
 MAX_METADATA_CHARACTERS = 4096
 """What a broker takes (`offset.metadata.max.bytes`); one more and the commit fails."""
+
+_MAX_BODY_BYTES = (MAX_METADATA_CHARACTERS - 2) * 6 // 8
+"""What base64 makes fit beside the version and the form."""
+
+MAX_RANGES = _MAX_BODY_BYTES * 4
+"""More than this many ranges fit in neither form: in a bitmap a range takes two bits or more."""
 
 Range = tuple[int, int]
 """Offsets from the first up to, and without, the second."""
@@ -100,7 +108,9 @@ class Progress:
         """What may be committed now. Where not all ranges fit, the highest are left out, and
         would be answered once more after a change of owner.
         """
-        return Committed(self.base, encode_ranges(self.base, self.ranges))
+        starts, stops = self._starts[:MAX_RANGES], self._stops[:MAX_RANGES]
+        ranges = list(zip(starts, stops, strict=True))
+        return Committed(self.base, encode_ranges(self.base, ranges))
 
     @classmethod
     def from_committed(cls, committed: Committed) -> Progress:
@@ -108,15 +118,16 @@ class Progress:
         return cls(committed.offset, decode_ranges(committed.offset, committed.metadata))
 
 
-def encode_ranges(base: int, ranges: list[Range]) -> str:
-    """As many of the ranges as fit; empty text for none."""
-    kept = ranges
-    while kept:
-        text = min(_encode_runs(base, kept), _encode_bitmap(base, kept), key=len)
-        if len(text) <= MAX_METADATA_CHARACTERS:
-            return text
-        kept = kept[: len(kept) * MAX_METADATA_CHARACTERS // (len(text) + 1)]
-    return ""
+def encode_ranges(base: int, ranges: Sequence[Range]) -> str:
+    """As many of the ranges as fit, from the lowest on; empty text for none."""
+    if not ranges:
+        return ""
+    runs, in_runs = _encode_runs(base, ranges)
+    if in_runs < len(ranges):
+        bitmap, in_bitmap = _encode_bitmap(base, ranges)
+        if in_bitmap > in_runs:
+            return "1b" + bitmap
+    return "1r" + runs if in_runs else ""
 
 
 def decode_ranges(base: int, metadata: str) -> list[Range]:
@@ -146,17 +157,24 @@ def _text(body: bytes) -> str:
     return base64.urlsafe_b64encode(body).rstrip(b"=").decode("ascii")
 
 
-def _encode_runs(base: int, ranges: list[Range]) -> str:
+def _encode_runs(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
+    """The text, without its form, and how many ranges are in it."""
     body = bytearray()
     position = base
+    kept = 0
     for start, stop in ranges:
+        length = len(body)
         for number in (start - position, stop - start):
             while number >= 0x80:
                 body.append(number & 0x7F | 0x80)
                 number >>= 7  # noqa: PLW2901 - LEB128 takes the number apart
             body.append(number)
+        if len(body) > _MAX_BODY_BYTES:
+            del body[length:]
+            break
+        kept += 1
         position = stop
-    return "1r" + _text(bytes(body))
+    return _text(bytes(body)), kept
 
 
 def _decode_runs(base: int, body: bytes, metadata: str) -> list[Range]:
@@ -178,14 +196,17 @@ def _decode_runs(base: int, body: bytes, metadata: str) -> list[Range]:
     return ranges
 
 
-def _encode_bitmap(base: int, ranges: list[Range]) -> str:
-    span = ranges[-1][1] - base
-    if span > MAX_METADATA_CHARACTERS * 6:  # six bits a character: too long for certain
-        return "1b" + "-" * (span // 6)
-    bits = 0
-    for start, stop in ranges:
-        bits |= ((1 << (stop - start)) - 1) << (start - base)
-    return "1b" + _text(bits.to_bytes((span + 7) // 8, "little"))
+def _encode_bitmap(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
+    """See `_encode_runs`."""
+    kept = bisect_right(ranges, base + _MAX_BODY_BYTES * 8, key=itemgetter(1))
+    digits: list[str] = []
+    position = base
+    for start, stop in ranges[:kept]:
+        digits += ("0" * (start - position), "1" * (stop - start))
+        position = stop
+    # Reading a number with a base that is a power of two takes time in proportion to its length.
+    bits = int("".join(digits)[::-1] or "0", 2)
+    return _text(bits.to_bytes((position - base + 7) // 8, "little")), kept
 
 
 def _decode_bitmap(base: int, body: bytes) -> list[Range]:

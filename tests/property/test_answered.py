@@ -1,0 +1,201 @@
+"""How far a partition is answered, whatever the order of the answers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.flow.answered import (
+    MAX_METADATA_CHARACTERS,
+    Progress,
+    Range,
+    UnknownMetadata,
+    decode_ranges,
+    encode_ranges,
+)
+from headrace.log.port import Committed
+
+OFFSETS = st.integers(0, 200)
+
+
+class Partition(NamedTuple):
+    """A partition as its reader sees it: where reading began, and what was delivered."""
+
+    base: int
+    delivered: list[int]
+
+    def covers(self) -> list[tuple[int, int]]:
+        """Each delivered offset with the one delivered before it."""
+        return list(zip([self.base - 1, *self.delivered], self.delivered, strict=False))
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> Partition:
+    """Delivered offsets rise from the base, with gaps where nothing ever was."""
+    base = draw(OFFSETS)
+    steps = draw(st.lists(st.integers(1, 4), min_size=1, max_size=60))
+    delivered: list[int] = []
+    position = base - 1
+    for step in steps:
+        position += step
+        delivered.append(position)
+    return Partition(base, delivered)
+
+
+@st.composite
+def ranges_above(draw: st.DrawFn, most: int = 60) -> tuple[int, list[Range]]:
+    """A base and ranges above it, in order, none touching another."""
+    base = draw(st.integers(0, 2**40))
+    position = base
+    ranges: list[Range] = []
+    for gap, run in draw(
+        st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=most)
+    ):
+        ranges.append((position + gap, position + gap + run))
+        position += gap + run
+    return base, ranges
+
+
+def answered_offsets(progress: Progress, stop: int) -> set[int]:
+    """All offsets below `stop` that count as answered."""
+    return {offset for offset in range(stop) if offset in progress}
+
+
+@given(partitions(), st.data())
+def test_the_base_never_passes_an_unanswered_offset(
+    partition: Partition, data: st.DataObject
+) -> None:
+    """After any answers, in any order, with repeats: the base stops at the first one missing."""
+    covers = data.draw(st.lists(st.sampled_from(partition.covers())))
+    progress = Progress(partition.base)
+
+    for previous, offset in covers:
+        progress.cover(previous, offset)
+
+    answered = {offset for _, offset in covers}
+    missing = [offset for offset in partition.delivered if offset not in answered]
+    assert progress.base <= min(missing, default=partition.delivered[-1] + 1)
+    assert [offset for offset in missing if offset in progress] == []
+    assert [offset for offset in answered if offset not in progress] == []
+
+
+@given(partitions(), st.data())
+def test_when_all_is_answered_the_base_is_behind_the_last(
+    partition: Partition, data: st.DataObject
+) -> None:
+    """Whatever the order, gaps close and nothing is left above the base."""
+    progress = Progress(partition.base)
+
+    for previous, offset in data.draw(st.permutations(partition.covers())):
+        progress.cover(previous, offset)
+
+    assert progress == Progress(partition.delivered[-1] + 1)
+
+
+@given(partitions(), st.data())
+def test_answers_of_several_epochs_add_up(partition: Partition, data: st.DataObject) -> None:
+    """A later epoch skips what was answered, so that its intervals overlap the first one's."""
+    covers = data.draw(st.permutations(partition.covers()))
+    progress = Progress(partition.base)
+    early, late = covers[: len(covers) // 2], covers[len(covers) // 2 :]
+    for previous, offset in early:
+        progress.cover(previous, offset)
+
+    # The successor knows only what was committed, and reads everything again from the base.
+    successor = Progress.from_committed(progress.committable())
+    last = successor.base - 1
+    for offset in partition.delivered:
+        if offset >= successor.base:
+            if offset not in successor:
+                successor.cover(last, offset)
+            last = offset
+    for previous, offset in late:  # stragglers of the first epoch
+        successor.cover(previous, offset)
+
+    assert successor == Progress(partition.delivered[-1] + 1)
+
+
+@given(
+    st.integers(0, 100),
+    st.lists(st.tuples(st.integers(-1, 150), st.integers(1, 20)), max_size=40),
+)
+def test_any_intervals_give_what_a_set_gives(base: int, intervals: list[tuple[int, int]]) -> None:
+    """Overlapping, touching, nested: the ranges are those of the set of all offsets covered."""
+    progress = Progress(base)
+    expected = set(range(base))
+
+    for previous, length in intervals:
+        progress.cover(previous, previous + length)
+        expected |= set(range(previous + 1, previous + length + 1))
+
+    assert answered_offsets(progress, 200) == expected
+    assert progress.base == min(set(range(201)) - expected)
+    assert all(stop < start for (_, stop), (start, _) in zip(progress.ranges, progress.ranges[1:]))  # noqa: B905
+
+
+@given(ranges_above())
+def test_what_is_committed_is_read_back(committed: tuple[int, list[Range]]) -> None:
+    """Base and ranges survive the round trip through the commit's metadata."""
+    base, ranges = committed
+    progress = Progress(base, ranges)
+
+    assert Progress.from_committed(progress.committable()) == progress
+
+
+@given(ranges_above(), st.integers(1, 40))
+def test_what_does_not_fit_is_left_out_from_above(
+    committed: tuple[int, list[Range]], times: int
+) -> None:
+    """Ranges beyond the limit are a prefix short, and none is longer than it was."""
+    base, ranges = committed
+    width = (ranges[-1][1] - base) if ranges else 0
+    many = [
+        (start + turn * width, stop + turn * width)
+        for turn in range(times)
+        for start, stop in ranges
+    ]
+
+    text = encode_ranges(base, many)
+
+    kept = decode_ranges(base, text)
+    assert len(text) <= MAX_METADATA_CHARACTERS
+    assert kept == many[: len(kept)]
+
+
+@pytest.mark.parametrize("step", [2, 3, 1000, 10**9])
+@pytest.mark.parametrize("count", [1_000, 20_000, 200_000])
+def test_the_metadata_is_used_well(step: int, count: int) -> None:
+    """As many ranges are kept as the better of the two forms can hold."""
+    ranges = [(start, start + 1) for start in range(step, step * count, step)]
+
+    text = encode_ranges(0, ranges)
+
+    kept = decode_ranges(0, text)
+    body_bytes = (MAX_METADATA_CHARACTERS - 2) * 6 // 8
+    in_bitmap = body_bytes * 8 // step
+    in_runs = body_bytes // (1 + max(1, -(-(step - 1).bit_length() // 7)))
+    assert len(text) <= MAX_METADATA_CHARACTERS
+    assert len(kept) >= min(len(ranges), max(in_bitmap, in_runs)) * 0.95
+
+
+@given(st.text(max_size=80))
+def test_foreign_metadata_is_refused_or_read(text: str) -> None:
+    """Text that is no metadata of ours never passes for some, and raises nothing else."""
+    try:
+        ranges = decode_ranges(10, text)
+    except UnknownMetadata:
+        return
+    assert text[:2] in ("", "1r", "1b")
+    assert all(10 <= start <= stop for start, stop in ranges)
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "1", "1x", "2rAAAA", "offset manager", "1r!", "1rgA", "1rAQ"]
+)
+def test_metadata_of_another_version_is_refused(text: str) -> None:
+    """Ignoring it would repeat answers, so that the process ends and says why."""
+    with pytest.raises(UnknownMetadata, match="another version of Headrace"):
+        Progress.from_committed(Committed(5, text))
