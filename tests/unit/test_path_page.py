@@ -1,0 +1,61 @@
+"""The page that follows one request through the code, against the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.tree import ROOT, files
+
+PAGE = (ROOT / "docs" / "path.md").read_text(encoding="utf-8")
+
+# `services/ingest/service.py` · `IngestService._read`, or further names after "and", "or" or ","
+STEP = re.compile(r"`([\w/]+\.py)`\s*·\s*(`[\w.]+`(?:\s*(?:,|and|or)\s*`[\w.]+`(?!\s*·))*)")
+NAMED = sorted(
+    {(path, name) for path, names in STEP.findall(PAGE) for name in re.findall(r"`(.+?)`", names)}
+)
+SERVICES = sorted(str(path) for path in files("services") if path.name == "service.py")
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED, ids=lambda part: part)
+def test_what_a_step_names_is_there(path: str, name: str) -> None:
+    """A function, class or method that the page names is defined in the file it names."""
+    assert name in set(definitions(path))
+
+
+@pytest.mark.parametrize("path", SERVICES)
+def test_every_service_is_on_the_path(path: str) -> None:
+    """The page names the public `run` of each service: the story passes through all of them."""
+    runs = {name for name in definitions(path) if re.fullmatch(r"[A-Za-z]\w*\.run", name)}
+
+    assert runs
+    assert runs <= {name for file, name in NAMED if file == path}
+
+
+def test_every_step_is_in_the_form_that_is_checked() -> None:
+    """Each dot on the page stands between a file and a name: a slip in the form hides nothing."""
+    assert PAGE.count("·") == len(STEP.findall(PAGE))
+
+
+def test_steps_are_numbered_without_a_gap() -> None:
+    """The steps count from 1 on, through all sections."""
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", PAGE, flags=re.MULTILINE)]
+
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def definitions(path: str) -> Iterator[str]:
+    """The functions, classes and methods of a file: `function`, `Class` and `Class.method`."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (
+                f"{node.name}.{inner.name}"
+                for inner in node.body
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)
+            )
