@@ -81,15 +81,21 @@ class Instance:
             await self._call(self._backend.load)
             await self._call(self._backend.warm_up)
         except BaseException:
-            self._calls.put(None)
+            await self._end()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._thread.is_alive():
-            # A thread that hangs in a run does not get to this; it is a daemon and ends with us.
-            self._calls.put(_Call(self._backend.unload, asyncio.get_running_loop(), _unheard()))
+        self._call(self._backend.unload)
+        await self._end()
+
+    async def _end(self) -> None:
+        """Wait for the thread, and cut short what it runs. The interpreter must not go before
+        it: native code that is still running then would abort the process.
+        """
         self._calls.put(None)
+        self._backend.cancel()
+        await asyncio.to_thread(self._thread.join, CANCEL_GRACE_S)
 
     async def run(self, inputs: Arrays) -> Arrays:
         """Run once; `compute_us` tells afterwards how long it took.
@@ -124,12 +130,13 @@ class Instance:
             raise Fatal(
                 f"{self._thread.name}: a run did not end {CANCEL_GRACE_S} s after it was cancelled"
             )
-        running.exception()
         raise TimeoutError(f"the run took longer than max_execution_s = {self._max_execution_s}")
 
     def _call(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
+        # A failure that nobody waits for any more, of a run cut short, is no news to anyone.
+        done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._calls.put(_Call(work, loop, done))
         return done
 
@@ -154,10 +161,3 @@ def _resolve(done: asyncio.Future[Any], result: Any, error: BaseException | None
         done.set_result(result)
     else:
         done.set_exception(error)
-
-
-def _unheard() -> asyncio.Future[Any]:
-    """A future whose outcome nobody asks for, a failure included."""
-    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future
