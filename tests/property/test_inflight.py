@@ -1,0 +1,179 @@
+"""The in-flight ledger under any order of events."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from headrace.flow.answered import Progress
+from headrace.flow.inflight import RESUME_FRACTION, Budget, Ledger, LedgerReceipt
+from headrace.log.port import Committed, TopicPartition
+
+PARTITIONS = [TopicPartition("requests", number) for number in range(3)]
+LIMIT_BYTES = 1000
+
+
+class Partition:
+    """What the log holds of one partition, and what of it was delivered and answered, ever."""
+
+    def __init__(self) -> None:
+        self.committed = Committed(0)
+        self.log: list[int] = []
+        self.delivered: set[int] = set()
+        self.answered: set[int] = set()
+        self.position = 0
+
+    def read(self, gap: int) -> int:
+        """The offset of the next record; where the log ends, one is written after a gap."""
+        place = bisect_left(self.log, self.position)
+        if place == len(self.log):
+            self.log.append(self.position + gap)
+        self.position = self.log[place] + 1
+        self.delivered.add(self.log[place])
+        return self.log[place]
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """A consumer that is assigned partitions, reads, settles and loses them, in any order."""
+
+    receipts: Bundle[tuple[LedgerReceipt, int]] = Bundle("receipts")
+
+    @initialize()
+    def begin(self) -> None:
+        self.settled = 0
+        self.ledger = Ledger(Budget(LIMIT_BYTES), self._count)
+        self.partitions = {name: Partition() for name in PARTITIONS}
+        self.outstanding: dict[int, tuple[LedgerReceipt, int]] = {}
+
+    def _count(self) -> None:
+        self.settled += 1
+
+    @rule(name=st.sampled_from(PARTITIONS))
+    def assign(self, name: TopicPartition) -> None:
+        """Start from what is committed; an assignment that was never revoked ends by this."""
+        partition = self.partitions[name]
+        self.ledger.assign(name, Progress.from_committed(partition.committed))
+        partition.position = partition.committed.offset
+
+    @rule(
+        target=receipts,
+        name=st.sampled_from(PARTITIONS),
+        gap=st.integers(0, 3),
+        size_bytes=st.integers(0, 400),
+        parts=st.integers(1, 3),
+    )
+    def admit(
+        self, name: TopicPartition, gap: int, size_bytes: int, parts: int
+    ) -> tuple[LedgerReceipt, int] | MultipleResults[tuple[LedgerReceipt, int]]:
+        """Read the next record; one that is answered already is passed over."""
+        assignment = self.ledger.get(name)
+        if assignment is None:
+            return multiple()
+        partition = self.partitions[name]
+        offset = partition.read(gap)
+        if offset in assignment.progress:
+            assert offset in partition.answered
+            assignment.skip(offset)
+            return multiple()
+        receipt = assignment.admit(offset, size_bytes)
+        receipt.parts = parts
+        self.outstanding[id(receipt)] = (receipt, parts)
+        return receipt, parts
+
+    @rule(entry=consumes(receipts), size_bytes=st.integers(0, 400))
+    def settle(self, entry: tuple[LedgerReceipt, int], size_bytes: int) -> None:
+        """All parts of a record are acknowledged, after its size became known."""
+        receipt, parts = entry
+        partition = self.partitions[receipt.assignment.partition]
+        before = receipt.assignment.progress.committable()
+        notified = self.settled
+        receipt.resize(size_bytes)
+        for _ in range(parts):
+            receipt.settle()
+        del self.outstanding[id(receipt)]
+        assert self.settled == notified + 1
+        if receipt.void:
+            assert receipt.assignment.progress.committable() == before
+        else:
+            partition.answered.add(receipt.offset)
+            assert receipt.offset in receipt.assignment.progress
+
+    @rule(name=st.sampled_from(PARTITIONS))
+    def revoke(self, name: TopicPartition) -> None:
+        self.ledger.revoke(name)
+        assert self.ledger.get(name) is None
+
+    @rule()
+    def commit(self) -> None:
+        """What is committed needs no second commit until something more is answered."""
+        offsets = self.ledger.committable()
+        for name, committed in offsets.items():
+            self.partitions[name].committed = committed
+        self.ledger.was_committed(offsets)
+        assert self.ledger.committable() == {}
+
+    @invariant()
+    def nothing_unanswered_is_committable(self) -> None:
+        """The base never reaches an offset that was delivered and not answered."""
+        for name, committed in self.ledger.committable().items():
+            partition = self.partitions[name]
+            unanswered = partition.delivered - partition.answered
+            assert committed.offset <= min(unanswered, default=partition.position)
+            progress = Progress.from_committed(committed)
+            assert not [offset for offset in unanswered if offset in progress]
+
+    @invariant()
+    def in_flight_is_what_is_not_settled(self) -> None:
+        for name in PARTITIONS:
+            valid = [
+                receipt
+                for receipt, _ in self.outstanding.values()
+                if receipt.assignment.partition == name and not receipt.void
+            ]
+            assert self.ledger.in_flight([name]) == len(valid)
+        used = sum(receipt.size_bytes for receipt, _ in self.outstanding.values())
+        assert self.ledger.budget.used_bytes == used
+
+    @precondition(lambda self: not self.outstanding)
+    @invariant()
+    def an_idle_ledger_has_its_budget_back(self) -> None:
+        assert self.ledger.budget.used_bytes == 0
+        assert self.ledger.in_flight() == 0
+
+    @invariant()
+    def the_budget_flaps_around_no_limit(self) -> None:
+        budget = self.ledger.budget
+        before = budget.exceeded
+        assert budget.exceeded is before
+        if budget.used_bytes >= LIMIT_BYTES:
+            assert before
+        if budget.used_bytes <= LIMIT_BYTES * RESUME_FRACTION:
+            assert not before
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_reading_resumes_well_below_the_limit() -> None:
+    """Between three quarters of the budget and all of it, what was goes on."""
+    budget = Budget(1000)
+    seen = []
+    for used_bytes in (999, 1000, 999, 751, 750, 999, 1000):
+        budget.used_bytes = used_bytes
+        seen.append(budget.exceeded)
+
+    assert seen == [False, True, True, True, False, False, True]
