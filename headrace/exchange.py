@@ -7,6 +7,7 @@ name the reply partition that this process reads.
 from __future__ import annotations
 
 import secrets
+import time
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -20,6 +21,9 @@ from headrace.topics import Topic
 
 REPLY_TOPIC = "kafka_replyTopic"
 REPLY_PARTITION = "kafka_replyPartition"
+
+COUNT_FOR_S = 30.0
+"""How long partitions that were added to the topic of requests may stay unused."""
 
 
 class Exchange:
@@ -41,6 +45,8 @@ class Exchange:
         self._responses = settings.topic(Topic.RESPONSES)
         self._reply_partition = reply_partition
         self._turn = secrets.randbelow(1 << 16)
+        self._count = 0
+        self._count_until_s = 0.0
         self._producer: Producer | None = None
         self._replies: Replies | None = None
         self._stack = AsyncExitStack()
@@ -58,7 +64,7 @@ class Exchange:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             producer = await stack.enter_async_context(self._log.producer())
-            await _count(producer, self._requests)
+            await self._request_partitions(producer)
             reply_to = await self._choose_reply_partition(producer)
             self._replies = await stack.enter_async_context(Replies(self._log, reply_to))
             self._producer = producer
@@ -94,13 +100,20 @@ class Exchange:
             (REPLY_PARTITION, reply_partition.to_bytes(4, "big")),
         ]
         try:
-            count = await _count(producer, self._requests)
+            count = await self._request_partitions(producer)
             partition = TopicPartition(self._requests, self._choose(request.key, count))
             for run in await producer.send(partition, [request._replace(headers=headers)]):
                 await run.acknowledged
             return await answer
         finally:
             replies.forget(correlation_id)
+
+    async def _request_partitions(self, producer: Producer) -> int:
+        now_s = time.monotonic()
+        if now_s >= self._count_until_s:
+            self._count = await _count(producer, self._requests)
+            self._count_until_s = now_s + COUNT_FOR_S
+        return self._count
 
     def _choose(self, key: bytes | None, count: int) -> int:
         if key is not None:
