@@ -229,7 +229,8 @@ def answer_headers(request: Request, status: str, request_topic: str) -> list[He
     """The headers of a response record.
 
     `x-status` is `ok` or the code, `x-request` the identity of the request. The caller's own
-    headers are copied, except those that speak of the request alone.
+    headers are copied, except those that speak of the request alone. `traceparent` is the context
+    of the span that sends the answer, or the caller's own where the request is not sampled.
     """
     envelope = request.envelope
     identity = f"{request_topic}/{request.partition}/{request.offset}"
@@ -240,10 +241,13 @@ def answer_headers(request: Request, status: str, request_topic: str) -> list[He
     ]
     if envelope.correlation_id is not None:
         headers.append(("kafka_correlationId", envelope.correlation_id))
-    if envelope.traceparent is not None:
+    trace = request.trace
+    if trace is not None:
+        headers.append(("traceparent", trace.traceparent(trace.answer_id).encode()))
+    elif envelope.traceparent is not None:
         headers.append(("traceparent", envelope.traceparent))
-        if envelope.tracestate is not None:
-            headers.append(("tracestate", envelope.tracestate))
+    if envelope.traceparent is not None and envelope.tracestate is not None:
+        headers.append(("tracestate", envelope.tracestate))
     for name, value in request.headers:
         if value is not None and travels(name):
             headers.append((name, value))

@@ -18,6 +18,8 @@ from typing import Annotated, Any, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
+from headrace.trace import Trace
+
 MAX_RANK = 16
 MAX_INPUTS = 64
 MAX_OUTPUTS = 256
@@ -133,6 +135,17 @@ class WireTimings(Struct, kw_only=True, omit_defaults=True):
     formed_us: int = 0
     compute_us: int = 0
     batch_rows: int = 0
+    checked_us: int = 0
+    done_us: int = 0
+
+
+class WireTrace(Struct, kw_only=True, omit_defaults=True):
+    """The trace of a sampled request: the `traceparent` (W3C Trace Context) of its last stage's
+    span, and when that stage was done, in epoch microseconds.
+    """
+
+    traceparent: Annotated[str, Meta(max_length=64)]
+    since_us: int = 0
 
 
 class ItemRecord(Struct, kw_only=True, omit_defaults=True):
@@ -151,6 +164,7 @@ class ItemRecord(Struct, kw_only=True, omit_defaults=True):
     shape_class: list[int] = []
     wanted: list[str] | None = None
     timings: WireTimings
+    trace: WireTrace | None = None
 
 
 class BatchRecord(Struct, kw_only=True, omit_defaults=True):
@@ -187,6 +201,8 @@ class ResultRecord(Struct, kw_only=True, omit_defaults=True):
     outputs: list[WireTensor] = []
     failure: WireFailure | None = None
     timings: WireTimings
+    batch_id: str = ""
+    trace: WireTrace | None = None
 
 
 # --- inside a process -------------------------------------------------------------------------
@@ -271,13 +287,20 @@ class Request:
         size_bytes: of all inputs together.
         shape_class: requests of one model may share a batch when these are equal.
         wanted: names of the outputs asked for; None for all.
-        ingested_us, formed_us: epoch microseconds.
+        ingested_us, formed_us: when it was read, and when its batch closed; epoch microseconds.
+        checked_us, done_us: when ingest, and the last stage before the responder, was done with
+            it, in epoch microseconds; 0 where nothing is traced.
+        batch_id: of its batch; empty where nothing is traced, or it joined none.
+        trace: None unless it is sampled.
         compute_us: how long its run took; `batch_rows` how many rows ran with it.
     """
 
     __slots__ = (
+        "batch_id",
         "batch_rows",
+        "checked_us",
         "compute_us",
+        "done_us",
         "envelope",
         "failure",
         "formed_us",
@@ -296,6 +319,7 @@ class Request:
         "shape_class",
         "size_bytes",
         "timestamp_ms",
+        "trace",
         "value",
         "version",
         "wanted",
@@ -328,6 +352,10 @@ class Request:
         self.formed_us = 0
         self.compute_us = 0
         self.batch_rows = 0
+        self.checked_us = 0
+        self.done_us = 0
+        self.batch_id = ""
+        self.trace: Trace | None = None
         self.outputs: tuple[Tensor, ...] | None = None
         self.failure: Failure | None = None
 
@@ -341,7 +369,8 @@ class Batch:
     """Requests of one model, version and shape class that run together.
 
     Attributes:
-        reason: why it closed: `full`, `idle`, `delay`, `bytes` or `drain`.
+        reason: why it closed: `full`, `idle`, `delay`, `bytes` or `drain`; `bisected`, when it
+            is one half of a batch that failed.
         rows: of all requests together.
     """
 

@@ -31,8 +31,10 @@ from headrace.messages import (
     WireOrigin,
     WireTensor,
     WireTimings,
+    WireTrace,
 )
 from headrace.tensors import check_tensor
+from headrace.trace import Trace, parse_traceparent
 
 _Record = TypeVar("_Record", ItemRecord, BatchRecord, ResultRecord)
 
@@ -101,6 +103,7 @@ def _item(request: Request) -> ItemRecord:
         shape_class=list(request.shape_class),
         wanted=None if request.wanted is None else list(request.wanted),
         timings=_timings(request),
+        trace=_trace(request),
     )
 
 
@@ -137,6 +140,8 @@ def encode_result(request: Request) -> bytes:
             outputs=_placed(request.outputs or (), None),
             failure=None if failure is None else WireFailure(**failure._asdict()),
             timings=_timings(request),
+            batch_id=request.batch_id,
+            trace=_trace(request),
         )
     )
 
@@ -149,6 +154,7 @@ def decode_result(value: bytes, receipt: Receipt) -> Request:
     """
     record = _decoded(_result_decoder, value)
     request = _request(record, receipt)
+    request.batch_id = record.batch_id
     failure = record.failure
     if failure is None:
         request.outputs = tuple(_tensor(tensor, None) for tensor in record.outputs)
@@ -183,6 +189,12 @@ def _request(record: ItemRecord | ResultRecord, receipt: Receipt) -> Request:
     request.formed_us = timings.formed_us
     request.compute_us = timings.compute_us
     request.batch_rows = timings.batch_rows
+    request.checked_us = timings.checked_us
+    request.done_us = timings.done_us
+    if record.trace is not None:
+        parent = parse_traceparent(record.trace.traceparent.encode())
+        if parent is not None:
+            request.trace = Trace(parent, record.trace.since_us)
     return request
 
 
@@ -201,7 +213,16 @@ def _timings(request: Request) -> WireTimings:
         formed_us=request.formed_us,
         compute_us=request.compute_us,
         batch_rows=request.batch_rows,
+        checked_us=request.checked_us,
+        done_us=request.done_us,
     )
+
+
+def _trace(request: Request) -> WireTrace | None:
+    trace = request.trace
+    if trace is None:
+        return None
+    return WireTrace(traceparent=trace.traceparent(trace.parent_id), since_us=trace.since_us)
 
 
 def _placed(tensors: Sequence[Tensor], value: memoryview | None) -> list[WireTensor]:
