@@ -220,6 +220,13 @@ class KafkaConsumer:
         self._check_owned([partition])
         self._consumer.seek(aiokafka.TopicPartition(*partition), offset)
 
+    async def position(self, partition: TopicPartition) -> int:
+        """See the port."""
+        self._check_owned([partition])
+        async with self._asking(f"position in {partition}"):
+            position: int = await self._consumer.position(aiokafka.TopicPartition(*partition))
+        return position
+
     def _check_owned(self, partitions: Iterable[TopicPartition]) -> None:
         strangers = sorted(set(partitions) - self._owned)
         if strangers:

@@ -189,6 +189,18 @@ class Consumer(Protocol):
         """Make `offset` the next one to be read of an assigned partition."""
         ...
 
+    async def position(self, partition: TopicPartition) -> int:
+        """The offset at which reading of an assigned partition stands.
+
+        It is past every record that was returned, and past what never is (transaction markers,
+        aborted records, gaps) once a poll has met it.
+
+        Raises:
+            Fenced: the partition is not assigned.
+            LogUnavailable: not known within the deadline.
+        """
+        ...
+
     async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Commit for the group, in the current generation.
 

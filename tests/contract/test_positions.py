@@ -215,3 +215,22 @@ async def test_contact_is_recent_while_polling(log: Log, make_topic: MakeTopic) 
     async with log.reader([partition]) as reader:
         await reader.poll(0.1, 1)
         assert 0.0 <= reader.last_contact_s() < 5.0
+
+
+async def test_position_is_past_what_was_returned(log: Log, make_topic: MakeTopic) -> None:
+    """It is where one sought, and moves with what polls return."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, b"a", b"b", b"c")
+    async with log.reader([partition]) as reader:
+        reader.seek(partition, 1)
+        assert await reader.position(partition) == 1
+        await read(reader, 2)
+        assert await reader.position(partition) == 3
+
+
+async def test_position_of_a_stranger_is_refused(log: Log, make_topic: MakeTopic) -> None:
+    """Only an assigned partition has one."""
+    mine, other = await make_topic(2)
+    async with log.reader([mine]) as reader:
+        with pytest.raises(Fenced, match=str(other)):
+            await reader.position(other)

@@ -312,6 +312,17 @@ async def test_reading_goes_over_a_gap(log: MemoryLog) -> None:
         assert [record.offset for record in await read(reader, 2)] == [0, 3]
 
 
+async def test_position_passes_a_gap_at_the_end(log: MemoryLog) -> None:
+    """Whoever reads up to an end offset gets there, though no record lies just below it."""
+    await write_to(log, P0, b"a")
+    log.faults.skip_offsets(P0, 2)
+    async with log.reader([P0]) as reader:
+        reader.seek(P0, 0)
+        await read(reader, 1)
+        assert await reader.poll(0.0, 10) == {}
+        assert await reader.position(P0) == 3
+
+
 async def test_a_busy_partition_does_not_starve_another(log: MemoryLog) -> None:
     """Partitions take turns, poll by poll."""
     await write_to(log, P0, *[b"busy"] * 100)

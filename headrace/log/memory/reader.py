@@ -72,6 +72,10 @@ class MemoryReader:
         self._positions[partition] = offset
         self._news.set()
 
+    async def position(self, partition: TopicPartition) -> int:
+        self._require((partition,))
+        return self._positions[partition]
+
     async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         raise LogRefused(f"a reader is in no group: it cannot commit {dict(offsets)}")
 
@@ -158,6 +162,8 @@ class MemoryReader:
                 found[name] = records
                 self._positions[name] = records[-1].offset + 1
                 max_records -= len(records)
+            else:
+                self._positions[name] = partition.end  # what is left is a gap
             if not max_records:
                 break
         if found:
