@@ -11,18 +11,24 @@ from headrace.cli.outcome import Unsuccessful
 
 
 @click.command()
-@click.option("--kafka", is_flag=True, help="On a Kafka broker of its own on this machine.")
+@click.option(
+    "--kafka",
+    is_flag=True,
+    help="Use a real Kafka, started on this machine for the demo, in place of the log in memory.",
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1),
     default=10.0,
     show_default=True,
-    help="How long requests are sent.",
+    help="How long to send requests.",
 )
 def command(kafka: bool, seconds: float) -> None:
-    """Send images and files to two models through all four services in this process, check each
-    answer against the truth, and show what happens. Uses a log and models of its own; leaves
-    nothing behind. Exit code 1 when an answer is missing or too many are wrong.
+    """Send images and files to two models, and show what happens.
+
+    All four services run in this process. Each answer is checked against the truth. The demo has a
+    log and models of its own and leaves nothing behind. Exit code 1 when an answer is missing or
+    too many are wrong.
     """
     from headrace.cli.run import SWITCH_INTERVAL_S
     from headrace.demo.demo import run_demo

@@ -28,8 +28,10 @@ HIDDEN = "**********"
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 @pass_invocation
 def command(invocation: Invocation, as_json: bool) -> None:
-    """Look at configuration, broker, topics, models and device, and say what is wrong and how to
-    mend it; exit code 1 when something is wrong.
+    """Find what is wrong, and say how to mend it.
+
+    Looks at configuration, broker, topics, models and device. Exit code 1 when one of them is
+    wrong; a warning is none.
     """
     findings = _examine(invocation)
     if as_json:

@@ -15,11 +15,11 @@ from headrace.cli.outcome import Exit, Unsuccessful, explain
 from headrace.cli.settings import invocation
 
 COMMANDS = {
-    "demo": "Show the whole thing on real files, in one process.",
-    "run": "Run the services until a signal.",
-    "infer": "Send one request and print the answer.",
-    "topics": "Create, describe or check the topics.",
-    "models": "List, describe or check the models.",
+    "demo": "Show all of it on real files, in one process; needs no broker.",
+    "run": "Serve: run all four services, or some of them, until a signal.",
+    "infer": "Send one request to a model and print the answer.",
+    "topics": "Create, describe or check Headrace's topics on the broker.",
+    "models": "List, describe or check the models in the repository.",
     "doctor": "Find what is wrong, and say how to mend it.",
 }
 """Each command and its line of help; the module of the same name has it as `command`."""
@@ -70,13 +70,17 @@ class LazyGroup(click.Group):
     envvar="HEADRACE_CONFIG",
     show_envvar=True,
     metavar="FILE",
-    help="Settings in TOML.  [default: ./headrace.toml if there, else the built-in ones]",
+    help="Settings in TOML.  [default: ./headrace.toml if it exists, else built-in settings]",
 )
-@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--debug", is_flag=True, help="Log more, and show the traceback of an error.")
 @click.version_option(__version__, prog_name="headrace", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context, config_file: Path | None, debug: bool) -> None:
-    """Inference on Kafka: every request record gets exactly one answer record, in time."""
+    """Serve models behind Kafka topics: every request record gets an answer record, in time.
+
+    Without a broker in the settings, the log is one in memory, inside the command's own process.
+    Exit codes: 0 done, 1 failed, 2 wrong usage or settings.
+    """
     called = invocation(context)
     called.config_file = config_file
     called.debug = debug

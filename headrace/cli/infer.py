@@ -58,10 +58,16 @@ def _inputs(
     multiple=True,
     callback=_inputs,
     metavar="NAME[:DATATYPE]=@FILE.npy|JSON",
-    help="One input; the option may be given several times.",
+    help="One input, such as pixels=@image.npy or pixels='[[0, 0.5]]'; repeat it for more.",
 )
-@click.option("--file", type=click.File("rb"), help="A payload to send as it is; - for stdin.")
-@click.option("--content-type", metavar="T", help="Of --file.  [default: by the file's name]")
+@click.option(
+    "--file",
+    type=click.File("rb"),
+    help="A payload to send as it is, for the model's transform; - for stdin.",
+)
+@click.option(
+    "--content-type", metavar="T", help="Content type of --file.  [default: by the file's name]"
+)
 @click.option(
     "--timeout",
     "timeout_s",
@@ -69,10 +75,15 @@ def _inputs(
     default=30.0,
     show_default=True,
     metavar="S",
-    help="Seconds until the answer is wanted no more.",
+    help="How many seconds to wait; it is the request's deadline as well.",
 )
-@click.option("--version", metavar="V", help="Of the model.  [default: the newest]")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+@click.option("--version", metavar="V", help="Version of the model.  [default: the newest]")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Write the answer as JSON of the Open Inference Protocol.",
+)
 @pass_settings
 def command(
     settings: Settings,
@@ -87,7 +98,11 @@ def command(
 ) -> None:
     """Send one request to MODEL and print the answer.
 
-    Without a broker, the four services run in this process for this one request.
+    With a broker in the settings, a running Headrace answers. Without one, the four services run in
+    this process for this one request.
+
+    Shapes include the batch dimension, as in [[1, 2, 3]] for one row. JSON with a fraction becomes
+    FP32, without one INT64; NAME:DATATYPE says otherwise.
     """
     if bool(inputs) == (file is not None):
         raise click.UsageError("give either --input, once or more, or --file")

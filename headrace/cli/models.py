@@ -21,14 +21,17 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON."
 
 @click.group()
 def command() -> None:
-    """List, describe or check the models."""
+    """List, describe or check the models in the repository (models.repository)."""
 
 
 @command.command("list")
 @json_option
 @pass_settings
 def list_models(settings: Settings, as_json: bool) -> None:
-    """Show each model's versions, and the faults that can be seen without loading them."""
+    """List the versions of all models.
+
+    Faults that can be seen without loading a model are told beside them.
+    """
     entries = [entry | {"state": _found(entry["state"])} for entry in _opened(settings).status()]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
@@ -44,7 +47,10 @@ def list_models(settings: Settings, as_json: bool) -> None:
 @json_option
 @pass_settings
 def describe(settings: Settings, model: str, as_json: bool) -> None:
-    """Show the inputs, outputs, settings and checksums of MODEL's versions."""
+    """Show MODEL's inputs, outputs and settings.
+
+    For each version that its settings select, with its checksum.
+    """
     models = _opened(settings)
     _require(models, model)
     described = [_described(version) for version in models.versions() if version.name == model]
@@ -61,7 +67,10 @@ def describe(settings: Settings, model: str, as_json: bool) -> None:
 @json_option
 @pass_settings
 def check(settings: Settings, model: str | None, as_json: bool) -> None:
-    """Load MODEL, or all models, and run each version once; exit code 1 when one cannot serve."""
+    """Load models and run them as at warm-up.
+
+    MODEL, or all models when none is named. Exit code 1 when a version cannot serve.
+    """
     models = _opened(settings)
     if model is not None:
         _require(models, model)

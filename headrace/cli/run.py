@@ -27,8 +27,15 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Sta
 @click.argument("stages", default=",".join(STAGES), callback=_stages, metavar="[STAGE,...]")
 @pass_settings
 def command(settings: Settings, stages: tuple[Stage, ...]) -> None:
-    """Run adjacent stages of ingest, batcher, executor, responder (all four when none is named)
-    until SIGTERM or SIGINT, which drain what is in flight; a second one ends at once.
+    """Serve until SIGTERM or SIGINT: run all four stages in this process, or those named.
+
+    The stages are ingest, batcher, executor and responder. Those named must be adjacent, in this
+    order, with commas between them, as in `headrace run batcher,executor`. Stages that run apart
+    need a broker, its topics (`headrace topics create`), and the same settings and models.
+
+    The first signal drains: what is in flight is answered, within limits.drain_timeout_s. The
+    second one ends at once; what is unanswered then is still on Kafka, and is answered after the
+    next start. SIGHUP looks for new and changed models.
     """
     from headrace import pipeline
     from headrace.cli.event_loop import run

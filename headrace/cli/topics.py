@@ -35,14 +35,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON."
 
 @click.group()
 def command() -> None:
-    """Create, describe or check the topics."""
+    """Create, describe or check Headrace's topics on the broker."""
 
 
 @command.command()
 @json_option
 @pass_settings
 def create(settings: Settings, as_json: bool) -> None:
-    """Create the topics that are missing, with the right settings.
+    """Create the topics that are missing.
 
     Topics that exist are left as they are; what is wrong with them is told (exit code 1 when
     `headrace run` would refuse them).
@@ -65,7 +65,7 @@ def create(settings: Settings, as_json: bool) -> None:
 @json_option
 @pass_settings
 def describe(settings: Settings, as_json: bool) -> None:
-    """Show the topics that exist: partitions, settings, who writes and who reads them."""
+    """Show each topic: partitions, settings, writers, readers."""
     existing = run(_describe(settings))
     topics = [_described(settings, topic, existing) for topic in Topic]
     if as_json:
@@ -79,8 +79,9 @@ def describe(settings: Settings, as_json: bool) -> None:
 @json_option
 @pass_settings
 def check(settings: Settings, as_json: bool) -> None:
-    """Compare the topics with what they should be; exit code 1 when `headrace run` would refuse
-    one of them.
+    """Compare the topics with what they should be.
+
+    Exit code 1 when `headrace run` would refuse one of them.
     """
     faults = compare(plan_topics(settings), run(_describe(settings)))
     if as_json:
