@@ -126,11 +126,11 @@ class KafkaConsumer:
         """See the port. During a rebalance that begins within a poll it lasts as long as that."""
         consumer = self._consumer
         self._raise_failure()
-        if not self._open.is_set() and not await self._opened(consumer, timeout_s):
-            self._watch_silence()
-            return {}
-        self._raise_failure()
         try:
+            if not self._open.is_set() and not await self._opened(consumer, timeout_s):
+                self._watch(consumer)
+                return {}
+            self._raise_failure()
             found = await consumer.getmany(
                 timeout_ms=int(timeout_s * 1000), max_records=max_records
             )
@@ -138,13 +138,14 @@ class KafkaConsumer:
             self._poll_failed(consumer, error)
             return {}
         if not found:
-            self._watch_silence()
+            self._watch(consumer)
             return {}
         # aiokafka's records have the fields that the port's Record asks for.
         return {TopicPartition(*each): cast(Sequence[Record], found[each]) for each in found}
 
     async def _opened(self, consumer: AIOKafkaConsumer, timeout_s: float) -> bool:
         """Wait for an assignment whose listener has returned, up to the timeout."""
+        consumer._coordinator.check_errors()  # joining may have failed for good
         # aiokafka does not join again while nobody polls; this wait is polling.
         with consumer._subscription.fetch_context():
             try:
@@ -178,8 +179,13 @@ class KafkaConsumer:
             # aiokafka's coordination has ended for good, and only a new consumer can go on.
             raise LogRefused(str(translated)) from error
 
-    def _watch_silence(self) -> None:
-        """When nobody has answered for a while, find out beside the polling whether we may."""
+    def _watch(self, consumer: AIOKafkaConsumer) -> None:
+        """Look behind an empty poll, which is all that aiokafka lets see of its troubles.
+
+        When nobody has answered for a while, find out beside the polling whether we may ask.
+        """
+        if consumer._fetcher.error_future.done():
+            raise LogRefused(f"reading has ended: {consumer._fetcher.error_future!r}")
         now = time.monotonic()
         if self.last_contact_s() < _SILENCE_S or now - self._diagnosed < _SILENCE_S:
             return
@@ -192,8 +198,9 @@ class KafkaConsumer:
 
     def last_contact_s(self) -> float:
         """Seconds since a broker's last answer to anything: a fetch, a heartbeat, a question."""
-        connections = self._consumer._client._conns.values()
-        self._contact = max([self._contact, *(each._last_action for each in connections)])
+        if self._started is not None:
+            connections = self._started._client._conns.values()
+            self._contact = max([self._contact, *(each._last_action for each in connections)])
         return time.monotonic() - self._contact
 
     # Positions

@@ -6,15 +6,22 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
+from aiokafka.protocol.group import LeaveGroupRequest
 
 from headrace.config import KafkaSettings
 from headrace.local_kafka import LocalKafka
 from headrace.log.kafka import KafkaLog
+from headrace.log.kafka_consumer import KafkaReader
+from headrace.log.kafka_member import KafkaMember
 from headrace.log.kafka_producer import KafkaProducer
 from headrace.log.kafka_topics import Rules
 from headrace.log.port import (
+    Committed,
+    Fenced,
+    LogRefused,
     LogUnavailable,
     NewRecord,
     Record,
@@ -23,7 +30,7 @@ from headrace.log.port import (
     TopicPartition,
 )
 from tests.support.conditions import eventually
-from tests.support.logs import RecordingListener, polling, read, values, write
+from tests.support.logs import RecordingListener, polling, read, values, write, write_to
 
 CLOSE_S = 7.0
 """Two seconds of courtesy and one for what is cut off, per part; a slow machine doubles it."""
@@ -52,6 +59,17 @@ def settings(cluster: LocalKafka, request_timeout_ms: int = 5000) -> KafkaSettin
         request_timeout_ms=request_timeout_ms,
         session_timeout_ms=6000,
     )
+
+
+async def hold(cluster: LocalKafka) -> None:
+    """Stop the node's threads, all of which have stopped on return; it keeps its connections."""
+    cluster.pause_node()
+    threads = Path(f"/proc/{cluster.pid()}/task")
+
+    def has_stopped() -> bool:
+        return all("State:\tT" in (each / "status").read_text() for each in threads.iterdir())
+
+    await eventually(has_stopped)
 
 
 async def make_topic(log: KafkaLog, name: str, **config: str) -> TopicPartition:
@@ -86,7 +104,7 @@ async def test_everything_closes_without_the_broker(
     if how == "killed":
         fragile.kill_node()
     else:
-        fragile.pause_node()
+        await hold(fragile)
     runs = [*await producer.send(partition, [NewRecord(None, b"lost")])]
     start = time.monotonic()
     await asyncio.gather(member.close(), reader.close(), producer.close(), log.close())
@@ -132,7 +150,7 @@ async def test_a_broker_that_hangs_fails_a_record_by_its_deadline(
         partition = await make_topic(log, unique_name)
         async with log.producer() as producer:
             await write(producer, partition, b"before")
-            fragile.pause_node()
+            await hold(fragile)
             start = time.monotonic()
             (run,) = await producer.send(partition, [NewRecord(None, b"unknown")])
             with pytest.raises(LogUnavailable, match="not acknowledged within 2 s"):
@@ -285,6 +303,69 @@ async def test_a_cancelled_send_takes_no_other_record_along(
             assert outcomes[1:] == [None] * 19
             found = values(await read(reader, 20))
             assert {b"%d" % number for number in range(1, 20)} <= set(found)
+
+
+async def test_a_member_that_the_group_will_not_have_is_told(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """A session timeout that the broker refuses comes out of `poll`, not as eternal silence."""
+    refused = KafkaSettings(
+        bootstrap_servers=kafka.bootstrap_servers, session_timeout_ms=24 * 3600 * 1000
+    )
+    async with KafkaLog(refused) as log:
+        await make_topic(log, unique_name)
+        async with log.member(unique_name, [unique_name], RecordingListener()) as member:
+            with pytest.raises(LogRefused, match="InvalidSessionTimeout"):
+                await read(member, 1)
+
+
+async def test_reading_that_has_ended_is_told(kafka: LocalKafka, unique_name: str) -> None:
+    """When aiokafka's fetching is gone, polls raise instead of being empty for ever."""
+    async with KafkaLog(settings(kafka)) as log:
+        partition = await make_topic(log, unique_name)
+        async with log.reader([partition]) as reader:
+            assert isinstance(reader, KafkaReader)
+            task = reader._consumer._fetcher.error_future
+            task.cancel()
+            await asyncio.wait([task])
+            with pytest.raises(LogRefused, match="reading has ended"):
+                await reader.poll(0.1, 1)
+
+
+async def test_who_lost_the_membership_cannot_commit(kafka: LocalKafka, unique_name: str) -> None:
+    """Nor as one in no group, which the broker would accept now that the group is empty."""
+    async with KafkaLog(settings(kafka)) as log:
+        partition = await make_topic(log, unique_name)
+        listener = RecordingListener()
+        async with log.member(unique_name, [unique_name], listener) as member, polling(member, []):
+            await eventually(lambda: listener.assignments == 1)
+            assert isinstance(member, KafkaMember)
+            coordinator = member._consumer._coordinator
+            await coordinator._send_req(LeaveGroupRequest(unique_name, coordinator.member_id))
+            for _ in range(2):
+                with pytest.raises(Fenced):
+                    await member.commit({partition: Committed(5)})
+            await eventually(lambda: listener.assignments == 2)
+            assert await member.committed([partition]) == {partition: None}
+            await member.commit({partition: Committed(5)})
+        assert await log.committed(unique_name, [partition]) == {partition: Committed(5)}
+
+
+@pytest.mark.slow
+async def test_commits_are_asked_of_the_right_broker(
+    kafka_installed: None, unique_name: str
+) -> None:
+    """With several brokers each group has its own coordinator, and each answer is complete."""
+    async with LocalKafka(nodes=2) as cluster, KafkaLog(settings(cluster)) as log:
+        partition = await make_topic(log, unique_name)
+        await write_to(log, partition, *([b"v"] * 10))
+        groups = [f"{unique_name}-{number}" for number in range(6)]
+        for number, group in enumerate(groups):
+            async with log.member(group, [unique_name], RecordingListener()) as member:
+                await read(member, 10)
+                await member.commit({partition: Committed(number, f"of {group}")})
+        found = [(await log.committed(group, [partition]))[partition] for group in groups]
+        assert found == [Committed(number, f"of {group}") for number, group in enumerate(groups)]
 
 
 async def test_a_member_of_a_topic_that_is_made_later(kafka: LocalKafka, unique_name: str) -> None:
