@@ -59,6 +59,8 @@ class KafkaMember(KafkaConsumer):
 
     async def assigned(self, partitions: Sequence[TopicPartition]) -> None:
         """Called by aiokafka when the partitions are ours, before any of them has a position."""
+        if self._closed:
+            return
         consumer = self._consumer
         consumer.pause(*theirs(partitions))
         self._paused.clear()
@@ -76,7 +78,7 @@ class KafkaMember(KafkaConsumer):
         """Called by aiokafka before it joins again, with all that we had."""
         self._open.clear()
         try:
-            if self._owned:
+            if self._owned and not self._closed:
                 await self._listener.on_revoked(sorted(self._owned))
         except Exception as error:  # noqa: BLE001  # aiokafka would log it; poll raises it instead
             self._failure = error
@@ -93,7 +95,7 @@ class KafkaMember(KafkaConsumer):
             return
         coordinator = self._consumer._coordinator
         generation = coordinator.generation
-        theirs = {
+        wanted = {
             aiokafka.TopicPartition(*each): OffsetAndMetadata(*at) for each, at in offsets.items()
         }
         what = f"commit for group {self._group}"
@@ -108,7 +110,7 @@ class KafkaMember(KafkaConsumer):
                 if generation < 0 or coordinator.generation != generation:
                     raise Fenced(f"{what}: no longer a member of this generation")
                 try:
-                    await coordinator._do_commit_offsets(None, theirs)
+                    await coordinator._do_commit_offsets(None, wanted)
                 except KafkaError as error:
                     if not error.retriable:
                         raise
