@@ -82,10 +82,12 @@ class Recording(ABC):
     Attributes:
         name: the topic or the file, for people.
         spans: what is read of each partition, in the order of partitions; it does not change.
+        notice: what one should know about it, a file that is cut off, say; empty otherwise.
     """
 
     name: str
     spans: Sequence[Span]
+    notice: str = ""
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[list[Record], None]:

@@ -33,6 +33,8 @@ class Window:
         from_offsets, until_offsets: by partition number, or `ALL`; a partition's own one counts
             before the one for all.
         partitions: the numbers of those that are read; None for every one.
+        fixed: where given, nothing outside of these bounds is read; what is left of a recording
+            that was opened before and read in part.
     """
 
     from_ms: int | None = None
@@ -40,6 +42,7 @@ class Window:
     from_offsets: Mapping[int | None, int] = field(default_factory=dict)
     until_offsets: Mapping[int | None, int] = field(default_factory=dict)
     partitions: frozenset[int] | None = None
+    fixed: Mapping[TopicPartition, tuple[int, int]] | None = None
 
     def includes(self, partition: int) -> bool:
         """Whether the partition is read at all."""
@@ -51,6 +54,9 @@ class Window:
         first = self.from_offsets.get(number, self.from_offsets.get(ALL, begin))
         past = self.until_offsets.get(number, self.until_offsets.get(ALL, end))
         begin, end = max(begin, first), min(end, past)
+        if self.fixed is not None:
+            low, high = self.fixed.get(partition, (0, 0))
+            begin, end = max(begin, low), min(end, high)
         return Span(partition, min(begin, end), end)
 
 
