@@ -1,0 +1,117 @@
+"""Where traces go: found in the settings and the standard `OTEL_*` variables, once.
+
+The environment goes over the settings, as everywhere. Without either there is no tracing, and
+OpenTelemetry is not even imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.tracing import Tracing
+from headrace.topics import STAGES, Stage
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+HTTP = "http/protobuf"
+GRPC = "grpc"
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+
+class Collector(NamedTuple):
+    """Where to, and how.
+
+    Attributes:
+        endpoint: None where the exporter finds it in the environment.
+        protocol: `http/protobuf` or `grpc`.
+    """
+
+    endpoint: str | None
+    protocol: str
+
+
+def find_collector(settings: Settings) -> Collector | None:
+    """None: no traces leave the process.
+
+    Raises:
+        ConfigurationError: the protocol is unknown, or the endpoint is no URL.
+    """
+    if _variable("OTEL_SDK_DISABLED").lower() == "true":
+        return None
+    if _variable("OTEL_TRACES_EXPORTER") == "none":
+        return None
+    protocol = next(filter(None, map(_variable, _PROTOCOLS)), HTTP)
+    if protocol not in (HTTP, GRPC):
+        raise ConfigurationError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL: expected {HTTP} or {GRPC}, got {protocol!r}"
+        )
+    if any(map(_variable, _ENDPOINTS)):
+        return Collector(None, protocol)
+    endpoint = settings.telemetry.otlp_endpoint
+    if not endpoint:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigurationError(
+            f"telemetry.otlp_endpoint: expected http://HOST:PORT or https://HOST:PORT, "
+            f"got {endpoint!r}"
+        )
+    if protocol == HTTP:
+        endpoint = f"{endpoint.rstrip('/')}/v1/traces"
+    return Collector(endpoint, protocol)
+
+
+@asynccontextmanager
+async def open_tracing(
+    settings: Settings, stages: Sequence[Stage], metrics: Metrics
+) -> AsyncIterator[Tracing | None]:
+    """Tracing while the context lasts; None where no traces are wanted.
+
+    Leaving it sends what is queued, and takes at most about two seconds.
+
+    Raises:
+        ConfigurationError: see `find_collector`, or an `OTEL_*` variable is wrong.
+    """
+    collector = find_collector(settings)
+    if collector is None:
+        yield None
+        return
+    from headrace.telemetry.trace_export import TraceExport
+
+    export = TraceExport(_exporter(collector), service_name(stages), settings.namespace, metrics)
+    try:
+        yield Tracing(export.write, settings)
+    finally:
+        await asyncio.to_thread(export.close)
+
+
+def service_name(stages: Sequence[Stage]) -> str:
+    """`headrace` where all stages are together, otherwise with those that are here."""
+    return "headrace" if tuple(stages) == STAGES else "-".join(("headrace", *stages))
+
+
+def _exporter(collector: Collector) -> SpanExporter:
+    if collector.protocol == GRPC:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter as GrpcExporter,
+        )
+
+        return GrpcExporter(endpoint=collector.endpoint)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+        OTLPSpanExporter as HttpExporter,
+    )
+
+    return HttpExporter(endpoint=collector.endpoint)
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "").strip()

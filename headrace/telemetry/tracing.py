@@ -1,0 +1,302 @@
+"""Tracing: which spans there are, when they begin and end, and how they point to each other.
+
+A sampled request has one `process` span for each stage, each the child of the one before, and
+`send` spans for its answer and its dead letter. A batch has a span in a trace of its own, with
+links to the spans of its requests in the executor, which have links back. `docs/tracing.md` has
+the tables.
+
+Whether a request is sampled is decided once, at ingest, and travels with it. A span is made when
+its stage is done, in one go, from times that were taken anyway: nothing is kept open across an
+`await`. A request that is not sampled and fails is kept nevertheless: the responder makes the
+spans of the stages behind it from the times that the request carries.
+
+Nothing here knows the SDK; `headrace.telemetry.trace_export` makes spans of what is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from headrace.config import Settings
+from headrace.errors import Code
+from headrace.log.port import TopicPartition
+from headrace.messages import Batch, Failure, Request
+from headrace.telemetry import span_attributes as attributes_of
+from headrace.telemetry.span_attributes import (
+    AFTER_THE_FACT,
+    Answering,
+    Attributes,
+    Input,
+    Run,
+)
+from headrace.topics import Stage, Topic
+from headrace.trace import (
+    SAMPLED,
+    SpanId,
+    Trace,
+    chance,
+    new_span_id,
+    new_trace,
+    parse_traceparent,
+)
+
+REPLY_TOPIC = "(reply topic)"
+"""Stands in a span's name for topics that callers choose, since a name must have few values."""
+
+Kind: TypeAlias = Literal["CONSUMER", "PRODUCER", "INTERNAL"]
+
+
+class FinishedSpan(NamedTuple):
+    """A span, all of it.
+
+    Attributes:
+        place: its trace and id.
+        parent_id: 0 where it begins its trace.
+        remote: the parent is of another process.
+        flags: of the trace.
+        start_us, end_us: epoch microseconds.
+        failure: what went wrong in it.
+        tracestate: of the caller, as it came.
+    """
+
+    name: str
+    kind: Kind
+    place: SpanId
+    parent_id: int
+    remote: bool
+    flags: int
+    start_us: int
+    end_us: int
+    attributes: Attributes
+    links: Sequence[SpanId] = ()
+    failure: Failure | None = None
+    tracestate: bytes | None = None
+
+
+class Tracing:
+    """The spans of one process. The stages tell it what has happened, a chunk at a time.
+
+    Args:
+        write: takes each span.
+    """
+
+    def __init__(self, write: Callable[[FinishedSpan], None], settings: Settings) -> None:
+        self._write = write
+        self._ratio = settings.telemetry.sample_ratio
+        # A system that the conventions do not list gets a name of its own.
+        self._system = "headrace" if settings.kafka is None else "kafka"
+        self._requests = settings.topic(Topic.REQUESTS)
+        self._responses = settings.topic(Topic.RESPONSES)
+        self._dead_letters = settings.topic(Topic.DEAD_LETTERS)
+        self._inputs = {Stage.INGEST: Input(self._system, self._requests, "")}
+
+    def reads(self, stage: Stage, topic: str, group: str) -> None:
+        """A stage of this process reads a topic, as a member of a group."""
+        self._inputs[stage] = Input(self._system, topic, group)
+
+    # --- what has happened -------------------------------------------------------------------
+
+    def ingested(self, requests: Sequence[Request], now_us: int) -> None:
+        """Ingest is done with these; here it is decided which are sampled."""
+        ratio = self._ratio
+        for request in requests:
+            request.checked_us = now_us
+            header = request.envelope.traceparent
+            parent = None if header is None else parse_traceparent(header)
+            if parent is None:
+                if not chance(ratio):
+                    continue
+                parent = new_trace()
+            elif not parent.flags & SAMPLED:
+                continue
+            trace = request.trace = Trace(parent, _began_us(request))
+            self._leave(
+                Stage.INGEST, request, now_us, attributes_of.ingest(request, trace.since_us)
+            )
+
+    def formed(self, batch: Batch, now_us: int) -> None:
+        """A batch has closed."""
+        for request in batch.requests:
+            if request.trace is not None:
+                self._leave(
+                    Stage.BATCHER, request, now_us, attributes_of.batcher(request, now_us, batch)
+                )
+
+    def ended_waiting(self, requests: Sequence[Request], now_us: int) -> None:
+        """These ended in the batcher, without a batch."""
+        for request in requests:
+            request.done_us = now_us
+            if request.trace is not None:
+                self._leave(
+                    Stage.BATCHER, request, now_us, attributes_of.batcher(request, now_us, None)
+                )
+
+    def ran(self, run: Run) -> None:
+        """A model has run. Its span is made if any of the requests in it is sampled."""
+        members = [request.trace for request in run.requests if request.trace is not None]
+        if not members:
+            return
+        begun = new_trace()
+        place = SpanId(begun.trace_id, new_span_id())
+        attributes = attributes_of.run(run)
+        for trace in members:
+            trace.runs += (place,)
+            trace.run = {
+                **attributes,
+                attributes_of.WAIT_US: max(run.began_us - trace.since_us, 0),
+            }
+        model = {
+            attributes_of.MODEL: run.batch.model,
+            attributes_of.VERSION: run.batch.version,
+        }
+        self._write(
+            FinishedSpan(
+                name=f"run {run.batch.model}",
+                kind="INTERNAL",
+                place=place,
+                parent_id=0,
+                remote=False,
+                flags=begun.flags,
+                start_us=run.began_us,
+                end_us=run.ended_us,
+                attributes={**model, **attributes},
+                links=[SpanId(trace.trace_id, trace.span_id) for trace in members],
+                failure=run.failure,
+            )
+        )
+
+    def executed(self, batch_id: str, requests: Sequence[Request], now_us: int) -> None:
+        """The executor is done with these, however they ended."""
+        for request in requests:
+            request.done_us = now_us
+            request.batch_id = batch_id
+            trace = request.trace
+            if trace is not None:
+                attributes = attributes_of.executor(request, trace.run, trace.runs)
+                self._leave(Stage.EXECUTOR, request, now_us, attributes, trace.runs)
+
+    def keep(self, request: Request) -> None:
+        """A request has failed: it gets its trace now if it has none."""
+        if request.trace is not None:
+            return
+        header = request.envelope.traceparent
+        parent = (None if header is None else parse_traceparent(header)) or new_trace()
+        parent = parent._replace(flags=parent.flags | SAMPLED)
+        request.trace = Trace(parent, _began_us(request))
+        for stage, until_us in _stages_behind(request):
+            attributes = self._looked_back(stage, request, until_us)
+            self._leave(stage, request, until_us, {**attributes, AFTER_THE_FACT: True})
+
+    def answered(
+        self, requests: Sequence[Request], target: TopicPartition, times: Answering
+    ) -> None:
+        """These answers are acknowledged, and their dead letters are kept."""
+        answered_us = (times.encoded_us, times.acknowledged_us)
+        kept_us = (times.acknowledged_us, times.kept_us)
+        for request in requests:
+            trace = request.trace
+            if trace is None:
+                continue
+            self._send(request, trace.answer_id, target, answered_us)
+            failure = request.failure
+            if failure is not None and Code(failure.code).is_dead_letter:
+                self._send(request, new_span_id(), self._dead_letters, kept_us)
+            attributes = attributes_of.responder(request, trace.since_us, times)
+            self._leave(Stage.RESPONDER, request, times.kept_us, attributes)
+
+    # --- the spans ---------------------------------------------------------------------------
+
+    def _leave(
+        self,
+        stage: Stage,
+        request: Request,
+        now_us: int,
+        attributes: Attributes,
+        links: Sequence[SpanId] = (),
+    ) -> None:
+        """A stage is done with a sampled request: write its span, and go on to the next."""
+        trace = request.trace
+        assert trace is not None
+        failure = request.failure
+        # The responder's span has the error of whichever stage: not all of these have spans.
+        failed_here = failure is not None and stage in (failure.stage, Stage.RESPONDER)
+        source = self._inputs.get(stage)
+        if source is not None:
+            attributes |= attributes_of.reading(stage, request, source)
+        self._write(
+            FinishedSpan(
+                name=f"process {stage if source is None else source.topic}",
+                kind="INTERNAL" if source is None else "CONSUMER",
+                place=SpanId(trace.trace_id, trace.span_id),
+                parent_id=trace.parent_id,
+                remote=trace.remote,
+                flags=trace.flags,
+                # The clock of the process before may go ahead of ours.
+                start_us=min(trace.since_us, now_us),
+                end_us=now_us,
+                attributes={
+                    **attributes_of.common(stage, request, self._requests, now_us),
+                    **attributes,
+                },
+                links=links,
+                failure=failure if failed_here else None,
+                tracestate=request.envelope.tracestate,
+            )
+        )
+        trace.advance(now_us)
+
+    def _send(
+        self,
+        request: Request,
+        span_id: int,
+        target: TopicPartition | str,
+        times_us: tuple[int, int],
+    ) -> None:
+        """Write the span of a record that was acknowledged, under the present stage's."""
+        trace = request.trace
+        assert trace is not None
+        topic = target if isinstance(target, str) else target.topic
+        attributes = attributes_of.sending(self._system, topic, request)
+        if isinstance(target, TopicPartition):
+            attributes[attributes_of.PARTITION] = str(target.partition)
+        ours = topic in (self._responses, self._dead_letters)
+        self._write(
+            FinishedSpan(
+                name=f"send {topic if ours else REPLY_TOPIC}",
+                kind="PRODUCER",
+                place=SpanId(trace.trace_id, span_id),
+                parent_id=trace.span_id,
+                remote=False,
+                flags=trace.flags,
+                start_us=times_us[0],
+                end_us=times_us[1],
+                attributes=attributes,
+                tracestate=request.envelope.tracestate,
+            )
+        )
+
+    def _looked_back(self, stage: Stage, request: Request, until_us: int) -> Attributes:
+        if stage is Stage.INGEST:
+            return attributes_of.ingest(request, _began_us(request))
+        if stage is Stage.BATCHER:
+            return attributes_of.batcher(request, until_us, None)
+        return attributes_of.executor(request, {}, ())
+
+
+def _began_us(request: Request) -> int:
+    """When its way began: at the record's timestamp, as its deadline and its latency count."""
+    if request.timestamp_ms < 0:
+        return request.ingested_us
+    return min(request.timestamp_ms * 1000, request.ingested_us)
+
+
+def _stages_behind(request: Request) -> Iterator[tuple[Stage, int]]:
+    """The stages before the responder that have had a request, and until when."""
+    yield Stage.INGEST, request.checked_us or request.ingested_us
+    if request.formed_us:
+        yield Stage.BATCHER, request.formed_us
+        if request.done_us:
+            yield Stage.EXECUTOR, request.done_us
+    elif request.done_us:
+        yield Stage.BATCHER, request.done_us
