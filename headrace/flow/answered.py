@@ -10,8 +10,7 @@ its predecessor up to itself, and gaps close by themselves.
 
 The metadata text is a version digit, a form letter and URL-safe base64 of the body, relative to
 the base: `1r` holds run lengths as unsigned LEB128 numbers (gap, run, gap, run, …), `1b` a bitmap
-whose lowest bit is the base. Runs are written unless a bitmap holds
-more of the ranges.
+whose lowest bit is the base. Runs are written unless a bitmap holds more of the ranges.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from headrace.flow.channel import Outlet, PullChannel
 from headrace.flow.edges import refuse
 from headrace.flow.endings import rejection
 from headrace.flow.inflight import Assignment
-from headrace.flow.sending import deliver
+from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.messages import Batch, Request
@@ -76,7 +76,8 @@ class BatchOutlet:
 
     async def _delivered(self, batch: Batch) -> bool:
         target = TopicPartition(self._topic, next(self._turn) % self._partitions)
-        return not await deliver(self._producer, target, [NewRecord(None, encode_batch(batch))])
+        refused = await deliver(self._producer, target, [NewRecord(None, encode_batch(batch))])
+        return not too_large(target, refused)
 
 
 class BatchFeed:
@@ -135,6 +136,6 @@ class BatchFeed:
         receipt.parts = len(batch.requests)
         return batch
 
-    def _next(self, key: ModelKey | None) -> Batch | None:
+    def _next(self, key: ModelKey | None, _at_once: bool) -> Batch | None:
         queue = self._ready.get(key) if key is not None else None
         return queue.popleft() if queue else None

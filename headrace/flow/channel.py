@@ -100,10 +100,11 @@ class PullChannel(Generic[K, T]):
     Args:
         supply: asked, synchronously, for the next piece for a key, or for any key when it is
             None; answers None while there is none. The owner calls `kick` when that may have
-            changed.
+            changed. Its second argument is true when the one who asks will not come again, so
+            that nothing must be held back.
     """
 
-    def __init__(self, supply: Callable[[K | None], T | None]) -> None:
+    def __init__(self, supply: Callable[[K | None, bool], T | None]) -> None:
         self._supply = supply
         self._waiting: deque[tuple[Puller[K, T], asyncio.Future[T | None]]] = deque()
         self._closed = asyncio.Event()
@@ -112,9 +113,9 @@ class PullChannel(Generic[K, T]):
         """A new puller for this key; None: for any."""
         return Puller(self, key)
 
-    def take(self, key: K | None) -> T | None:
+    def take(self, puller: Puller[K, T]) -> T | None:
         """What there is now, without waiting."""
-        return self._supply(key)
+        return self._supply(puller.key, puller.released)
 
     async def wait(self, puller: Puller[K, T]) -> T | None:
         """Called by pullers."""
@@ -127,13 +128,14 @@ class PullChannel(Generic[K, T]):
     def kick(self) -> None:
         """Serve those who wait, the longest waiting first, as far as the supply reaches."""
         left: deque[tuple[Puller[K, T], asyncio.Future[T | None]]] = deque()
-        empty: set[K | None] = set()
+        empty: set[tuple[K | None, bool]] = set()
         for puller, waiter in self._waiting:
             if waiter.done():  # its puller was cancelled
                 continue
-            piece = None if puller.key in empty else self._supply(puller.key)
+            asked = (puller.key, puller.released)
+            piece = None if asked in empty else self._supply(*asked)
             if piece is None:
-                empty.add(puller.key)
+                empty.add(asked)
             if piece is None and not self._closed.is_set() and not puller.released:
                 left.append((puller, waiter))
             else:
@@ -160,11 +162,11 @@ class Puller(Generic[K, T]):
 
     def take(self) -> T | None:
         """The next piece if there is one now."""
-        return self._channel.take(self.key)
+        return self._channel.take(self)
 
     async def pull(self) -> T | None:
         """The next piece; None when there will be no more, or after `release`."""
-        piece = self._channel.take(self.key)
+        piece = self._channel.take(self)
         if piece is not None or self.released:
             return piece
         return await self._channel.wait(self)

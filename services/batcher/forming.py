@@ -12,29 +12,21 @@ caller collects those from `ended`.
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from headrace.errors import Rejected
 from headrace.flow.endings import VOID, deadline_passed, rejection
 from headrace.messages import Batch, Failure, Request
+from headrace.services.batcher.groups import BatchLimits, Group, ModelQueue
 from headrace.topics import Stage
 
 ModelKey = tuple[str, str]
 """A model's name and version."""
 
-
-class BatchLimits(Protocol):
-    """What a model allows; a `headrace.models.registry.ModelVersion` has these."""
-
-    @property
-    def max_batch_size(self) -> int: ...
-    @property
-    def max_batch_bytes(self) -> int: ...
-    @property
-    def max_queue_delay_ms(self) -> float: ...
+_TOLERATED = 64
+"""So many deadlines of requests that have left may be kept, before they are cleared away."""
 
 
 class _Deadline(NamedTuple):
@@ -44,38 +36,10 @@ class _Deadline(NamedTuple):
     order: int
     request: Request
 
-
-class _Group:
-    """Waiting requests that may share a batch."""
-
-    __slots__ = ("limits", "requests", "rows", "size_bytes")
-
-    def __init__(self, limits: BatchLimits) -> None:
-        self.limits = limits
-        self.requests: deque[Request] = deque()
-        self.rows = 0
-        self.size_bytes = 0
-
-    def remove(self, request: Request) -> None:
-        """Take out of the counts; the request itself leaves when it comes to the head."""
-        self.rows -= request.rows
-        self.size_bytes -= request.size_bytes
-
-    def drop_ended(self) -> None:
-        """Let go of requests at the head that have ended meanwhile."""
-        while self.requests and self.requests[0].failure is not None:
-            self.requests.popleft()
-
-    def due_us(self) -> int:
-        """When the next batch may close, without being full."""
-        return self.requests[0].ingested_us + int(self.limits.max_queue_delay_ms * 1000)
-
     @property
-    def is_full(self) -> bool:
-        return (
-            self.rows >= self.limits.max_batch_size
-            or self.size_bytes >= self.limits.max_batch_bytes
-        )
+    def has_left(self) -> bool:
+        """The request has gone into a batch, or has ended."""
+        return bool(self.request.formed_us) or self.request.failure is not None
 
 
 class Forming:
@@ -91,7 +55,7 @@ class Forming:
         self._prefix = prefix
         self._numbers = count(1)
         self._order = count()
-        self._groups: dict[ModelKey, dict[tuple[int, ...], _Group]] = {}
+        self._queues: dict[ModelKey, ModelQueue] = {}
         self._deadlines: list[_Deadline] = []
         self._waiting = 0
         self.ended: list[Request] = []
@@ -104,31 +68,30 @@ class Forming:
     def add(self, request: Request) -> None:
         """A request begins to wait, or ends if its model has gone meanwhile."""
         key = (request.model, request.version)
-        classes = self._groups.get(key)
-        if classes is None:
-            classes = self._groups[key] = {}
-        group = classes.get(request.shape_class)
-        if group is None:
+        queue = self._queues.get(key)
+        if queue is None:
             try:
-                group = classes[request.shape_class] = _Group(self._limits(*key))
+                queue = self._queues[key] = ModelQueue(self._limits(*key))
             except Rejected as error:
                 request.fail(rejection(error, Stage.BATCHER))
                 self.ended.append(request)
                 return
-        group.requests.append(request)
-        group.rows += request.rows
-        group.size_bytes += request.size_bytes
+        queue.add(request)
         self._waiting += 1
         deadline_ms = request.envelope.deadline_ms
         if deadline_ms:
-            heapq.heappush(
-                self._deadlines, _Deadline(deadline_ms * 1000, next(self._order), request)
-            )
+            self._note_deadline(_Deadline(deadline_ms * 1000, next(self._order), request))
 
-    def next(self, key: ModelKey | None, now_us: int) -> Batch | None:
-        """The next batch of a model (None: of any), or None while there is none to be closed."""
+    def next(self, key: ModelKey | None, now_us: int, *, at_once: bool = False) -> Batch | None:
+        """The next batch of a model (None: of any), or None while there is none to be closed.
+
+        Args:
+            key: the model's name and version.
+            now_us: epoch microseconds.
+            at_once: do not wait for the model's delay, since nobody will ask again.
+        """
         self.expire(now_us)
-        while (group := self._ripest(key, now_us)) is not None:
+        while (group := self._ripest(key, now_us, at_once or self.draining)) is not None:
             batch = self._close(group, now_us)
             if batch is not None:
                 return batch
@@ -137,69 +100,67 @@ class Forming:
     def expire(self, now_us: int) -> None:
         """End every request whose deadline has passed."""
         while self._deadlines and self._deadlines[0].deadline_us <= now_us:
-            request = heapq.heappop(self._deadlines).request
-            # One that has left for a batch, or has ended, has no more business here.
-            if request.formed_us or request.failure is not None:
-                continue
-            failure = deadline_passed(request, now_us, Stage.BATCHER)
-            if failure is not None:
-                self._end(request, failure)
+            entry = heapq.heappop(self._deadlines)
+            if not entry.has_left:
+                failure = deadline_passed(entry.request, now_us, Stage.BATCHER)
+                assert failure is not None
+                self._end(entry.request, failure)
 
-    def next_event_us(self) -> int | None:
-        """When something may be due without anything new coming in; None: never."""
-        times = [
-            group.due_us() for group in self._candidates(None) if group.limits.max_queue_delay_ms
-        ]
+    def next_event_us(self, now_us: int) -> int | None:
+        """When something will be due without anything new coming in; None: never.
+
+        What is due already waits for somebody to pull it, and is no event.
+        """
+        times = [due_us for queue in self._queues.values() if (due_us := queue.due_us())]
+        while self._deadlines and self._deadlines[0].has_left:
+            heapq.heappop(self._deadlines)
         if self._deadlines:
             times.append(self._deadlines[0].deadline_us)
-        return min(times, default=None)
+        return min((time_us for time_us in times if time_us > now_us), default=None)
 
-    def _candidates(self, key: ModelKey | None) -> Iterator[_Group]:
-        """Groups with somebody waiting; empty ones are forgotten, since shapes come and go."""
-        for classes in [self._groups.get(key, {})] if key else list(self._groups.values()):
-            for shape_class, group in list(classes.items()):
-                group.drop_ended()
-                if group.requests:
-                    yield group
-                else:
-                    del classes[shape_class]
+    def _note_deadline(self, entry: _Deadline) -> None:
+        if len(self._deadlines) > 2 * self._waiting + _TOLERATED:
+            # Requests that have left are not kept until their deadlines, which may be hours off.
+            self._deadlines = [one for one in self._deadlines if not one.has_left]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, entry)
 
-    def _ripest(self, key: ModelKey | None, now_us: int) -> _Group | None:
+    def _ripest(self, key: ModelKey | None, now_us: int, at_once: bool) -> Group | None:
         """Of the groups that may close, the one whose first request has waited longest."""
-        ripe = (
-            group
-            for group in self._candidates(key)
-            if self.draining or group.is_full or group.due_us() <= now_us
-        )
+        keys = list(self._queues) if key is None else [key]
+        ripe: list[Group] = []
+        for each in keys:
+            queue = self._queues.get(each)
+            if queue is None:
+                continue
+            group = queue.ripest(now_us, at_once=at_once)
+            if group is not None:
+                ripe.append(group)
+            elif queue.due_us() is None:
+                del self._queues[each]  # a version that comes back may have other limits
         return min(ripe, key=lambda group: group.requests[0].ingested_us, default=None)
 
     def _end(self, request: Request, failure: Failure) -> None:
-        group = self._groups[request.model, request.version][request.shape_class]
-        group.remove(request)
-        self._waiting -= 1
         request.fail(failure)
+        self._queues[request.model, request.version].end(request)
+        self._waiting -= 1
         self.ended.append(request)
 
-    def _close(self, group: _Group, now_us: int) -> Batch | None:
+    def _close(self, group: Group, now_us: int) -> Batch | None:
         limits = group.limits
         requests: list[Request] = []
         rows = size_bytes = 0
         reason = "drain" if self.draining else "idle"
         if limits.max_queue_delay_ms and not self.draining:
             reason = "delay"
-        while group.requests:
-            request = group.requests[0]
-            if request.failure is not None:
-                group.requests.popleft()
-                continue
+        while (request := group.first()) is not None:
             if requests and rows + request.rows > limits.max_batch_size:
                 reason = "full"
                 break
             if requests and size_bytes + request.size_bytes > limits.max_batch_bytes:
                 reason = "bytes"
                 break
-            group.requests.popleft()
-            group.remove(request)
+            group.take_first()
             self._waiting -= 1
             if request.receipt.void:
                 request.fail(VOID)

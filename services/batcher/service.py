@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headrace.clock import Clock
 from headrace.flow.channel import Inlet, Outlet, PullChannel
 from headrace.messages import Batch, Request
-from headrace.services.batcher.forming import BatchLimits, Forming, ModelKey
-from headrace.telemetry.metrics import Metrics
+from headrace.services.batcher.forming import Forming, ModelKey
+from headrace.services.batcher.groups import BatchLimits
+from headrace.telemetry.instruments import Instruments
 
 
 class BatcherService:
@@ -28,15 +28,14 @@ class BatcherService:
         answers: Outlet[list[Request]],
         limits: Callable[[str, str], BatchLimits],
         prefix: str,
-        metrics: Metrics,
-        clock: Clock,
+        instruments: Instruments,
     ) -> None:
         self._inlet = inlet
         self._answers = answers
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics, self._tracing, self._clock = instruments
         self._forming = Forming(limits, prefix)
         self._changed = asyncio.Event()
+        self._alarm_us: int | None = None
         self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._supply)
 
     async def run(self) -> None:
@@ -55,17 +54,27 @@ class BatcherService:
             for request in chunk:
                 self._forming.add(request)
             self.pulls.kick()
-            # Deadlines and delays may have come in that are earlier than what `_tidy` waits for.
-            self._changed.set()
+            self._rouse(self._clock())
 
-    def _supply(self, key: ModelKey | None) -> Batch | None:
+    def _supply(self, key: ModelKey | None, at_once: bool) -> Batch | None:
         now_us = self._clock()
-        batch = self._forming.next(key, now_us)
+        batch = self._forming.next(key, now_us, at_once=at_once)
         if batch is not None:
             self._metrics.formed(batch, now_us)
-        if self._forming.ended or (self._forming.draining and not self._forming):
-            self._changed.set()
+            if self._tracing is not None:
+                self._tracing.formed(batch, now_us)
+        self._rouse(now_us)
         return batch
+
+    def _rouse(self, now_us: int) -> None:
+        """Wake `_tidy` if there is something for it to do, or earlier than it knows of."""
+        forming = self._forming
+        if forming.ended or (forming.draining and not forming):
+            self._changed.set()
+            return
+        next_us = forming.next_event_us(now_us)
+        if next_us is not None and (self._alarm_us is None or next_us < self._alarm_us):
+            self._changed.set()
 
     async def _tidy(self) -> None:
         """Answer what ended while it waited, and wake pullers when a delay is over; ends when
@@ -78,13 +87,16 @@ class BatcherService:
             self.pulls.kick()
             ended, self._forming.ended = self._forming.ended, []
             if ended:
+                if self._tracing is not None:
+                    self._tracing.ended_waiting(ended, now_us)
                 await self._answers.send(ended)
             if self._forming.draining and not self._forming:
                 return
 
     async def _wait_changed(self) -> None:
-        next_us = self._forming.next_event_us()
-        timeout_s = None if next_us is None else max(0.0, (next_us - self._clock()) / 1e6)
+        now_us = self._clock()
+        self._alarm_us = self._forming.next_event_us(now_us)
+        timeout_s = None if self._alarm_us is None else (self._alarm_us - now_us) / 1e6
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

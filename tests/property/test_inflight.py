@@ -131,7 +131,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for name, committed in self.ledger.committable().items():
             partition = self.partitions[name]
             unanswered = partition.delivered - partition.answered
-            assert committed.offset <= min(unanswered, default=partition.position)
+            last = max(partition.delivered, default=-1)
+            assert committed.offset <= min(unanswered, default=last + 1)
             progress = Progress.from_committed(committed)
             assert not [offset for offset in unanswered if offset in progress]
 

@@ -1,0 +1,276 @@
+"""Batches are formed of what may go together, and nothing is lost or doubled on the way."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from headrace.errors import Code, Rejected
+from headrace.messages import Batch, Request
+from headrace.services.batcher.forming import Forming
+from tests.support.work import NOW_US, Limits, make_request, receipt_of
+
+MODELS = {
+    ("digits", "1"): Limits(max_batch_size=4, max_batch_bytes=1000),
+    ("digits", "2"): Limits(max_batch_size=1, max_batch_bytes=1000),
+    ("slow", "1"): Limits(max_batch_size=8, max_batch_bytes=100, max_queue_delay_ms=5),
+}
+
+
+class Kind(NamedTuple):
+    """What a generated request is like."""
+
+    key: tuple[str, str]
+    shape_class: tuple[int, ...]
+    rows: int
+    size_bytes: int
+    timeout_ms: int | None
+
+
+KINDS = st.builds(
+    Kind,
+    st.sampled_from([*MODELS, ("gone", "1")]),
+    st.sampled_from([(), (1,), (2, 3)]),
+    st.integers(1, 6),
+    st.integers(0, 130),
+    st.one_of(st.none(), st.integers(1, 20)),
+)
+
+
+def limits_of(name: str, version: str) -> Limits:
+    """As the registry answers."""
+    limits = MODELS.get((name, version))
+    if limits is None:
+        raise Rejected(Code.UNKNOWN_MODEL, f"{name}/{version}: there is none")
+    return limits
+
+
+class FormingMachine(RuleBasedStateMachine):
+    """Requests come, expire and become void while executors pull, in any order."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.now_us = NOW_US
+        self.forming = Forming(limits_of, "test")
+        self.waiting: dict[int, Request] = {}
+        self.batch_ids: set[str] = set()
+
+    @rule(kind=KINDS)
+    def add(self, kind: Kind) -> None:
+        request = make_request(
+            kind.key[0],
+            version=kind.key[1],
+            rows=kind.rows,
+            size_bytes=kind.size_bytes,
+            shape_class=kind.shape_class,
+            deadline_ms=0 if kind.timeout_ms is None else self.now_us // 1000 + kind.timeout_ms,
+            ingested_us=self.now_us,
+        )
+        self.forming.add(request)
+        self.waiting[request.offset] = request
+        self._take_ended()
+
+    @rule(by_us=st.integers(0, 10_000))
+    def time_passes(self, by_us: int) -> None:
+        self.now_us += by_us
+
+    @rule()
+    def expire(self) -> None:
+        self.forming.expire(self.now_us)
+        self._take_ended()
+
+    @rule(data=st.data())
+    def revoke(self, data: st.DataObject) -> None:
+        if self.waiting:
+            offset = data.draw(st.sampled_from(sorted(self.waiting)))
+            receipt_of(self.waiting[offset]).void = True
+
+    @rule(key=st.one_of(st.none(), st.sampled_from(sorted(MODELS))))
+    def pull(self, key: tuple[str, str] | None) -> None:
+        batch = self.forming.next(key, self.now_us)
+        self._take_ended()
+        if batch is not None:
+            assert key in (None, (batch.model, batch.version))
+            self._check(batch)
+
+    def _check(self, batch: Batch) -> None:
+        requests = batch.requests
+        limits = limits_of(batch.model, batch.version)
+        assert len({(one.model, one.version, one.shape_class) for one in requests}) == 1
+        assert batch.rows == sum(one.rows for one in requests)
+        if len(requests) > 1:
+            assert batch.rows <= limits.max_batch_size
+            assert sum(one.size_bytes for one in requests) <= limits.max_batch_bytes
+        assert batch.batch_id not in self.batch_ids
+        self.batch_ids.add(batch.batch_id)
+        for request in requests:
+            assert self.waiting.pop(request.offset) is request
+            assert not request.receipt.void
+            assert request.failure is None
+            assert request.formed_us == self.now_us
+            deadline_us = request.envelope.deadline_ms * 1000
+            assert not deadline_us or deadline_us > self.now_us
+
+    def _take_ended(self) -> None:
+        ended, self.forming.ended = self.forming.ended, []
+        for request in ended:
+            assert self.waiting.pop(request.offset) is request
+            assert request.failure is not None
+            allowed = {Code.DEADLINE_EXCEEDED, Code.UNKNOWN_MODEL}
+            assert request.receipt.void or request.failure.code in allowed
+
+    @invariant()
+    def it_knows_how_many_wait(self) -> None:
+        assert len(self.forming) == len(self.waiting)
+
+    @invariant()
+    def the_next_event_is_to_come(self) -> None:
+        next_us = self.forming.next_event_us(self.now_us)
+        assert next_us is None or next_us > self.now_us
+
+    def teardown(self) -> None:
+        """Draining, everything comes out."""
+        self.forming.draining = True
+        while (batch := self.forming.next(None, self.now_us)) is not None:
+            self._check(batch)
+        self._take_ended()
+        assert not self.waiting
+        assert len(self.forming) == 0
+
+
+TestForming = FormingMachine.TestCase
+TestForming.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+def formed(requests: Iterable[Request], limits: Limits, now_us: int = NOW_US) -> list[Batch]:
+    """All batches that may close now."""
+    forming = Forming(lambda _name, _version: limits, "test")
+    for request in requests:
+        forming.add(request)
+    batches = []
+    while (batch := forming.next(("digits", "1"), now_us)) is not None:
+        batches.append(batch)
+    return batches
+
+
+@given(st.lists(st.integers(1, 9), max_size=30))
+def test_rows_are_counted_and_a_request_stays_whole(rows: list[int]) -> None:
+    """In order of arrival; a batch closes before the request that would pass its limit."""
+    batches = formed([make_request(rows=number) for number in rows], Limits(max_batch_size=4))
+
+    assert [one.rows for batch in batches for one in batch.requests] == rows
+    for batch, following in pairwise(batches):
+        assert batch.rows + following.requests[0].rows > 4
+
+
+def test_a_request_over_the_limit_runs_alone() -> None:
+    """More rows, or more bytes, than a batch may have: it is not split and has no company."""
+    requests = [make_request(), make_request(rows=9), make_request(size_bytes=5000), make_request()]
+
+    batches = formed(requests, Limits(max_batch_size=4, max_batch_bytes=1000))
+
+    assert [batch.requests for batch in batches] == [[request] for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("limits", "count", "reason"),
+    [
+        (Limits(max_batch_size=4), 3, "idle"),
+        (Limits(max_batch_size=4), 4, "full"),
+        (Limits(max_batch_size=4), 5, "full"),
+        (Limits(max_batch_size=9, max_batch_bytes=25), 3, "bytes"),
+        (Limits(max_batch_size=4, max_queue_delay_ms=5), 4, "full"),
+    ],
+)
+def test_a_batch_says_why_it_closed(limits: Limits, count: int, reason: str) -> None:
+    """Full, out of bytes, or nothing more was there."""
+    assert formed([make_request() for _ in range(count)], limits)[0].reason == reason
+
+
+def test_a_delay_is_waited_for_and_no_longer() -> None:
+    """With `max_queue_delay_ms` a batch that is not full closes when its first request is due."""
+    forming = Forming(lambda _name, _version: Limits(max_queue_delay_ms=5), "test")
+    forming.add(make_request(ingested_us=NOW_US))
+    forming.add(make_request(ingested_us=NOW_US + 3000))
+    key = ("digits", "1")
+
+    assert forming.next(key, NOW_US + 4999) is None
+    assert forming.next_event_us(NOW_US + 4999) == NOW_US + 5000
+    batch = forming.next(key, NOW_US + 5000)
+    assert batch is not None
+    assert (batch.reason, len(batch.requests)) == ("delay", 2)
+
+
+def test_a_model_that_is_let_go_hands_out_what_would_have_waited() -> None:
+    """An instance that serves no longer takes the rest without the delay: nobody else would."""
+    forming = Forming(lambda _name, _version: Limits(max_queue_delay_ms=1000), "test")
+    forming.add(make_request())
+
+    assert forming.next(("digits", "1"), NOW_US) is None
+    assert forming.next(("digits", "1"), NOW_US, at_once=True) is not None
+
+
+def test_the_oldest_goes_first_whatever_its_shape() -> None:
+    """Groups take turns by their first request's age, so that no shape starves."""
+    forming = Forming(lambda _name, _version: Limits(max_batch_size=1), "test")
+    requests = [
+        make_request(shape_class=(number % 3,), ingested_us=NOW_US + number) for number in range(9)
+    ]
+    for request in requests:
+        forming.add(request)
+
+    order = []
+    while (batch := forming.next(None, NOW_US + 100)) is not None:
+        order += batch.requests
+    assert order == requests
+
+
+def requests_alive() -> int:
+    """How many requests the interpreter holds."""
+    gc.collect()
+    return sum(type(one) is Request for one in gc.get_objects())
+
+
+def test_a_request_that_has_left_is_not_kept_until_its_deadline() -> None:
+    """Deadlines may be hours off; only what waits takes memory."""
+    forming = Forming(lambda _name, _version: Limits(), "test")
+    before = requests_alive()
+
+    for _ in range(1000):
+        forming.add(make_request(deadline_ms=NOW_US // 1000 + 3_600_000))
+        assert forming.next(None, NOW_US) is not None
+
+    assert requests_alive() - before < 100
+
+
+def test_a_request_that_has_expired_is_not_kept_behind_one_that_waits() -> None:
+    """While nobody pulls, requests that end behind a patient one leave all the same."""
+    forming = Forming(lambda _name, _version: Limits(), "test")
+    forming.add(make_request())
+    before = requests_alive()
+
+    for number in range(1000):
+        forming.add(make_request(deadline_ms=NOW_US // 1000 + number + 1))
+        forming.expire(NOW_US + number * 1000 + 1000)
+        forming.ended.clear()
+
+    assert requests_alive() - before < 100
+
+
+@pytest.mark.timeout(20)
+def test_many_shapes_do_not_make_each_batch_slow() -> None:
+    """20,000 requests of 20,000 shapes are formed in seconds: a pull does not look at them all."""
+    requests = [
+        make_request(shape_class=(number,), ingested_us=NOW_US + number) for number in range(20_000)
+    ]
+
+    batches = formed(requests, Limits(), NOW_US + 20_000)
+
+    assert len(batches) == len(requests)

@@ -1,0 +1,82 @@
+"""Requests as the stages pass them on, with receipts that say what became of them."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from headrace.messages import Envelope, Request
+from headrace.tensors import from_array
+
+NOW_US = 1_700_000_000_000_000
+
+_offsets = count()
+
+
+class TestReceipt:
+    """What the log is owed for one record, without a log."""
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self.void = False
+        self.settled = 0
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+class Limits(NamedTuple):
+    """What a model allows of its batches."""
+
+    max_batch_size: int = 4
+    max_batch_bytes: int = 1000
+    max_queue_delay_ms: float = 0.0
+
+
+def make_request(
+    model: str = "digits",
+    *,
+    version: str = "1",
+    rows: int = 1,
+    size_bytes: int = 10,
+    shape_class: tuple[int, ...] = (64,),
+    deadline_ms: int = 0,
+    ingested_us: int = NOW_US,
+    inputs: dict[str, NDArray[Any]] | None = None,
+    envelope: Envelope | None = None,
+) -> Request:
+    """A request that ingest has let through."""
+    offset = next(_offsets)
+    envelope = envelope or Envelope(deadline_ms=deadline_ms)
+    origin = (0, offset, offset - 1, ingested_us // 1000)
+    request = Request(TestReceipt(), origin, b"key", b"value", [], envelope)
+    request.model, request.version = model, version
+    request.rows, request.size_bytes, request.shape_class = rows, size_bytes, shape_class
+    request.ingested_us = ingested_us
+    request.inputs = tuple(from_array(name, array) for name, array in (inputs or {}).items())
+    return request
+
+
+def receipt_of(request: Request) -> TestReceipt:
+    """The receipt of a request of `make_request`."""
+    receipt = request.receipt
+    assert isinstance(receipt, TestReceipt)
+    return receipt
+
+
+class Tray:
+    """An outlet that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.closed = False
+
+    async def send(self, chunk: list[Request]) -> None:
+        assert not self.closed
+        self.requests += chunk
+
+    def close(self) -> None:
+        self.closed = True
