@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.log.port import Committed, Consumer, Fenced, Log, LogRefused, Record, TopicPartition
+from headrace.log.port import (
+    Committed,
+    Consumer,
+    Fenced,
+    Log,
+    LogRefused,
+    Record,
+    TopicInfo,
+    TopicPartition,
+)
 from tests.contract.conftest import MakeTopic
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, read, values, write_to
@@ -259,6 +268,20 @@ async def test_a_commit_carries_its_metadata(
         expected = {committed: Committed(5, "answered: 7,9 é"), other: None}
         assert await member.committed([committed, other]) == expected
     assert await log.committed(unique_name, [committed, other]) == expected
+
+
+async def test_a_member_may_commit_for_a_topic_that_it_does_not_subscribe_to(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Its membership is what counts; so a group can remember a place elsewhere as well."""
+    (partition,) = await make_topic()
+    other = TopicPartition(f"{unique_name}-other", 0)
+    await log.create_topics([TopicInfo(other.topic, 1, {})], replication_factor=1)
+    listener = RecordingListener()
+    async with log.member(unique_name, [partition.topic], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held == {partition})
+        await member.commit({partition: Committed(0), other: Committed(3, "open")})
+    assert (await log.committed(unique_name, [other]))[other] == Committed(3, "open")
 
 
 async def test_a_group_that_never_was_has_committed_nothing(

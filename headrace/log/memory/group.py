@@ -123,8 +123,12 @@ class Group:
     ) -> None:
         """Commit for a member; allowed until it has joined the next rebalance.
 
+        As on Kafka, a member may commit for topics that it does not subscribe to: membership is
+        what is checked.
+
         Raises:
-            Fenced: it is no member any more, its generation is over, or a partition is not its.
+            Fenced: it is no member any more, its generation is over, or a partition of a topic
+                that it subscribes to is not its.
             LogRefused: an offset's metadata is longer than Kafka takes.
         """
         self.expire(now)
@@ -139,8 +143,10 @@ class Group:
             raise Fenced(f"{member_id} is no member any more: its session was lost")
         if generation != self.generation or member.joined:
             raise Fenced(f"generation {generation} of {member_id} is over")
-        if not offsets.keys() <= member.share:
-            strangers = sorted(offsets.keys() - member.share)
+        strangers = sorted(
+            each for each in offsets.keys() - member.share if each.topic in member.topics
+        )
+        if strangers:
             raise Fenced(f"not assigned to {member_id}: {', '.join(map(str, strangers))}")
         self.committed.update(offsets)
 
