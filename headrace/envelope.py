@@ -31,6 +31,7 @@ MAX_HEADER_BYTES = 512
 """Of each header that is parsed; those that are only passed on may be longer."""
 
 _CLOUDEVENTS = "application/cloudevents"
+_MAX_COUNT = 4  # digits of a number of attempts
 _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
 _INT32 = struct.Struct(">i")
 _INT64 = struct.Struct(">q")
@@ -269,9 +270,11 @@ def dead_letter_headers(
     """The headers of a dead letter: the request's, untouched, and where and why it failed.
 
     Those of an earlier failure are replaced, so that they do not pile up when a letter is sent
-    again. The `kafka_dlt-*` ones have the form that Spring's `DeadLetterPublishingRecoverer`
+    again; only `x-attempt` goes on from what the request says, which a redrive has counted up.
+    The `kafka_dlt-*` ones have the form that Spring's `DeadLetterPublishingRecoverer`
     gives them: the topic as text, numbers big-endian (int32 or int64).
     """
+    attempt = dict(request.headers).get("x-attempt") or b""
     kept = [header for header in request.headers if not _is_of_dead_letter(header[0])]
     return [
         *kept,
@@ -282,7 +285,7 @@ def dead_letter_headers(
         ("kafka_dlt-exception-fqcn", str(failure.code).encode()),
         ("kafka_dlt-exception-message", failure.message.encode()),
         ("x-stage", failure.stage.encode()),
-        ("x-attempt", b"1"),
+        ("x-attempt", attempt if attempt.isdigit() and len(attempt) <= _MAX_COUNT else b"1"),
     ]
 
 

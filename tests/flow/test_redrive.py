@@ -1,0 +1,193 @@
+"""Dead letters are sent again, each once, and answered where the first answer was wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.codec import decode_response
+from headrace.codec.client import Answer
+from headrace.deadletters import Order, Redrive, Selection, read_letters
+from headrace.deadletters.ownership import RedriveUnderWay
+from headrace.errors import ConfigurationError
+from headrace.log.memory import MemoryLog
+from headrace.log.port import LogUnavailable, NewRecord, TopicPartition
+from headrace.pipeline import Pipeline, running
+from headrace.topics import Topic
+from tests.support.conditions import eventually
+from tests.support.dead_letters import (
+    CORRELATION_ID,
+    ROWS,
+    STRICT_BYTES,
+    create_topics,
+    large_request,
+    letter_headers,
+    make_dead_letter,
+    records_of,
+    reply_topic,
+    serving,
+)
+from tests.support.logs import RecordingListener, polling, read, write_to
+
+
+async def test_a_redriven_letter_is_answered_where_its_first_answer_was_wanted(
+    tmp_path: Path,
+) -> None:
+    """After the limit is raised: same reply topic, same correlation id, the caller's headers."""
+    strict = serving(tmp_path, "headrace", STRICT_BYTES)
+    async with MemoryLog() as log:
+        await create_topics(log, strict)
+        await make_dead_letter(log, strict, large_request(strict))
+        raised = serving(tmp_path, "headrace", 4096)
+        replies = TopicPartition(reply_topic(raised), 0)
+        async with log.reader([replies]) as reader, running(Pipeline(raised, log)):
+            tally = await Redrive(log, raised, Order()).run()
+            (answer,) = await read(reader, 1)
+
+    assert tally.sent == {"TOO_LARGE": 1}
+    assert dict(answer.headers)["kafka_correlationId"] == CORRELATION_ID
+    assert dict(answer.headers)["order-line"] == b"of the caller's"
+    decoded = decode_response(answer.headers, answer.value)
+    assert isinstance(decoded, Answer)
+    assert decoded.id == "7"
+    np.testing.assert_allclose(decoded.outputs["scores"][:, 1], np.full(ROWS, 32.0))
+
+
+async def _letters(log: MemoryLog, tmp_path: Path, *headers: dict[str, bytes]) -> None:
+    settings = serving(tmp_path, "headrace", 4096)
+    await create_topics(log, settings)
+    letters = TopicPartition(settings.topic(Topic.DEAD_LETTERS), 1)
+    records = [NewRecord(b"k", b"v%d" % n, list(each.items())) for n, each in enumerate(headers)]
+    await write_to(log, letters, *records)
+
+
+async def test_a_second_redrive_sends_nothing(tmp_path: Path) -> None:
+    """What was redriven is remembered in the log, not in the process."""
+    settings = serving(tmp_path, "headrace", 4096)
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 3)
+        first = await Redrive(log, settings, Order()).run()
+        second = await Redrive(log, settings, Order()).run()
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert (first.sent.total(), second.sent.total(), second.done_before) == (3, 0, 3)
+    assert [record.value for record in sent] == [b"v0", b"v1", b"v2"]
+
+
+async def test_only_what_is_selected_is_sent_and_the_rest_later(tmp_path: Path) -> None:
+    """Letters between those that are done stay to be redriven."""
+    settings = serving(tmp_path, "headrace", 4096)
+    codes = (b"TOO_LARGE", b"UNKNOWN_MODEL", b"TOO_LARGE", b"UNKNOWN_MODEL")
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, *[letter_headers("t", 1, 5, code=code) for code in codes])
+        unknown = Order(Selection(codes=frozenset({"UNKNOWN_MODEL"})))
+        await Redrive(log, settings, unknown).run()
+        rest = await Redrive(log, settings, Order()).run()
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert rest.sent == {"TOO_LARGE": 2}
+    assert [record.value for record in sent] == [b"v1", b"v3", b"v0", b"v2"]
+
+
+async def test_a_dry_run_sends_and_remembers_nothing(tmp_path: Path) -> None:
+    """It counts what would be sent, and so does the next one."""
+    settings = serving(tmp_path, "headrace", 4096)
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, letter_headers("t", 1, 5))
+        tallies = [await Redrive(log, settings, Order(dry_run=True)).run() for _ in range(2)]
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert [tally.sent.total() for tally in tallies] == [1, 1]
+    assert sent == []
+
+
+async def test_what_is_discarded_is_never_sent(tmp_path: Path) -> None:
+    """It counts as done."""
+    settings = serving(tmp_path, "headrace", 4096)
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, letter_headers("t", 1, 5))
+        discarded = await Redrive(log, settings, Order(discard=True)).run()
+        after = await Redrive(log, settings, Order()).run()
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert (discarded.sent.total(), after.done_before) == (1, 1)
+    assert sent == []
+
+
+async def test_a_transform_changes_what_is_sent_and_may_leave_a_letter(tmp_path: Path) -> None:
+    """None leaves it to be redriven another time; identities are put on after the transform."""
+    settings = serving(tmp_path, "headrace", 4096)
+
+    def transform(record: NewRecord) -> NewRecord | None:
+        return None if record.value == b"v0" else record._replace(value=b"mended", headers=[])
+
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, *[letter_headers("headrace.requests", 0, 5)] * 2)
+        tally = await Redrive(log, settings, Order(transform=transform)).run()
+        rest = await Redrive(log, settings, Order()).run()
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert (tally.sent.total(), tally.left, rest.sent.total()) == (1, 1, 1)
+    assert [record.value for record in sent] == [b"mended", b"v0"]
+    assert dict(sent[0].headers)["x-replay-of"] == b"headrace.requests/0/5"
+    assert dict(sent[0].headers)["x-replay-letter"] == b"headrace.dead-letters/1/1"
+
+
+async def test_a_letter_that_fails_again_counts_its_attempts(tmp_path: Path) -> None:
+    """And goes on naming the request that failed first."""
+    strict = serving(tmp_path, "headrace", STRICT_BYTES)
+    async with MemoryLog() as log:
+        await create_topics(log, strict)
+        await make_dead_letter(log, strict, large_request(strict))
+        letters = TopicPartition(strict.topic(Topic.DEAD_LETTERS), 1)
+        async with log.reader([letters]) as reader, running(Pipeline(strict, log)):
+            await Redrive(log, strict, Order()).run()
+            await read(reader, 1)
+        again = [each async for each in read_letters(log, letters.topic, Selection())]
+
+    assert [letter.attempt for letter in again] == [1, 2]
+    assert dict(again[1].record.headers)["x-replay-of"] == b"headrace.requests/1/0"
+
+
+async def test_what_a_killed_run_has_sent_is_not_sent_again(tmp_path: Path) -> None:
+    """It could not commit any more; the next run finds the copies among the requests."""
+    settings = serving(tmp_path, "headrace", 4096)
+    async with MemoryLog(request_timeout_s=0.05) as log:
+        await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 3)
+
+        def from_now_on_no_commit_is_answered(record: NewRecord) -> NewRecord:
+            log.faults.hold_commits()
+            return record
+
+        with pytest.raises(LogUnavailable):
+            await Redrive(log, settings, Order(transform=from_now_on_no_commit_is_answered)).run()
+        log.faults.release_commits()
+        next_run = await Redrive(log, settings, Order()).run()
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert (next_run.sent.total(), next_run.done_before) == (0, 3)
+    assert len(sent) == 3
+
+
+async def test_two_redrives_at_once_are_refused(tmp_path: Path) -> None:
+    """Whoever does not have every partition sends nothing."""
+    settings = serving(tmp_path, "headrace", 4096)
+    listener = RecordingListener()
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, letter_headers("t", 1, 5))
+        other = log.member("headrace.redrive", ["headrace.dead-letters"], listener)
+        async with other, polling(other, []):
+            await eventually(lambda: listener.held)
+            with pytest.raises(RedriveUnderWay):
+                await Redrive(log, settings, Order()).run()
+        assert await records_of(log, "headrace.requests", 2) == []
+
+
+async def test_a_topic_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Before anything is joined or sent."""
+    settings = serving(tmp_path, "headrace", 4096)
+    async with MemoryLog() as log:
+        with pytest.raises(ConfigurationError, match=r"headrace\.dead-letters: expected a topic"):
+            await Redrive(log, settings, Order()).run()
