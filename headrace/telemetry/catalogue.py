@@ -109,7 +109,7 @@ RUNS = (
         "headrace_copy_duration_seconds",
         "histogram",
         _MODEL,
-        "Gathering the inputs of one run and sharing out its outputs.",
+        "Gathering the inputs of one run into its arrays.",
     ),
     Spec("headrace_compute_duration_seconds", "histogram", _MODEL, "One run of a model."),
     Spec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
@@ -253,6 +253,28 @@ PARTITIONS = (
     ),
 )
 
+TRACES = (
+    Spec("headrace_trace_spans", "counter", (), "Spans that the collector has taken."),
+    Spec(
+        "headrace_trace_spans_dropped",
+        "counter",
+        (),
+        "Spans lost: the queue was full, or no collector took them.",
+    ),
+    Spec(
+        "headrace_trace_links_dropped",
+        "counter",
+        (),
+        "Links left out of spans, over OTEL_SPAN_LINK_COUNT_LIMIT.",
+    ),
+    Spec(
+        "headrace_trace_export_failures",
+        "counter",
+        (),
+        "Exports of spans that no collector took.",
+    ),
+)
+
 PROCESS = (
     Spec(
         "headrace_event_loop_lag_seconds",
@@ -278,7 +300,7 @@ PROCESS = (
 
 CATALOGUE: dict[str, Spec] = {
     spec.name: spec
-    for part in (REQUESTS, RUNS, ENDS, READING, COMMITS, PARTITIONS, PROCESS)
+    for part in (REQUESTS, RUNS, ENDS, READING, COMMITS, PARTITIONS, TRACES, PROCESS)
     for spec in part
 }
 """All of Headrace's own metrics, by the names of their families."""

@@ -2,30 +2,69 @@
 
 Lines of other libraries (aiokafka, asyncio) take the same form. An event's name is a constant
 here, so that it can be searched for and alarmed on; what differs from case to case is a field.
+Warnings and errors that come too often are held back, see `headrace.telemetry.flood`; the next
+line of the kind says how many in `suppressed`.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 
+from headrace.telemetry.flood import Flood
+
 if TYPE_CHECKING:
-    from structlog.typing import Processor
+    from structlog.typing import EventDict, Processor
 
 
 class Event(StrEnum):
-    """The names of log events that more than one module, or an operator's alarm, relies on."""
+    """The names of all events that Headrace logs; those of requests are in `request_log`."""
 
     STARTING = "process.starting"
     READY = "process.ready"
     DRAINING = "process.draining"
     STOPPED = "process.stopped"
     FAILED = "process.failed"
+    STUCK = "process.stuck"
+    DRAIN_INCOMPLETE = "drain.incomplete"
+
+    REQUEST = "request"
+    REQUEST_EXPIRED = "request.expired"
+    REQUEST_REFUSED = "request.refused"
+    REQUEST_FAILED = "request.failed"
+    RUN_RETRIED = "run.retried"
+    INLINE_RUN_CUT_OFF = "run.inline_cut_off"
+    ANSWER_TOO_LARGE = "answer.too_large"
+    DEAD_LETTER_TOO_LARGE = "dead_letter.too_large"
+    REPLY_TOPIC_UNKNOWN = "reply_topic.lookup_failed"
+    INTERNAL_RECORD_UNREADABLE = "internal_record.unreadable"
+
+    MODEL_READY = "model.ready"
+    MODEL_FAILED = "model.failed"
+    MODELS_RELOADED = "models.reloaded"
+    MODELS_RELOAD_FAILED = "models.reload_failed"
+    MODELS_RELOAD_REFUSED = "models.reload_refused"
+
+    ASSIGNED = "partitions.assigned"
+    REVOKED = "partitions.revoked"
+    ASSIGNMENT_DELAYED = "partitions.assignment_delayed"
+    SEEK_DELAYED = "partitions.seek_delayed"
+    RECORDS_SKIPPED = "records.skipped"
+    POSITION_BEYOND_END = "position.beyond_end"
+    READING_CUT_OFF = "reading.cut_off"
+    END_UNKNOWN = "end_offsets.unknown"
+    COMMIT_FAILED = "commit.failed"
+    COMMIT_REFUSED = "commit.refused"
+    SEND_FAILED = "send.failed"
+    SEND_RETRIED = "send.retried"
+
+    TRACE_EXPORT_FAILED = "trace_export.failed"
 
 
 _LEVELS: Mapping[str, int] = {
@@ -39,8 +78,11 @@ _CHATTY = ("aiokafka", "aiohttp.access", "asyncio")
 """Loggers whose info lines repeat what Headrace's own events and metrics say."""
 
 
-def configure_logging(level: str, stream: TextIO | None = None) -> None:
+def configure_logging(level: str, stream: TextIO | None = None) -> Flood:
     """Set up logging for the process; call it once, where the process starts.
+
+    Returns:
+        What holds lines back, and counts them.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
@@ -51,6 +93,7 @@ def configure_logging(level: str, stream: TextIO | None = None) -> None:
     """
     stream = stream if stream is not None else sys.stderr
     threshold = _LEVELS[level]
+    flood = Flood()
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -60,6 +103,7 @@ def configure_logging(level: str, stream: TextIO | None = None) -> None:
     ]
     structlog.configure(
         processors=[
+            _Sieve(flood).sift,
             *shared,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
@@ -68,6 +112,7 @@ def configure_logging(level: str, stream: TextIO | None = None) -> None:
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(stream)
+    handler.addFilter(_Sieve(flood))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -86,6 +131,34 @@ def configure_logging(level: str, stream: TextIO | None = None) -> None:
         logging.getLogger(name).setLevel(
             threshold if threshold == logging.DEBUG else max(threshold, logging.WARNING)
         )
+    return flood
+
+
+class _Sieve(logging.Filter):
+    """Holds back what floods: our own lines before they cost anything, others' when they come."""
+
+    def __init__(self, flood: Flood) -> None:
+        super().__init__()
+        self._flood = flood
+
+    def sift(self, logger: Any, method: str, line: EventDict) -> EventDict:
+        """For our own lines: a processor of structlog."""
+        if _LEVELS.get(method, logging.ERROR) >= logging.WARNING:
+            suppressed = self._flood.admit(str(line["event"]), time.monotonic())
+            if suppressed is None:
+                raise structlog.DropEvent
+            if suppressed:
+                line["suppressed"] = suppressed
+        return line
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """For lines of libraries, whose kind is their text before its arguments are put in."""
+        if isinstance(record.msg, dict) or record.levelno < logging.WARNING:
+            return True
+        suppressed = self._flood.admit(f"{record.name}: {record.msg}", time.monotonic())
+        if suppressed:
+            record.suppressed = suppressed
+        return suppressed is not None
 
 
 def _rendering(*, for_people: bool) -> list[Processor]:

@@ -1,63 +1,44 @@
-"""Prometheus metrics of one process.
+"""What a process counts, as methods that say what happened.
 
-Counters and gauges are the Prometheus client's. Histograms that see every request are our own
-accumulators, filled a chunk at a time and read at a scrape: an observation must not cost a lock.
-
-Labels are bounded: models and versions are the repository's, codes and reasons are fixed sets.
+The names, types and labels are in `headrace.telemetry.catalogue`. What every request or batch
+passes through is counted in bulk, a chunk at a time; what is rare is the Prometheus client's own.
+Gauges are not kept here: they are read from where they are known when somebody asks, see
+`headrace.telemetry.state`.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter as Tally
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter
 
+from headrace.errors import Code, Retriable
+from headrace.log.port import Fenced
 from headrace.messages import Batch, Request
+from headrace.telemetry.bulk import BulkCounter, BulkHistogram
+from headrace.telemetry.catalogue import CATALOGUE, ROWS, SECONDS
 
-_SECONDS = (
-    *(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
-    *(0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+_FAILED = frozenset({Code.MODEL_FAILED, Code.INTERNAL})
+_times = attrgetter("model", "version", "timestamp_ms", "ingested_us", "formed_us")
+
+_TIMES = (
+    *("request_duration", "log_wait", "queue_wait", "batch_wait"),
+    *("copy_duration", "compute_duration", "answer_duration"),
 )
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-class BulkHistogram(Collector):
-    """A histogram without a lock, filled from one thread; `bounds` are upper, in its unit."""
-
-    def __init__(self, name: str, documentation: str, label: str, bounds: Sequence[float]) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._label = label
-        self._bounds = tuple(bounds)
-        self._series: dict[str, tuple[list[int], list[float]]] = {}
-
-    def observe(self, label: str, values: Iterable[float]) -> None:
-        """Add observations to the series of a label value."""
-        series = self._series.get(label)
-        if series is None:
-            series = self._series[label] = ([0] * (len(self._bounds) + 1), [0.0])
-        counts, total = series
-        bounds = self._bounds
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            total[0] += value
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Called by a scrape."""
-        family = HistogramMetricFamily(self._name, self._documentation, labels=[self._label])
-        for label, (counts, total) in list(self._series.items()):
-            cumulated = 0
-            buckets: list[tuple[str, float]] = []
-            for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
-                cumulated += count
-                buckets.append(("+Inf" if bound == float("inf") else repr(bound), cumulated))
-            family.add_metric([label], buckets, total[0])
-        yield family
+def outcome_of(code: str) -> str:
+    """The outcome that a code belongs to: `ok`, `expired`, `refused` or `failed`."""
+    if code == "ok":
+        return "ok"
+    if code == Code.DEADLINE_EXCEEDED:
+        return "expired"
+    return "failed" if code in _FAILED else "refused"
 
 
 class Metrics:
@@ -65,120 +46,179 @@ class Metrics:
 
     Args:
         registry: where they are registered; a process has one, a test makes its own.
+
+    Attributes:
+        duplicates, void, bisections, unkept, unanswered, skipped: counters without labels.
+        loop_lag: see `headrace.telemetry.loop_lag`.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self._answer_children: dict[tuple[str, str, str], Counter] = {}
-        self._register_requests()
-        self._register_ends()
-        self._register_reading()
+        self._requests = self._bulk_counter("requests")
+        self._batches = self._bulk_counter("batches")
+        self._rows = self._bulk_counter("rows")
+        self._durations = {name: self._bulk(f"{name}_seconds", SECONDS) for name in _TIMES}
+        self._slack = self._bulk("answer_slack_seconds", SECONDS)
+        self._batch_rows = self._bulk("batch_rows", ROWS)
+        self._commit = self._bulk("commit_duration_seconds", SECONDS)
+        self.loop_lag = self._bulk("event_loop_lag_seconds", SECONDS)
+        self._register_rare()
 
-    def _register_requests(self) -> None:
-        self._answers = self._counter(
-            "answers", "Answers acknowledged, by outcome.", "model", "version", "code"
-        )
-        self._end_to_end = self._bulk(
-            "end_to_end_seconds", "From the request record's timestamp to its answer.", _SECONDS
-        )
-        self._queue = self._bulk(
-            "queue_seconds", "From ingest to the closing of the batch.", _SECONDS
-        )
-        self._compute = self._bulk("compute_seconds", "One run of a model.", _SECONDS)
-        self._batch_rows = self._bulk("batch_rows", "Rows in a batch.", _ROWS)
-        self._batches = self._counter(
-            "batches", "Batches formed, by why they closed.", "model", "reason"
-        )
+    def _register_rare(self) -> None:
+        self._expired = self._counter("expired_requests")
+        self._refused = self._counter("refused_requests")
+        self._dead_letters = self._counter("dead_letters")
+        self._retries = self._counter("retries")
+        self._commit_failures = self._counter("commit_failures")
+        self._rebalances = self._counter("rebalances")
+        self.duplicates = self._counter("duplicates")
+        self.void = self._counter("void")
+        self.bisections = self._counter("bisections")
+        self.unkept = self._counter("unkept_dead_letters")
+        self.unanswered = self._counter("unanswered")
+        self.skipped = self._counter("skipped")
 
-    def _register_ends(self) -> None:
-        self._dead_letters = self._counter("dead_letters", "Requests kept as dead letters.", "code")
-        self.duplicates = self._counter("duplicates", "Results whose request was answered already.")
-        self.void = self._counter("void", "Requests dropped because their partition was revoked.")
-        self.bisections = self._counter("bisections", "Batches that failed and were halved.")
-        self.unkept = self._counter(
-            "unkept_dead_letters", "Dead letters too large for their topic."
-        )
-        self.unanswered = self._counter(
-            "unanswered", "Requests whose answer topic takes not even an error record."
-        )
+    def _counter(self, name: str) -> Counter:
+        spec = CATALOGUE[f"headrace_{name}"]
+        return Counter(spec.name, spec.meaning, spec.labels, registry=self.registry)
 
-    def _register_reading(self) -> None:
-        self._in_flight_bytes = self._gauge("in_flight_bytes", "Bytes of requests in flight.")
-        self._budget_bytes = self._gauge("in_flight_limit_bytes", "The budget for bytes in flight.")
-        self._paused = self._gauge("paused", "1 while reading is paused.")
-        self._assigned = self._gauge("assigned_partitions", "Partitions that are ours now.")
-        self._rebalances = self._counter("rebalances", "Assignments received.")
-        self._commit_seconds = Histogram(
-            "headrace_commit_seconds",
-            "How long a commit took, failed ones included.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
+    def _bulk_counter(self, name: str) -> BulkCounter:
+        counter = BulkCounter(CATALOGUE[f"headrace_{name}"])
+        self.registry.register(counter)
+        return counter
 
-    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
-        return Counter(f"headrace_{name}", documentation, labels, registry=self.registry)
-
-    def _gauge(self, name: str, documentation: str) -> Gauge:
-        return Gauge(f"headrace_{name}", documentation, registry=self.registry)
-
-    def _bulk(self, name: str, documentation: str, bounds: Sequence[float]) -> BulkHistogram:
-        histogram = BulkHistogram(f"headrace_{name}", documentation, "model", bounds)
+    def _bulk(self, name: str, bounds: Sequence[float]) -> BulkHistogram:
+        histogram = BulkHistogram(CATALOGUE[f"headrace_{name}"], bounds)
         self.registry.register(histogram)
         return histogram
 
-    def answered(self, requests: Sequence[Request], now_us: int) -> None:
-        """These requests' answers are acknowledged."""
-        per_outcome: dict[tuple[str, str, str], int] = {}
-        latencies: dict[str, list[float]] = {}
+    # --- requests and batches -------------------------------------------------------------------
+
+    def answered(self, requests: Sequence[Request], began_us: int, now_us: int) -> None:
+        """These requests' answers are acknowledged.
+
+        Args:
+            requests: a chunk.
+            began_us: when the responder began with them, in epoch microseconds.
+            now_us: when they were acknowledged.
+        """
+        fine = [request for request in requests if request.failure is None]
+        # Requests of a chunk were read together and ran together: few times are different.
+        for (model, version, *times), count in Tally(map(_times, fine)).items():
+            self._requests.add((model, version, "ok", "ok"), count)
+            self._observe_times(model, times, now_us, count)
+        if len(fine) != len(requests):
+            self._failed([each for each in requests if each.failure is not None], now_us)
+        for model, count in Tally(map(_known_model, requests)).items():
+            answer_s = max(0, now_us - began_us) / 1e6
+            self._durations["answer_duration"].observe((model,), answer_s, count)
+        for request in requests:
+            if request.envelope.deadline_ms:
+                slack_s = max(0.0, request.envelope.deadline_ms / 1e3 - now_us / 1e6)
+                self._slack.observe((_known_model(request),), slack_s)
+            if request.trace is not None:
+                self._show(request, now_us)
+
+    def _failed(self, requests: Sequence[Request], now_us: int) -> None:
         for request in requests:
             failure = request.failure
-            # A version stands there only once the request was bound to a model that exists.
-            model = request.model if request.version else ""
-            outcome = (model, request.version, "ok" if failure is None else failure.code)
-            per_outcome[outcome] = per_outcome.get(outcome, 0) + 1
-            elapsed_s = (now_us - request.timestamp_ms * 1000) / 1e6
-            latencies.setdefault(model, []).append(max(0.0, elapsed_s))
-        for outcome, count in per_outcome.items():
-            child = self._answer_children.get(outcome)
-            if child is None:
-                child = self._answer_children[outcome] = self._answers.labels(*outcome)
-            child.inc(count)
-        for model, values in latencies.items():
-            self._end_to_end.observe(model, values)
+            assert failure is not None
+            model, outcome = _known_model(request), outcome_of(failure.code)
+            self._requests.add((model, request.version, outcome, failure.code))
+            if outcome == "expired":
+                self._expired.labels(failure.stage).inc()
+            elif outcome == "refused":
+                self._refused.labels(failure.stage, failure.code).inc()
+            times = (request.timestamp_ms, request.ingested_us, request.formed_us)
+            self._observe_times(model, times, now_us, 1)
 
-    def formed(self, batch: Batch, now_us: int) -> None:
-        """A batch has closed."""
-        self._batches.labels(batch.model, batch.reason).inc()
-        self._batch_rows.observe(batch.model, (batch.rows,))
-        self._queue.observe(
-            batch.model,
-            [max(0, now_us - request.ingested_us) / 1e6 for request in batch.requests],
+    def _observe_times(self, model: str, times: Sequence[int], now_us: int, count: int) -> None:
+        labels = (model,)
+        timestamp_ms, ingested_us, formed_us = times
+        written_us = timestamp_ms * 1000
+        # The clocks of machines differ: no time is taken for less than none.
+        self._durations["request_duration"].observe(
+            labels, max(0, now_us - written_us) / 1e6, count
         )
+        self._durations["log_wait"].observe(labels, max(0, ingested_us - written_us) / 1e6, count)
+        if formed_us:
+            queued_s = max(0, formed_us - ingested_us) / 1e6
+            self._durations["queue_wait"].observe(labels, queued_s, count)
 
-    def computed(self, model: str, seconds: float) -> None:
-        """A model has run."""
-        self._compute.observe(model, (seconds,))
+    def _show(self, request: Request, now_us: int) -> None:
+        """Make a sampled request the example of its buckets."""
+        assert request.trace is not None
+        labels, trace_id = (_known_model(request),), f"{request.trace.trace_id:032x}"
+        at_s, written_us = now_us / 1e6, request.timestamp_ms * 1000
+        self._durations["request_duration"].show(
+            labels, max(0, now_us - written_us) / 1e6, trace_id, at_s
+        )
+        if request.formed_us:
+            queued_s = max(0, request.formed_us - request.ingested_us) / 1e6
+            self._durations["queue_wait"].show(labels, queued_s, trace_id, at_s)
+            self._durations["compute_duration"].show(
+                labels, request.compute_us / 1e6, trace_id, at_s
+            )
+
+    def formed(self, batch: Batch) -> None:
+        """A batch has closed."""
+        self._batches.add((batch.model, batch.reason))
+        self._batch_rows.observe((batch.model,), batch.rows)
+
+    def ran(self, model: str, rows: int, *, wait_us: int, copy_us: int, compute_us: int) -> None:
+        """A model has run.
+
+        Args:
+            model: its name.
+            rows: how many.
+            wait_us: from when the batch closed until the executor began with it.
+            copy_us: gathering the inputs.
+            compute_us: the run itself.
+        """
+        labels = (model,)
+        self._rows.add(labels, rows)
+        self._durations["batch_wait"].observe(labels, max(0, wait_us) / 1e6)
+        self._durations["copy_duration"].observe(labels, max(0, copy_us) / 1e6)
+        self._durations["compute_duration"].observe(labels, compute_us / 1e6)
+
+    def totals(self) -> dict[str, Any]:
+        """What was counted from the beginning, for `/status`."""
+        return {
+            "requests": self._requests.totals(),
+            "batches": self._batches.totals(),
+            "rows": self._rows.totals(),
+            "times": {name: each.totals() for name, each in self._durations.items()},
+        }
+
+    # --- what is rare ---------------------------------------------------------------------------
 
     def dead_letter(self, code: str) -> None:
         """A dead letter was kept."""
         self._dead_letters.labels(code).inc()
 
-    def in_flight(self, used_bytes: int, limit_bytes: int, *, paused: bool) -> None:
-        """What is in flight now, of what may be."""
-        self._in_flight_bytes.set(used_bytes)
-        self._budget_bytes.set(limit_bytes)
-        self._paused.set(paused)
+    def retried(self, operation: str, times: int = 1) -> None:
+        """Something is tried again: `send` (so many records), `run` or `commit`."""
+        self._retries.labels(operation).inc(times)
 
-    def rebalanced(self, partitions: int) -> None:
+    def rebalanced(self) -> None:
         """The group has assigned partitions."""
         self._rebalances.inc()
-        self._assigned.set(partitions)
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """Time a commit."""
+        """Time a commit, and count it if it fails, which means that it is tried again."""
         began_s = time.monotonic()
         try:
             yield
+        except Retriable as error:
+            reason = "fenced" if isinstance(error, Fenced) else "unavailable"
+            self._commit_failures.labels(reason).inc()
+            self.retried("commit")
+            raise
         finally:
-            self._commit_seconds.observe(time.monotonic() - began_s)
+            self._commit.observe((), time.monotonic() - began_s)
+
+
+def _known_model(request: Request) -> str:
+    """A version stands there only once the request was bound to a model that exists."""
+    return request.model if request.version else ""

@@ -1,0 +1,68 @@
+"""The last warnings and errors of a process, kept for whoever asks at `/status`."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+MAX_KEPT = 50
+MAX_REASON_LENGTH = 500
+_TOLD = ("topic", "partition", "offset", "model", "version", "code", "stage", "suppressed", "more")
+
+
+class RecentErrors(logging.Handler):
+    """A ring of lines at `warning` and above, with few of their fields.
+
+    The same line again and again takes one place, with `times`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._ring: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Keep what is logged while the context lasts."""
+        root = logging.getLogger()
+        root.addHandler(self)
+        try:
+            yield
+        finally:
+            root.removeHandler(self)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The newest last. `time` is in UTC."""
+        return list(self._ring)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by `logging`, from any thread."""
+        line: Mapping[str, Any]
+        if isinstance(record.msg, dict):
+            line = record.msg
+            reason = line.get("reason", "")
+        else:
+            line, reason = {"event": record.name}, record.getMessage()
+        entry = {
+            "time": _utc(record.created),
+            "level": record.levelname.lower(),
+            "event": str(line.get("event", "")),
+            "reason": str(reason)[:MAX_REASON_LENGTH],
+            "trace_id": line.get("trace_id"),
+            **{name: line[name] for name in _TOLD if name in line},
+        }
+        if self._ring and _is_same(self._ring[-1], entry):
+            entry["times"] = self._ring.pop().get("times", 1) + 1
+        self._ring.append(entry)
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("event", "reason", *_TOLD[:3]))
+
+
+def _utc(seconds: float) -> str:
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

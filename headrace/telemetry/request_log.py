@@ -1,0 +1,77 @@
+"""Lines about requests: a canonical one for each at debug, and one for each that failed.
+
+Requests are told by partition and offset, and by their trace where they have one; never by what
+they carried.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from headrace.messages import Request
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import outcome_of
+
+log = structlog.get_logger(__name__)
+_level = logging.getLogger(__name__)
+
+MAX_LINES = 8
+"""Of failures in one chunk; the last one says how many `more` there are."""
+
+_EVENTS = {
+    "expired": Event.REQUEST_EXPIRED,
+    "refused": Event.REQUEST_REFUSED,
+    "failed": Event.REQUEST_FAILED,
+}
+
+
+def log_answered(requests: Sequence[Request], now_us: int) -> None:
+    """Their answers are acknowledged. Without debug and failures, this costs next to nothing."""
+    if _level.isEnabledFor(logging.DEBUG):
+        for request in requests:
+            log.debug(Event.REQUEST, **_canonical(request, now_us))
+    failed = [request for request in requests if request.failure is not None]
+    for place, request in enumerate(failed[:MAX_LINES], start=1):
+        failure = request.failure
+        assert failure is not None
+        more = len(failed) - MAX_LINES if place == MAX_LINES else 0
+        log.warning(
+            _EVENTS[outcome_of(failure.code)],
+            **identity(request),
+            code=str(failure.code),
+            stage=str(failure.stage),
+            reason=failure.message,
+            **({"more": more} if more > 0 else {}),
+        )
+
+
+def identity(request: Request) -> dict[str, Any]:
+    """Which request it is: partition and offset of its record, model, trace."""
+    fields: dict[str, Any] = {"partition": request.partition, "offset": request.offset}
+    if request.version:
+        fields |= {"model": request.model, "version": request.version}
+    if request.trace is not None:
+        fields["trace_id"] = f"{request.trace.trace_id:032x}"
+    return fields
+
+
+def _canonical(request: Request, now_us: int) -> dict[str, Any]:
+    """Everything that happened to a request, on one line; times are in microseconds."""
+    failure = request.failure
+    fields = identity(request) | {
+        "code": "ok" if failure is None else str(failure.code),
+        "rows": request.rows,
+        "total_us": max(0, now_us - request.timestamp_ms * 1000),
+        "log_wait_us": max(0, request.ingested_us - request.timestamp_ms * 1000),
+    }
+    if request.formed_us:
+        fields |= {
+            "queue_us": max(0, request.formed_us - request.ingested_us),
+            "compute_us": request.compute_us,
+            "batch_rows": request.batch_rows,
+        }
+    return fields

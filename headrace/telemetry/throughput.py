@@ -1,0 +1,51 @@
+"""What a process can do in a second, learned from what it does: a rule without I/O.
+
+`docs/metrics.md` has the formula for people.
+"""
+
+from __future__ import annotations
+
+_RISE = 0.5
+_FALL = 0.1
+
+
+class Throughput:
+    """Learns how many records are answered per second when there is enough to do.
+
+    Attributes:
+        per_s: what was learned; None before anything was answered.
+    """
+
+    def __init__(self) -> None:
+        self.per_s: float | None = None
+        self._last: tuple[float, int] | None = None
+
+    def observe(self, now_s: float, answered: int, backlog: int) -> None:
+        """Learn from what has been answered since the last call.
+
+        A rate above the estimate moves it at once: the process can do at least that. A lower rate
+        counts only while more was left over than was done, for otherwise it was the demand that
+        was low, and not the throughput.
+
+        Args:
+            now_s: monotonic seconds.
+            answered: records, from the start of the process.
+            backlog: records that are not answered now.
+        """
+        last, self._last = self._last, (now_s, answered)
+        if last is None or now_s <= last[0]:
+            return
+        elapsed_s = now_s - last[0]
+        rate = (answered - last[1]) / elapsed_s
+        if self.per_s is None:
+            self.per_s = rate or None
+        elif rate >= self.per_s:
+            self.per_s += _RISE * (rate - self.per_s)
+        elif backlog and backlog >= rate * elapsed_s:
+            self.per_s += _FALL * (rate - self.per_s)
+
+    def time_to_drain_s(self, backlog: int) -> float | None:
+        """How long the backlog takes at what was learned; None before anything was."""
+        if not backlog:
+            return 0.0
+        return backlog / self.per_s if self.per_s else None

@@ -1,0 +1,136 @@
+"""Whether a process gets on: activities that tell when they last did, and a watch on the loop.
+
+An activity says when it begins something, and when it has nothing to do. One that is at the same
+thing beyond its limit is stuck. The event loop cannot say that of itself, so a thread posts a call
+to it every second and waits for the call to be made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from headrace.telemetry.logs import Event
+
+log = structlog.get_logger(__name__)
+
+LOOP_LIMIT_S = 10.0
+LOOP_PERIOD_S = 1.0
+READER_LIMIT_S = 60.0
+RUN_GRACE_S = 10.0
+_STACK_LINES = 12
+
+
+class Activity:
+    """Something that must get on.
+
+    Args:
+        name: for people.
+        limit_s: how long it may be at the same thing.
+
+    Attributes:
+        begun: how many things it has begun.
+    """
+
+    __slots__ = ("_since_s", "begun", "limit_s", "name")
+
+    def __init__(self, name: str, limit_s: float) -> None:
+        self.name = name
+        self.limit_s = limit_s
+        self.begun = 0
+        self._since_s: float | None = None
+
+    def begin(self) -> None:
+        """It begins something; what it was at before is over."""
+        self.begun += 1
+        self._since_s = time.monotonic()
+
+    def end(self) -> None:
+        """It has nothing to do now."""
+        self._since_s = None
+
+    def for_s(self) -> float | None:
+        """For how long it has been at the same thing; None while it has nothing to do."""
+        since_s = self._since_s
+        return None if since_s is None else time.monotonic() - since_s
+
+    def fault(self) -> str:
+        """Why it is stuck; empty while it is not."""
+        for_s = self.for_s()
+        if for_s is None or for_s <= self.limit_s:
+            return ""
+        return f"{self.name}: no progress for {for_s:.0f} s"
+
+
+class LoopWatch:
+    """A thread that watches an event loop. Enter it on the loop that it shall watch.
+
+    Args:
+        limit_s: without a turn for so long, the loop is stuck.
+        period_s: how often a call is posted.
+
+    Attributes:
+        turns: the loop's activity; safe to ask from any thread.
+    """
+
+    def __init__(self, limit_s: float = LOOP_LIMIT_S, period_s: float = LOOP_PERIOD_S) -> None:
+        self._period_s = period_s
+        self.turns = Activity("event loop", limit_s)
+        self._answered = threading.Event()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(
+            target=self._watch,
+            args=(loop, threading.get_ident()),
+            name="loop-watch",
+            daemon=True,
+        )
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self._answered.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, loop_thread: int) -> None:
+        while not self._closing.wait(self._period_s):
+            self._answered.clear()
+            self.turns.begin()
+            try:
+                loop.call_soon_threadsafe(self._answered.set)
+            except RuntimeError:  # the loop is closed
+                return
+            if not self._answered.wait(self.turns.limit_s):
+                log.error(
+                    Event.STUCK,
+                    reason=self.turns.fault() or "event loop",
+                    stack=_stack(loop_thread),
+                )
+                self._answered.wait()
+            self.turns.end()
+
+
+def _stack(thread: int) -> list[str]:
+    """Where a thread is, outermost call first; without values of variables."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return []
+    calls = traceback.extract_stack(frame)[-_STACK_LINES:]
+    return [f"{call.filename}:{call.lineno} {call.name}" for call in calls]
