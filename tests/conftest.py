@@ -1,3 +1,3 @@
 """What all tests share."""
 
-pytest_plugins = ["tests.support.broker", "tests.support.command_line"]
+pytest_plugins = ["tests.support.broker", "tests.support.command_line", "tests.support.go_tools"]

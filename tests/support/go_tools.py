@@ -1,0 +1,105 @@
+"""Programs of others that tests run, built from the Go modules in `tools/`.
+
+Each folder there holds a `go.mod` whose `tool` line names the program and whose `require` lines
+and `go.sum` pin everything that goes into it. A built one stays in the user's cache under its
+version. They are built before the first test that asks for one, so that no test's timeout pays
+for it; where there is no Go, those tests are skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.tree import ROOT
+
+FIXTURES = {"promtool": "tools/promtool"}
+"""Each fixture that is a program, and the folder of its module."""
+
+BUILD_TIMEOUT_S = 1800
+
+
+class NotBuilt(Exception):
+    """A tool cannot be had on this machine; the message says why."""
+
+
+class GoTool(NamedTuple):
+    """What a module's `go.mod` says of its tool."""
+
+    folder: Path
+    package: str
+    version: str
+
+    @property
+    def program(self) -> Path:
+        """Where the built program is, or will be."""
+        configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        cache = configured if configured.is_absolute() else Path.home() / ".cache"
+        return cache / "headrace" / f"{self.folder.name}-{self.version}"
+
+
+def read_tool(folder: Path) -> GoTool:
+    """The tool of a module: its package, and the version of the module that has the package."""
+    text = (folder / "go.mod").read_text(encoding="utf-8")
+    (package,) = re.findall(r"^tool (\S+)$", text, flags=re.MULTILINE)
+    versions = dict(re.findall(r"^\t(\S+) v(\S+)", text, flags=re.MULTILINE))
+    module = next(
+        str(parent) for parent in Path(package).parents if versions.get(str(parent)) is not None
+    )
+    return GoTool(folder, package, versions[module])
+
+
+def build(tool: GoTool) -> Path:
+    """The program, built now unless it was built before; takes minutes the first time.
+
+    Raises:
+        NotBuilt: there is no Go, or it could not fetch or compile the modules.
+    """
+    if tool.program.exists():
+        return tool.program
+    go = shutil.which("go")
+    if go is None:
+        raise NotBuilt(f"no Go on this machine to build {tool.package}")
+    tool.program.parent.mkdir(parents=True, exist_ok=True)
+    part = tool.program.with_suffix(f".{os.getpid()}.part")
+    # One package at a time: linking and compiling side by side takes gigabytes.
+    command = [go, "build", "-p", "1", "-ldflags=-s -w", "-o", str(part), tool.package]
+    built = subprocess.run(
+        command,
+        check=False,
+        cwd=tool.folder,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+    )
+    if built.returncode:
+        raise NotBuilt(f"{' '.join(command)}, in {tool.folder.name}: {built.stderr[-1000:]}")
+    part.replace(tool.program)
+    return tool.program
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build what the collected tests ask for."""
+    if session.config.option.collectonly:
+        return
+    asked = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    for name in asked & FIXTURES.keys():
+        try:
+            build(read_tool(ROOT / FIXTURES[name]))
+        except NotBuilt:
+            continue  # The fixture meets it again, where it can skip.
+
+
+@pytest.fixture(scope="session")
+def promtool() -> Path:
+    """Prometheus' own tool for its configuration, rules and metrics."""
+    try:
+        return build(read_tool(ROOT / FIXTURES["promtool"]))
+    except NotBuilt as reason:
+        pytest.skip(str(reason))
