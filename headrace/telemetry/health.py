@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from typing import TypeAlias
 
 from headrace.errors import Fatal
+
+Check: TypeAlias = Callable[[], str]
+"""Says what is wrong; empty while nothing is."""
 
 
 class Phase(StrEnum):
@@ -25,15 +30,17 @@ _NEXT = {
 
 
 class Health:
-    """The phase of this process, and why it is in it.
+    """The phase of this process, why it is in it, and whether it gets on.
 
-    Liveness and readiness are apart: a process that starts or drains is not ready, but killing
-    it would make things worse.
+    Liveness and readiness are apart: a process that starts or drains, or whose broker is away, is
+    not ready, but killing it would make things worse. All of it may be asked from any thread.
     """
 
     def __init__(self) -> None:
         self._phase = Phase.STARTING
         self._reason = ""
+        self._live_checks: list[Check] = []
+        self._ready_checks: list[Check] = []
 
     @property
     def phase(self) -> Phase:
@@ -47,12 +54,33 @@ class Health:
     @property
     def live(self) -> bool:
         """Whether the process is of use: it need not be restarted."""
-        return self._phase is not Phase.STOPPED
+        return not self.live_fault()
 
     @property
     def ready(self) -> bool:
         """Whether requests are read and answered now."""
-        return self._phase is Phase.READY
+        return self._phase is Phase.READY and not self.ready_fault()
+
+    def live_fault(self) -> str:
+        """Why it is not live; empty while it is."""
+        if self._phase is Phase.STOPPED:
+            return self._reason or "stopped"
+        return next(filter(None, (check() for check in self._live_checks)), "")
+
+    def ready_fault(self) -> str:
+        """Why it is not ready; empty while it is, and where a phase has no reason."""
+        if self._phase is not Phase.READY:
+            return self._reason
+        checks = (*self._live_checks, *self._ready_checks)
+        return next(filter(None, (check() for check in checks)), "")
+
+    def watch_live(self, check: Check) -> None:
+        """The process is not live while the check finds a fault, and not ready either."""
+        self._live_checks.append(check)
+
+    def watch_ready(self, check: Check) -> None:
+        """The process is not ready while the check finds a fault."""
+        self._ready_checks.append(check)
 
     def explain(self, reason: str) -> None:
         """Say what the present phase is waiting for."""

@@ -3,18 +3,20 @@
 Paths and bodies of `/v2` are the Open Inference Protocol's
 (https://github.com/kserve/open-inference-protocol, REST); `POST /v2/repository/index` is the
 model repository extension of Triton Inference Server. `/health/live` and `/health/ready` are for
-Kubernetes, `/metrics` is for Prometheus.
+Kubernetes, `/metrics` is for Prometheus, `/status` is for people and programs that want all of it
+(`docs/health.md`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import choose_encoder
 
 from headrace import __version__
 from headrace.errors import Code, Fatal, Rejected
@@ -53,7 +55,8 @@ class HttpServer:
         address: host and port; port 0 picks a free one, see `port`.
         health: of this process.
         models: of this process.
-        metrics: what `/metrics` shows.
+        metrics: what `/metrics` shows, in OpenMetrics to those who accept that.
+        status: what `/status` shows.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class HttpServer:
         health: Health,
         models: Catalogue,
         metrics: CollectorRegistry,
+        status: Callable[[], dict[str, Any]] = dict,
     ) -> None:
         self._host, self._port = address
         self._health = health
         self._models = models
         self._metrics = metrics
+        self._status = status
         self._runner: web.AppRunner | None = None
 
     @property
@@ -119,16 +124,19 @@ class HttpServer:
             router.add_get(path, self._model)
             router.add_get(f"{path}/ready", self._model_ready)
         router.add_get("/metrics", self._show_metrics)
+        router.add_get("/status", self._show_status)
         return application
 
     async def _live(self, request: web.Request) -> web.Response:
-        return self._condition("live", self._health.live)
+        health = self._health
+        return self._condition("live", health.live, health.live_fault() or health.reason)
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return self._condition("ready", self._health.ready)
+        health = self._health
+        return self._condition("ready", health.ready, health.ready_fault())
 
-    def _condition(self, name: str, holds: bool) -> web.Response:
-        body = {name: holds, "state": self._health.phase, "reason": self._health.reason}
+    def _condition(self, name: str, holds: bool, reason: str) -> web.Response:
+        body = {name: holds, "state": self._health.phase, "reason": reason}
         return web.json_response(body, status=200 if holds else 503)
 
     async def _server(self, request: web.Request) -> web.Response:
@@ -175,8 +183,11 @@ class HttpServer:
         return self._models.lookup(path["model"], path.get("version"))
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        body = generate_latest(self._metrics)
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(self._metrics), headers={"Content-Type": content_type})
+
+    async def _show_status(self, request: web.Request) -> web.Response:
+        return web.json_response(self._status())
 
 
 @web.middleware

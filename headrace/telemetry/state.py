@@ -1,0 +1,113 @@
+"""The whole state of a process in one place: for `/status`, and for the gauges of `/metrics`.
+
+Nothing is kept here. Whoever knows something is asked at the moment somebody wants to see it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from headrace import __version__
+from headrace.telemetry.health import Health
+from headrace.telemetry.loop_lag import LoopLag
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.recent_errors import RecentErrors
+from headrace.telemetry.snapshots import PartitionSnapshot, SourceSnapshot, WaitingSnapshot
+from headrace.telemetry.watchdog import Activity
+
+BROKER_SILENCE_S = 10.0
+"""Without a word from the broker for so long, a process is not ready."""
+
+
+class ProcessState:
+    """What a process shows of itself.
+
+    Args:
+        stages: that it has.
+        health: its phase; watched here for activities that are stuck and brokers that are away.
+        metrics: what it has counted.
+        models: the entries of its models, see `headrace.models.registry.Models.status`.
+
+    Attributes:
+        sources, activities, waiting: asked for what they know; the composition root adds them.
+        recent_errors: to be listened with while the process runs.
+        loop_lag: to be run while the process runs.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[str],
+        health: Health,
+        metrics: Metrics,
+        models: Callable[[], list[dict[str, Any]]],
+    ) -> None:
+        self.stages = tuple(str(stage) for stage in stages)
+        self.health = health
+        self.metrics = metrics
+        self.models = models
+        self.sources: list[Callable[[], SourceSnapshot]] = []
+        self.activities: list[Callable[[], Sequence[Activity]]] = []
+        self.waiting: Callable[[], WaitingSnapshot | None] = lambda: None
+        self.recent_errors = RecentErrors()
+        self.loop_lag = LoopLag(metrics.loop_lag)
+        self.log_lines_suppressed: dict[str, int] = {}
+        self._started_at = datetime.now(UTC)
+        self._started_s = time.monotonic()
+        health.watch_live(self._stuck)
+        health.watch_ready(self._silence)
+
+    def _stuck(self) -> str:
+        faults = (each.fault() for asked in self.activities for each in asked())
+        return next(filter(None, faults), "")
+
+    def _silence(self) -> str:
+        for asked in self.sources:
+            source = asked()
+            if source.last_contact_s > BROKER_SILENCE_S:
+                return f"the broker was last heard of {source.last_contact_s:.0f} s ago"
+        return ""
+
+    def status(self) -> dict[str, Any]:
+        """The body of `/status`; `docs/health.md` says what is in it."""
+        health = self.health
+        waiting = self.waiting()
+        return {
+            "version": __version__,
+            "stages": list(self.stages),
+            "started_at": self._started_at.isoformat(timespec="milliseconds")[:-6] + "Z",
+            "uptime_s": round(time.monotonic() - self._started_s, 3),
+            "phase": str(health.phase),
+            "live": {"live": health.live, "reason": health.live_fault()},
+            "ready": {"ready": health.ready, "reason": health.ready_fault()},
+            "event_loop_lag_s": self.loop_lag.last_s,
+            "activities": [
+                {
+                    "name": each.name,
+                    "begun": each.begun,
+                    "for_s": each.for_s(),
+                    "limit_s": each.limit_s,
+                }
+                for asked in self.activities
+                for each in asked()
+            ],
+            "sources": [_source(asked()) for asked in self.sources],
+            "waiting": None if waiting is None else waiting._asdict(),
+            "models": self.models(),
+            "totals": self.metrics.totals(),
+            "last_errors": self.recent_errors.entries(),
+        }
+
+
+def _source(source: SourceSnapshot) -> dict[str, Any]:
+    return {
+        **source._asdict(),
+        "commit": source.commit._asdict(),
+        "partitions": [_partition(each, source.paused) for each in source.partitions],
+    }
+
+
+def _partition(partition: PartitionSnapshot, paused: str) -> dict[str, Any]:
+    return {**partition._asdict(), "lag_records": partition.lag_records, "paused": paused}
