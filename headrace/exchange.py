@@ -15,7 +15,15 @@ from typing import Self
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.partitioner import partition_for_key
-from headrace.log.port import Log, NewRecord, Producer, Record, TopicPartition
+from headrace.log.port import (
+    Log,
+    LogAuthenticationFailed,
+    NewRecord,
+    Producer,
+    Record,
+    TopicForbidden,
+    TopicPartition,
+)
 from headrace.replies import CORRELATION_ID, ClientClosed, Replies
 from headrace.topics import Topic
 
@@ -134,7 +142,10 @@ class Exchange:
 
 
 async def _count(producer: Producer, topic: str) -> int:
-    count = await producer.partitions_for(topic)
+    try:
+        count = await producer.partitions_for(topic)
+    except TopicForbidden as error:
+        raise LogAuthenticationFailed(error.message) from error
     if count is None:
         raise ConfigurationError(f"{topic}: does not exist; run `headrace topics create`")
     return count

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, TopicAuthorizationFailedError
 from tenacity import (
     AsyncRetrying,
     retry_if_exception_type,
@@ -28,7 +28,7 @@ from headrace.log.kafka_batch import MAX_BATCH_BYTES, Batch
 from headrace.log.kafka_closing import close_producer
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered, in_port_words
-from headrace.log.port import LogRefused, LogUnavailable, RecordRefused
+from headrace.log.port import LogRefused, LogUnavailable, RecordRefused, TopicForbidden
 
 _MAX_REQUEST_BYTES: Final = 16 * 1024 * 1024
 _RETIRE_S: Final = 2.0
@@ -165,6 +165,11 @@ class Sender:
         self, batch: Batch, producer: AIOKafkaProducer | None, error: BaseException
     ) -> None:
         self._under_way.discard(batch)
+        if isinstance(error, TopicAuthorizationFailedError):
+            # No cause for doubt: whoever names forbidden topics must not slow the others down.
+            # The sequence numbers that this has used up are of a partition that takes none.
+            batch.fail(TopicForbidden(batch.partition.topic))
+            return
         if producer is self._producer:
             self.doubt()
         what = f"send to {batch.partition}"

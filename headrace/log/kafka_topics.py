@@ -16,6 +16,7 @@ from headrace.log.kafka_requests import partition_counts, topic_configs
 from headrace.log.port import (
     LogAuthenticationFailed,
     LogUnavailable,
+    TopicForbidden,
     TopicPartition,
     UnknownPartition,
 )
@@ -25,6 +26,9 @@ _ABSENT_FOR_S: Final = 1.0
 _COUNT_FOR_S: Final = 30.0
 _RULES_FOR_S: Final = 300.0
 _REMEMBERED: Final = 10_000
+
+_FORBIDDEN: Final = -1
+"""In the place of a number of partitions."""
 
 V = TypeVar("V")
 
@@ -79,10 +83,11 @@ class KnownTopics:
         self._rules: Remembered[Rules] = Remembered()
 
     async def partitions(self, client: AIOKafkaClient, topic: str) -> int | None:
-        """The number of partitions; None when there is no such topic, or none that we may see.
+        """The number of partitions; None when there is no such topic.
 
         Raises:
             LogUnavailable: no broker answered within a second.
+            TopicForbidden: the broker does not let us know.
         """
         known = client.cluster.partitions_for_topic(topic)
         if known:
@@ -90,18 +95,15 @@ class KnownTopics:
         now = time.monotonic()
         remembered = self._counts.get(topic, now)
         if remembered is not None:
-            return remembered[0]
-        async with answered(f"metadata of topic {topic}", QUESTION_S):
-            try:
-                count = (await partition_counts(client, [topic]))[topic]
-            except kafka_errors.TopicAuthorizationFailedError:
-                count = None
-        self._counts.put(topic, count, now + (_COUNT_FOR_S if count else _ABSENT_FOR_S))
-        if count is None:
+            return _unless_forbidden(topic, remembered[0])
+        count = await _count(client, topic)
+        lasts_s = _COUNT_FOR_S if count and count != _FORBIDDEN else _ABSENT_FOR_S
+        self._counts.put(topic, count, now + lasts_s)
+        if count is None or count == _FORBIDDEN:
             # Otherwise the client would ask for a deleted topic with each refresh, and could
             # have it made again by a broker that creates topics by itself.
             client._topics.discard(topic)
-        return count
+        return _unless_forbidden(topic, count)
 
     async def check(self, client: AIOKafkaClient, partition: TopicPartition) -> None:
         """Make sure that the client knows the partition, without which aiokafka would wait for
@@ -109,6 +111,7 @@ class KnownTopics:
 
         Raises:
             UnknownPartition: there is no such topic, or it has fewer partitions.
+            TopicForbidden: we may not know of it.
             LogUnavailable: no broker answered in time.
         """
         topic = partition.topic
@@ -118,8 +121,7 @@ class KnownTopics:
         count = await self.partitions(client, topic)
         if count is not None and partition.partition >= count:
             # The topic may have grown since the last refresh.
-            async with answered(f"metadata of topic {topic}", QUESTION_S):
-                count = (await partition_counts(client, [topic]))[topic]
+            count = _unless_forbidden(topic, await _count(client, topic))
         if count is None or not 0 <= partition.partition < count:
             raise UnknownPartition(partition, count or 0)
         client.add_topic(topic)
@@ -165,3 +167,18 @@ class KnownTopics:
             return None
         remembered = self._rules.get(partition.topic, time.monotonic())
         return None if remembered is None else remembered[0]
+
+
+async def _count(client: AIOKafkaClient, topic: str) -> int | None:
+    """The number of partitions, as a broker says now; `_FORBIDDEN` where it does not say."""
+    async with answered(f"metadata of topic {topic}", QUESTION_S):
+        try:
+            return (await partition_counts(client, [topic]))[topic]
+        except kafka_errors.TopicAuthorizationFailedError:
+            return _FORBIDDEN
+
+
+def _unless_forbidden(topic: str, count: int | None) -> int | None:
+    if count == _FORBIDDEN:
+        raise TopicForbidden(topic)
+    return count

@@ -125,6 +125,14 @@ class UnknownPartition(Rejected):
         self.partition = partition
 
 
+class TopicForbidden(Rejected):
+    """The broker lets us neither write to the topic nor, perhaps, know of it."""
+
+    def __init__(self, topic: str) -> None:
+        super().__init__(Code.INVALID_REQUEST, f"not allowed to write to topic {topic}")
+        self.topic = topic
+
+
 class OffsetOutOfRange(Retriable):
     """A position lies outside what the log still holds; `poll` raises it until one seeks.
 
@@ -272,6 +280,7 @@ class Producer(Protocol):
             Fenced: see there.
             UnknownPartition: this call, before anything is sent.
             RecordRefused: a record without a key, for a topic that is compacted.
+            TopicForbidden: the broker's access rules; nothing is written.
             TypeError: this call: a key, a value or a header's value is neither bytes nor None.
         """
         ...
@@ -284,6 +293,8 @@ class Producer(Protocol):
 
         Raises:
             LogUnavailable: nobody answered within that second.
+            TopicForbidden: the broker does not let us know; where we may know, but not write,
+                only `send` tells.
         """
         ...
 

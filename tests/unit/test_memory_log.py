@@ -15,6 +15,7 @@ from headrace.log.port import (
     NewRecord,
     OffsetOutOfRange,
     Record,
+    TopicForbidden,
     TopicInfo,
     TopicPartition,
     UnknownPartition,
@@ -390,3 +391,25 @@ async def test_a_topic_that_kafka_would_refuse(
     """Names and numbers of partitions follow Kafka's rules."""
     with pytest.raises(ValueError, match=message):
         await log.create_topics([TopicInfo(name, partitions, {})], replication_factor=1)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["visible", "hidden"])
+async def test_a_forbidden_topic_takes_nothing(log: MemoryLog, hidden: bool) -> None:
+    """Until it is allowed again, as where a broker has access rules."""
+    async with log.producer() as producer, log.reader([P0]) as reader:
+        log.faults.forbid("t", hidden=hidden)
+        with pytest.raises(TopicForbidden, match="not allowed to write to topic t"):
+            await write(producer, P0, b"v")
+        log.faults.allow("t")
+        await write(producer, P0, b"w")
+        assert values(await read(reader, 1)) == [b"w"]
+
+
+async def test_a_hidden_topic_has_no_partitions_that_are_told(log: MemoryLog) -> None:
+    """One that may be seen but not written has them."""
+    async with log.producer() as producer:
+        log.faults.forbid("t", hidden=True)
+        with pytest.raises(TopicForbidden):
+            await producer.partitions_for("t")
+        log.faults.forbid("t")
+        assert await producer.partitions_for("t") == 2

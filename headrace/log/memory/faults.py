@@ -35,6 +35,7 @@ class Faults:
         self._commits_flow.set()
         self._held: list[asyncio.Future[None]] | None = None
         self._acknowledgements_to_lose = 0
+        self._forbidden: dict[str, bool] = {}
 
     # The switches.
 
@@ -59,6 +60,17 @@ class Faults:
                 future.set_result(None)
         for wake in self._watchers:
             wake()
+
+    def forbid(self, topic: str, *, hidden: bool = False) -> None:
+        """Let producers write no more to a topic, as access rules do, until `allow`.
+
+        Where it is `hidden` they are not told of its partitions either.
+        """
+        self._forbidden[topic] = hidden
+
+    def allow(self, topic: str) -> None:
+        """Undo `forbid`."""
+        self._forbidden.pop(topic, None)
 
     def hold_acknowledgements(self) -> None:
         """Write what is sent, but tell nobody until `release_acknowledgements`."""
@@ -111,6 +123,14 @@ class Faults:
     @property
     def is_down(self) -> bool:
         return not self._up.is_set()
+
+    def is_forbidden(self, topic: str) -> bool:
+        """Whether producers may not write to the topic."""
+        return topic in self._forbidden
+
+    def is_hidden(self, topic: str) -> bool:
+        """Whether producers may not even know of the topic."""
+        return self._forbidden.get(topic, False)
 
     def down_for_s(self) -> float:
         """For how long no broker has answered; 0.0 when it does."""

@@ -12,7 +12,14 @@ from headrace.errors import Rejected
 from headrace.log.memory.faults import Faults
 from headrace.log.memory.partition import FRAMING_BYTES, payload_bytes
 from headrace.log.memory.topics import Topic, Topics
-from headrace.log.port import NewRecord, RecordRefused, RecordTooLarge, Run, TopicPartition
+from headrace.log.port import (
+    NewRecord,
+    RecordRefused,
+    RecordTooLarge,
+    Run,
+    TopicForbidden,
+    TopicPartition,
+)
 
 # As the Kafka adapter has it, so that what is sent travels in several runs here as well.
 _BATCH_BYTES = 256 * 1024
@@ -44,12 +51,14 @@ class MemoryProducer:
         if self._is_closed:
             raise RuntimeError("the producer is closed")
         sizes = [payload_bytes(record) for record in records]
+        if self._faults.is_hidden(partition.topic):
+            raise TopicForbidden(partition.topic)
         topic = self._topics.topic_of(partition)
         where = topic.partitions[partition.partition]
         runs = []
         for start, stop in _batches(sizes, min(topic.max_message_bytes, _BATCH_BYTES)):
             batch, batch_sizes = records[start:stop], sizes[start:stop]
-            refusal = _refusal(topic, batch, batch_sizes)
+            refusal = self._refusal(topic, batch, batch_sizes)
             if refusal is None:
                 acknowledged = self._write(partial(where.append, batch, batch_sizes))
             else:
@@ -62,6 +71,8 @@ class MemoryProducer:
         if known is not None:
             return known
         await self._faults.answered(_METADATA_TIMEOUT_S)
+        if self._faults.is_hidden(topic):
+            raise TopicForbidden(topic)
         if self._topics.use(topic) is None:
             return None
         self._counts[topic] = self._topics.count(topic)
@@ -85,6 +96,13 @@ class MemoryProducer:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
+
+    def _refusal(
+        self, topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]
+    ) -> Rejected | None:
+        if self._faults.is_forbidden(topic.info.name):
+            return TopicForbidden(topic.info.name)
+        return _refusal(topic, batch, sizes)
 
     def _write(self, write: Callable[[int], None]) -> asyncio.Future[None]:
         if not self._faults.is_down:

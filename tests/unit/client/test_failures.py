@@ -184,6 +184,14 @@ async def test_refused_reading_fails_all_calls(
         await wait_in_vain()
 
 
+async def test_forbidden_requests_are_no_missing_topic(log: MemoryLog, settings: Settings) -> None:
+    """A client that may not write requests does not open, and says so."""
+    log.faults.forbid("headrace.requests", hidden=True)
+    with pytest.raises(LogAuthenticationFailed, match=r"not allowed .* headrace\.requests"):
+        async with Client(log=log, settings=settings):
+            pass
+
+
 async def test_closing_keeps_the_log_of_others_open(log: MemoryLog, settings: Settings) -> None:
     """A log that was handed in is its owner's to close, and can serve another client."""
     async with Client(log=log, settings=settings):

@@ -1,0 +1,44 @@
+"""A broker with access rules, and rules for its topics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Final
+
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import for_code
+from aiokafka.protocol.admin import CreateAclsRequest
+
+AUTHORIZER: Final[Mapping[str, str]] = {
+    "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+    "allow.everyone.if.no.acl.found": "true",
+}
+"""Broker settings: everything is allowed on what no rule is about."""
+
+_TOPIC = 2
+_LITERAL = 3
+_ALLOW = 3
+
+
+class Operation(IntEnum):
+    """What may be allowed. Source: `org.apache.kafka.common.acl.AclOperation`."""
+
+    READ = 3
+    WRITE = 4
+    CREATE = 5
+    DESCRIBE = 8
+
+
+async def allow_only(bootstrap_servers: str, topic: str, operation: Operation) -> None:
+    """Allow everybody this on a topic, and with that nothing else."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
+    await admin.start()
+    try:
+        request = CreateAclsRequest(_TOPIC, topic, _LITERAL, "User:*", "*", operation, _ALLOW)
+        response = await admin._client.send(admin._client.get_random_node(), request)
+        ((code, message),) = response.creation_responses
+        if code:
+            raise for_code(code)(message)
+    finally:
+        await admin.close()
