@@ -16,9 +16,9 @@ from headrace.errors import Code, Rejected
 from headrace.flow.channel import Outlet
 from headrace.flow.inflight import LedgerReceipt
 from headrace.flow.pool import TaskPool
-from headrace.flow.sending import deliver
+from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
-from headrace.log.port import NewRecord, Producer, Record, TopicPartition
+from headrace.log.port import LogRefused, NewRecord, Producer, Record, TopicPartition
 from headrace.messages import Failure, Request
 
 log = structlog.get_logger(__name__)
@@ -144,26 +144,51 @@ class TopicOutlet:
         left = requests
         while left:
             records = [NewRecord(None, self._encode(request)) for request in left]
-            too_large = frozenset(await deliver(self._producer, target, records))
+            refused = await deliver(self._producer, target, records)
             for index, request in enumerate(left):
-                if index not in too_large:
+                if index not in refused:
                     request.receipt.settle()
-            left = [refuse(left[index], target.topic) for index in sorted(too_large)]
+            left = [refuse(left[index], target.topic) for index in too_large(target, refused)]
             if left and self._refused is not None:
                 await self._refused.send(left)  # which settles them
                 return
 
 
+_ROUTING_HEADERS = frozenset(
+    {
+        "content-type",
+        "kafka_correlationId",
+        "kafka_replyPartition",
+        "kafka_replyTopic",
+        "traceparent",
+        "tracestate",
+    }
+)
+
+
 def refuse(request: Request, topic: str) -> Request:
-    """The request as a failure, since it does not fit into a record of the topic. Where the
-    failure does not fit either, the request's value, kept for its dead letter, is let go.
+    """The request as a failure, since it does not fit into a record of the topic.
+
+    Where the failure does not fit either, the rest goes, piece by piece: the request's value,
+    kept for its dead letter; its key, and the headers that no answer needs; all headers.
+
+    Raises:
+        LogRefused: nothing is left that could go.
     """
-    if request.failure is not None:
+    if request.failure is None:
+        request.outputs = None
+        request.fail(
+            Failure(Code.TOO_LARGE, f"the request does not fit into a record of {topic}", "log")
+        )
+    elif request.value is not None:
         request.value = None
-    request.outputs = None
-    request.fail(
-        Failure(Code.TOO_LARGE, f"the request does not fit into a record of {topic}", "log")
-    )
+    elif request.key is not None or not all(one[0] in _ROUTING_HEADERS for one in request.headers):
+        request.key = None
+        request.headers = [one for one in request.headers if one[0] in _ROUTING_HEADERS]
+    elif request.headers:
+        request.headers = []
+    else:
+        raise LogRefused(f"topic {topic}: expected it to take an error, got too large a record")
     return request
 
 

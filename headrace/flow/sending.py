@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
-from headrace.errors import Retriable
-from headrace.log.port import NewRecord, Producer, RecordTooLarge, TopicPartition
+from headrace.errors import Rejected, Retriable
+from headrace.log.port import (
+    LogRefused,
+    NewRecord,
+    Producer,
+    RecordTooLarge,
+    TopicPartition,
+    UnknownPartition,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -19,14 +26,15 @@ class _Unsent(Retriable):
 
 async def deliver(
     producer: Producer, partition: TopicPartition, records: Sequence[NewRecord]
-) -> list[int]:
+) -> dict[int, Rejected]:
     """Write records of one partition and wait until they are acknowledged.
 
     While no broker answers it tries again, with backoff, until it is cancelled; a record whose
-    acknowledgement was lost is then written twice. A batch that is too large is taken apart.
+    acknowledgement was lost is then written twice. A batch that is refused is taken apart.
 
     Returns:
-        The indexes of the records that are too large by themselves; all others are written.
+        By index, in order, the records that are refused by themselves: `RecordTooLarge`,
+        `RecordRefused`, or all by `UnknownPartition`. All others are written.
     """
     delivery = _Delivery(producer, partition, records)
     first = await delivery.attempt(range(len(records)))
@@ -40,7 +48,19 @@ async def deliver(
                 first = await delivery.attempt(first)
                 if first:
                     raise _Unsent(f"{partition}: {len(first)} records are not acknowledged")
-    return delivery.too_large
+    return dict(sorted(delivery.refused.items()))
+
+
+def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> list[int]:
+    """The indexes of refused records, for a topic of ours, which refuses for size alone.
+
+    Raises:
+        LogRefused: the topic was deleted, or is set up in another way than ours are.
+    """
+    for error in refused.values():
+        if not isinstance(error, RecordTooLarge):
+            raise LogRefused(f"{partition}: {error.message}") from error
+    return list(refused)
 
 
 def _say_so(state: RetryCallState) -> None:
@@ -56,15 +76,18 @@ class _Delivery:
         self._producer = producer
         self._partition = partition
         self._records = records
-        self.too_large: list[int] = []
+        self.refused: dict[int, Rejected] = {}
 
     async def attempt(self, indexes: Sequence[int]) -> Sequence[int]:
         """Try once; returns what is to be tried again."""
         records = [self._records[index] for index in indexes]
         try:
             runs = await self._producer.send(self._partition, records)
-        except RecordTooLarge:
-            return await self._halve(indexes)
+        except UnknownPartition as error:
+            self.refused |= dict.fromkeys(indexes, error)
+            return []
+        except Rejected as error:
+            return await self._halve(indexes, error)
         except Retriable as error:
             log.warning("send_failed", partition=str(self._partition), reason=str(error))
             return indexes
@@ -75,17 +98,17 @@ class _Delivery:
             start += run.size
             try:
                 await run.acknowledged
-            except RecordTooLarge:
-                again += await self._halve(part)
+            except Rejected as error:
+                again += await self._halve(part, error)
             except Retriable as error:
                 log.warning("send_failed", partition=str(self._partition), reason=str(error))
                 again += part
         return again
 
-    async def _halve(self, indexes: Sequence[int]) -> Sequence[int]:
-        """The limit is per batch, so a refused batch may hold no record that is too large."""
+    async def _halve(self, indexes: Sequence[int], error: Rejected) -> Sequence[int]:
+        """What is refused is the batch, which may hold no record that is refused by itself."""
         if len(indexes) == 1:
-            self.too_large += indexes
+            self.refused[indexes[0]] = error
             return []
         middle = len(indexes) // 2
         return [

@@ -1,0 +1,277 @@
+"""Topics in the place of channels: what goes in comes out, and what does not fit is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from headrace.errors import Code, Rejected
+from headrace.flow.batch_edges import BatchFeed, BatchOutlet
+from headrace.flow.channel import PullChannel
+from headrace.flow.edges import item_inlet, item_outlet, refuse, result_inlet, result_outlet
+from headrace.flow.source import Source, SourceSettings
+from headrace.log.memory import MemoryLog
+from headrace.log.port import LogRefused, TopicInfo, TopicPartition
+from headrace.messages import Batch, Envelope, Failure, Request
+from headrace.telemetry.metrics import Metrics
+from tests.support.conditions import eventually
+from tests.support.logs import write_to
+from tests.support.work import Tray, make_request, receipt_of
+
+TOPIC = "topic"
+PIXELS = {"pixels": np.arange(64, dtype=np.float32).reshape(1, 64)}
+
+
+async def make_log(max_message_bytes: int = 1_000_000) -> MemoryLog:
+    """A log with the topic, of two partitions."""
+    log = MemoryLog()
+    config = {"max.message.bytes": str(max_message_bytes)}
+    await log.create_topics([TopicInfo(TOPIC, 2, config)], replication_factor=1)
+    return log
+
+
+@asynccontextmanager
+async def reading(log: MemoryLog) -> AsyncIterator[Source]:
+    """A source of the topic that runs until the end of the context."""
+    settings = SourceSettings(TOPIC, "group", "group", True, 1_000_000, 5.0)
+    source = Source(log, settings, Metrics(CollectorRegistry()))
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        await source.assigned.wait()
+        yield source
+        source.stop_reading()
+        await source.close_down(5)
+        await running
+
+
+async def written(log: MemoryLog, make_outlet: Callable[..., Any], *requests: Request) -> None:
+    """Write requests through an outlet, and close it."""
+    async with log.producer() as producer, asyncio.TaskGroup() as tasks:
+        outlet = make_outlet(producer, TOPIC)
+        tasks.create_task(outlet.run())
+        writer = outlet.writer()
+        await writer.send(list(requests))
+        writer.close()
+
+
+async def received(source: Source, inlet: Any, count: int) -> list[Request]:
+    """The first requests that come, by offset."""
+    found: list[Request] = []
+    async with asyncio.timeout(10):
+        while len(found) < count:
+            found += await inlet(source).receive()
+    return sorted(found, key=lambda request: request.offset)
+
+
+async def test_items_come_out_as_they_went_in() -> None:
+    """Origin, model, inputs and headers; the sender's receipts are settled once acknowledged."""
+    log = await make_log()
+    sent = [make_request(inputs=PIXELS, deadline_ms=number) for number in range(3)]
+    sent[1].partition = 1
+
+    await written(log, lambda producer, topic: item_outlet(producer, topic, Tray()), *sent)
+    async with reading(log) as source:
+        got = await received(source, item_inlet, 3)
+        for request in got:
+            request.receipt.settle()
+
+    assert [receipt_of(one).settled for one in sent] == [1, 1, 1]
+    for before, after in zip(sent, got, strict=True):
+        assert (after.partition, after.offset) == (before.partition, before.offset)
+        assert (after.previous, after.timestamp_ms) == (before.previous, before.timestamp_ms)
+        assert (after.model, after.version, after.rows) == ("digits", "1", 1)
+        assert after.envelope.deadline_ms == before.envelope.deadline_ms
+        assert bytes(after.inputs[0].data) == PIXELS["pixels"].tobytes()
+
+
+async def test_results_come_out_as_they_went_in() -> None:
+    """Outputs of one, the failure of another, with its value for the dead letter."""
+    log = await make_log()
+    done, failed = make_request(inputs=PIXELS), make_request()
+    done.outputs, done.inputs = done.inputs, ()
+    failed.fail(Failure(Code.MODEL_FAILED, "no", "executor", 5))
+
+    await written(log, result_outlet, done, failed)
+    async with reading(log) as source:
+        first, second = await received(source, result_inlet, 2)
+        first.receipt.settle()
+        second.receipt.settle()
+
+    assert first.outputs is not None
+    assert bytes(first.outputs[0].data) == PIXELS["pixels"].tobytes()
+    assert first.value is None
+    assert second.failure == failed.failure
+    assert bytes(second.value or b"") == b"value"
+
+
+async def test_an_item_that_does_not_fit_is_answered() -> None:
+    """It becomes `TOO_LARGE`, its value kept for the dead letter, its receipt not yet settled."""
+    log = await make_log(max_message_bytes=2000)
+    small, large = make_request(inputs=PIXELS), make_request()
+    large.value = b"x" * 5000
+    refused = Tray()
+
+    await written(log, lambda producer, topic: item_outlet(producer, topic, refused), small, large)
+
+    assert refused.requests == [large]
+    assert large.failure is not None
+    assert large.failure.code == Code.TOO_LARGE
+    assert large.value == b"x" * 5000
+    assert [receipt_of(small).settled, receipt_of(large).settled] == [1, 0]
+    assert refused.closed
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (lambda request: setattr(request, "outputs", request.inputs * 1), ("value", "key")),
+        (lambda request: setattr(request, "value", b"x" * 5000), ("key",)),
+        (lambda request: setattr(request, "key", b"x" * 5000), ()),
+        (lambda request: request.headers.append(("long", b"x" * 5000)), ()),
+    ],
+    ids=["outputs", "value", "key", "headers"],
+)
+async def test_a_result_that_does_not_fit_goes_without_what_is_large(
+    change: Callable[[Request], None], kept: tuple[str, ...]
+) -> None:
+    """Whatever it is that is large, an error that can still be routed arrives, and all ends."""
+    log = await make_log(max_message_bytes=2000)
+    routing = [("kafka_correlationId", b"7"), ("kafka_replyTopic", b"headrace.mine")]
+    request = make_request(inputs={"y": np.zeros((1, 1000), np.float32)}, envelope=Envelope())
+    request.headers = list(routing)
+    change(request)
+    if request.outputs is None:
+        request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
+
+    await written(log, result_outlet, request)
+    async with reading(log) as source:
+        (got,) = await received(source, result_inlet, 1)
+        got.receipt.settle()
+
+    assert got.failure is not None
+    assert [name for name in ("value", "key") if getattr(got, name) is not None] == list(kept)
+    assert [tuple(header) for header in got.headers] == routing
+    assert receipt_of(request).settled == 1
+
+
+def test_a_topic_that_takes_nothing_ends_the_process() -> None:
+    """When nothing is left that could go, trying again would never end."""
+    request = make_request()
+    request.headers = [("kafka_correlationId", b"7")]
+    for _ in range(4):
+        refuse(request, "results")
+
+    with pytest.raises(LogRefused, match="results"):
+        refuse(request, "results")
+
+
+async def test_void_requests_are_not_written() -> None:
+    """Their partition is another process's; only the budget gets its bytes back."""
+    log = await make_log()
+    void = make_request()
+    receipt_of(void).void = True
+
+    await written(log, result_outlet, void)
+
+    assert receipt_of(void).settled == 1
+    async with log.reader([TopicPartition(TOPIC, 0)]) as reader:
+        assert await reader.end_offsets([TopicPartition(TOPIC, 0)]) == {TopicPartition(TOPIC, 0): 0}
+
+
+async def test_a_record_of_somebody_elses_is_passed_over() -> None:
+    """What no request can be made out in is settled, and holds up nobody."""
+    log = await make_log()
+    await write_to(log, TopicPartition(TOPIC, 0), b"junk")
+    await written(log, result_outlet, make_request())
+
+    async with reading(log) as source:
+        (got,) = await received(source, result_inlet, 1)
+        assert source.ledger.in_flight() == 1
+        got.receipt.settle()
+
+
+def supply(batches: list[Batch]) -> PullChannel[tuple[str, str], Batch]:
+    """A pull channel of these batches, closed."""
+    pulls: PullChannel[tuple[str, str], Batch] = PullChannel(
+        lambda _key, _at_once: batches.pop(0) if batches else None
+    )
+    pulls.close()
+    return pulls
+
+
+async def write_batches(log: MemoryLog, *batches: Batch) -> Tray:
+    """Write batches through their outlet; what was refused."""
+    refused = Tray()
+    async with log.producer() as producer:
+        topic = TopicPartition(TOPIC, 2)
+        await BatchOutlet(supply(list(batches)), producer, topic, refused).run()
+    return refused
+
+
+async def test_batches_come_out_for_those_who_pull_their_model() -> None:
+    """A batch's record is settled when all of its requests are."""
+    log = await make_log()
+    sent = [make_request(inputs=PIXELS) for _ in range(3)]
+    refused = await write_batches(log, Batch("b-1", sent, "full"))
+
+    async with reading(log) as source:
+        feed = BatchFeed(source, Tray(), lambda _name, _version: None)
+        running = asyncio.create_task(feed.run())
+        batch = await feed.pulls.puller(("digits", "1")).pull()
+        assert batch is not None
+        in_flight = []
+        for request in batch.requests:
+            in_flight.append(source.ledger.in_flight())
+            request.receipt.settle()
+        in_flight.append(source.ledger.in_flight())
+        source.stop_reading()
+        await running
+
+    assert (batch.batch_id, batch.reason, batch.rows) == ("b-1", "full", 3)
+    assert [one.offset for one in batch.requests] == [one.offset for one in sent]
+    assert in_flight == [1, 1, 1, 0]
+    assert [receipt_of(one).settled for one in sent] == [1, 1, 1]
+    assert refused.requests == []
+
+
+async def test_a_batch_that_does_not_fit_travels_in_parts() -> None:
+    """Each request alone; one that does not even fit alone is answered."""
+    log = await make_log(max_message_bytes=2000)
+    sent = [make_request(inputs=PIXELS) for _ in range(4)]
+    sent[2].value = b"x" * 3000
+    for request in sent:
+        request.headers = [("padding", b"x" * 500)]
+
+    refused = await write_batches(log, Batch("b-1", sent, "full"))
+
+    assert refused.requests == [sent[2]]
+    assert refused.closed
+    assert [receipt_of(one).settled for one in sent] == [1, 1, 0, 1]
+
+
+async def test_a_batch_of_a_model_that_is_not_here_is_answered() -> None:
+    """Its requests fail with what the registry says, instead of waiting for an instance."""
+    log = await make_log()
+    await write_batches(log, Batch("b-1", [make_request(), make_request()], "full"))
+    answers = Tray()
+
+    def check(name: str, version: str) -> None:
+        raise Rejected(Code.MODEL_NOT_READY, f"{name}/{version}: loading")
+
+    async with reading(log) as source:
+        feed = BatchFeed(source, answers, check)
+        running = asyncio.create_task(feed.run())
+        await eventually(lambda: len(answers.requests) == 2)
+        for request in answers.requests:
+            request.receipt.settle()
+        source.stop_reading()
+        await running
+
+    assert {one.failure.code for one in answers.requests if one.failure} == {Code.MODEL_NOT_READY}
+    assert source.ledger.in_flight() == 0

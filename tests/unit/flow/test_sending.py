@@ -1,0 +1,186 @@
+"""Writing until it is acknowledged, and telling what never will be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import pytest
+
+from headrace.flow import sending
+from headrace.flow.sending import deliver, too_large
+from headrace.log.memory import MemoryLog
+from headrace.log.port import (
+    LogRefused,
+    NewRecord,
+    Record,
+    RecordRefused,
+    RecordTooLarge,
+    Run,
+    TopicInfo,
+    TopicPartition,
+    UnknownPartition,
+)
+from tests.support.conditions import eventually
+from tests.support.logs import read
+
+ANSWERS = TopicPartition("answers", 0)
+COMPACTED = TopicPartition("compacted", 0)
+
+
+@pytest.fixture
+async def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+    """A topic of small records and a compacted one; retries follow at once."""
+    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.001)
+    log = MemoryLog()
+    topics = [
+        TopicInfo(ANSWERS.topic, 1, {"max.message.bytes": "1000"}),
+        TopicInfo(COMPACTED.topic, 1, {"cleanup.policy": "compact"}),
+    ]
+    await log.create_topics(topics, replication_factor=1)
+    return log
+
+
+def records(*sizes: int) -> list[NewRecord]:
+    """Records of these sizes, each of another letter."""
+    return [
+        NewRecord(None, chr(ord("a") + place % 26).encode() * size)
+        for place, size in enumerate(sizes)
+    ]
+
+
+async def written(log: MemoryLog, partition: TopicPartition = ANSWERS) -> list[Record]:
+    """All that the partition holds."""
+    async with log.reader([partition]) as reader:
+        end = (await reader.end_offsets([partition]))[partition]
+        reader.seek(partition, 0)
+        return await read(reader, end)
+
+
+def letters(found: Iterable[Record]) -> str:
+    """The first letter of each value."""
+    return "".join((record.value or b"?")[:1].decode() for record in found)
+
+
+async def test_records_are_written_in_their_order(log: MemoryLog) -> None:
+    """Without faults, each once, as handed over."""
+    async with log.producer() as producer:
+        assert await deliver(producer, ANSWERS, records(*[100] * 20)) == {}
+
+    assert letters(await written(log)) == "abcdefghijklmnopqrst"
+
+
+async def test_only_records_that_are_too_large_by_themselves_are_refused(log: MemoryLog) -> None:
+    """By their indexes, in order; the others of their batches are written."""
+    async with log.producer() as producer:
+        refused = await deliver(producer, ANSWERS, records(10, 2000, 500, 500, 3000, 10))
+
+    assert list(refused) == [1, 4]
+    assert all(isinstance(error, RecordTooLarge) for error in refused.values())
+    assert letters(await written(log)) == "acdf"
+
+
+class BatchLimit:
+    """A producer whose broker refuses batches of more than some records, as one that counts
+    bytes does, and single records of more than ten bytes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.batches: list[int] = []
+        self.taken: list[bytes | None] = []
+
+    async def send(self, partition: TopicPartition, batch: list[NewRecord]) -> list[Run]:
+        self.batches.append(len(batch))
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if len(batch) > self._most or any(len(one.value or b"") > 10 for one in batch):
+            future.set_exception(RecordTooLarge("refused"))
+        else:
+            self.taken += [one.value for one in batch]
+            future.set_result(None)
+        return [Run(len(batch), future)]
+
+
+async def test_a_refused_batch_is_halved_until_it_is_taken() -> None:
+    """The limit is on batches: one that is refused may hold no record that is too large."""
+    producer = BatchLimit(4)
+
+    refused = await deliver(producer, ANSWERS, records(*[5] * 9, 11, *[5] * 6))  # type: ignore[arg-type]  # what is used of it
+
+    assert list(refused) == [9]
+    assert len(producer.taken) == 15
+    assert max(producer.batches[1:]) <= 8
+
+
+async def test_an_outage_is_waited_out(log: MemoryLog) -> None:
+    """While no broker answers it tries again; then everything is written once."""
+    async with log.producer() as producer:
+        log.faults.take_down()
+        writing = asyncio.create_task(deliver(producer, ANSWERS, records(10, 20, 30)))
+        await asyncio.sleep(0.01)
+        assert not writing.done()
+        log.faults.bring_back()
+
+        assert await writing == {}
+    assert letters(await written(log)) == "abc"
+
+
+async def test_what_may_not_be_there_is_written_again(log: MemoryLog) -> None:
+    """A lost acknowledgement means a record twice, never none."""
+    async with log.producer() as producer:
+        log.faults.lose_acknowledgements(1)
+        assert await deliver(producer, ANSWERS, records(*[400] * 4)) == {}
+
+    assert letters(await written(log)) in {"abcdab", "ababcd", "abcdabcd"}
+
+
+async def test_a_retry_does_not_repeat_what_is_acknowledged(log: MemoryLog) -> None:
+    """Of several runs only those that failed are sent again."""
+    async with log.producer() as producer:
+        log.faults.lose_acknowledgements(1)
+        await deliver(producer, ANSWERS, records(900, 900, 900))
+
+    assert sorted(letters(await written(log))) == ["a", "a", "b", "c"]
+
+
+async def test_a_topic_that_wants_keys_refuses_those_without(log: MemoryLog) -> None:
+    """A compacted topic takes the records with a key, whatever company they are in."""
+    batch = [NewRecord(b"k", b"a"), NewRecord(None, b"b"), NewRecord(b"k", b"c")]
+    async with log.producer() as producer:
+        refused = await deliver(producer, COMPACTED, batch)
+
+    assert list(refused) == [1]
+    assert isinstance(refused[1], RecordRefused)
+    assert letters(await written(log, COMPACTED)) == "ac"
+
+
+async def test_a_partition_that_is_not_there_refuses_all(log: MemoryLog) -> None:
+    """A topic may be deleted while its name is remembered: nobody tries for ever."""
+    async with log.producer() as producer:
+        refused = await deliver(producer, TopicPartition("deleted", 0), records(1, 2, 3))
+
+    assert list(refused) == [0, 1, 2]
+    assert isinstance(refused[0], UnknownPartition)
+
+
+async def test_a_topic_of_ours_may_refuse_for_size_alone(log: MemoryLog) -> None:
+    """Any other refusal means that the topic is not what was checked at the start."""
+    async with log.producer() as producer:
+        large = await deliver(producer, ANSWERS, records(10, 2000))
+        gone = await deliver(producer, TopicPartition("deleted", 0), records(1))
+
+    assert too_large(ANSWERS, large) == [1]
+    with pytest.raises(LogRefused, match="deleted"):
+        too_large(TopicPartition("deleted", 0), gone)
+
+
+async def test_cancelling_ends_the_retries(log: MemoryLog) -> None:
+    """A process that must end at once does not wait for its broker."""
+    async with log.producer() as producer:
+        log.faults.take_down()
+        writing = asyncio.create_task(deliver(producer, ANSWERS, records(1)))
+        await asyncio.sleep(0.01)
+        writing.cancel()
+        await eventually(writing.done)
+
+    assert writing.cancelled()
