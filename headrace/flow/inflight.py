@@ -17,13 +17,15 @@ All of it is synchronous and knows no log; `headrace.flow.source` drives it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from headrace.flow.answered import Progress
 from headrace.log.port import Committed, TopicPartition
 
 RESUME_FRACTION = 0.75
 """Reading resumes at this part of the budget, so that it does not flap around the limit."""
+
+NEVER_COMMITTED = Committed(-1)
 
 
 class Budget:
@@ -83,7 +85,7 @@ class Assignment:
         self.notify = notify
         self.last_delivered = progress.base - 1
         self.in_flight = 0
-        self.committed = Committed(-1)
+        self.committed = NEVER_COMMITTED
         self.void = False
 
     def admit(self, offset: int, size_bytes: int) -> LedgerReceipt:
@@ -191,9 +193,14 @@ class Ledger:
             if (committable := assignment.progress.committable()) != assignment.committed
         }
 
-    def was_committed(self, offsets: dict[TopicPartition, Committed]) -> None:
+    def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:
         """Remember what the log has acknowledged."""
         for partition, committed in offsets.items():
             assignment = self._assigned.get(partition)
             if assignment is not None:
                 assignment.committed = committed
+
+    def forget_committed(self) -> None:
+        """Commit all again, be it changed or not."""
+        for assignment in self._assigned.values():
+            assignment.committed = NEVER_COMMITTED

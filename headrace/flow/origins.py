@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from headrace.flow.answered import Progress
-from headrace.flow.source import starting_progress
+from headrace.flow.positions import starting_progress
 from headrace.log.port import Committed, Consumer, TopicPartition
 
 
@@ -75,3 +75,7 @@ class Origins:
             for partition, committed in offsets.items()
             if partition.topic == self._topic and partition.partition in self._progress
         )
+
+    def forget_committed(self) -> None:
+        """Commit all again."""
+        self._committed.clear()

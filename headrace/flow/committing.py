@@ -1,0 +1,128 @@
+"""Commits in the background: what is settled goes to the log a little later, all at once.
+
+There is never more than one commit under way, so that an older one cannot overtake a newer one
+and move the group backwards. A commit that fails is not sent again as it was: the next one says
+what is true then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import structlog
+
+from headrace.errors import Retriable
+from headrace.flow.inflight import Ledger
+from headrace.log.port import Committed, Consumer, Fenced, TopicPartition
+from headrace.telemetry.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+COMMIT_INTERVAL_S = 0.05
+COMMIT_RETRY_S = 0.5
+COMMIT_AGAIN_S = 3600.0
+"""What has not changed is committed again this often: a broker forgets what a group commits on a
+topic that no member of the group subscribes to.
+"""
+_SHARE_OF_LOOP = 20
+"""Where many answers overtake, saying so takes time: at most this part of the event loop's."""
+
+
+class Companion(Protocol):
+    """Another partition whose progress is kept with each one of ours (see `origins.py`)."""
+
+    async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None: ...
+    def revoked(self, partitions: Sequence[int]) -> None: ...
+    def committable(self) -> dict[TopicPartition, Committed]: ...
+    def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None: ...
+    def forget_committed(self) -> None: ...
+
+
+class Committer:
+    """Commits what a ledger and its companion say.
+
+    Args:
+        settled: set whenever there may be something new to commit.
+    """
+
+    def __init__(
+        self, ledger: Ledger, companion: Companion | None, metrics: Metrics, settled: asyncio.Event
+    ) -> None:
+        self._ledger = ledger
+        self._companion = companion
+        self._metrics = metrics
+        self._settled = settled
+        self._turn = asyncio.Lock()
+        self._encoding_s = 0.0
+
+    async def run(self, consumer: Consumer) -> None:
+        """Commit whenever there is something to commit, until cancelled."""
+        again_s = time.monotonic() + COMMIT_AGAIN_S
+        while True:
+            if time.monotonic() >= again_s:
+                again_s = time.monotonic() + COMMIT_AGAIN_S
+                self._forget_committed()
+            pause_s = COMMIT_INTERVAL_S
+            if not await self.commit(consumer):
+                pause_s = COMMIT_RETRY_S
+            elif not self._committable():
+                await self._wait_settled(again_s - time.monotonic())
+            await asyncio.sleep(max(pause_s, self._encoding_s * _SHARE_OF_LOOP))
+
+    async def commit(
+        self, consumer: Consumer, revoked: Collection[TopicPartition] | None = None
+    ) -> bool:
+        """Commit now; False when it failed, and may be tried again.
+
+        Args:
+            consumer: whose group it is.
+            revoked: of what we read, commit for these only; None: for all.
+        """
+        async with self._turn:
+            offsets = self._committable()
+            if revoked is not None:
+                offsets = {
+                    partition: committed
+                    for partition, committed in offsets.items()
+                    if partition in revoked or self._ledger.get(partition) is None
+                }
+            if not offsets:
+                return True
+            try:
+                with self._metrics.commit():
+                    await consumer.commit(offsets)
+            except Fenced as error:
+                # The group has moved on: a rebalance is coming, and these are not ours any more.
+                log.warning("commit_refused", reason=str(error))
+                return False
+            except Retriable as error:
+                log.warning("commit_failed", reason=str(error))
+                return False
+            self._ledger.was_committed(offsets)
+            if self._companion is not None:
+                self._companion.was_committed(offsets)
+            return True
+
+    def _committable(self) -> dict[TopicPartition, Committed]:
+        began_s = time.perf_counter()
+        offsets = self._ledger.committable()
+        if self._companion is not None:
+            offsets |= self._companion.committable()
+        self._encoding_s = time.perf_counter() - began_s
+        return offsets
+
+    def _forget_committed(self) -> None:
+        self._ledger.forget_committed()
+        if self._companion is not None:
+            self._companion.forget_committed()
+
+    async def _wait_settled(self, timeout_s: float) -> None:
+        self._settled.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            pass

@@ -1,0 +1,61 @@
+"""Where reading starts, and where it goes on when the log no longer holds a position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import structlog
+
+from headrace.flow.answered import Progress
+from headrace.flow.inflight import Ledger
+from headrace.log.port import Committed, Consumer, TopicPartition
+
+log = structlog.get_logger(__name__)
+
+
+def starting_progress(committed: Committed | None, beginning: int) -> Progress:
+    """Where to start reading: at what is committed, but not below what the log still holds."""
+    if committed is None:
+        return Progress(beginning)
+    progress = Progress.from_committed(committed)
+    if progress.base < beginning:
+        log.warning("records_skipped", first=progress.base, count=beginning - progress.base)
+        progress.cover(progress.base - 1, beginning - 1)
+    return progress
+
+
+async def go_on_in_range(
+    consumer: Consumer, ledger: Ledger, positions: Mapping[TopicPartition, int]
+) -> int:
+    """Seek to what the log holds, for positions that lie outside of it.
+
+    Below its beginning, retention was quicker than we: those records are gone, and the next one
+    closes the gap. Beyond its end, the topic is another one than that which was read, or has lost
+    its end: what is known of its offsets is void, and it is read from the beginning.
+
+    Returns:
+        How many records are gone unread, at most.
+
+    Raises:
+        LogUnavailable: nobody says what the log holds.
+    """
+    beginnings = await consumer.beginning_offsets(list(positions))
+    skipped = 0
+    for partition, position in positions.items():
+        if ledger.get(partition) is None or partition not in consumer.assignment():
+            continue  # revoked meanwhile
+        beginning = beginnings[partition]
+        if position < beginning:
+            count = beginning - position
+            log.error("records_skipped", partition=str(partition), first=position, count=count)
+            skipped += count
+        else:
+            log.error(
+                "position_beyond_the_end",
+                partition=str(partition),
+                position=position,
+                reading_from=beginning,
+            )
+            ledger.assign(partition, Progress(beginning))
+        consumer.seek(partition, beginning)
+    return skipped

@@ -1,0 +1,100 @@
+"""The source partitions' progress at a responder that reads `results`."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.flow.answered import Progress
+from headrace.flow.origins import Origins
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Committed, TopicInfo, TopicPartition
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, write_to
+
+SOURCE = TopicPartition("requests", 0)
+RESULTS = TopicPartition("results", 0)
+
+
+@pytest.fixture
+async def log() -> MemoryLog:
+    """The two topics."""
+    log = MemoryLog()
+    await log.create_topics(
+        [TopicInfo("requests", 1, {}), TopicInfo("results", 1, {})], replication_factor=1
+    )
+    return log
+
+
+async def assigned(log: MemoryLog, committed: Committed | None = None) -> Origins:
+    """Origins whose partition has been assigned, after something was committed for it."""
+    origins = Origins("requests")
+    listener = RecordingListener()
+    async with log.member("group", ["results"], listener) as member:
+        await eventually(lambda: listener.held)
+        if committed is not None:
+            await member.commit({SOURCE: committed})
+        await origins.assigned(member, [0])
+    return origins
+
+
+async def test_an_origin_is_claimed_once(log: MemoryLog) -> None:
+    """Of two results for one request only the first one is answered."""
+    origins = await assigned(log)
+
+    assert [origins.claim(0, 5), origins.claim(0, 5), origins.claim(0, 6)] == [True, False, True]
+
+
+async def test_what_is_answered_is_not_claimed_again(log: MemoryLog) -> None:
+    """After the answer too, and after the base has passed it."""
+    origins = await assigned(log)
+    for offset in (0, 2):
+        origins.claim(0, offset)
+        origins.answered(0, offset - 1, offset)
+
+    assert [origins.claim(0, offset) for offset in range(4)] == [False, True, False, True]
+
+
+async def test_what_was_committed_is_not_claimed(log: MemoryLog) -> None:
+    """A new owner knows what its predecessor has answered, above the base as well."""
+    origins = await assigned(log, Progress(3, [(5, 6)]).committable())
+
+    assert [origins.claim(0, offset) for offset in range(2, 7)] == [False, True, True, False, True]
+
+
+async def test_the_answer_is_to_be_committed_until_it_was(log: MemoryLog) -> None:
+    """What the log acknowledged is not committed again, unless it is to be renewed."""
+    origins = await assigned(log)
+    first = origins.committable()
+    origins.was_committed(first)
+    assert (first, origins.committable()) == ({SOURCE: Committed(0)}, {})
+
+    origins.claim(0, 0)
+    origins.answered(0, -1, 0)
+    assert origins.committable() == {SOURCE: Committed(1)}
+    origins.was_committed(origins.committable() | {RESULTS: Committed(7)})
+    assert origins.committable() == {}
+
+    origins.forget_committed()
+    assert origins.committable() == {SOURCE: Committed(1)}
+
+
+async def test_a_revoked_partition_is_nobodys_to_claim(log: MemoryLog) -> None:
+    """Another process answers for it now; a straggler's answer is no news here."""
+    origins = await assigned(log)
+    origins.claim(0, 0)
+
+    origins.revoked([0])
+    origins.answered(0, -1, 0)
+
+    assert not origins.claim(0, 1)
+    assert origins.committable() == {}
+
+
+async def test_records_that_retention_took_are_passed(log: MemoryLog) -> None:
+    """A base below the source's beginning moves up to it."""
+    await write_to(log, SOURCE, *[b"x"] * 9)
+    log.faults.trim(SOURCE, 6)
+
+    origins = await assigned(log, Committed(2))
+
+    assert origins.committable() == {SOURCE: Committed(6)}
