@@ -29,7 +29,7 @@ class Place(NamedTuple):
     offset: int
 
 
-class PlaceType(click.ParamType):
+class PlaceType(click.ParamType[Place]):
     """`TOPIC/PARTITION/OFFSET` or `PARTITION/OFFSET`."""
 
     name = "place"
@@ -46,7 +46,7 @@ class PlaceType(click.ParamType):
         return Place(topic[0] or None, int(partition), int(offset))
 
 
-class WhenType(click.ParamType):
+class WhenType(click.ParamType[int]):
     """A time in epoch milliseconds, as ISO 8601, or as a duration until now, such as `2h`."""
 
     name = "when"
@@ -97,7 +97,11 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--code", "codes", multiple=True, help="Of this code; several may be given."),
         click.option("--model", "models", multiple=True, help="Of this model; likewise."),
         click.option(
-            "--stage", "stages", multiple=True, type=click.Choice(STAGES), help="Failed here."
+            "--stage",
+            "stages",
+            multiple=True,
+            type=click.Choice([stage.value for stage in STAGES]),
+            help="Failed here.",
         ),
         click.option(
             "--since", "since_ms", type=WHEN, help="Dead since then: ISO 8601 (UTC), or 2h ago."

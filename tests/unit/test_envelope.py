@@ -272,3 +272,15 @@ def test_a_letter_that_fails_again_does_not_pile_up_headers() -> None:
     again = dead_letter_headers(request_with(*first), failure, "t")
 
     assert again == first
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(b"3", b"3"), (b"", b"1"), (b"many", b"1"), (b"12345", b"1")]
+)
+def test_a_letter_goes_on_counting_attempts(given: bytes, kept: bytes) -> None:
+    """From what a redrive has put on the request; anything unreadable counts as the first."""
+    failure = Failure(Code.MODEL_FAILED, "again", "executor")
+
+    headers = dead_letter_headers(request_with(("x-attempt", given)), failure, "t")
+
+    assert headers[-1] == ("x-attempt", kept)

@@ -1,0 +1,139 @@
+"""`headrace dlq` on a real Kafka: from a limit that was too strict to the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from headrace.codec import decode_response
+from headrace.codec.client import Answer
+from headrace.config import Settings
+from headrace.local_kafka import LocalKafka
+from headrace.log.opening import open_log
+from headrace.log.port import Record, TopicPartition
+from headrace.pipeline import Pipeline, running
+from headrace.topics import Topic
+from tests.support.command_line import Call
+from tests.support.dead_letters import (
+    CORRELATION_ID,
+    STRICT_BYTES,
+    create_topics,
+    large_request,
+    make_dead_letter,
+    records_of,
+    reply_topic,
+    serving,
+)
+from tests.support.logs import read
+
+Settle = Callable[[int], Settings]
+
+
+@pytest.fixture
+def settle(
+    kafka: LocalKafka, tmp_path: Path, unique_name: str, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> Settle:
+    """Settings with a limit, for the process and, through the environment, for commands."""
+    broker = {"kafka": {"bootstrap_servers": kafka.bootstrap_servers}}
+    monkeypatch.setenv("HEADRACE_NAMESPACE", unique_name)
+    monkeypatch.setenv("HEADRACE_KAFKA__BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
+    return lambda limit: serving(tmp_path, unique_name, limit, **broker)
+
+
+async def _fail(settings: Settings, count: int) -> None:
+    async with open_log(settings) as log:
+        await create_topics(log, settings)
+        deadline = ("x-deadline-ms", b"4000000000000")
+        records = [large_request(settings, deadline) for _ in range(count)]
+        await make_dead_letter(log, settings, *records)
+
+
+async def _serve(settings: Settings, count: int) -> list[Record]:
+    """Answer what is there, and return what came to the caller's topic, refusals included."""
+    async with open_log(settings) as log:
+        replies = TopicPartition(reply_topic(settings), 0)
+        async with log.reader([replies]) as reader, running(Pipeline(settings, log)):
+            reader.seek(replies, 0)
+            return await read(reader, count)
+
+
+async def _requests(settings: Settings) -> list[Record]:
+    async with open_log(settings) as log:
+        return await records_of(log, settings.topic(Topic.REQUESTS), 2)
+
+
+def _json(result: Result) -> dict[str, object]:
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, object] = json.loads(result.stdout)
+    return found
+
+
+def test_a_letter_of_a_strict_limit_is_answered_once_the_limit_is_raised(
+    settle: Settle, call: Call
+) -> None:
+    """At the reply topic it named, with its correlation id; a second redrive sends nothing."""
+    asyncio.run(_fail(settle(STRICT_BYTES), 1))
+
+    first = _json(call("dlq", "redrive", "--code", "TOO_LARGE", "--json"))
+    second = _json(call("dlq", "redrive", "--json"))
+    refusal, answer = asyncio.run(_serve(settle(4096), 2))
+
+    assert (first["sent"], second["sent"], second["done_before"]) == (1, 0, 1)
+    assert dict(refusal.headers)["x-status"] == b"TOO_LARGE"
+    assert dict(answer.headers)["x-status"] == b"ok"
+    assert dict(answer.headers)["kafka_correlationId"] == CORRELATION_ID
+    assert isinstance(decode_response(answer.headers, answer.value), Answer)
+
+
+def test_letters_are_listed_shown_and_exported(settle: Settle, call: Call) -> None:
+    """What was redriven is marked; the request is decoded whatever limit it exceeded."""
+    settings = settle(STRICT_BYTES)
+    asyncio.run(_fail(settings, 3))
+    call("dlq", "redrive", "1/1")
+
+    listed = _json(call("dlq", "list", "--json", "--model", "digits"))
+    pending = _json(call("dlq", "list", "--json", "--pending", "--since", "1h"))
+    shown = call("dlq", "show", f"{settings.topic(Topic.DEAD_LETTERS)}/1/1").stdout
+    exported = call("dlq", "export", "--stage", "ingest")
+
+    letters = listed["letters"]
+    assert isinstance(letters, list)
+    assert [letter["redriven"] for letter in letters] == [False, True, False]
+    assert listed["counts"] == {"TOO_LARGE": 3}
+    assert pending["total"] == 2
+    assert "input pixels FP32 [8, 64]" in shown
+    assert "redriven since" in shown
+    assert exported.exit_code == 0, exported.stderr
+    lines = [json.loads(line) for line in exported.stdout.splitlines()]
+    assert [line["letter"].rpartition("/")[2] for line in lines] == ["0", "1", "2"]
+
+
+def test_a_dry_run_and_a_transform_of_the_users(settle: Settle, call: Call, tmp_path: Path) -> None:
+    """The dry run sends nothing; the script's records are what is sent."""
+    settings = settle(STRICT_BYTES)
+    asyncio.run(_fail(settings, 2))
+    script = tmp_path / "mend.py"
+    script.write_text("def transform(record):\n    return record._replace(value=b'mended')\n")
+
+    dry = _json(call("dlq", "redrive", "--dry-run", "--json"))
+    unchanged = len(asyncio.run(_requests(settings)))
+    wet = _json(call("dlq", "redrive", "--transform", str(script), "--rate", "100", "--json"))
+
+    assert (dry["sent"], wet["sent"], unchanged) == (2, 2, 2)
+    assert [record.value for record in asyncio.run(_requests(settings))[2:]] == [b"mended"] * 2
+
+
+def test_a_letter_that_is_not_there_is_told(settle: Settle, call: Call) -> None:
+    """With its place, and the exit code of a wrong call."""
+    settings = settle(STRICT_BYTES)
+    asyncio.run(_fail(settings, 1))
+
+    result = call("dlq", "show", "1/7")
+
+    assert result.exit_code == 2
+    assert "dead-letters/1/7: expected a dead letter, but there is none" in result.stderr

@@ -1,0 +1,116 @@
+"""The options of `headrace dlq`, and what it prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+
+import click
+import pytest
+
+from headrace.cli.dlq_options import PLACE, WHEN, Place, counts_lines, table, tally_lines
+from headrace.cli.outcome import Exit
+from headrace.deadletters import Order, Tally
+from headrace.deadletters.letter import Identity
+from tests.support.command_line import Call
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("1/7", Place(None, 1, 7)), ("a.dead-letters/0/12", Place("a.dead-letters", 0, 12))],
+)
+def test_a_place_is_read_with_and_without_its_topic(text: str, place: Place) -> None:
+    """As lists print it."""
+    assert PLACE.convert(text, None, None) == place
+
+
+@pytest.mark.parametrize("text", ["7", "a/b", "x/1/2/3", "1/-7", ""])
+def test_what_is_no_place_is_refused(text: str) -> None:
+    """With the form that was expected."""
+    with pytest.raises(click.BadParameter, match="PARTITION/OFFSET"):
+        PLACE.convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1769860800000", "2026-01-31T12:00:00Z", "2026-01-31T13:00+01:00", "2026-01-31T12:00:00"],
+)
+def test_a_time_is_read_in_its_forms(text: str) -> None:
+    """Without a zone it is UTC."""
+    assert WHEN.convert(text, None, None) == 1_769_860_800_000
+
+
+def test_a_duration_is_a_time_ago() -> None:
+    """Of seconds, minutes, hours or days."""
+    then = datetime.fromtimestamp(WHEN.convert("2h", None, None) / 1000, UTC)
+
+    assert timedelta(0) <= datetime.now(UTC) - then - timedelta(hours=2) < timedelta(minutes=1)
+
+
+def test_what_is_no_time_is_refused() -> None:
+    """With an example."""
+    with pytest.raises(click.BadParameter, match="2026-01-31T12:00:00Z"):
+        WHEN.convert("yesterday", None, None)
+
+
+def test_a_list_has_columns_that_fit() -> None:
+    """Long messages are cut, line breaks taken out."""
+    row = {
+        "letter": "t/0/1",
+        "time": "-",
+        "code": "TOO_LARGE",
+        "model": "",
+        "stage": "ingest",
+        "attempt": 1,
+        "redriven": True,
+        "message": "first\nsecond " + "x" * 80,
+    }
+
+    heading, line = table([row])
+
+    assert heading.index("code") == line.index("TOO_LARGE")
+    assert line.endswith("yes       first second " + "x" * 46 + "…")
+
+
+def test_letters_are_counted_by_code() -> None:
+    """And it is said how many are not shown."""
+    (line,) = counts_lines(Counter(TOO_LARGE=3, INVALID_TENSOR=1), shown=2)
+
+    assert line == "4 dead letters: TOO_LARGE 3, INVALID_TENSOR 1; 2 not shown"
+
+
+def test_a_redrive_says_all_that_became_of_the_letters() -> None:
+    """Nothing that was left out goes unsaid."""
+    tally = Tally(Counter(TOO_LARGE=2), 1, 3, 2, [(Identity("t", 0, 4), "too large")])
+
+    assert list(tally_lines(tally, Order(dry_run=True))) == [
+        "2 would be sent: TOO_LARGE 2",
+        "1 passed over: redriven before",
+        "3 left where they are: transform gave None",
+        "2 without their x-deadline-ms, which has passed",
+        "refused t/0/4: too large",
+    ]
+
+
+def test_without_a_broker_there_are_no_dead_letters(call: Call) -> None:
+    """The embedded log's end with its process, which is told."""
+    result = call("dlq", "list")
+
+    assert result.exit_code == Exit.USAGE
+    assert "kafka.bootstrap_servers" in result.stderr
+
+
+def test_a_letter_of_another_topic_is_refused(call: Call) -> None:
+    """Its offset would mean another letter here."""
+    result = call("dlq", "show", "other/0/1")
+
+    assert result.exit_code == Exit.USAGE
+    assert "expected a letter of headrace.dead-letters, got one of other" in result.stderr
+
+
+def test_discarding_and_transforming_do_not_go_together(call: Call) -> None:
+    """Nothing is sent that could be transformed."""
+    result = call("dlq", "redrive", "--discard", "--transform", __file__)
+
+    assert result.exit_code == Exit.USAGE
+    assert "--discard" in result.stderr

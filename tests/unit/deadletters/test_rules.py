@@ -1,0 +1,206 @@
+"""What a dead letter says, what becomes of it, and what is remembered: rules without I/O."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.codec import encode_request
+from headrace.deadletters.copies import copy_of, marked
+from headrace.deadletters.letter import Identity, Letter, Selection, parse_letter
+from headrace.deadletters.reading import Span
+from headrace.deadletters.remembering import (
+    MemoryFull,
+    committable,
+    count_copies,
+    done_letters,
+    require_room,
+)
+from headrace.deadletters.showing import hex_lines, paragraphs
+from headrace.deadletters.transforming import load_transform
+from headrace.errors import ConfigurationError
+from headrace.flow.answered import Progress, UnknownMetadata
+from headrace.log.port import Committed, NewRecord, TopicPartition
+from headrace.replay.recording import Recorded
+from tests.support.dead_letters import letter_headers
+
+NOW_MS = 1_700_000_000_000
+LETTERS = TopicPartition("t.dead-letters", 1)
+DIGITS = encode_request("application/msgpack", "digits", {"x": np.ones((1, 2), np.float32)})
+
+
+def _letter(value: bytes | None = DIGITS, *headers: tuple[str, bytes], **changed: Any) -> Letter:
+    ours = letter_headers("t.requests", 3, 9, **changed)
+    return parse_letter(Recorded(*LETTERS, 5, NOW_MS, b"k", value, [*headers, *ours.items()]))
+
+
+def test_a_letter_says_what_failed_where_and_how_often() -> None:
+    """All from the headers that it was given, and the model from its body."""
+    letter = _letter(attempt=b"2")
+
+    assert letter.origin == Identity("t.requests", 3, 9)
+    assert (letter.code, letter.stage, letter.attempt) == ("TOO_LARGE", "ingest", 2)
+    assert (letter.model, str(letter.identity)) == ("digits", "t.dead-letters/1/5")
+
+
+@pytest.mark.parametrize("value", [None, b"", b"\xc1", b"\x93\x01"])
+def test_a_letter_that_says_nothing_is_a_letter_all_the_same(value: bytes | None) -> None:
+    """Whoever wrote it: what is absent is empty."""
+    letter = parse_letter(Recorded(*LETTERS, 5, -1, None, value, []))
+
+    assert letter == (letter.record, None, "", "", "", 1, "", "")
+
+
+@pytest.mark.parametrize(
+    ("selection", "taken"),
+    [
+        (Selection(), True),
+        (Selection(codes=frozenset({"TOO_LARGE", "OTHER"})), True),
+        (Selection(codes=frozenset({"OTHER"})), False),
+        (Selection(models=frozenset({"digit"})), False),
+        (Selection(stages=frozenset({"executor"})), False),
+        (Selection(since_ms=NOW_MS, until_ms=NOW_MS + 1), True),
+        (Selection(since_ms=NOW_MS + 1), False),
+        (Selection(until_ms=NOW_MS), False),
+        (Selection(places=frozenset({(1, 5)})), True),
+        (Selection(places=frozenset({(1, 6)})), False),
+    ],
+)
+def test_a_selection_takes_what_fits_all_of_it(selection: Selection, taken: bool) -> None:
+    """What is empty leaves all in."""
+    assert selection.takes(_letter()) is taken
+
+
+def test_a_copy_is_the_request_without_what_made_it_a_letter() -> None:
+    """Key, value and the caller's headers are untouched, repeated ones in their order."""
+    theirs = [("kafka_correlationId", b"c"), ("a", b"1"), ("a", b"2")]
+
+    copy = copy_of(_letter(b"v", *theirs), NOW_MS)
+
+    assert copy.record == NewRecord(b"k", b"v", theirs)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "dropped"),
+    [
+        (b"%d" % NOW_MS, True),
+        (b"%d" % (NOW_MS + 1), False),
+        (b"tomorrow", False),
+    ],
+)
+def test_a_deadline_that_has_passed_is_dropped(deadline: bytes, dropped: bool) -> None:
+    """One that is to come, or that cannot be read, stays."""
+    copy = copy_of(_letter(b"v", ("x-deadline-ms", deadline)), NOW_MS)
+
+    assert copy.deadline_dropped is dropped
+    assert (copy.record.headers == []) is dropped
+
+
+def test_a_copy_names_the_first_request_through_all_redrives() -> None:
+    """The letter before it may be that of an earlier copy."""
+    first = marked(copy_of(_letter(b"v"), NOW_MS).record, _letter(b"v"), "run-1")
+    headers = [(name, value) for name, value in first.headers if value is not None]
+    again = _letter(b"v", *headers, attempt=b"2")
+
+    second = marked(copy_of(again, NOW_MS).record, again, "run-2")
+
+    assert second.headers == [
+        ("x-replay-of", b"t.requests/3/9"),
+        ("x-replay-letter", b"t.dead-letters/1/5"),
+        ("x-replay-run", b"run-2"),
+        ("x-attempt", b"3"),
+    ]
+
+
+def test_what_is_remembered_survives_a_commit_and_retention() -> None:
+    """Below the first offset that is still held, all is done."""
+    progress = Progress(0)
+    progress.cover(3, 7)
+    committed = committable({LETTERS: progress})
+
+    done = done_letters(committed, {LETTERS: Span(2, 20)})
+
+    assert done[LETTERS] == Progress(2, [(4, 8)])
+
+
+@pytest.mark.parametrize("known", [None, Committed(30)])
+def test_a_topic_made_anew_has_nothing_done(known: Committed | None) -> None:
+    """What was committed beyond its end is an older topic's."""
+    assert done_letters({LETTERS: known}, {LETTERS: Span(0, 20)})[LETTERS] == Progress(0)
+
+
+def test_a_foreign_commit_is_refused() -> None:
+    """To ignore it could send letters twice."""
+    with pytest.raises(UnknownMetadata):
+        done_letters({LETTERS: Committed(3, "whose?")}, {LETTERS: Span(0, 20)})
+
+
+def test_copies_found_among_requests_count_as_done() -> None:
+    """Each once; what names no letter of ours is passed over."""
+    names = [b"t.dead-letters/1/4", b"t.dead-letters/1/4", b"other/1/2", b"no place", b"a/b/c"]
+    records = [
+        Recorded("r", 0, number, 0, None, None, [("x-replay-letter", name)])
+        for number, name in enumerate(names)
+    ]
+    done = {LETTERS: Progress(0)}
+
+    assert count_copies(records, done) == 1
+    assert done[LETTERS] == Progress(0, [(4, 5)])
+
+
+def test_no_more_is_sent_than_can_be_remembered() -> None:
+    """Ranges that fit neither form of the metadata would be forgotten, and sent again."""
+    progress = Progress(0, [(n * 100, n * 100 + 1) for n in range(1, 1700)])
+
+    with pytest.raises(MemoryFull, match=r"redrive or discard the letters from 0 on"):
+        require_room(progress, LETTERS, [(2 * 10**6 - 1, 2 * 10**6)])
+
+
+def test_a_request_that_can_be_read_is_shown_by_its_tensors() -> None:
+    """With the error, and with numbers where headers hold numbers."""
+    shown = "\n".join(paragraphs(_letter(), redriven=False))
+
+    assert "error    TOO_LARGE in ingest: value: expected less" in shown
+    assert "kafka_dlt-original-offset: 9" in shown
+    assert "input x FP32 [1, 2]" in shown
+    assert "[1., 1.]" in shown
+
+
+def test_a_request_that_cannot_be_read_is_shown_in_hexadecimal() -> None:
+    """Beside the reason."""
+    shown = "\n".join(paragraphs(_letter(b"\xc1not msgpack"), redriven=True))
+
+    assert "12 bytes that cannot be read as a request: INVALID_REQUEST" in shown
+    assert "00000000  c1 6e 6f 74 20 6d 73 67 70 61 63 6b" in shown
+    assert ".not msgpack" in shown
+
+
+def test_hexadecimal_ends_where_it_is_told_to() -> None:
+    """And says how much is left out."""
+    assert list(hex_lines(bytes(20), 17))[1:] == [
+        "00000010  00                                               .",
+        "and 3 bytes more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("return 1 / 0", "ZeroDivisionError"),
+        ("return b'bytes'", "expected a record"),
+        ("return record._replace(value='text')", "expected a record"),
+        ("return record._replace(headers=[('a', 'text')])", "expected a record"),
+    ],
+)
+def test_a_transform_of_the_users_that_fails_is_named(
+    tmp_path: Path, body: str, fault: str
+) -> None:
+    """Before anything wrong is sent."""
+    script = tmp_path / "mend.py"
+    script.write_text(f"def transform(record):\n    {body}\n")
+
+    with pytest.raises(ConfigurationError, match=f"mend.py: transform: {fault}"):
+        load_transform(script)(NewRecord(None, b"v"))
