@@ -24,7 +24,7 @@ INSTRUCTIONS = {
     *("FROM", "ARG", "ENV", "LABEL", "WORKDIR", "COPY", "RUN", "VOLUME", "EXPOSE", "STOPSIGNAL"),
     *("HEALTHCHECK", "USER", "ENTRYPOINT", "CMD", "COMMENT"),
 }
-PINNED = re.compile(r"^[\w./-]+:\d+\.\d+\.\d+(-[\w.-]+)?$")
+PINNED = re.compile(r"^[\w./-]+:v?\d+\.\d+\.\d+(-[\w.-]+)?$")
 
 
 @pytest.fixture(scope="module")

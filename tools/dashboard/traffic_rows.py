@@ -1,0 +1,201 @@
+"""The rows about requests: how many, how fast, in which batches, on which models."""
+
+from __future__ import annotations
+
+from tools.dashboard.panels import Panel, Query, Row
+from tools.dashboard.queries import mean, quantile, quantiles, rate, selected, share, total, worst
+
+
+def _stat(
+    title: str,
+    description: str,
+    unit: str,
+    expression: str,
+    limits: tuple[float, ...] = (),
+    *,
+    low_is_bad: bool = False,
+) -> Panel:
+    return Panel(
+        title,
+        description,
+        unit,
+        (Query(expression),),
+        kind="stat",
+        width=3,
+        limits=limits,
+        low_is_bad=low_is_bad,
+    )
+
+
+GLANCE = Row(
+    "At a glance",
+    (
+        _stat(
+            "Answers", "Acknowledged, whatever their outcome.", "reqps", rate("headrace_requests")
+        ),
+        _stat(
+            "Expired", "DEADLINE_EXCEEDED, of all.", "percentunit", share("expired"), (0.001, 0.01)
+        ),
+        _stat(
+            "Failed",
+            "MODEL_FAILED and INTERNAL, of all.",
+            "percentunit",
+            share("failed"),
+            (0.001, 0.01),
+        ),
+        _stat(
+            "End to end, p99",
+            "From the request record's timestamp to the acknowledged answer.",
+            "s",
+            quantile(0.99, "headrace_request_duration_seconds"),
+        ),
+        _stat(
+            "Time to drain",
+            "Of the process that needs longest: backlog over learned throughput.",
+            "s",
+            worst("headrace_time_to_drain_seconds"),
+            (10, 60),
+        ),
+        _stat(
+            "Oldest unanswered",
+            "Age of the oldest record that was read.",
+            "s",
+            worst("headrace_oldest_record_age_seconds"),
+            (10, 60),
+        ),
+        _stat(
+            "Budget in use",
+            "Bytes in flight, of the process that has used most of its limit.",
+            "percentunit",
+            f"max({selected('headrace_in_flight_bytes')}"
+            f" / {selected('headrace_in_flight_limit_bytes')})",
+            (0.8, 0.95),
+        ),
+        _stat(
+            "Processes ready",
+            "Of those that can be scraped.",
+            "percentunit",
+            f"avg({selected('headrace_ready')})",
+            (0.5, 1),
+            low_is_bad=True,
+        ),
+    ),
+)
+
+REQUESTS = Row(
+    "Requests",
+    (
+        Panel(
+            "Answers by model",
+            "",
+            "reqps",
+            (Query(rate("headrace_requests", "model"), "{{model}}"),),
+        ),
+        Panel(
+            "Answers that are errors",
+            "By code; the contract explains them.",
+            "reqps",
+            (Query(rate("headrace_requests", "code", 'code!="ok"'), "{{code}}"),),
+            stack="normal",
+        ),
+        Panel(
+            "Late and refused, by who found it",
+            "A request that is late costs least where it is found early.",
+            "reqps",
+            (
+                Query(rate("headrace_expired_requests", "stage"), "expired at {{stage}}"),
+                Query(rate("headrace_refused_requests", "stage, code"), "{{code}} at {{stage}}"),
+            ),
+        ),
+        Panel(
+            "End to end",
+            "Points are sampled requests, and lead to their traces.",
+            "s",
+            quantiles("headrace_request_duration_seconds", "model"),
+            logarithmic=True,
+            exemplars=True,
+        ),
+        Panel(
+            "Where the time goes",
+            "Means of the waits and the work of a request, on top of each other. Copies and runs "
+            "are those of its batch.",
+            "s",
+            tuple(
+                Query(mean(metric), legend)
+                for metric, legend in (
+                    ("headrace_log_wait_seconds", "in the log"),
+                    ("headrace_queue_wait_seconds", "for a batch"),
+                    ("headrace_batch_wait_seconds", "for an instance"),
+                    ("headrace_copy_duration_seconds", "copies"),
+                    ("headrace_compute_duration_seconds", "run"),
+                    ("headrace_answer_duration_seconds", "answer"),
+                )
+            ),
+            stack="normal",
+        ),
+        Panel(
+            "Time left to the deadline",
+            "Of a request in a hundred less than p1 was left when its answer was acknowledged.",
+            "s",
+            tuple(
+                Query(
+                    quantile(part, "headrace_answer_slack_seconds", "model"),
+                    f"{{{{model}}}} p{part * 100:g}",
+                )
+                for part in (0.01, 0.5)
+            ),
+        ),
+    ),
+)
+
+BATCHES = Row(
+    "Batches and models",
+    (
+        Panel("Rows run", "", "rowsps", (Query(rate("headrace_rows", "model"), "{{model}}"),)),
+        Panel(
+            "Rows of a batch",
+            "Means when it closed.",
+            "short",
+            (Query(mean("headrace_batch_rows", "model"), "{{model}}"),),
+        ),
+        Panel(
+            "Why batches close",
+            "full and bytes: busy. idle: an instance was free. delay: the model's delay was over.",
+            "ops",
+            (Query(rate("headrace_batches", "reason"), "{{reason}}"),),
+            stack="percent",
+        ),
+        Panel(
+            "One run",
+            "Points are batches of sampled requests.",
+            "s",
+            quantiles("headrace_compute_duration_seconds", "model"),
+            logarithmic=True,
+            exemplars=True,
+        ),
+        Panel(
+            "Copies and the wait for an instance",
+            "Means.",
+            "s",
+            (
+                Query(mean("headrace_copy_duration_seconds", "model"), "{{model}} copies"),
+                Query(mean("headrace_batch_wait_seconds", "model"), "{{model}} waits"),
+            ),
+        ),
+        Panel(
+            "Requests that wait for a batch",
+            "",
+            "short",
+            (Query(total("headrace_waiting_requests", "instance"), "{{instance}}"),),
+            width=4,
+        ),
+        Panel(
+            "Models",
+            "The state of each version in each process.",
+            "none",
+            (Query(f"{worst('headrace_model_state', 'model, version, state, instance')} == 1"),),
+            kind="table",
+            width=4,
+        ),
+    ),
+)
