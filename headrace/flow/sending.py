@@ -13,6 +13,7 @@ from headrace.log.port import (
     NewRecord,
     Producer,
     RecordTooLarge,
+    TopicForbidden,
     TopicPartition,
     UnknownPartition,
 )
@@ -34,7 +35,7 @@ async def deliver(
 
     Returns:
         By index, in order, the records that are refused by themselves: `RecordTooLarge`,
-        `RecordRefused`, or all by `UnknownPartition`. All others are written.
+        `RecordRefused`, or all by `UnknownPartition` or `TopicForbidden`. All others are written.
     """
     delivery = _Delivery(producer, partition, records)
     first = await delivery.attempt(range(len(records)))
@@ -55,7 +56,8 @@ def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> lis
     """The indexes of refused records, for a topic of ours, which refuses for size alone.
 
     Raises:
-        LogRefused: the topic was deleted, or is set up in another way than ours are.
+        LogRefused: the topic was deleted, is set up in another way than ours are, or we may not
+            write to it.
     """
     for error in refused.values():
         if not isinstance(error, RecordTooLarge):
@@ -83,7 +85,7 @@ class _Delivery:
         records = [self._records[index] for index in indexes]
         try:
             runs = await self._producer.send(self._partition, records)
-        except UnknownPartition as error:
+        except (UnknownPartition, TopicForbidden) as error:
             self.refused |= dict.fromkeys(indexes, error)
             return []
         except Rejected as error:
@@ -98,6 +100,8 @@ class _Delivery:
             start += run.size
             try:
                 await run.acknowledged
+            except TopicForbidden as error:
+                self.refused |= dict.fromkeys(part, error)
             except Rejected as error:
                 again += await self._halve(part, error)
             except Retriable as error:

@@ -77,6 +77,9 @@ _LEVELS: Mapping[str, int] = {
 _CHATTY = ("aiokafka", "aiohttp.access", "asyncio")
 """Loggers whose info lines repeat what Headrace's own events and metrics say."""
 
+_SECRETIVE = "aiokafka"
+"""A logger whose debug lines hold what a client logs in with: the bytes of SASL exchanges."""
+
 
 def configure_logging(level: str, stream: TextIO | None = None) -> Flood:
     """Set up logging for the process; call it once, where the process starts.
@@ -131,6 +134,8 @@ def configure_logging(level: str, stream: TextIO | None = None) -> Flood:
         logging.getLogger(name).setLevel(
             threshold if threshold == logging.DEBUG else max(threshold, logging.WARNING)
         )
+    if threshold < logging.INFO:
+        logging.getLogger(_SECRETIVE).setLevel(logging.INFO)
     return flood
 
 

@@ -75,6 +75,15 @@ def test_lines_of_libraries_take_the_same_form() -> None:
     assert (line["event"], line["logger"]) == ("node 1 away", "aiokafka.cluster")
 
 
+def test_what_aiokafka_says_at_debug_is_left_out() -> None:
+    """Even where debug lines are wanted: at that level it logs the bytes of SASL exchanges."""
+    stream = io.StringIO()
+    configure_logging("debug", stream)
+    logging.getLogger("aiokafka.conn").debug("Request: SaslBytesRequest(payload=hunter2)")
+    logging.getLogger("aiokafka.conn").info("connected")
+    assert [line["event"] for line in lines(stream)] == ["connected"]
+
+
 def test_exceptions_do_not_show_local_variables() -> None:
     """A traceback in the log does not give away what a secret variable held."""
     stream = io.StringIO()

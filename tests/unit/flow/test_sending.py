@@ -17,6 +17,7 @@ from headrace.log.port import (
     RecordRefused,
     RecordTooLarge,
     Run,
+    TopicForbidden,
     TopicInfo,
     TopicPartition,
     UnknownPartition,
@@ -161,6 +162,16 @@ async def test_a_partition_that_is_not_there_refuses_all(log: MemoryLog) -> None
 
     assert list(refused) == [0, 1, 2]
     assert isinstance(refused[0], UnknownPartition)
+
+
+async def test_a_forbidden_topic_refuses_all_at_once(log: MemoryLog) -> None:
+    """What access rules forbid is not taken apart to see which record is at fault."""
+    log.faults.forbid(ANSWERS.topic)
+    async with log.producer() as producer:
+        refused = await deliver(producer, ANSWERS, records(500, 300, 900))
+
+    assert list(refused) == [0, 1, 2]
+    assert all(isinstance(error, TopicForbidden) for error in refused.values())
 
 
 async def test_a_topic_of_ours_may_refuse_for_size_alone(log: MemoryLog) -> None:
