@@ -67,7 +67,7 @@ class BatchOutlet:
                     for request in part.requests:
                         request.receipt.settle()
                 elif len(part.requests) == 1:
-                    await self._refused.send([refuse(part.requests[0], self._topic)])
+                    await self._refused.send([refuse(part.requests[0], self._topic, Stage.BATCHER)])
                 else:
                     parts += [
                         Batch(f"{part.batch_id}.{place}", [request], part.reason)

@@ -20,6 +20,7 @@ from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
 from headrace.log.port import LogRefused, NewRecord, Producer, Record, TopicPartition
 from headrace.messages import Failure, Request
+from headrace.topics import Stage
 
 log = structlog.get_logger(__name__)
 
@@ -86,6 +87,7 @@ class TopicOutlet:
     Several writers may share one; it ends when all are closed. `run` is its task.
 
     Args:
+        stage: the one that writes, which is the one to have found that something does not fit.
         refused: takes requests that do not fit, as failures; without it they go, as failures,
             to the same topic.
     """
@@ -95,11 +97,13 @@ class TopicOutlet:
         producer: Producer,
         topic: str,
         encode: Callable[[Request], bytes],
+        stage: Stage,
         refused: Outlet[list[Request]] | None = None,
     ) -> None:
         self._producer = producer
         self._topic = topic
         self._encode = encode
+        self._stage = stage
         self._refused = refused
         self._writers = 0
         self._ended = asyncio.Event()
@@ -148,7 +152,8 @@ class TopicOutlet:
             for index, request in enumerate(left):
                 if index not in refused:
                     request.receipt.settle()
-            left = [refuse(left[index], target.topic) for index in too_large(target, refused)]
+            unfitting = too_large(target, refused)
+            left = [refuse(left[index], target.topic, self._stage) for index in unfitting]
             if left and self._refused is not None:
                 await self._refused.send(left)  # which settles them
                 return
@@ -166,8 +171,8 @@ _ROUTING_HEADERS = frozenset(
 )
 
 
-def refuse(request: Request, topic: str) -> Request:
-    """The request as a failure, since it does not fit into a record of the topic.
+def refuse(request: Request, topic: str, stage: Stage) -> Request:
+    """The request as a failure, since it does not fit into a record that the stage writes.
 
     Where the failure does not fit either, the rest goes, piece by piece: the request's value,
     kept for its dead letter; its key, and the headers that no answer needs; all headers.
@@ -178,7 +183,7 @@ def refuse(request: Request, topic: str) -> Request:
     if request.failure is None:
         request.outputs = None
         request.fail(
-            Failure(Code.TOO_LARGE, f"the request does not fit into a record of {topic}", "log")
+            Failure(Code.TOO_LARGE, f"the request does not fit into a record of {topic}", stage)
         )
     elif request.value is not None:
         request.value = None
@@ -210,9 +215,9 @@ class TopicWriter:
 
 def item_outlet(producer: Producer, topic: str, refused: Outlet[list[Request]]) -> TopicOutlet:
     """Writes `items`."""
-    return TopicOutlet(producer, topic, encode_item, refused)
+    return TopicOutlet(producer, topic, encode_item, Stage.INGEST, refused)
 
 
 def result_outlet(producer: Producer, topic: str) -> TopicOutlet:
     """Writes `results`."""
-    return TopicOutlet(producer, topic, encode_result)
+    return TopicOutlet(producer, topic, encode_result, Stage.EXECUTOR)

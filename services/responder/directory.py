@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from headrace.errors import Retriable
-from headrace.log.port import Producer
+from headrace.log.port import Producer, TopicForbidden
 from headrace.messages import Request
 
 log = structlog.get_logger(__name__)
@@ -23,7 +23,7 @@ MAX_REMEMBERED = 10_000
 MAX_LOOKUPS = 64
 RETRY_S = 0.5
 
-Resolved = Callable[[list[Request], int | None], Awaitable[None]]
+Resolved = Callable[[list[Request], int | TopicForbidden | None], Awaitable[None]]
 """Called with the requests that waited, and the topic's partitions, None if it does not exist."""
 
 
@@ -60,16 +60,18 @@ class TopicDirectory:
     async def _look_up(self, topic: str) -> None:
         async with self._permits:
             partitions = await self._ask(topic)
-        if partitions is not None:
+        if isinstance(partitions, int):
             if len(self._known) >= MAX_REMEMBERED:
                 self._known.clear()
             self._known[topic] = (partitions, time.monotonic() + REMEMBER_S)
         await self._on_resolved(self._waiting.pop(topic), partitions)
 
-    async def _ask(self, topic: str) -> int | None:
+    async def _ask(self, topic: str) -> int | TopicForbidden | None:
         while True:
             try:
                 return await self._producer.partitions_for(topic)
+            except TopicForbidden as error:
+                return error
             except Retriable as error:
                 # With no broker there is nowhere to send the refusal to, either.
                 log.warning("reply_topic_lookup_failed", topic=topic, reason=str(error))

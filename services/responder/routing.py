@@ -6,7 +6,7 @@ import re
 
 from headrace.config import Settings
 from headrace.errors import Code
-from headrace.log.port import TopicPartition
+from headrace.log.port import TopicForbidden, TopicPartition
 from headrace.messages import Envelope, Failure, Request
 from headrace.topics import Stage, Topic
 
@@ -58,9 +58,11 @@ class Routes:
 
 
 def choose_partition(
-    envelope: Envelope, source_partition: int, topic: str, partitions: int | None
+    envelope: Envelope, source_partition: int, topic: str, partitions: int | TopicForbidden | None
 ) -> TopicPartition | str:
     """The partition of a reply topic, or why there is none. `partitions` None: no such topic."""
+    if isinstance(partitions, TopicForbidden):
+        return f"kafka_replyTopic: {partitions.message}"
     if partitions is None:
         return f"kafka_replyTopic: expected a topic that exists, got {topic}"
     wanted = envelope.reply_partition
