@@ -20,6 +20,7 @@ from headrace.log.memory import MemoryLog
 from headrace.log.port import LogRefused, TopicInfo, TopicPartition
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
+from headrace.topics import Stage
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.work import Tray, make_request, receipt_of
@@ -121,7 +122,7 @@ async def test_an_item_that_does_not_fit_is_answered() -> None:
 
     assert refused.requests == [large]
     assert large.failure is not None
-    assert large.failure.code == Code.TOO_LARGE
+    assert (large.failure.code, large.failure.stage) == (Code.TOO_LARGE, Stage.INGEST)
     assert large.value == b"x" * 5000
     assert [receipt_of(small).settled, receipt_of(large).settled] == [1, 0]
     assert refused.closed
@@ -155,6 +156,7 @@ async def test_a_result_that_does_not_fit_goes_without_what_is_large(
         got.receipt.settle()
 
     assert got.failure is not None
+    assert got.failure.stage == Stage.EXECUTOR
     assert [name for name in ("value", "key") if getattr(got, name) is not None] == list(kept)
     assert [tuple(header) for header in got.headers] == routing
     assert receipt_of(request).settled == 1
@@ -165,10 +167,10 @@ def test_a_topic_that_takes_nothing_ends_the_process() -> None:
     request = make_request()
     request.headers = [("kafka_correlationId", b"7")]
     for _ in range(4):
-        refuse(request, "results")
+        refuse(request, "results", Stage.EXECUTOR)
 
     with pytest.raises(LogRefused, match="results"):
-        refuse(request, "results")
+        refuse(request, "results", Stage.EXECUTOR)
 
 
 async def test_void_requests_are_not_written() -> None:
@@ -251,6 +253,8 @@ async def test_a_batch_that_does_not_fit_travels_in_parts() -> None:
     refused = await write_batches(log, Batch("b-1", sent, "full"))
 
     assert refused.requests == [sent[2]]
+    assert sent[2].failure is not None
+    assert sent[2].failure.stage == Stage.BATCHER
     assert refused.closed
     assert [receipt_of(one).settled for one in sent] == [1, 1, 0, 1]
 
