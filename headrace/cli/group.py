@@ -21,6 +21,7 @@ COMMANDS = {
     "topics": "Create, describe or check Headrace's topics on the broker.",
     "models": "List, describe or check the models in the repository.",
     "dlq": "List, show, send again and export dead letters.",
+    "replay": "Send recorded requests again, count or save them.",
     "doctor": "Find what is wrong, and say how to mend it.",
 }
 """Each command and its line of help; the module of the same name has it as `command`."""

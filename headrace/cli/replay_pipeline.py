@@ -1,0 +1,67 @@
+"""A replay into a pipeline that runs in this process, on an embedded log of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.config import ModelSettings, Settings
+from headrace.log.opening import open_log
+from headrace.log.port import Producer
+from headrace.pipeline import Pipeline, running
+from headrace.replay.answers import OnAnswer, into_pipeline
+from headrace.replay.jobs import Source, Watch, now_ms
+from headrace.replay.marking import Marking
+from headrace.replay.opening import open_recording
+from headrace.replay.pacing import Pace
+from headrace.replay.replay import Outcome, Replay
+from headrace.replay.sinks import TopicSink
+from headrace.telemetry.logs import configure_logging
+
+
+class PipelineJob(NamedTuple):
+    """How to replay into a pipeline that has the models of a directory."""
+
+    models: Path
+    pace: Pace
+    marking: Marking
+    by_key: bool = False
+
+
+async def replay_into_models(
+    settings: Settings,
+    source: Source,
+    job: PipelineJob,
+    watch: Watch,
+    on_answer: OnAnswer | None = None,
+) -> tuple[Outcome, Counter[str]]:
+    """Replay into the four services with the models of a directory; no broker is written to.
+
+    Returns the outcome, and how many answers had which `x-status`.
+
+    Raises:
+        ConfigurationError: the models cannot be served from.
+        Unanswered: an answer did not come.
+    """
+    configure_logging("warning")
+    embedded = settings.model_copy(
+        update={"kafka": None, "models": ModelSettings(repository=job.models)}
+    )
+
+    def make_sink(producer: Producer, target: tuple[str, int]) -> TopicSink:
+        return TopicSink(producer, target, job.marking, now_ms, by_key=job.by_key)
+
+    async with AsyncExitStack() as stack:
+        log = await stack.enter_async_context(open_log(settings))
+        recording = await stack.enter_async_context(
+            open_recording(log, source.origin, source.selection)
+        )
+        memory = await stack.enter_async_context(open_log(embedded))
+        await stack.enter_async_context(running(Pipeline(embedded, memory)))
+        sink = await stack.enter_async_context(
+            into_pipeline(memory, embedded, make_sink, on_answer)
+        )
+        outcome = await Replay(recording, job.pace, sink, advanced=watch(recording)).run()
+    return outcome, sink.statuses

@@ -1,0 +1,234 @@
+"""The options by which a command is told what to read: a topic or a file, bounds and filters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.replay.jobs import Source
+from headrace.replay.selection import Filters, Selection, Window
+from headrace.topics import Topic
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
+
+
+def parse_time_ms(text: str) -> int:
+    """Epoch milliseconds from ASCII digits, or from an ISO 8601 time, in UTC without an offset.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text.isdecimal():
+        return int(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(
+            f"expected epoch milliseconds or an ISO time as 2026-05-01T12:00:00Z, got {text!r}"
+        ) from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return round(moment.timestamp() * 1000)
+
+
+def parse_offsets(texts: tuple[str, ...]) -> dict[int | None, int]:
+    """`OFFSET` for all partitions, `PARTITION:OFFSET` for one.
+
+    Raises:
+        ValueError: one of them is neither, or a partition is named twice.
+    """
+    offsets: dict[int | None, int] = {}
+    for text in texts:
+        partition, colon, offset = text.rpartition(":")
+        if not offset.isdecimal() or (colon and not partition.isdecimal()):
+            raise ValueError(f"expected OFFSET or PARTITION:OFFSET, got {text!r}")
+        number = int(partition) if colon else None
+        if number in offsets:
+            raise ValueError(f"expected each partition once, got {text!r} as well")
+        offsets[number] = int(offset)
+    return offsets
+
+
+def parse_header(text: str) -> tuple[str, bytes]:
+    """`NAME=VALUE`. Raises `ValueError`."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"expected NAME=VALUE, got {text!r}")
+    return name, value.encode()
+
+
+def _parsed(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+
+    return callback
+
+
+def _headers(texts: tuple[str, ...]) -> tuple[tuple[str, bytes], ...]:
+    return tuple(map(parse_header, texts))
+
+
+def _pattern(text: str) -> re.Pattern[bytes]:
+    try:
+        return re.compile(text.encode())
+    except re.error as error:
+        raise ValueError(f"expected a regular expression, got {text!r}: {error}") from error
+
+
+def _trace_id(text: str) -> str:
+    if not _TRACE_ID.fullmatch(text):
+        raise ValueError(f"expected 32 hexadecimal digits, got {text!r}")
+    return text.lower()
+
+
+_OPTIONS = (
+    click.option("--topic", metavar="TOPIC", help="Read this.  [default: the requests]"),
+    click.option(
+        "--file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Read this capture file instead of a topic.",
+    ),
+    click.option(
+        "--from",
+        "from_ms",
+        callback=_parsed(parse_time_ms),
+        metavar="TIME",
+        help="From the first record at or after this: ISO 8601, or epoch milliseconds.",
+    ),
+    click.option(
+        "--until",
+        "until_ms",
+        callback=_parsed(parse_time_ms),
+        metavar="TIME",
+        help="Up to the first record at or after this, which is left out.",
+    ),
+    click.option(
+        "--from-offset",
+        "from_offsets",
+        multiple=True,
+        callback=_parsed(parse_offsets),
+        metavar="[PARTITION:]OFFSET",
+        help="From this offset; may be given for each partition.",
+    ),
+    click.option(
+        "--until-offset",
+        "until_offsets",
+        multiple=True,
+        callback=_parsed(parse_offsets),
+        metavar="[PARTITION:]OFFSET",
+        help="Up to this offset, which is left out.",
+    ),
+    click.option(
+        "--partition",
+        "partitions",
+        type=click.IntRange(min=0),
+        multiple=True,
+        metavar="N",
+        help="Only this partition; may be given several times.",
+    ),
+    click.option("--key", metavar="KEY", help="Only records with this key."),
+    click.option(
+        "--key-regex", callback=_parsed(_pattern), metavar="REGEX", help="... one that matches."
+    ),
+    click.option(
+        "--header",
+        "headers",
+        multiple=True,
+        callback=_parsed(_headers),
+        metavar="NAME=VALUE",
+        help="Only records with this header; may be given several times.",
+    ),
+    click.option("--model", metavar="MODEL[/VERSION]", help="Only records of this model."),
+    click.option("--status", metavar="STATUS", help="Only answers with this x-status."),
+    click.option(
+        "--trace-id", callback=_parsed(_trace_id), metavar="HEX", help="Only records of this trace."
+    ),
+    click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most so many."),
+)
+SELECTION = (
+    *("topic", "file", "from_ms", "until_ms", "from_offsets", "until_offsets", "partitions"),
+    *("key", "key_regex", "headers", "model", "status", "trace_id", "limit"),
+)
+"""The parameters that these options are; a command takes them by `**chosen`."""
+
+
+def selection_options(function: F) -> F:
+    """Add the options to a command."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def chosen_source(settings: Settings, chosen: dict[str, Any]) -> Source:
+    """What the options name.
+
+    Raises:
+        click.UsageError: both a topic and a file.
+        ConfigurationError: a topic, but no broker.
+    """
+    if chosen["topic"] and chosen["file"]:
+        raise click.UsageError("give either --topic or --file")
+    key = chosen["key"]
+    selection = Selection(
+        Window(
+            chosen["from_ms"],
+            chosen["until_ms"],
+            chosen["from_offsets"],
+            chosen["until_offsets"],
+            frozenset(chosen["partitions"]) or None,
+        ),
+        Filters(
+            None if key is None else key.encode(),
+            chosen["key_regex"],
+            chosen["headers"],
+            chosen["model"],
+            chosen["status"],
+            chosen["trace_id"],
+        ),
+        chosen["limit"],
+    )
+    if chosen["file"] is not None:
+        return Source(chosen["file"], selection)
+    require_broker(settings, "to read a topic")
+    return Source(chosen["topic"] or settings.topic(Topic.REQUESTS), selection)
+
+
+def require_broker(settings: Settings, what_for: str) -> None:
+    """Raises `ConfigurationError` where there is only the embedded log, which has no past."""
+    if settings.kafka is None:
+        raise ConfigurationError(
+            f"{what_for}, a broker is needed: set kafka.bootstrap_servers "
+            "(or HEADRACE_KAFKA__BOOTSTRAP_SERVERS), or use a capture file (--file)"
+        )
+
+
+def as_json(chosen: dict[str, Any]) -> dict[str, Any]:
+    """The options in JSON's types, by which a checkpoint knows its run."""
+    return {name: _plain(chosen[name]) for name in SELECTION}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): each for name, each in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, re.Pattern):
+        return _plain(value.pattern)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return str(value) if isinstance(value, Path) else value
