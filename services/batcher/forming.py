@@ -109,14 +109,21 @@ class Forming:
     def next_event_us(self, now_us: int) -> int | None:
         """When something will be due without anything new coming in; None: never.
 
-        What is due already waits for somebody to pull it, and is no event.
+        A batch that is due already waits for somebody to pull it, and is no event. A deadline is
+        one until it is noticed, by `expire`.
         """
-        times = [due_us for queue in self._queues.values() if (due_us := queue.due_us())]
+        dues = [due_us for queue in self._queues.values() if (due_us := queue.due_us())]
+        times = [due_us for due_us in dues if due_us > now_us]
+        deadline_us = self.earliest_deadline_us()
+        if deadline_us is not None:
+            times.append(deadline_us)
+        return min(times, default=None)
+
+    def earliest_deadline_us(self) -> int | None:
+        """Of those that wait; None where none of them has one."""
         while self._deadlines and self._deadlines[0].has_left:
             heapq.heappop(self._deadlines)
-        if self._deadlines:
-            times.append(self._deadlines[0].deadline_us)
-        return min((time_us for time_us in times if time_us > now_us), default=None)
+        return self._deadlines[0].deadline_us if self._deadlines else None
 
     def _note_deadline(self, entry: _Deadline) -> None:
         if len(self._deadlines) > 2 * self._waiting + _TOLERATED:

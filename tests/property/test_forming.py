@@ -131,9 +131,20 @@ class FormingMachine(RuleBasedStateMachine):
         assert len(self.forming) == len(self.waiting)
 
     @invariant()
+    def an_overdue_deadline_is_noticed(self) -> None:
+        times = [one.envelope.deadline_ms * 1000 for one in self.waiting.values()]
+        next_us = self.forming.next_event_us(self.now_us)
+        assert next_us is not None or not any(times)
+        if next_us is not None and any(times):
+            assert next_us <= min(filter(None, times))
+        self._take_ended()
+
+    @invariant()
     def the_next_event_is_to_come(self) -> None:
+        self.forming.expire(self.now_us)
         next_us = self.forming.next_event_us(self.now_us)
         assert next_us is None or next_us > self.now_us
+        self._take_ended()
 
     def teardown(self) -> None:
         """Draining, everything comes out."""

@@ -1,0 +1,393 @@
+"""A source on the embedded log: where it starts, what it lets in, what it commits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from headrace.flow import committing, source
+from headrace.flow.answered import Progress
+from headrace.flow.inflight import Assignment, LedgerReceipt
+from headrace.flow.source import RECORD_OVERHEAD_BYTES, Source, SourceSettings
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Committed, Record, TopicInfo, TopicPartition
+from headrace.telemetry.metrics import Metrics
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, write_to
+
+TOPIC, GROUP = "requests", "group"
+ONE = TopicPartition(TOPIC, 0)
+
+
+@pytest.fixture
+async def log() -> MemoryLog:
+    """With the topic, of two partitions."""
+    log = MemoryLog()
+    await log.create_topics([TopicInfo(TOPIC, 2, {})], replication_factor=1)
+    return log
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries follow at once."""
+    monkeypatch.setattr(source, "RETRY_S", 0.01)
+    monkeypatch.setattr(source, "POLL_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(source, "COMMIT_RETRY_S", 0.01)
+    monkeypatch.setattr(committing, "COMMIT_RETRY_S", 0.01)
+    monkeypatch.setattr(committing, "COMMIT_INTERVAL_S", 0.001)
+
+
+class Stage:
+    """A stage that admits what it receives and settles when it is told to."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.offsets: list[int] = []
+        self.receipts: list[LedgerReceipt] = []
+        self.ended = False
+
+    async def run(self) -> None:
+        while (delivery := await self.source.receive()) is not None:
+            for record in delivery.records:
+                self._admit(delivery.assignment, record)
+        self.ended = True
+
+    def _admit(self, assignment: Assignment, record: Record) -> None:
+        if record.offset in assignment.progress:
+            assignment.skip(record.offset)
+            return
+        self.offsets.append(record.offset)
+        self.receipts.append(assignment.admit(record.offset, len(record.value or b"")))
+
+    def settle(self, offsets: Sequence[int]) -> None:
+        for receipt in [one for one in self.receipts if one.offset in offsets]:
+            self.receipts.remove(receipt)
+            receipt.settle()
+
+    def settle_all(self) -> None:
+        self.settle([receipt.offset for receipt in self.receipts])
+
+
+def make_source(log: MemoryLog, **changes: object) -> Source:
+    """A source of the topic that commits."""
+    settings = {
+        "topic": TOPIC,
+        "group": GROUP,
+        "progress_group": GROUP,
+        "commits": True,
+        "budget_bytes": 1_000_000,
+        "drain_timeout_s": 5.0,
+        **changes,
+    }
+    return Source(log, SourceSettings(**settings), Metrics(CollectorRegistry()))  # type: ignore[arg-type]  # by name
+
+
+@asynccontextmanager
+async def reading(log: MemoryLog, **changes: object) -> AsyncIterator[Stage]:
+    """A running source with a stage behind it; leaving stops it as a process does."""
+    source = make_source(log, **changes)
+    stage = Stage(source)
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        work = tasks.create_task(stage.run())
+        await source.assigned.wait()
+        yield stage
+        source.stop_reading()
+        await work
+        stage.settle_all()
+        await source.close_down(5)
+        await running
+
+
+async def committed(log: MemoryLog, partition: TopicPartition = ONE) -> Committed | None:
+    """What the group has committed."""
+    return (await log.committed(GROUP, [partition]))[partition]
+
+
+async def progress(log: MemoryLog) -> Progress | None:
+    """The same, decoded."""
+    found = await committed(log)
+    return None if found is None else Progress.from_committed(found)
+
+
+async def fill(log: MemoryLog, count: int, partition: TopicPartition = ONE) -> None:
+    """Write records of ten bytes."""
+    await write_to(log, partition, *[b"x" * 10] * count)
+
+
+async def commit(log: MemoryLog, offset: Committed) -> None:
+    """Commit, as an earlier member did."""
+    listener = RecordingListener()
+    async with log.member(GROUP, [TOPIC], listener) as member:
+        await eventually(lambda: ONE in listener.held)
+        await member.commit({ONE: offset})
+
+
+async def test_it_starts_at_the_base_and_passes_over_what_is_answered(log: MemoryLog) -> None:
+    """A successor reads from the committed base, and runs nothing that the metadata has."""
+    await fill(log, 8)
+    await commit(log, Progress(2, [(4, 6)]).committable())
+
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.offsets) == 4)
+        assert stage.offsets == [2, 3, 6, 7]
+        stage.settle_all()
+        await eventually(lambda: _is(log, Progress(8)))
+
+
+async def _is(log: MemoryLog, expected: Progress) -> bool:
+    return await progress(log) == expected
+
+
+async def test_without_a_commit_it_starts_at_the_beginning(log: MemoryLog) -> None:
+    """Nothing that the log holds is left out."""
+    await fill(log, 3)
+    log.faults.trim(ONE, 1)
+
+    async with reading(log) as stage:
+        await eventually(lambda: stage.offsets == [1, 2])
+
+
+async def test_what_is_settled_is_committed_in_the_background(log: MemoryLog) -> None:
+    """The base and what is answered above it, without anybody waiting for it."""
+    await fill(log, 5)
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.offsets) == 5)
+        stage.settle([0, 3])
+        await eventually(lambda: _is(log, Progress(1, [(3, 4)])))
+        stage.settle([1, 2])
+        await eventually(lambda: _is(log, Progress(4)))
+
+
+async def test_one_commit_is_under_way_at_most(log: MemoryLog) -> None:
+    """While the log answers slowly there is no second commit, not at the end either."""
+    await fill(log, 5)
+    under_way = most = 0
+
+    async with reading(log) as stage:
+        member = stage.source._consumer
+        commit = member.commit
+
+        async def counted(offsets: object) -> None:
+            nonlocal under_way, most
+            under_way += 1
+            most = max(most, under_way)
+            await commit(offsets)  # type: ignore[arg-type]  # passed on
+            under_way -= 1
+
+        member.commit = counted  # type: ignore[method-assign]  # watched
+        await eventually(lambda: len(stage.offsets) == 5)
+        log.faults.hold_commits()
+        stage.settle([0])
+        await eventually(lambda: under_way == 1)
+        stage.settle_all()
+        closing = asyncio.create_task(stage.source.close_down(5))
+        await asyncio.sleep(0)
+        log.faults.release_commits()
+        await closing
+
+    assert most == 1
+    assert await progress(log) == Progress(5)
+
+
+async def test_a_failed_commit_is_made_up_for(log: MemoryLog) -> None:
+    """When the broker is back, what is true then is committed."""
+    await fill(log, 3)
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.offsets) == 3)
+        with capture_logs() as lines:
+            log.faults.take_down()
+            stage.settle_all()
+            await eventually(lambda: "commit_failed" in [line["event"] for line in lines])
+        log.faults.bring_back()
+        await eventually(lambda: _is(log, Progress(3)))
+
+
+async def test_what_does_not_change_is_committed_again(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker forgets offsets of topics that nobody subscribes to, so that they are renewed."""
+    monkeypatch.setattr(committing, "COMMIT_AGAIN_S", 0.05)
+    async with reading(log):
+        await eventually(lambda: committed(log))
+        log._groups[GROUP].committed.clear()
+        await eventually(lambda: committed(log))
+
+
+async def test_reading_pauses_over_the_budget_and_resumes(log: MemoryLog) -> None:
+    """Bytes in flight are bounded, and what is settled makes room."""
+    await fill(log, 500)
+    async with reading(log, budget_bytes=1000) as stage:
+        await eventually(lambda: stage.source._paused)
+        await fill(log, 500)
+        await eventually(lambda: stage.offsets)
+        before = len(stage.offsets)
+        assert before < 1000
+        stage.settle_all()
+        await eventually(lambda: len(stage.offsets) > before)
+
+
+async def test_small_records_that_wait_are_counted_as_what_they_take(log: MemoryLog) -> None:
+    """Behind a slow stage, empty records fill the budget as well: reading does not run away."""
+    source = make_source(log, budget_bytes=100 * RECORD_OVERHEAD_BYTES)
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        await source.assigned.wait()
+        await write_to(log, ONE, *[b""] * 5000)
+        await eventually(lambda: source._paused)
+
+        assert sum(len(delivery.records) for delivery in source._ready) <= 1024
+        await source.close_down(0)
+        await running
+
+
+async def test_a_revoked_partition_drains_and_is_committed(log: MemoryLog) -> None:
+    """The rebalance waits for what is in flight, within the deadline; nothing new is let in."""
+    await fill(log, 4)
+    async with reading(log) as stage, AsyncExitStack() as stack:
+        await eventually(lambda: len(stage.offsets) == 4)
+        other = RecordingListener()
+        joining = asyncio.create_task(stack.enter_async_context(log.member(GROUP, [TOPIC], other)))
+        await joining
+        await eventually(lambda: stage.source._leaving)
+        await fill(log, 4)
+        stage.settle_all()
+        await eventually(lambda: other.assignments)
+
+        assert stage.offsets[:4] == [0, 1, 2, 3]
+        assert (await progress(log) or Progress(0)).base == 4
+
+
+async def test_what_does_not_drain_in_time_is_void(log: MemoryLog) -> None:
+    """After the deadline the receipts move nothing, and the next owner reads the records again."""
+    await fill(log, 4)
+    async with reading(log, drain_timeout_s=0.05) as stage, AsyncExitStack() as stack:
+        await eventually(lambda: len(stage.offsets) == 4)
+        stage.settle([1])
+        late = list(stage.receipts)
+        other = RecordingListener()
+        await stack.enter_async_context(log.member(GROUP, [TOPIC], other))
+        await eventually(lambda: other.assignments)
+
+        assert all(receipt.void for receipt in late)
+        assert await progress(log) == Progress(0, [(1, 2)])
+        for receipt in late:
+            stage.receipts.remove(receipt)
+            receipt.settle()
+        assert await progress(log) == Progress(0, [(1, 2)])
+
+
+async def test_it_is_assigned_once_the_broker_answers(log: MemoryLog) -> None:
+    """A broker that is away while partitions are assigned delays reading, and ends nothing."""
+    await fill(log, 3)
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.offsets) == 3)
+        stage.settle_all()
+        loads = 0
+        load = stage.source._load
+
+        async def fail_twice(
+            partitions: Sequence[TopicPartition],
+        ) -> dict[TopicPartition, Progress]:
+            nonlocal loads
+            loads += 1
+            if loads <= 2:
+                log.faults.take_down()
+            try:
+                return await load(partitions)
+            finally:
+                log.faults.bring_back()
+
+        stage.source._load = fail_twice  # type: ignore[method-assign]  # a fault at this moment
+        log.faults.force_rebalance(GROUP)
+        await eventually(lambda: loads == 3)
+        await fill(log, 1)
+        await eventually(lambda: stage.offsets == [0, 1, 2, 3])
+
+
+async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) -> None:
+    """Records that are gone are skipped; what follows closes the gap."""
+    await fill(log, 3)
+    async with reading(log, budget_bytes=20) as stage:
+        await eventually(lambda: stage.source._paused and len(stage.offsets) == 3)
+        await fill(log, 10)
+        log.faults.trim(ONE, 8)
+        stage.settle_all()
+        await eventually(lambda: stage.offsets == [0, 1, 2, *range(8, 13)])
+        stage.settle_all()
+        await eventually(lambda: _is(log, Progress(13)))
+
+        registry = stage.source._metrics.registry
+        assert registry.get_sample_value("headrace_skipped_total") == 5
+
+
+async def test_retention_that_passed_the_base_is_skipped_at_the_start(log: MemoryLog) -> None:
+    """A base below what the log still holds moves up."""
+    await fill(log, 10)
+    await commit(log, Progress(2, [(3, 4)]).committable())
+    log.faults.trim(ONE, 6)
+
+    async with reading(log) as stage:
+        await eventually(lambda: stage.offsets == [6, 7, 8, 9])
+        stage.settle_all()
+        await eventually(lambda: _is(log, Progress(10)))
+
+
+async def test_a_position_beyond_the_end_is_one_of_another_topic(log: MemoryLog) -> None:
+    """A topic that was made anew is read from its beginning: its requests get their answers."""
+    await fill(log, 3)
+    await commit(log, Committed(100))
+
+    async with reading(log) as stage:
+        await eventually(lambda: stage.offsets == [0, 1, 2])
+        stage.settle_all()
+        await eventually(lambda: _is(log, Progress(3)))
+
+
+async def test_ingest_alone_starts_where_the_answers_end_and_commits_nothing(
+    log: MemoryLog,
+) -> None:
+    """Its membership is in a group of its own; the progress is the responder's."""
+    await fill(log, 5)
+    await commit(log, Committed(3))
+
+    async with reading(log, group="group.ingest", commits=False) as stage:
+        await eventually(lambda: stage.offsets == [3, 4])
+        stage.settle_all()
+
+    assert await committed(log) == Committed(3)
+    assert await log.committed("group.ingest", [ONE]) == {ONE: None}
+
+
+async def test_a_stop_drops_what_was_only_read(log: MemoryLog) -> None:
+    """Records that no stage has admitted are the next owner's; what is in flight is awaited."""
+    await fill(log, 1)
+    async with reading(log) as stage:
+        await eventually(lambda: stage.offsets == [0])
+        stage.source.stop_reading()
+        await fill(log, 5)
+        closing = asyncio.create_task(stage.source.close_down(5))
+        await eventually(lambda: stage.ended)
+        assert not closing.done()
+        stage.settle_all()
+        await closing
+
+    assert stage.offsets == [0]
+    assert await progress(log) == Progress(1)
+
+
+async def test_the_consumer_is_not_closed_under_a_poll(log: MemoryLog) -> None:
+    """A source that is left before it has come to its end lets its poll return first."""
+    source = make_source(log)
+    async with asyncio.TaskGroup() as tasks:
+        async with source:
+            running = tasks.create_task(source.run())
+            await source.assigned.wait()
+        await running
+
+    assert running.exception() is None

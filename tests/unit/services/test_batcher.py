@@ -1,0 +1,170 @@
+"""The batcher's shell: who pulls is served, what ends is answered, and it sleeps in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from headrace.errors import Code, Rejected
+from headrace.flow.channel import Channel, ChannelWriter
+from headrace.messages import Request
+from headrace.services.batcher.service import BatcherService
+from tests.support.conditions import eventually
+from tests.support.services import StillClock, make_instruments
+from tests.support.work import NOW_US, Limits, Tray, make_request, receipt_of
+
+KEY = ("digits", "1")
+
+
+class Bench:
+    """A running batcher, its inlet and its answers."""
+
+    def __init__(self, limits: Any) -> None:
+        self.clock = StillClock()
+        self.answers = Tray()
+        self._inlet: Channel[list[Request]] = Channel()
+        self.items: ChannelWriter[list[Request]] = self._inlet.writer()
+        self.batcher = BatcherService(
+            self._inlet, self.answers, limits, "test", make_instruments(self.clock)
+        )
+        self.pulls = self.batcher.pulls
+
+
+@asynccontextmanager
+async def running(limits: Any) -> AsyncIterator[Bench]:
+    """Until the end of the context, when its inlet is closed."""
+    bench = Bench(limits)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.batcher.run())
+        yield bench
+        bench.items.close()
+
+
+def limited(limits: Limits) -> Any:
+    """The same limits for all models."""
+    return lambda _name, _version: limits
+
+
+async def test_a_batch_is_there_for_who_pulls_and_for_who_waits() -> None:
+    """What has come is pulled at once; a puller that waits is given what comes."""
+    async with running(limited(Limits())) as bench:
+        first = [make_request(), make_request()]
+        waiting = asyncio.create_task(bench.pulls.puller(KEY).pull())
+        await bench.items.send(first)
+        batch = await waiting
+        assert batch is not None
+        assert batch.requests == first
+
+        second = [make_request()]
+        await bench.items.send(second)
+        batch = await bench.pulls.puller(KEY).pull()
+        assert batch is not None
+        assert batch.requests == second
+
+
+async def test_a_delay_wakes_who_waits() -> None:
+    """When the delay is over the batch closes without anything new coming in."""
+    async with running(limited(Limits(max_queue_delay_ms=20))) as bench:
+        waiting = asyncio.create_task(bench.pulls.puller(KEY).pull())
+        await bench.items.send([make_request(ingested_us=NOW_US)])
+        await asyncio.sleep(0)
+        assert not waiting.done()
+
+        bench.clock.now_us += 20_000
+        batch = await asyncio.wait_for(waiting, 5)
+
+    assert batch is not None
+    assert batch.reason == "delay"
+
+
+async def test_an_expired_request_is_answered_while_nobody_pulls() -> None:
+    """Its answer does not wait for an executor to become free."""
+    async with running(limited(Limits())) as bench:
+        request = make_request(deadline_ms=NOW_US // 1000 + 20)
+        await bench.items.send([request])
+        bench.clock.now_us += 20_000
+        await eventually(lambda: bench.answers.requests == [request], deadline_s=5)
+
+    assert request.failure is not None
+    assert request.failure.code == Code.DEADLINE_EXCEEDED
+    assert request.failure.stage == "batcher"
+
+
+async def test_it_sleeps_while_what_is_due_waits_for_an_executor() -> None:
+    """With every instance busy a batch that is due is no reason to look at the clock."""
+    async with running(limited(Limits(max_queue_delay_ms=1))) as bench:
+        await bench.items.send([make_request(ingested_us=NOW_US)])
+        bench.clock.now_us += 10_000
+        await bench.items.send([make_request(ingested_us=NOW_US)])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        before = bench.clock.asked
+        for _ in range(200):
+            await asyncio.sleep(0)
+
+        assert bench.clock.asked - before < 5
+        assert await bench.pulls.puller(KEY).pull() is not None
+
+
+async def test_a_request_of_a_model_that_has_gone_is_answered() -> None:
+    """Nobody would pull it."""
+
+    def gone(name: str, version: str) -> Limits:
+        raise Rejected(Code.MODEL_NOT_READY, f"{name}/{version}: unloading")
+
+    async with running(gone) as bench:
+        await bench.items.send([make_request()])
+        await eventually(lambda: bench.answers.requests, deadline_s=5)
+
+    assert bench.answers.requests[0].failure is not None
+    assert bench.answers.requests[0].failure.code == Code.MODEL_NOT_READY
+
+
+async def test_a_void_request_is_passed_on_to_be_settled() -> None:
+    """It joins no batch, and its bytes are given back by whoever answers."""
+    async with running(limited(Limits())) as bench:
+        void, good = make_request(), make_request()
+        receipt_of(void).void = True
+        await bench.items.send([void, good])
+        batch = await bench.pulls.puller(KEY).pull()
+        await eventually(lambda: bench.answers.requests == [void], deadline_s=5)
+
+    assert batch is not None
+    assert batch.requests == [good]
+
+
+async def test_at_the_end_all_that_waits_is_pulled_without_delay() -> None:
+    """A stop waits for no delay; the pulls end when nothing is left."""
+    bench = Bench(limited(Limits(max_batch_size=2, max_queue_delay_ms=3_600_000)))
+    requests = [make_request() for _ in range(5)]
+    pulled: list[Request] = []
+
+    async def pull() -> None:
+        puller = bench.pulls.puller(KEY)
+        while (batch := await puller.pull()) is not None:
+            pulled.extend(batch.requests)
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.batcher.run())
+        tasks.create_task(pull())
+        await bench.items.send(requests)
+        bench.items.close()
+
+    assert pulled == requests
+    assert bench.answers.closed
+
+
+async def test_the_end_does_not_come_before_the_last_deadline_is_answered() -> None:
+    """With nobody to pull, draining ends when what waits has expired."""
+    bench = Bench(limited(Limits()))
+    request = make_request(deadline_ms=NOW_US // 1000 + 5)
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.batcher.run())
+        await bench.items.send([request])
+        bench.items.close()
+        await asyncio.sleep(0)
+        bench.clock.now_us += 5000
+
+    assert bench.answers.requests == [request]

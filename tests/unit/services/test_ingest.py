@@ -1,0 +1,152 @@
+"""Ingest: what can run goes on, everything else goes to its answer, and each record is owed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace.config import LimitSettings
+from headrace.errors import Code
+from headrace.flow.answered import Progress
+from headrace.flow.source import Delivery
+from headrace.messages import Request
+from headrace.models.registry import Models
+from headrace.services.ingest import service
+from headrace.services.ingest.reading import REQUEST_OVERHEAD_BYTES
+from headrace.services.ingest.service import IngestService
+from tests.support.services import (
+    RecordSource,
+    StillClock,
+    delivery,
+    digits_models,
+    digits_value,
+    make_assignment,
+    make_instruments,
+)
+from tests.support.work import NOW_US, Tray
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    """With `digits`, ready."""
+    return digits_models(tmp_path)
+
+
+async def ingest(models: Models, *deliveries: Delivery) -> tuple[list[Request], list[Request]]:
+    """Those that can run, and those that have ended."""
+    items, answers = Tray(), Tray()
+    source = RecordSource(*deliveries)
+    instruments = make_instruments(StillClock(NOW_US))
+    await IngestService(
+        source,  # type: ignore[arg-type]  # what is used of it
+        items,
+        answers,
+        models,
+        LimitSettings(),
+        instruments,
+    ).run()
+    assert items.closed
+    assert answers.closed
+    return items.requests, answers.requests
+
+
+async def test_a_good_request_goes_on(models: Models) -> None:
+    """With its origin, its inputs and its model's version."""
+    able, ended = await ingest(models, delivery(digits_value(rows=3, id="mine"), first=7))
+
+    assert ended == []
+    (request,) = able
+    assert (request.partition, request.offset, request.previous) == (0, 7, -1)
+    assert (request.model, request.version, request.id) == ("digits", "1", "mine")
+    assert (request.rows, request.size_bytes, request.ingested_us) == (3, 3 * 256, NOW_US)
+
+
+async def test_a_bad_request_among_good_ones_goes_to_its_answer(models: Models) -> None:
+    """Refused with its code, value kept for the dead letter; its neighbours go on."""
+    values = [digits_value(), b"junk", None, digits_value("unknown"), digits_value()]
+    able, ended = await ingest(models, delivery(*values))
+
+    assert [request.offset for request in able] == [0, 4]
+    assert [request.failure.code for request in ended if request.failure] == [
+        Code.INVALID_REQUEST,
+        Code.INVALID_REQUEST,
+        Code.UNKNOWN_MODEL,
+    ]
+    assert [request.value for request in ended] == values[1:4]
+
+
+async def test_a_late_request_is_not_charged_for_its_value(models: Models) -> None:
+    """Judged by its headers: it is answered, and its value is let go unread."""
+    assignment = make_assignment()
+    late = delivery(
+        b"x" * 100_000,
+        assignment=assignment,
+        headers=[("x-deadline-ms", str(NOW_US // 1000).encode())],
+    )
+    able, ended = await ingest(models, late)
+
+    assert able == []
+    assert ended[0].failure is not None
+    assert ended[0].failure.code == Code.DEADLINE_EXCEEDED
+    assert ended[0].value is None
+    assert assignment.budget.used_bytes == REQUEST_OVERHEAD_BYTES
+
+
+async def test_a_request_is_charged_for_all_that_it_keeps(models: Models) -> None:
+    """Key and headers count: a small value may come with a large header."""
+    assignment = make_assignment()
+    value = digits_value()
+    await ingest(models, delivery(value, assignment=assignment, headers=[("long", b"x" * 50_000)]))
+
+    expected = REQUEST_OVERHEAD_BYTES + len(value) + len(b"key") + len("long") + 50_000
+    assert assignment.budget.used_bytes == expected
+
+
+async def test_what_is_answered_above_the_base_is_passed_over(models: Models) -> None:
+    """A successor runs only what is left; the next record's origin knows of what was skipped."""
+    assignment = make_assignment(Progress(0, [(1, 3)]))
+    able, _ = await ingest(models, delivery(*[digits_value()] * 4, assignment=assignment))
+
+    assert [(request.previous, request.offset) for request in able] == [(-1, 0), (2, 3)]
+    assert assignment.in_flight == 2
+
+
+async def test_versions_that_are_not_there_are_not_remembered(models: Models) -> None:
+    """A caller's made-up version would become a label of its own in every metric."""
+    _, ended = await ingest(
+        models, delivery(digits_value(), headers=[("x-model", b"digits/123456789")])
+    )
+
+    assert ended[0].failure is not None
+    assert ended[0].version == ""
+
+
+async def test_slow_records_do_not_hold_the_loop(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between records that take long, others run: a delivery may hold hundreds."""
+    monkeypatch.setattr(service, "HOLD_LOOP_S", 0.0)
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    able, _ = await ingest(models, delivery(*[digits_value()] * 50))
+    counting.cancel()
+
+    assert len(able) == 50
+    assert turns >= 50
+
+
+async def test_a_revoked_partition_is_not_read_on(models: Models) -> None:
+    """Records of an assignment that is over are another process's."""
+    assignment = make_assignment()
+    assignment.void = True
+
+    assert await ingest(models, delivery(digits_value(), assignment=assignment)) == ([], [])
