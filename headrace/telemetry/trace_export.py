@@ -31,6 +31,7 @@ from opentelemetry.trace.span import TraceState
 
 import headrace
 from headrace.errors import ConfigurationError
+from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import ERROR_TYPE, SCHEMA_URL
 from headrace.telemetry.tracing import FinishedSpan
@@ -171,7 +172,7 @@ class _CountingExporter(SpanExporter):
         now_s = time.monotonic()
         if now_s - self._said_at_s >= SAY_SO_EVERY_S:
             self._said_at_s = now_s
-            log.warning("trace_export_failed", spans=spans, reason=self._complaints.last)
+            log.warning(Event.TRACE_EXPORT_FAILED, spans=spans, reason=self._complaints.last)
 
     def shutdown(self) -> None:
         self._exporter.shutdown()

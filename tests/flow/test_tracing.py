@@ -1,0 +1,142 @@
+"""Traces of requests through the services, on the embedded log, together and apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from headrace.client import Client, InferenceError, Response
+from headrace.config import Settings, make_settings
+from headrace.log.opening import open_log
+from headrace.pipeline import Pipeline, running
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.tracing import Tracing
+from headrace.topics import STAGES, Stage
+from tests.support.models import digits
+from tests.support.spans import Spans, id_of, parent_of, role_of, tracing_spans
+
+TOGETHER = (STAGES,)
+THREE = ((Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,))
+APART = tuple((stage,) for stage in STAGES)
+REQUESTS = 40
+
+Shape = tuple[tuple[Stage, ...], ...]
+
+
+class Caller(NamedTuple):
+    """A caller's span: the trace and the id in its `traceparent`."""
+
+    trace_id: int
+    span_id: int
+
+    def header(self, flags: str = "01") -> tuple[str, bytes]:
+        return "traceparent", f"00-{self.trace_id:032x}-{self.span_id:016x}-{flags}".encode()
+
+
+CALLERS = [Caller(0xABC000 + number, 0xDEF000 + number) for number in range(REQUESTS)]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """One model, `digits`; a root is never sampled."""
+    version = tmp_path / "digits" / "1"
+    version.mkdir(parents=True)
+    onnx.save(digits(), version / "model.onnx")
+    return make_settings(
+        {"models": {"repository": str(tmp_path)}, "telemetry": {"sample_ratio": 0.0}}
+    )
+
+
+@asynccontextmanager
+async def _served(settings: Settings, shape: Shape, tracing: Tracing) -> AsyncIterator[Client]:
+    async with open_log(settings) as log, AsyncExitStack() as stack:
+        for stages in shape:
+            instruments = Instruments(Metrics(CollectorRegistry()), tracing)
+            pipeline = Pipeline(settings, log, stages, instruments=instruments)
+            await stack.enter_async_context(running(pipeline))
+        yield await stack.enter_async_context(Client(log=log, settings=settings))
+
+
+async def _ask(client: Client, header: tuple[str, bytes], width: int = 64) -> Response:
+    return await client.infer(
+        "digits", {"pixels": np.ones((1, width), np.float32)}, headers=[header]
+    )
+
+
+def _of(spans: Spans, caller: Caller) -> dict[str, tuple[tuple[int, int], tuple[int, int] | None]]:
+    """Each of its spans' id and parent, by stage."""
+    return {
+        role_of(span): (id_of(span), parent_of(span))
+        for span in spans.all
+        if id_of(span)[0] == caller.trace_id
+    }
+
+
+@pytest.fixture(params=[TOGETHER, THREE, APART], ids=["together", "three", "apart"])
+def shape(request: pytest.FixtureRequest) -> Iterator[Shape]:
+    """Which stages share a process."""
+    return request.param  # type: ignore[no-any-return]  # a fixture's parameter is anything
+
+
+async def test_each_trace_leads_through_all_stages_to_the_answer(
+    settings: Settings, shape: Shape
+) -> None:
+    """Forty callers with traces of their own: each path is in order, and ends in the answer."""
+    with tracing_spans(settings) as (tracing, spans):
+        async with _served(settings, shape, tracing) as client:
+            answers = await asyncio.gather(*[_ask(client, each.header()) for each in CALLERS])
+
+    for caller, answer in zip(CALLERS, answers, strict=True):
+        path = _of(spans, caller)
+        chain = [path[role] for role in (*STAGES, "send")]
+        assert [parent for _, parent in chain] == [tuple(caller), *(id_ for id_, _ in chain[:-1])]
+        _, trace_id, span_id, _ = (dict(answer.headers)["traceparent"] or b"").split(b"-")
+        assert (int(trace_id, 16), int(span_id, 16)) == path["send"][0]
+
+
+async def test_every_run_and_its_requests_lead_to_each_other(
+    settings: Settings, shape: Shape
+) -> None:
+    """All requests are linked from exactly one run each, and link back to that one."""
+    with tracing_spans(settings) as (tracing, spans):
+        async with _served(settings, shape, tracing) as client:
+            await asyncio.gather(*[_ask(client, each.header()) for each in CALLERS])
+
+    forth = {
+        (link.context.trace_id, link.context.span_id): id_of(run)
+        for run in spans.of("run")
+        for link in run.links
+    }
+    back = {
+        id_of(span): (link.context.trace_id, link.context.span_id)
+        for span in spans.of("executor")
+        for link in span.links
+    }
+    assert len(forth) == REQUESTS
+    assert forth == back
+
+
+async def test_only_the_failure_among_those_not_sampled_is_kept(
+    settings: Settings, shape: Shape
+) -> None:
+    """Its caller's trace gets its path, and its answer's context is that of the sending."""
+    good, bad = CALLERS[:2]
+    with tracing_spans(settings) as (tracing, spans):
+        async with _served(settings, shape, tracing) as client:
+            await _ask(client, good.header("00"))
+            with pytest.raises(InferenceError, match="INVALID_TENSOR"):
+                await _ask(client, bad.header("00"), width=63)
+
+    assert {id_of(span)[0] for span in spans.all} == {bad.trace_id}
+    path = _of(spans, bad)
+    assert set(path) == {"ingest", "responder", "send"}
+    assert [path[role][1] for role in ("ingest", "responder")] == [tuple(bad), path["ingest"][0]]

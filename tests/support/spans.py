@@ -1,0 +1,156 @@
+"""Spans, kept in memory, and a request's way past the points where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+from prometheus_client import CollectorRegistry
+
+from headrace.config import Settings, make_settings
+from headrace.envelope import parse_envelope
+from headrace.log.port import TopicPartition
+from headrace.messages import Batch, Failure, Request
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.span_attributes import Answering, Run
+from headrace.telemetry.trace_export import TraceExport
+from headrace.telemetry.tracing import Tracing
+from headrace.topics import Stage
+from tests.support.receipts import NO_RECEIPT
+
+T = 1_700_000_000_000_000
+"""When the record was written; epoch microseconds."""
+
+TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
+CALLER = 0xB7AD6B7169203331
+RESPONSES = TopicPartition("headrace.responses", 2)
+
+
+def traceparent(flags: str = "01") -> bytes:
+    """The header of a caller with a trace of its own."""
+    return f"00-{TRACE_ID:032x}-{CALLER:016x}-{flags}".encode()
+
+
+class Spans:
+    """What was exported; there when `tracing_spans` is left."""
+
+    def __init__(self) -> None:
+        self.all: tuple[ReadableSpan, ...] = ()
+
+    def of(self, role: str) -> list[ReadableSpan]:
+        """Those of a stage, or `send` or `run`, in the order in which they were made."""
+        return [span for span in self.all if role_of(span) == role]
+
+    def one(self, role: str) -> ReadableSpan:
+        """The only one."""
+        (span,) = self.of(role)
+        return span
+
+
+def role_of(span: ReadableSpan) -> str:
+    """What `docs/tracing.md` calls a span."""
+    if span.kind is SpanKind.PRODUCER:
+        return "send"
+    return str((span.attributes or {}).get("headrace.stage", "run"))
+
+
+def id_of(span: ReadableSpan) -> tuple[int, int]:
+    """Its trace and its own id."""
+    assert span.context is not None
+    return span.context.trace_id, span.context.span_id
+
+
+def parent_of(span: ReadableSpan) -> tuple[int, int] | None:
+    """The same of its parent."""
+    return None if span.parent is None else (span.parent.trace_id, span.parent.span_id)
+
+
+def tracing_settings(ratio: float = 1.0) -> Settings:
+    """Settings by which a root is sampled in this share of cases."""
+    return make_settings({"telemetry": {"sample_ratio": ratio}})
+
+
+@contextmanager
+def tracing_spans(settings: Settings | None = None) -> Iterator[tuple[Tracing, Spans]]:
+    """Tracing into memory; the spans are there when the context is left."""
+    exporter, spans = InMemorySpanExporter(), Spans()
+    metrics = Metrics(CollectorRegistry())
+    export = TraceExport(exporter, "headrace", "headrace", metrics)
+    try:
+        yield Tracing(export.write, settings or tracing_settings()), spans
+    finally:
+        export.close()
+        spans.all = exporter.get_finished_spans()
+
+
+def split(tracing: Tracing) -> None:
+    """Let each stage read a topic, as where all of them are apart."""
+    for stage, topic in zip(Stage, ("requests", "items", "batches", "results"), strict=True):
+        tracing.reads(stage, f"headrace.{topic}", f"headrace.{stage}")
+
+
+def make_traced(
+    header: bytes | None = None, *, offset: int = 41, deadline_ms: int = 0, id: str | None = "a"
+) -> Request:
+    """A request that ingest has read, 500 microseconds after its record was written."""
+    headers: list[tuple[str, bytes | None]] = [("kafka_correlationId", b"\xff\x01")]
+    if header is not None:
+        headers.append(("traceparent", header))
+    if deadline_ms:
+        headers.append(("x-deadline-ms", str(deadline_ms).encode()))
+    envelope = parse_envelope(headers, T // 1000, 0)
+    origin = (3, offset, offset - 1, T // 1000)
+    request = Request(NO_RECEIPT, origin, b"key", b"value", headers, envelope)
+    request.id, request.model, request.version = id, "digits", "1"
+    request.ingested_us = T + 500
+    return request
+
+
+def make_run(requests: list[Request], batch_id: str = "7", failure: Failure | None = None) -> Run:
+    """A run of 900 microseconds, of which the model took 700."""
+    return Run(
+        Batch(batch_id, requests, "full"),
+        requests,
+        began_us=T + 2100,
+        gathered_us=T + 2200,
+        ended_us=T + 3000,
+        compute_us=700,
+        attempts=1,
+        failure=failure,
+    )
+
+
+def form(tracing: Tracing, requests: Sequence[Request]) -> None:
+    """Through ingest and the batcher."""
+    tracing.ingested(requests, T + 1000)
+    for request in requests:
+        request.formed_us = T + 2000
+    tracing.formed(Batch("7", list(requests), "full"), T + 2000)
+
+
+def run(tracing: Tracing, requests: Sequence[Request], failure: Failure | None = None) -> None:
+    """Through the executor."""
+    tracing.ran(make_run(list(requests), failure=failure))
+    for request in requests:
+        request.compute_us, request.batch_rows = 700, len(requests)
+        if failure is not None:
+            request.fail(failure)
+    tracing.executed("7", requests, T + 3100)
+
+
+def answer(tracing: Tracing, requests: Sequence[Request], to: TopicPartition = RESPONSES) -> None:
+    """Through the responder."""
+    for request in requests:
+        if request.failure is not None:
+            tracing.keep(request)
+    tracing.answered(requests, to, Answering(T + 3200, T + 3300, T + 4000, T + 4100))
+
+
+def pass_through(tracing: Tracing, *requests: Request) -> None:
+    """All stages, without a fault."""
+    form(tracing, requests)
+    run(tracing, requests)
+    answer(tracing, requests)

@@ -1,0 +1,128 @@
+"""Where traces go, and that without a place for them nothing is loaded."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from headrace.config import Settings, make_settings
+from headrace.errors import ConfigurationError
+from headrace.telemetry.collector import Collector, find_collector, open_tracing, service_name
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.topics import STAGES, Stage
+from tests.support.spans import make_traced, pass_through, traceparent
+
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a test sets."""
+    for name in ("OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", ENDPOINT, PROTOCOL):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.replace("OTLP_", "OTLP_TRACES_"), raising=False)
+
+
+def _settings(endpoint: str) -> Settings:
+    return make_settings({"telemetry": {"otlp_endpoint": endpoint, "sample_ratio": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "variables", "expected"),
+    [
+        ("", {}, None),
+        ("http://c:4318", {}, Collector("http://c:4318/v1/traces", "http/protobuf")),
+        ("http://c:4318/", {}, Collector("http://c:4318/v1/traces", "http/protobuf")),
+        ("http://c:4317", {PROTOCOL: "grpc"}, Collector("http://c:4317", "grpc")),
+        ("", {ENDPOINT: "http://d:4318"}, Collector(None, "http/protobuf")),
+        ("http://c:4318", {ENDPOINT: "http://d:4318"}, Collector(None, "http/protobuf")),
+        (
+            "",
+            {
+                "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://d:4317",
+                PROTOCOL: "http/protobuf",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+            },
+            Collector(None, "grpc"),
+        ),
+        ("http://c:4318", {"OTEL_SDK_DISABLED": "true"}, None),
+        ("http://c:4318", {"OTEL_TRACES_EXPORTER": "none"}, None),
+    ],
+)
+def test_the_collector_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+    endpoint: str,
+    variables: dict[str, str],
+    expected: Collector | None,
+) -> None:
+    """By the standard variables first, then by the setting; with neither there is none."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert find_collector(_settings(endpoint)) == expected
+
+
+def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what was expected."""
+    monkeypatch.setenv(PROTOCOL, "http/json")
+    with pytest.raises(ConfigurationError, match=r"expected http/protobuf or grpc, got 'http/json"):
+        find_collector(_settings("http://c:4318"))
+
+
+def test_an_endpoint_that_is_no_url_is_refused() -> None:
+    """Instead of spans that go nowhere."""
+    with pytest.raises(ConfigurationError, match=r"telemetry\.otlp_endpoint: expected http://"):
+        find_collector(_settings("jaeger:4318"))
+
+
+def test_a_process_is_called_after_its_stages() -> None:
+    """Unless it has all of them."""
+    assert service_name(STAGES) == "headrace"
+    assert service_name([Stage.BATCHER, Stage.EXECUTOR]) == "headrace-batcher-executor"
+
+
+async def test_without_an_endpoint_there_is_no_tracing() -> None:
+    """None is what the stages get."""
+    async with open_tracing(_settings(""), STAGES, Metrics(CollectorRegistry())) as tracing:
+        assert tracing is None
+
+
+def test_without_tracing_opentelemetry_is_not_loaded() -> None:
+    """The composition root and all stages are imported without it."""
+    code = (
+        "import sys, headrace.pipeline; "
+        "print([name for name in sys.modules if name.startswith(('opentelemetry', 'grpc'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+async def test_a_collector_that_is_away_costs_a_count_and_two_seconds_at_most(
+    monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    """Nobody listens there: the spans are counted as lost, and the end is not held up."""
+    monkeypatch.setenv(PROTOCOL, protocol)
+    metrics = Metrics(CollectorRegistry())
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        settings = _settings(f"http://127.0.0.1:{unused.getsockname()[1]}")
+        with capture_logs() as lines:
+            async with open_tracing(settings, STAGES, metrics) as tracing:
+                assert tracing is not None
+                pass_through(tracing, make_traced(traceparent()))
+                began_s = time.monotonic()
+            took_s = time.monotonic() - began_s
+
+    assert took_s < 3
+    assert metrics.registry.get_sample_value("headrace_trace_spans_dropped_total") == 6
+    assert [line["event"] for line in lines] == [Event.TRACE_EXPORT_FAILED]

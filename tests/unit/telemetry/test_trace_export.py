@@ -1,0 +1,243 @@
+"""Spans on their way out: what is counted, what is said, and that nothing waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from headrace.errors import Code, ConfigurationError
+from headrace.messages import Failure
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.trace_export import CLOSE_S, CUT_OFF_S, TraceExport
+from headrace.telemetry.tracing import FinishedSpan
+from headrace.trace import SAMPLED, SpanId
+from tests.support.spans import T, make_run, make_traced, traceparent, tracing_spans
+
+Export = Callable[[Sequence[ReadableSpan]], SpanExportResult]
+
+
+class _Exporter(SpanExporter):
+    """Does what a test says."""
+
+    def __init__(self, export: Export) -> None:
+        self._export = export
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return self._export(spans)
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    """Fresh ones."""
+    return Metrics(CollectorRegistry())
+
+
+@pytest.fixture
+def stuck() -> Iterator[threading.Event]:
+    """Holds an exporter back until it is set, which the end of the test does as well."""
+    released = threading.Event()
+    yield released
+    released.set()
+
+
+def _span(number: int = 1) -> FinishedSpan:
+    return FinishedSpan("run m", "INTERNAL", SpanId(1, number), 0, False, SAMPLED, T, T + 1, {})
+
+
+def _count(metrics: Metrics, name: str) -> float | None:
+    return metrics.registry.get_sample_value(f"headrace_{name}_total")
+
+
+def test_what_the_collector_takes_is_counted(metrics: Metrics) -> None:
+    """Leaving sends what is queued."""
+    taken: list[ReadableSpan] = []
+
+    def take(spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        taken.extend(spans)
+        return SpanExportResult.SUCCESS
+
+    export = TraceExport(_Exporter(take), "s", "n", metrics)
+    for number in range(1, 6):
+        export.write(_span(number))
+    export.close()
+
+    assert len(taken) == 5
+    assert (_count(metrics, "trace_spans"), _count(metrics, "trace_spans_dropped")) == (5, 0)
+
+
+def test_a_collector_that_refuses_costs_a_count_and_one_line(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two failed exports: both counted, said once, with the exporter's own reason."""
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
+
+    def refuse(_: Sequence[ReadableSpan]) -> SpanExportResult:
+        logging.getLogger("opentelemetry.exporter.otlp").error("no way in")
+        return SpanExportResult.FAILURE
+
+    with capture_logs() as lines:
+        export = TraceExport(_Exporter(refuse), "s", "n", metrics)
+        export.write(_span(1))
+        export.write(_span(2))
+        export.close()
+
+    assert _count(metrics, "trace_export_failures") == 2
+    assert _count(metrics, "trace_spans_dropped") == 2
+    assert [(line["event"], line["reason"]) for line in lines] == [
+        (Event.TRACE_EXPORT_FAILED, "no way in")
+    ]
+
+
+def test_an_exporter_that_raises_is_a_failed_export(metrics: Metrics) -> None:
+    """Its spans are counted as lost, and the reason is told."""
+
+    def raise_(_: Sequence[ReadableSpan]) -> SpanExportResult:
+        raise OSError("the disk is full")
+
+    with capture_logs() as lines:
+        export = TraceExport(_Exporter(raise_), "s", "n", metrics)
+        export.write(_span())
+        export.close()
+
+    assert _count(metrics, "trace_export_failures") == 1
+    assert [line["reason"] for line in lines] == ["OSError: the disk is full"]
+
+
+def test_a_full_queue_drops_and_counts(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch, stuck: threading.Event
+) -> None:
+    """With room for four, and the exporter busy with one, five more lose one."""
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "4")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
+    busy = threading.Event()
+
+    def hold(_: Sequence[ReadableSpan]) -> SpanExportResult:
+        busy.set()
+        stuck.wait()
+        return SpanExportResult.SUCCESS
+
+    export = TraceExport(_Exporter(hold), "s", "n", metrics)
+    export.write(_span())
+    assert busy.wait(10)
+    for number in range(2, 7):
+        export.write(_span(number))
+
+    assert _count(metrics, "trace_spans_dropped") == 1
+    stuck.set()
+    export.close()
+
+
+def test_closing_does_not_wait_for_a_collector_that_hangs(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch, stuck: threading.Event
+) -> None:
+    """It is over within the time allowed, and what is left is counted as lost."""
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")
+    busy = threading.Event()
+
+    def hold(_: Sequence[ReadableSpan]) -> SpanExportResult:
+        busy.set()
+        stuck.wait()
+        return SpanExportResult.SUCCESS
+
+    export = TraceExport(_Exporter(hold), "s", "n", metrics)
+    export.write(_span(1))
+    assert busy.wait(10)
+    export.write(_span(2))
+    began_s = time.monotonic()
+    export.close()
+
+    assert time.monotonic() - began_s < CLOSE_S + CUT_OFF_S + 1
+    assert _count(metrics, "trace_spans_dropped") == 1
+
+
+def test_links_over_the_limit_are_dropped_and_counted(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The span says how many it lost, and so does the metric."""
+    monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "2")
+    taken: list[ReadableSpan] = []
+
+    def take(spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        taken.extend(spans)
+        return SpanExportResult.SUCCESS
+
+    export = TraceExport(_Exporter(take), "s", "n", metrics)
+    export.write(_span()._replace(links=[SpanId(2, number) for number in range(1, 6)]))
+    export.close()
+
+    assert (len(taken[0].links), taken[0].dropped_links) == (2, 3)
+    assert _count(metrics, "trace_links_dropped") == 3
+
+
+def test_without_a_limit_a_large_batch_keeps_all_its_links() -> None:
+    """The SDK's own limit of 128 is not in force."""
+    requests = [make_traced(traceparent(), offset=offset) for offset in range(300)]
+    with tracing_spans() as (tracing, spans):
+        tracing.ingested(requests, T + 1000)
+        tracing.ran(make_run(requests))
+
+    assert len(spans.one("run").links) == 300
+    assert spans.one("run").dropped_links == 0
+
+
+def test_a_failure_is_the_status_and_the_type_of_its_span(metrics: Metrics) -> None:
+    """The message is the status' description, the code `error.type`."""
+    taken: list[ReadableSpan] = []
+
+    def take(spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        taken.extend(spans)
+        return SpanExportResult.SUCCESS
+
+    export = TraceExport(_Exporter(take), "s", "n", metrics)
+    export.write(_span()._replace(failure=Failure(Code.MODEL_FAILED, "it broke", "executor")))
+    export.close()
+
+    assert (taken[0].status.is_ok, taken[0].status.description) == (False, "it broke")
+    assert (taken[0].attributes or {})["error.type"] == "MODEL_FAILED"
+
+
+def test_the_environment_says_who_we_are(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`OTEL_SERVICE_NAME` goes over our name, `OTEL_RESOURCE_ATTRIBUTES` adds to it."""
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "scoring")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
+    taken: list[ReadableSpan] = []
+
+    def take(spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        taken.extend(spans)
+        return SpanExportResult.SUCCESS
+
+    export = TraceExport(_Exporter(take), "headrace-ingest", "orders", metrics)
+    export.write(_span())
+    export.close()
+
+    resource = taken[0].resource.attributes
+    assert resource["service.name"] == "scoring"
+    assert resource["deployment.environment.name"] == "test"
+    assert resource["service.namespace"] == "orders"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "0"),
+        ("OTEL_SPAN_LINK_COUNT_LIMIT", "-1"),
+    ],
+)
+def test_a_variable_that_cannot_be_is_refused_by_name(
+    metrics: Metrics, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """The process does not start with a limit that nobody set."""
+    monkeypatch.setenv(variable, value)
+    exporter = _Exporter(lambda _: SpanExportResult.SUCCESS)
+    with pytest.raises(ConfigurationError, match="OTEL_"):
+        TraceExport(exporter, "s", "n", metrics)

@@ -1,0 +1,374 @@
+"""Which spans there are, when they begin and end, and how they point to each other."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.trace import SpanKind, StatusCode
+
+from headrace.envelope import answer_headers
+from headrace.errors import Code
+from headrace.flow.endings import deadline_passed
+from headrace.log.port import TopicPartition
+from headrace.messages import Failure, Request
+from headrace.telemetry import tracing as tracing_module
+from headrace.topics import Stage
+from tests.support.spans import (
+    CALLER,
+    TRACE_ID,
+    T,
+    answer,
+    form,
+    id_of,
+    make_run,
+    make_traced,
+    parent_of,
+    pass_through,
+    run,
+    split,
+    traceparent,
+    tracing_settings,
+    tracing_spans,
+)
+
+STAGES = ("ingest", "batcher", "executor", "responder")
+FAILED = Failure(Code.MODEL_FAILED, "model digits version 1: it fell over", Stage.EXECUTOR)
+
+
+def _answer_traceparent(request: Request) -> str:
+    headers = answer_headers(request, "ok", "headrace.requests")
+    return dict(headers)["traceparent"].decode()
+
+
+# --- the path ----------------------------------------------------------------------------------
+
+
+def test_each_stage_is_the_child_of_the_one_before() -> None:
+    """The first is the child of the caller's span, of another process; all are of its trace."""
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, make_traced(traceparent()))
+
+    path = [spans.one(stage) for stage in STAGES]
+    assert [parent_of(span) for span in path] == [
+        (TRACE_ID, CALLER),
+        *(id_of(span) for span in path[:-1]),
+    ]
+    assert [span.parent is not None and span.parent.is_remote for span in path] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_the_stages_follow_each_other_without_a_gap() -> None:
+    """From the record's timestamp until the answer is acknowledged and kept."""
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, make_traced(traceparent()))
+
+    assert [(span.start_time, span.end_time) for span in map(spans.one, STAGES)] == [
+        (T * 1000, (T + 1000) * 1000),
+        ((T + 1000) * 1000, (T + 2000) * 1000),
+        ((T + 2000) * 1000, (T + 3100) * 1000),
+        ((T + 3100) * 1000, (T + 4100) * 1000),
+    ]
+
+
+def test_the_answer_is_sent_until_it_is_acknowledged() -> None:
+    """The `send` span is the responder's child and ends with the acknowledgement."""
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, make_traced(traceparent()))
+
+    send = spans.one("send")
+    assert parent_of(send) == id_of(spans.one("responder"))
+    assert (send.start_time, send.end_time) == ((T + 3300) * 1000, (T + 4000) * 1000)
+
+
+def test_the_answer_carries_the_context_of_its_send_span() -> None:
+    """So that whoever reads it goes on from there."""
+    request = make_traced(traceparent("03"))
+    with tracing_spans() as (tracing, spans):
+        form(tracing, [request])
+        header = _answer_traceparent(request)
+        run(tracing, [request])
+        answer(tracing, [request])
+
+    trace_id, span_id = id_of(spans.one("send"))
+    assert header == f"00-{trace_id:032x}-{span_id:016x}-03"
+
+
+def test_a_stage_that_reads_from_memory_consumes_no_message() -> None:
+    """Only ingest is a consumer where all stages are together."""
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, make_traced(traceparent()))
+
+    assert [(spans.one(stage).kind, spans.one(stage).name) for stage in STAGES] == [
+        (SpanKind.CONSUMER, "process headrace.requests"),
+        (SpanKind.INTERNAL, "process batcher"),
+        (SpanKind.INTERNAL, "process executor"),
+        (SpanKind.INTERNAL, "process responder"),
+    ]
+
+
+def test_a_stage_that_reads_from_a_topic_is_its_consumer() -> None:
+    """Each span has the topic's name where all stages are apart."""
+    with tracing_spans() as (tracing, spans):
+        split(tracing)
+        pass_through(tracing, make_traced(traceparent()))
+
+    assert [(spans.one(stage).kind, spans.one(stage).name) for stage in STAGES] == [
+        (SpanKind.CONSUMER, "process headrace.requests"),
+        (SpanKind.CONSUMER, "process headrace.items"),
+        (SpanKind.CONSUMER, "process headrace.batches"),
+        (SpanKind.CONSUMER, "process headrace.results"),
+    ]
+
+
+def test_a_reply_topic_is_no_part_of_a_name() -> None:
+    """Callers choose them, so there may be any number."""
+    request = make_traced(traceparent())
+    with tracing_spans() as (tracing, spans):
+        form(tracing, [request])
+        run(tracing, [request])
+        answer(tracing, [request], TopicPartition("headrace.replies-for-ann", 0))
+
+    send = spans.one("send")
+    assert send.name == "send (reply topic)"
+    assert (send.attributes or {})["messaging.destination.name"] == "headrace.replies-for-ann"
+
+
+# --- batches -----------------------------------------------------------------------------------
+
+
+def test_links_lead_from_a_run_to_its_requests_and_back() -> None:
+    """The run has a trace of its own and a link to each; each has a link, and its ids."""
+    requests = [make_traced(traceparent(), offset=offset) for offset in range(3)]
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, *requests)
+
+    ran, members = spans.one("run"), spans.of("executor")
+    trace_id, span_id = id_of(ran)
+    assert ran.parent is None
+    assert trace_id != TRACE_ID
+    assert [(link.context.trace_id, link.context.span_id) for link in ran.links] == [
+        id_of(member) for member in members
+    ]
+    for member in members:
+        assert [(one.context.trace_id, one.context.span_id) for one in member.links] == [
+            (trace_id, span_id)
+        ]
+        attributes = member.attributes or {}
+        assert attributes["headrace.batch.trace_id"] == f"{trace_id:032x}"
+        assert attributes["headrace.batch.span_id"] == f"{span_id:016x}"
+
+
+def test_a_run_links_to_those_that_are_sampled_and_counts_all() -> None:
+    """One sampled request is enough for the run to have a span."""
+    requests = [make_traced(traceparent("00")), make_traced(traceparent("01"))]
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, *requests)
+
+    ran = spans.one("run")
+    assert len(ran.links) == 1
+    assert (ran.attributes or {})["headrace.batch.requests"] == 2
+
+
+def test_bisecting_is_visible() -> None:
+    """A request has links to all its runs; the failed one is an error, and so is its own end."""
+    requests = [make_traced(traceparent(), offset=offset) for offset in range(2)]
+    with tracing_spans() as (tracing, spans):
+        form(tracing, requests)
+        tracing.ran(make_run(requests, "7", FAILED))
+        for number, request in enumerate(requests):
+            tracing.ran(make_run([request], f"7.{number}", FAILED if number else None))
+            if number:
+                request.fail(FAILED)
+            tracing.executed(f"7.{number}", [request], T + 3100)
+        answer(tracing, requests)
+
+    together, first, second = map(id_of, spans.of("run"))
+    good, bad = spans.of("executor")
+    assert [[tuple(link.context)[:2] for link in one.links] for one in (good, bad)] == [
+        [together, first],
+        [together, second],
+    ]
+    assert [(one.attributes or {})["headrace.runs"] for one in (good, bad)] == [2, 2]
+    assert [one.status.status_code for one in spans.of("run")] == [
+        StatusCode.ERROR,
+        StatusCode.UNSET,
+        StatusCode.ERROR,
+    ]
+    assert (good.status.is_ok, bad.status.is_ok) == (True, False)
+
+
+# --- sampling ----------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_not_sampled_makes_no_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From ingest to the acknowledgement, neither a trace nor a span is made for it."""
+    made: list[str] = []
+    for name in ("Trace", "FinishedSpan"):
+        monkeypatch.setattr(tracing_module, name, lambda *_, name=name, **__: made.append(name))
+    requests = [make_traced(traceparent("00")), make_traced(None)]
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
+        pass_through(tracing, *requests)
+
+    assert made == []
+    assert spans.all == ()
+    assert [request.trace for request in requests] == [None, None]
+
+
+def test_an_answer_that_is_not_sampled_passes_the_callers_context_on() -> None:
+    """Byte by byte."""
+    request = make_traced(traceparent("00"))
+    with tracing_spans() as (tracing, _):
+        pass_through(tracing, request)
+
+    assert _answer_traceparent(request).encode() == traceparent("00")
+
+
+def test_the_callers_decision_goes_over_the_ratio() -> None:
+    """A sampled context is continued even where no root is sampled."""
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
+        pass_through(tracing, make_traced(traceparent("01")))
+
+    assert {id_of(spans.one(stage))[0] for stage in STAGES} == {TRACE_ID}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        b"",
+        b"garbage",
+        traceparent()[:-1],
+        traceparent() + b"0",
+        traceparent().upper(),
+        b"ff" + traceparent()[2:],
+        b"00-" + b"0" * 32 + b"-b7ad6b7169203331-01",
+        b"00-0af7651916cd43dd8448eb211c80319c-" + b"0" * 16 + b"-01",
+    ],
+)
+def test_without_a_readable_context_a_trace_begins_here(header: bytes | None) -> None:
+    """It has no parent, and its id is nobody's."""
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, make_traced(header))
+
+    ingest = spans.one("ingest")
+    assert ingest.parent is None
+    assert id_of(ingest)[0] not in (0, TRACE_ID)
+
+
+def test_a_later_version_of_the_header_is_read_as_far_as_it_is_known() -> None:
+    """As W3C Trace Context demands."""
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, make_traced(b"cc" + traceparent()[2:] + b"-what-comes"))
+
+    assert parent_of(spans.one("ingest")) == (TRACE_ID, CALLER)
+
+
+def test_roots_are_sampled_in_their_share() -> None:
+    """Of 4,000 with a ratio of a quarter, a quarter, give or take four deviations."""
+    requests = [make_traced(None) for _ in range(4000)]
+    with tracing_spans(tracing_settings(ratio=0.25)) as (tracing, _):
+        tracing.ingested(requests, T + 1000)
+
+    sampled = sum(request.trace is not None for request in requests)
+    assert abs(sampled - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5
+
+
+# --- what is always kept -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", [None, traceparent("00")], ids=["root", "unsampled-caller"])
+def test_a_failure_is_kept_when_the_decision_was_no(header: bytes | None) -> None:
+    """The responder makes the spans behind it, in order, from the times of the request."""
+    request = make_traced(header)
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
+        form(tracing, [request])
+        run(tracing, [request], FAILED)
+        answer(tracing, [request])
+
+    path = [spans.one(stage) for stage in STAGES]
+    assert [parent_of(span) for span in path[1:]] == [id_of(span) for span in path[:-1]]
+    assert parent_of(path[0]) == (None if header is None else (TRACE_ID, CALLER))
+    assert [(span.attributes or {}).get("headrace.after_the_fact") for span in path] == [
+        True,
+        True,
+        True,
+        None,
+    ]
+    assert [span.end_time for span in path] == [
+        (T + end_us) * 1000 for end_us in (1000, 2000, 3100, 4100)
+    ]
+    assert [span.status.is_ok for span in path] == [True, True, False, False]
+
+
+def test_a_missed_deadline_is_kept() -> None:
+    """An answer that is late at the last moment has its whole way told, and by how much."""
+    request = make_traced(None, deadline_ms=T // 1000 + 1)
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
+        form(tracing, [request])
+        run(tracing, [request])
+        late = deadline_passed(request, T + 3200, Stage.RESPONDER)
+        assert late is not None
+        request.fail(late)
+        answer(tracing, [request])
+
+    responder = spans.one("responder")
+    attributes = responder.attributes or {}
+    assert attributes["error.type"] == "DEADLINE_EXCEEDED"
+    assert attributes["headrace.deadline.slack_ms"] == -3
+    assert [len(spans.of(stage)) for stage in STAGES] == [1, 1, 1, 1]
+
+
+def test_what_ingest_refuses_has_no_spans_of_later_stages() -> None:
+    """A kept refusal was at ingest and at the responder, and there is its dead letter."""
+    request = make_traced(None)
+    request.fail(Failure(Code.INVALID_TENSOR, "inputs[0].shape: wrong", Stage.INGEST))
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
+        tracing.ingested([request], T + 1000)
+        answer(tracing, [request])
+
+    assert [len(spans.of(stage)) for stage in STAGES] == [1, 0, 0, 1]
+    assert [span.name for span in spans.of("send")] == [
+        "send headrace.responses",
+        "send headrace.dead-letters",
+    ]
+
+
+def test_what_expires_in_the_batcher_ends_there() -> None:
+    """Its batcher's span has the error, whether it was sampled or is kept after the fact."""
+    requests = [make_traced(traceparent(flags)) for flags in ("01", "00")]
+    with tracing_spans() as (tracing, spans):
+        tracing.ingested(requests, T + 1000)
+        for request in requests:
+            request.fail(Failure(Code.DEADLINE_EXCEEDED, "late", Stage.BATCHER))
+        tracing.ended_waiting(requests, T + 2500)
+        answer(tracing, requests)
+
+    assert [(span.end_time, span.status.is_ok) for span in spans.of("batcher")] == [
+        ((T + 2500) * 1000, False),
+        ((T + 2500) * 1000, False),
+    ]
+    assert spans.of("executor") == []
+
+
+def test_a_failure_that_was_sampled_is_not_told_twice() -> None:
+    """Keeping it adds nothing to what its stages have told."""
+    request = make_traced(traceparent("01"))
+    with tracing_spans() as (tracing, spans):
+        form(tracing, [request])
+        run(tracing, [request], FAILED)
+        answer(tracing, [request])
+
+    assert [len(spans.of(stage)) for stage in STAGES] == [1, 1, 1, 1]
+
+
+def test_a_record_without_a_timestamp_begins_when_it_is_read() -> None:
+    """There is nothing earlier to begin at."""
+    request = make_traced(traceparent())
+    request.timestamp_ms = -1
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, request)
+
+    assert spans.one("ingest").start_time == (T + 500) * 1000

@@ -1,0 +1,121 @@
+"""`docs/tracing.md` against the spans: every name, every attribute, and no other."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+
+import pytest
+from opentelemetry.semconv._incubating.attributes import messaging_attributes
+
+from headrace.errors import Code
+from headrace.messages import Failure
+from headrace.telemetry.span_attributes import SCHEMA_URL
+from headrace.topics import Stage
+from tests.support.spans import (
+    Spans,
+    T,
+    answer,
+    form,
+    make_traced,
+    pass_through,
+    role_of,
+    run,
+    split,
+    traceparent,
+    tracing_settings,
+    tracing_spans,
+)
+from tests.support.tree import ROOT
+
+PAGE = (ROOT / "docs" / "tracing.md").read_text(encoding="utf-8")
+EXPIRED = Failure(Code.DEADLINE_EXCEEDED, "late", Stage.BATCHER)
+INVALID = Failure(Code.INVALID_TENSOR, "wrong", Stage.INGEST)
+BROKEN = Failure(Code.MODEL_FAILED, "broken", Stage.EXECUTOR)
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table below a heading."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.fixture(scope="module")
+def spans() -> list[Spans]:
+    """Those of requests that go well, fail at each stage, or are kept after the fact."""
+    deadline_ms = T // 1000 + 100
+    with tracing_spans() as (tracing, apart):
+        split(tracing)
+        pass_through(tracing, make_traced(traceparent(), deadline_ms=deadline_ms))
+        refused, expired = make_traced(traceparent()), make_traced(traceparent())
+        refused.fail(INVALID)
+        tracing.ingested([refused, expired], T + 1000)
+        expired.fail(EXPIRED)
+        tracing.ended_waiting([expired], T + 2000)
+        failed = make_traced(traceparent())
+        form(tracing, [failed])
+        run(tracing, [failed], BROKEN)
+        answer(tracing, [refused, expired, failed])
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, after):
+        late = make_traced(None)
+        form(tracing, [late])
+        run(tracing, [late], BROKEN)
+        answer(tracing, [late])
+    return [apart, after]
+
+
+def test_the_table_has_every_attribute_of_every_span_and_no_other(spans: list[Spans]) -> None:
+    """For each kind of span, the attributes seen are those that the table gives it."""
+    seen: defaultdict[str, set[str]] = defaultdict(set)
+    for run_ in spans:
+        for span in run_.all:
+            seen[role_of(span)] |= set(span.attributes or {})
+    described: defaultdict[str, set[str]] = defaultdict(set)
+    for attribute, on, _ in rows("Attributes"):
+        for role in on.split(", "):
+            described[role].add(attribute.strip("`"))
+
+    assert dict(seen) == dict(described)
+
+
+def test_every_name_and_kind_of_a_span_is_in_the_table(spans: list[Spans]) -> None:
+    """Placeholders in braces stand for a topic or a model."""
+    forms = {
+        role.strip("`"): (
+            [
+                re.sub(r"\\\{\w+\\\}", r"[\\w.-]+", re.escape(name))
+                for name in re.findall(r"`(.+?)`", names)
+            ],
+            kinds,
+        )
+        for role, names, kinds, _ in rows("Spans")
+    }
+
+    for run_ in spans:
+        for span in run_.all:
+            names, kinds = forms[role_of(span)]
+            assert any(re.fullmatch(name, span.name) for name in names), span.name
+            assert span.kind.name in kinds
+
+
+def test_messaging_attributes_are_the_current_names_of_the_conventions() -> None:
+    """Each is in the conventions' own list, and not among the deprecated ones."""
+    source = inspect.getsource(messaging_attributes)
+    entries = re.findall(r'^MESSAGING_\w+: Final = "(.+)"\n"""\n(.+)', source, flags=re.MULTILINE)
+    current = {name for name, text in entries if not text.startswith("Deprecated")}
+    ours = {cells[0].strip("`") for cells in rows("Attributes")}
+
+    assert {name for name in ours if name.startswith("messaging.")} - current == set()
+
+
+def test_spans_say_which_version_of_the_conventions_they_follow(spans: list[Spans]) -> None:
+    """The page names it as well."""
+    assert {
+        span.instrumentation_scope.schema_url
+        for run_ in spans
+        for span in run_.all
+        if span.instrumentation_scope is not None
+    } == {SCHEMA_URL}
+    assert SCHEMA_URL in PAGE

@@ -1,0 +1,89 @@
+"""A request's trace on its way from process to process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from headrace.codec import (
+    decode_batch,
+    decode_item,
+    decode_result,
+    encode_batch,
+    encode_item,
+    encode_result,
+)
+from headrace.messages import Batch, Request
+from tests.support.receipts import NO_RECEIPT
+from tests.support.spans import TRACE_ID, T, make_traced, traceparent, tracing_spans
+
+Journey = Callable[[Request], Request]
+
+
+def _as_item(request: Request) -> Request:
+    return decode_item(encode_item(request), NO_RECEIPT)
+
+
+def _as_batch(request: Request) -> Request:
+    return decode_batch(encode_batch(Batch("b", [request], "full")), NO_RECEIPT).requests[0]
+
+
+def _as_result(request: Request) -> Request:
+    request.outputs = ()
+    return decode_result(encode_result(request), NO_RECEIPT)
+
+
+journeys = pytest.mark.parametrize("journey", [_as_item, _as_batch, _as_result])
+
+
+@journeys
+def test_the_trace_goes_on_where_it_was_handed_over(journey: Journey) -> None:
+    """The parent is the last stage's span, now of another process; its end is the next start."""
+    request = make_traced(traceparent("03"))
+    with tracing_spans() as (tracing, spans):
+        tracing.ingested([request], T + 1000)
+    trace = journey(request).trace
+
+    assert trace is not None
+    ingest = spans.one("ingest").context
+    assert ingest is not None
+    assert (trace.trace_id, trace.parent_id) == (TRACE_ID, ingest.span_id)
+    assert (trace.flags, trace.since_us, trace.remote) == (3, T + 1000, True)
+
+
+@journeys
+def test_a_request_that_is_not_sampled_arrives_as_one(journey: Journey) -> None:
+    """The decision is not made again."""
+    request = make_traced(traceparent("00"))
+    with tracing_spans() as (tracing, _):
+        tracing.ingested([request], T + 1000)
+
+    assert journey(request).trace is None
+
+
+@journeys
+def test_what_a_kept_failure_is_told_from_travels(journey: Journey) -> None:
+    """The times that no other field carries."""
+    request = make_traced(None)
+    request.checked_us, request.done_us = T + 1000, T + 3000
+    arrived = journey(request)
+
+    assert (arrived.checked_us, arrived.done_us) == (T + 1000, T + 3000)
+
+
+def test_a_result_tells_its_batch() -> None:
+    """By then no batch is there to ask."""
+    request = make_traced(None)
+    request.batch_id = "7.1"
+
+    assert _as_result(request).batch_id == "7.1"
+
+
+@journeys
+def test_tracing_off_adds_nothing_to_a_record(journey: Journey) -> None:
+    """Fields that say nothing are left out of the bytes."""
+    arrived = journey(make_traced(None))
+
+    assert b"trace" not in encode_item(arrived)
+    assert b"checked_us" not in encode_item(arrived)
