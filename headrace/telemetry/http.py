@@ -4,11 +4,12 @@ Paths and bodies of `/v2` are the Open Inference Protocol's
 (https://github.com/kserve/open-inference-protocol, REST); `POST /v2/repository/index` is the
 model repository extension of Triton Inference Server. `/health/live` and `/health/ready` are for
 Kubernetes, `/metrics` is for Prometheus, `/status` is for people and programs that want all of it
-(`docs/health.md`).
+(`docs/health.md`), and `/` is a page for people that shows it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -23,6 +24,7 @@ from headrace.errors import Code, Fatal, Rejected
 from headrace.models.signature import TensorSpec
 from headrace.models.version import ModelVersion, State
 from headrace.telemetry.health import Health
+from headrace.telemetry.page import load_page
 
 _MAX_BODY_BYTES = 64 * 1024
 _STOP_TIMEOUT_S = 1.0
@@ -125,6 +127,7 @@ class HttpServer:
             router.add_get(f"{path}/ready", self._model_ready)
         router.add_get("/metrics", self._show_metrics)
         router.add_get("/status", self._show_status)
+        router.add_get("/", self._show_page)
         return application
 
     async def _live(self, request: web.Request) -> web.Response:
@@ -188,6 +191,10 @@ class HttpServer:
 
     async def _show_status(self, request: web.Request) -> web.Response:
         return web.json_response(self._status())
+
+    async def _show_page(self, request: web.Request) -> web.Response:
+        page = await asyncio.to_thread(load_page)
+        return web.Response(body=page.body, headers=page.headers)
 
 
 @web.middleware
