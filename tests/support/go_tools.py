@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.tree import ROOT
 
-FIXTURES = {"promtool": "tools/promtool"}
+FIXTURES = {"jaeger_program": "tools/jaeger", "promtool": "tools/promtool"}
 """Each fixture that is a program, and the folder of its module."""
 
 BUILD_TIMEOUT_S = 1800
@@ -101,5 +101,14 @@ def promtool() -> Path:
     """Prometheus' own tool for its configuration, rules and metrics."""
     try:
         return build(read_tool(ROOT / FIXTURES["promtool"]))
+    except NotBuilt as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="session")
+def jaeger_program() -> Path:
+    """Jaeger, all of it in one program: OTLP in, its query API out."""
+    try:
+        return build(read_tool(ROOT / FIXTURES["jaeger_program"]))
     except NotBuilt as reason:
         pytest.skip(str(reason))
