@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import structlog
 from prometheus_client import CollectorRegistry
 
-from headrace.clock import Clock, wall_clock_us
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.flow.lifecycle import Stop, stop_on_signals
@@ -18,10 +17,16 @@ from headrace.log.opening import open_log
 from headrace.log.port import Log
 from headrace.models.registry import Models
 from headrace.segment import Segment, segments
+from headrace.telemetry.collector import open_tracing
+from headrace.telemetry.flood import Flood
+from headrace.telemetry.gauges import show, show_interpreter
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.http import HttpServer
+from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import WaitingSnapshot
+from headrace.telemetry.state import ProcessState
 from headrace.topic_plan import check_topics
 from headrace.topics import STAGES, Stage
 
@@ -41,20 +46,28 @@ class Pipeline:
         log_: Log,
         stages: Sequence[Stage] = STAGES,
         *,
-        registry: CollectorRegistry | None = None,
-        clock: Clock = wall_clock_us,
+        instruments: Instruments | None = None,
     ) -> None:
         self._settings = settings
         self._log = log_
         self._stages = tuple(stages)
-        self.metrics = Metrics(registry or CollectorRegistry())
+        instruments = instruments or Instruments(Metrics(CollectorRegistry()))
+        self.metrics = instruments.metrics
         self.models = Models(settings, executes=Stage.EXECUTOR in stages)
         self.health = Health()
         self.ready = asyncio.Event()
         self._segments = [
-            Segment(settings, log_, part, self.models, self.metrics, clock)
-            for part in segments(stages)
+            Segment(settings, log_, part, self.models, instruments) for part in segments(stages)
         ]
+        self.state = ProcessState(stages, self.health, self.metrics, self.models.status)
+        for segment in self._segments:
+            self.state.sources.append(segment.source.snapshot)
+            self.state.activities.append(segment.activities)
+        self.state.waiting = self._waiting
+        show(self.state)
+
+    def _waiting(self) -> WaitingSnapshot | None:
+        return next(filter(None, (segment.waiting() for segment in self._segments)), None)
 
     async def run(self, stop: Stop) -> None:
         """Serve until asked to stop, and drain; a second request ends it at once.
@@ -63,6 +76,10 @@ class Pipeline:
             ConfigurationError: the topics or the models cannot be served from.
             ExceptionGroup: what ended the process, if anything but `stop` did.
         """
+        async with self.state.watching():
+            await self._run(stop)
+
+    async def _run(self, stop: Stop) -> None:
         serving = asyncio.create_task(self._serve(stop), name="pipeline")
         forced = asyncio.create_task(stop.forced.wait(), name="pipeline-forced")
         try:
@@ -77,11 +94,13 @@ class Pipeline:
             serving.result()
 
     async def _serve(self, stop: Stop) -> None:
+        self.health.explain("checking the topics")
         faults = await check_topics(self._log, self._settings, self._stages)
         if faults:
             raise ConfigurationError("\n".join(faults))
         if self._stages != (Stage.RESPONDER,):
             await asyncio.to_thread(self.models.open)
+        self.health.explain("loading the models and joining the group")
         joining = len(self._segments)
 
         def joined() -> None:
@@ -98,7 +117,7 @@ class Pipeline:
             ]
             stopping = tasks.create_task(stop.requested.wait(), name="stop")
             await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
-            self.health.enter(Phase.DRAINING)
+            self.health.enter(Phase.DRAINING, "answering what is in flight")
             log.info(Event.DRAINING)
             await self._drain(running)
             stopping.cancel()
@@ -140,12 +159,22 @@ async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
             stop.ask()
 
 
-async def run(settings: Settings, stages: Sequence[Stage]) -> int:
-    """`headrace run`: serve until SIGTERM or SIGINT. Returns the exit code."""
+async def run(settings: Settings, stages: Sequence[Stage], flood: Flood) -> int:
+    """`headrace run`: serve until SIGTERM or SIGINT. Returns the exit code.
+
+    Args:
+        settings: of the process.
+        stages: adjacent ones.
+        flood: what `configure_logging` gave.
+    """
     stop = Stop()
     async with AsyncExitStack() as stack:
         log_ = await stack.enter_async_context(open_log(settings))
-        pipeline = Pipeline(settings, log_, stages)
+        metrics = Metrics(CollectorRegistry())
+        tracing = await stack.enter_async_context(open_tracing(settings, stages, metrics))
+        pipeline = Pipeline(settings, log_, stages, instruments=Instruments(metrics, tracing))
+        pipeline.state.log_lines_suppressed = flood.suppressed
+        show_interpreter(metrics.registry)
         stack.enter_context(stop_on_signals(stop))
         telemetry = settings.telemetry
         server = HttpServer(
@@ -153,27 +182,40 @@ async def run(settings: Settings, stages: Sequence[Stage]) -> int:
             pipeline.health,
             pipeline.models,
             pipeline.metrics.registry,
+            pipeline.state.status,
         )
         await stack.enter_async_context(server)
         log.info(Event.STARTING, stages=list(stages), http_port=server.port)
-        loop = asyncio.get_running_loop()
-        reloads: set[asyncio.Task[None]] = set()
-
-        def reload() -> None:
-            task = loop.create_task(_reload(pipeline.models), name="reload")
-            reloads.add(task)
-            task.add_done_callback(reloads.discard)
-
-        loop.add_signal_handler(signal.SIGHUP, reload)
+        await stack.enter_async_context(_reloading(pipeline))
         await pipeline.run(stop)
     return 0
 
 
-async def _reload(models: Models) -> None:
-    """SIGHUP: look at the repository again; a repository that is gone changes nothing."""
-    try:
-        reloaded = await models.reload()
-    except ConfigurationError as error:
-        log.error("reload_failed", reason=str(error))
+@asynccontextmanager
+async def _reloading(pipeline: Pipeline) -> AsyncIterator[None]:
+    """While the context lasts, SIGHUP makes the models be looked at again."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        loop.add_signal_handler(
+            signal.SIGHUP,
+            lambda: tasks.create_task(_reload(pipeline), name="reload"),
+        )
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
+
+
+async def _reload(pipeline: Pipeline) -> None:
+    """Look at the repository again; a repository that is gone changes nothing."""
+    if not pipeline.ready.is_set():
+        log.warning(
+            Event.MODELS_RELOAD_REFUSED, reason="the models are being read for the first time"
+        )
         return
-    log.info("reloaded", **reloaded._asdict())
+    try:
+        reloaded = await pipeline.models.reload()
+    except ConfigurationError as error:
+        log.error(Event.MODELS_RELOAD_FAILED, reason=str(error))
+        return
+    log.info(Event.MODELS_RELOADED, **reloaded._asdict())

@@ -24,7 +24,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Protocol
 
-from headrace.clock import Clock
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.flow.batch_edges import BatchFeed, BatchOutlet, ModelKey
@@ -45,7 +44,9 @@ from headrace.services.executor.service import ExecutorService
 from headrace.services.ingest.service import IngestService
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import ResponderService
-from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.snapshots import WaitingSnapshot
+from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage, Topic
 
 _INPUT = {
@@ -84,21 +85,24 @@ class Segment:
         log: Log,
         stages: Sequence[Stage],
         models: Models,
-        metrics: Metrics,
-        clock: Clock,
+        instruments: Instruments,
     ) -> None:
         self._settings = settings
         self._log = log
         self._stages = tuple(stages)
         self._models = models
-        self._metrics = metrics
-        self._clock = clock
+        self._instruments = instruments
+        self._metrics = instruments.metrics
         self._runs: dict[str, Run] = {}
+        self._batcher: BatcherService | None = None
         self._executor: ExecutorService | None = None
         self._origins = (
             Origins(settings.topic(Topic.REQUESTS)) if stages[0] is Stage.RESPONDER else None
         )
-        self.source = Source(log, self._source_settings(), metrics, self._origins)
+        reading = self._source_settings()
+        self.source = Source(log, reading, instruments.metrics, self._origins)
+        if instruments.tracing is not None:
+            instruments.tracing.reads(self._stages[0], reading.topic, reading.group)
 
     def _source_settings(self) -> SourceSettings:
         settings, stages = self._settings, self._stages
@@ -138,6 +142,15 @@ class Segment:
                     await self.source.close_down(self._settings.limits.drain_timeout_s)
                     await reading
 
+    def activities(self) -> list[Activity]:
+        """What must get on: the reader, and the instances of the models."""
+        running = [] if self._executor is None else self._executor.activities()
+        return [self.source.reading, *running]
+
+    def waiting(self) -> WaitingSnapshot | None:
+        """What waits for a batch; None without a batcher."""
+        return None if self._batcher is None else self._batcher.waiting()
+
     async def abandon(self) -> None:
         """Commit what is settled; what is still in flight will be done again elsewhere."""
         await self.source.close_down(0)
@@ -156,7 +169,7 @@ class Segment:
             self._wire_executor(pulls, answers)
         elif pulls is not None:
             topic = await self._sized(Topic.BATCHES)
-            outlet = BatchOutlet(pulls, producer, topic, answers.writer())
+            outlet = BatchOutlet(pulls, producer, topic, answers.writer(), self._metrics)
             self._runs["write-batches"] = outlet.run
 
     def _wire_ingest(self, producer: Producer, answers: _Edge) -> Channel[Chunk]:
@@ -164,7 +177,7 @@ class Segment:
         items: _Edge = channel
         if Stage.BATCHER not in self._stages:
             topic = self._settings.topic(Topic.ITEMS)
-            outlet = item_outlet(producer, topic, answers.writer())
+            outlet = item_outlet(producer, topic, answers.writer(), self._metrics)
             self._runs["write-items"] = outlet.run
             items = outlet
         ingest = IngestService(
@@ -173,7 +186,7 @@ class Segment:
             answers.writer(),
             self._models,
             self._settings.limits,
-            self._clock,
+            self._instruments,
         )
         self._runs["ingest"] = ingest.run
         return channel
@@ -181,9 +194,10 @@ class Segment:
     def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> PullChannel[ModelKey, Batch]:
         prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # no two processes make the same ids
         batcher = BatcherService(
-            items, answers.writer(), self._models.lookup, prefix, self._metrics, self._clock
+            items, answers.writer(), self._models.lookup, prefix, self._instruments
         )
         self._runs["batcher"] = batcher.run
+        self._batcher = batcher
         return batcher.pulls
 
     def _wire_executor(self, pulls: PullChannel[ModelKey, Batch] | None, answers: _Edge) -> None:
@@ -191,9 +205,7 @@ class Segment:
             feed = BatchFeed(self.source, answers.writer(), self._models.lookup)
             self._runs["read-batches"] = feed.run
             pulls = feed.pulls
-        executor = ExecutorService(
-            pulls, answers.writer(), self._models, self._metrics, self._clock
-        )
+        executor = ExecutorService(pulls, answers.writer(), self._models, self._instruments)
         self._runs["executor"] = executor.run
         self._executor = executor
 
@@ -201,7 +213,7 @@ class Segment:
         """Returns where the other stages send what has ended."""
         channel: Channel[Chunk] = Channel()
         if Stage.RESPONDER not in self._stages:
-            outlet = result_outlet(producer, self._settings.topic(Topic.RESULTS))
+            outlet = result_outlet(producer, self._settings.topic(Topic.RESULTS), self._metrics)
             self._runs["write-results"] = outlet.run
             return outlet
         responses = await self._sized(Topic.RESPONSES)
@@ -210,8 +222,7 @@ class Segment:
             producer,
             Routes(self._settings, responses, await self._sized(Topic.DEAD_LETTERS)),
             self._origins,
-            self._metrics,
-            self._clock,
+            self._instruments,
         )
         self._runs["responder"] = responder.run
         return channel

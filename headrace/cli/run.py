@@ -41,6 +41,6 @@ def command(settings: Settings, stages: tuple[Stage, ...]) -> None:
     from headrace.cli.event_loop import run
     from headrace.telemetry.logs import configure_logging
 
-    configure_logging(settings.telemetry.log_level)
+    flood = configure_logging(settings.telemetry.log_level)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    raise click.exceptions.Exit(run(pipeline.run(settings, stages)))
+    raise click.exceptions.Exit(run(pipeline.run(settings, stages, flood)))

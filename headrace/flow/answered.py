@@ -71,6 +71,11 @@ class Progress:
         return f"Progress(base={self.base}, answered={self.ranges})"
 
     @property
+    def answered_above(self) -> tuple[int, int]:
+        """How many offsets above the base are answered, and in how many ranges."""
+        return sum(self._stops) - sum(self._starts), len(self._starts)
+
+    @property
     def ranges(self) -> list[Range]:
         """The answered ranges above the base, in order, none touching another."""
         return list(zip(self._starts, self._stops, strict=True))

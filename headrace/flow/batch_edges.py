@@ -19,6 +19,8 @@ from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.messages import Batch, Request
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 
 log = structlog.get_logger(__name__)
@@ -42,11 +44,13 @@ class BatchOutlet:
         producer: Producer,
         topic: TopicPartition,
         refused: Outlet[list[Request]],
+        metrics: Metrics | None = None,
     ) -> None:
         self._pulls = pulls
         self._producer = producer
         self._topic, self._partitions = topic
         self._refused = refused
+        self._metrics = metrics
         self._turn = count()
 
     async def run(self) -> None:
@@ -76,7 +80,9 @@ class BatchOutlet:
 
     async def _delivered(self, batch: Batch) -> bool:
         target = TopicPartition(self._topic, next(self._turn) % self._partitions)
-        refused = await deliver(self._producer, target, [NewRecord(None, encode_batch(batch))])
+        refused = await deliver(
+            self._producer, target, [NewRecord(None, encode_batch(batch))], self._metrics
+        )
         return not too_large(target, refused)
 
 
@@ -130,7 +136,13 @@ class BatchFeed:
         try:
             batch = decode_batch(record.value or b"", receipt)
         except Rejected as error:
-            log.error("internal_record_unreadable", topic=record.topic, reason=str(error))
+            log.error(
+                Event.INTERNAL_RECORD_UNREADABLE,
+                topic=record.topic,
+                partition=record.partition,
+                offset=record.offset,
+                reason=str(error),
+            )
             receipt.settle()
             return None
         receipt.parts = len(batch.requests)

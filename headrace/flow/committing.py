@@ -17,7 +17,9 @@ import structlog
 from headrace.errors import Retriable
 from headrace.flow.inflight import Ledger
 from headrace.log.port import Committed, Consumer, Fenced, TopicPartition
+from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import PartitionSnapshot
 
 log = structlog.get_logger(__name__)
 
@@ -39,6 +41,7 @@ class Companion(Protocol):
     def committable(self) -> dict[TopicPartition, Committed]: ...
     def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None: ...
     def forget_committed(self) -> None: ...
+    def snapshots(self) -> list[PartitionSnapshot]: ...
 
 
 class Committer:
@@ -46,6 +49,9 @@ class Committer:
 
     Args:
         settled: set whenever there may be something new to commit.
+
+    Attributes:
+        failures: commits that failed, from the beginning; `last_failure` says why the last did.
     """
 
     def __init__(
@@ -57,6 +63,14 @@ class Committer:
         self._settled = settled
         self._turn = asyncio.Lock()
         self._encoding_s = 0.0
+        self._pending_since_s: float | None = None
+        self.failures = 0
+        self.last_failure = ""
+
+    def age_s(self) -> float:
+        """For how long something has been waiting to be committed; 0 while nothing is."""
+        since_s = self._pending_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     async def run(self, consumer: Consumer) -> None:
         """Commit whenever there is something to commit, until cancelled."""
@@ -90,21 +104,30 @@ class Committer:
                     if partition in revoked or self._ledger.get(partition) is None
                 }
             if not offsets:
+                self._pending_since_s = None
                 return True
+            if self._pending_since_s is None:
+                self._pending_since_s = time.monotonic()
             try:
                 with self._metrics.commit():
                     await consumer.commit(offsets)
             except Fenced as error:
                 # The group has moved on: a rebalance is coming, and these are not ours any more.
-                log.warning("commit_refused", reason=str(error))
-                return False
+                log.warning(Event.COMMIT_REFUSED, reason=str(error))
+                return self._failed(error)
             except Retriable as error:
-                log.warning("commit_failed", reason=str(error))
-                return False
+                log.warning(Event.COMMIT_FAILED, reason=str(error))
+                return self._failed(error)
+            self._pending_since_s = None
             self._ledger.was_committed(offsets)
             if self._companion is not None:
                 self._companion.was_committed(offsets)
             return True
+
+    def _failed(self, error: Retriable) -> bool:
+        self.failures += 1
+        self.last_failure = str(error)
+        return False
 
     def _committable(self) -> dict[TopicPartition, Committed]:
         began_s = time.perf_counter()

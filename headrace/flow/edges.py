@@ -20,6 +20,8 @@ from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
 from headrace.log.port import LogRefused, NewRecord, Producer, Record, TopicPartition
 from headrace.messages import Failure, Request
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 
 log = structlog.get_logger(__name__)
@@ -61,7 +63,7 @@ def _decoded(
         return decode(record.value or b"", receipt)
     except Rejected as error:
         log.error(
-            "internal_record_unreadable",
+            Event.INTERNAL_RECORD_UNREADABLE,
             topic=record.topic,
             partition=record.partition,
             offset=record.offset,
@@ -99,12 +101,14 @@ class TopicOutlet:
         encode: Callable[[Request], bytes],
         stage: Stage,
         refused: Outlet[list[Request]] | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self._producer = producer
         self._topic = topic
         self._encode = encode
         self._stage = stage
         self._refused = refused
+        self._metrics = metrics
         self._writers = 0
         self._ended = asyncio.Event()
         self._pool = TaskPool(UNACKNOWLEDGED_CHUNKS, f"write-{topic}")
@@ -148,7 +152,7 @@ class TopicOutlet:
         left = requests
         while left:
             records = [NewRecord(None, self._encode(request)) for request in left]
-            refused = await deliver(self._producer, target, records)
+            refused = await deliver(self._producer, target, records, self._metrics)
             for index, request in enumerate(left):
                 if index not in refused:
                     request.receipt.settle()
@@ -213,11 +217,16 @@ class TopicWriter:
             outlet.writer_closed()
 
 
-def item_outlet(producer: Producer, topic: str, refused: Outlet[list[Request]]) -> TopicOutlet:
+def item_outlet(
+    producer: Producer,
+    topic: str,
+    refused: Outlet[list[Request]],
+    metrics: Metrics | None = None,
+) -> TopicOutlet:
     """Writes `items`."""
-    return TopicOutlet(producer, topic, encode_item, Stage.INGEST, refused)
+    return TopicOutlet(producer, topic, encode_item, Stage.INGEST, refused, metrics)
 
 
-def result_outlet(producer: Producer, topic: str) -> TopicOutlet:
+def result_outlet(producer: Producer, topic: str, metrics: Metrics | None = None) -> TopicOutlet:
     """Writes `results`."""
-    return TopicOutlet(producer, topic, encode_result, Stage.EXECUTOR)
+    return TopicOutlet(producer, topic, encode_result, Stage.EXECUTOR, metrics=metrics)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from headrace.flow.ages import Ages
 from headrace.flow.answered import Progress
 from headrace.log.port import Committed, TopicPartition
 
@@ -55,10 +56,12 @@ class Assignment:
         epoch: counts the assignments of this process.
         last_delivered: the offset of the record read last, or the base less one.
         in_flight: records read and not settled.
+        ages: of what was read.
         void: the partition was revoked.
     """
 
     __slots__ = (
+        "ages",
         "budget",
         "committed",
         "epoch",
@@ -85,6 +88,7 @@ class Assignment:
         self.notify = notify
         self.last_delivered = progress.base - 1
         self.in_flight = 0
+        self.ages = Ages()
         self.committed = NEVER_COMMITTED
         self.void = False
 

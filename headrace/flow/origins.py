@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from headrace.flow.answered import Progress
 from headrace.flow.positions import starting_progress
 from headrace.log.port import Committed, Consumer, TopicPartition
+from headrace.telemetry.snapshots import PartitionSnapshot
 
 
 class Origins:
@@ -74,6 +75,31 @@ class Origins:
             (partition, committed)
             for partition, committed in offsets.items()
             if partition.topic == self._topic and partition.partition in self._progress
+        )
+
+    def snapshots(self) -> list[PartitionSnapshot]:
+        """What there is to see of the source partitions."""
+        return [
+            self._snapshot(partition, progress) for partition, progress in self._progress.items()
+        ]
+
+    def _snapshot(self, partition: int, progress: Progress) -> PartitionSnapshot:
+        committed = self._committed.get(TopicPartition(self._topic, partition))
+        claimed = self._claimed[partition]
+        answered, ranges = progress.answered_above
+        highest = max((*claimed, *(stop - 1 for _, stop in progress.ranges[-1:])), default=-1)
+        return PartitionSnapshot(
+            topic=self._topic,
+            partition=partition,
+            epoch=0,
+            base=progress.base,
+            committed=None if committed is None else committed.offset,
+            end=None,
+            in_flight=len(claimed),
+            span_records=max(0, highest + 1 - progress.base),
+            answered_records=answered,
+            answered_ranges=ranges,
+            metadata_characters=0 if committed is None else len(committed.metadata),
         )
 
     def forget_committed(self) -> None:

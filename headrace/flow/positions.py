@@ -9,6 +9,7 @@ import structlog
 from headrace.flow.answered import Progress
 from headrace.flow.inflight import Ledger
 from headrace.log.port import Committed, Consumer, TopicPartition
+from headrace.telemetry.logs import Event
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +20,7 @@ def starting_progress(committed: Committed | None, beginning: int) -> Progress:
         return Progress(beginning)
     progress = Progress.from_committed(committed)
     if progress.base < beginning:
-        log.warning("records_skipped", first=progress.base, count=beginning - progress.base)
+        log.warning(Event.RECORDS_SKIPPED, first=progress.base, count=beginning - progress.base)
         progress.cover(progress.base - 1, beginning - 1)
     return progress
 
@@ -47,11 +48,11 @@ async def go_on_in_range(
         beginning = beginnings[partition]
         if position < beginning:
             count = beginning - position
-            log.error("records_skipped", partition=str(partition), first=position, count=count)
+            log.error(Event.RECORDS_SKIPPED, partition=str(partition), first=position, count=count)
             skipped += count
         else:
             log.error(
-                "position_beyond_the_end",
+                Event.POSITION_BEYOND_END,
                 partition=str(partition),
                 position=position,
                 reading_from=beginning,

@@ -17,6 +17,8 @@ from headrace.log.port import (
     TopicPartition,
     UnknownPartition,
 )
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -26,7 +28,10 @@ class _Unsent(Retriable):
 
 
 async def deliver(
-    producer: Producer, partition: TopicPartition, records: Sequence[NewRecord]
+    producer: Producer,
+    partition: TopicPartition,
+    records: Sequence[NewRecord],
+    metrics: Metrics | None = None,
 ) -> dict[int, Rejected]:
     """Write records of one partition and wait until they are acknowledged.
 
@@ -46,6 +51,8 @@ async def deliver(
             before_sleep=_say_so,
         ):
             with attempt:
+                if metrics is not None:
+                    metrics.retried("send", len(first))
                 first = await delivery.attempt(first)
                 if first:
                     raise _Unsent(f"{partition}: {len(first)} records are not acknowledged")
@@ -66,7 +73,7 @@ def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> lis
 
 
 def _say_so(state: RetryCallState) -> None:
-    log.warning("send_retried", attempt=state.attempt_number, reason=str(state.outcome))
+    log.warning(Event.SEND_RETRIED, attempt=state.attempt_number, reason=str(state.outcome))
 
 
 class _Delivery:
@@ -91,7 +98,7 @@ class _Delivery:
         except Rejected as error:
             return await self._halve(indexes, error)
         except Retriable as error:
-            log.warning("send_failed", partition=str(self._partition), reason=str(error))
+            log.warning(Event.SEND_FAILED, partition=str(self._partition), reason=str(error))
             return indexes
         again: list[int] = []
         start = 0
@@ -105,7 +112,7 @@ class _Delivery:
             except Rejected as error:
                 again += await self._halve(part, error)
             except Retriable as error:
-                log.warning("send_failed", partition=str(self._partition), reason=str(error))
+                log.warning(Event.SEND_FAILED, partition=str(self._partition), reason=str(error))
                 again += part
         return again
 

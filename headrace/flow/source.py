@@ -17,23 +17,32 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import structlog
 
 from headrace.errors import Retriable
 from headrace.flow.answered import Progress
+from headrace.flow.backlog import Backlog
+from headrace.flow.committing import COMMIT_RETRY_S, Committer, Companion
 from headrace.flow.inflight import Assignment, Budget, Ledger
-from headrace.log.port import Committed, Consumer, Fenced, Log, Record, TopicPartition
+from headrace.flow.positions import go_on_in_range, starting_progress
+from headrace.flow.view import Parts, partition_snapshots, source_snapshot
+from headrace.log.port import Consumer, Log, OffsetOutOfRange, Record, TopicPartition
+from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import SourceSnapshot
+from headrace.telemetry.watchdog import READER_LIMIT_S, Activity
 
 log = structlog.get_logger(__name__)
 
 POLL_TIMEOUT_S = 0.2
 PAUSED_POLL_S = 0.01
 MAX_POLL_RECORDS = 512
-COMMIT_INTERVAL_S = 0.05
-COMMIT_RETRY_S = 0.5
+RETRY_S = 0.5
+CLOSE_TIMEOUT_S = 2.0
+RECORD_OVERHEAD_BYTES = 1024
+"""Charged for every record that waits, beside its value: many small ones are large as well."""
 
 
 class Delivery(NamedTuple):
@@ -41,15 +50,6 @@ class Delivery(NamedTuple):
 
     assignment: Assignment
     records: Sequence[Record]
-
-
-class Companion(Protocol):
-    """Another partition whose progress is kept with each one of ours (see `origins.py`)."""
-
-    async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None: ...
-    def revoked(self, partitions: Sequence[int]) -> None: ...
-    def committable(self) -> dict[TopicPartition, Committed]: ...
-    def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class Source:
 
     Attributes:
         ledger: of what was read.
+        reading: gets on with every poll.
         assigned: set when the group has assigned partitions for the first time, be it none.
     """
 
@@ -95,38 +96,68 @@ class Source:
         self._ready_bytes = 0
         self._arrived = asyncio.Event()
         self._settled = asyncio.Event()
+        self._committer = Committer(self.ledger, companion, metrics, self._settled)
+        self._backlog = Backlog(self._unanswered)
+        self.reading = Activity(f"reader of {settings.topic}", READER_LIMIT_S)
         self.assigned = asyncio.Event()
         self._stopping = False
         self._closing = False
+        self._reading = False
+        self._leaving: frozenset[TopicPartition] = frozenset()
         self._paused: frozenset[TopicPartition] = frozenset()
+        self._pause_reason = ""
         self._stack = AsyncExitStack()
         self._consumer: Consumer
+        self._opened = False
 
     async def __aenter__(self) -> Self:
         member = self._log.member(self._settings.group, [self._settings.topic], self)
         self._consumer = await self._stack.enter_async_context(member)
+        self._opened = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._closing = True
+        try:
+            # Nobody cancels a poll: it is let end, as far as that does not take too long.
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while self._reading:
+                    await self._wait_settled(POLL_TIMEOUT_S)
+        except TimeoutError:
+            log.warning(Event.READING_CUT_OFF)
         await self._stack.aclose()
 
     async def run(self) -> None:
         """Read and commit until `close_down`."""
-        async with asyncio.TaskGroup() as tasks:
-            committer = tasks.create_task(self._commit_forever(), name="source-committer")
-            await self._read()
-            committer.cancel()
+        self._reading = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [
+                    tasks.create_task(self._backlog.run(self._consumer), name="source-backlog")
+                ]
+                if self._settings.commits:
+                    committing = self._committer.run(self._consumer)
+                    beside.append(tasks.create_task(committing, name="source-committer"))
+                await self._read()
+                for task in beside:
+                    task.cancel()
+        finally:
+            self.reading.end()
+            self._reading = False
+            self._settled.set()
 
     async def receive(self) -> Delivery | None:
         """The next records of some partition; None when reading has stopped and none are left."""
-        while not self._ready:
-            if self._stopping:
-                return None
-            self._arrived.clear()
-            await self._arrived.wait()
-        delivery = self._ready.popleft()
-        self._ready_bytes -= _size(delivery.records)
-        return delivery
+        while True:
+            while not self._ready:
+                if self._stopping:
+                    return None
+                self._arrived.clear()
+                await self._arrived.wait()
+            delivery = self._ready.popleft()
+            self._ready_bytes -= _size(delivery.records)
+            if not delivery.assignment.void:
+                return delivery
 
     def stop_reading(self) -> None:
         """Let nothing more in; stay in the group, so that what is in flight stays ours."""
@@ -136,9 +167,12 @@ class Source:
 
     async def close_down(self, deadline_s: float) -> None:
         """Wait for what is in flight, commit it, and end `run`. Call after `stop_reading`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_s
         await self._drain(None, deadline_s)
         if self._settings.commits:
-            await self._commit(self._committable())
+            while not await self._committer.commit(self._consumer) and loop.time() < deadline:
+                await self._wait_settled(COMMIT_RETRY_S)
         self._closing = True
 
     @property
@@ -150,22 +184,65 @@ class Source:
         """Seconds since the log was last heard of."""
         return self._consumer.last_contact_s()
 
+    def snapshot(self) -> SourceSnapshot:
+        """What there is to see of it now."""
+        settings = self._settings
+        return source_snapshot(
+            Parts(
+                topic=settings.topic,
+                group=settings.group,
+                ledger=self.ledger,
+                companion=self._companion,
+                committer=self._committer,
+                backlog=self._backlog,
+                waiting_bytes=self._ready_bytes,
+                commits=settings.commits,
+                paused=self._pause_reason,
+                last_contact_s=self.last_contact_s() if self._opened else 0.0,
+            )
+        )
+
+    def _unanswered(self) -> int:
+        return sum(each.backlog_records for each in partition_snapshots(self.ledger, self._backlog))
+
     # --- reading ---------------------------------------------------------------------------
 
     async def _read(self) -> None:
         while not self._closing:
-            if self._regulate():
-                await self._wait_settled(PAUSED_POLL_S)
-                polled = await self._consumer.poll(0, MAX_POLL_RECORDS)
-            else:
-                polled = await self._consumer.poll(POLL_TIMEOUT_S, MAX_POLL_RECORDS)
+            self.reading.begin()
+            try:
+                polled = await self._poll()
+            except OffsetOutOfRange as error:
+                await self._go_on_in_range(error)
+                continue
             for partition, records in polled.items():
                 assignment = self.ledger.get(partition)
-                if assignment is not None and not self._stopping:
-                    self._ready.append(Delivery(assignment, records))
-                    self._ready_bytes += _size(records)
+                if assignment is None or self._stopping or partition in self._leaving:
+                    continue
+                self._ready.append(Delivery(assignment, records))
+                assignment.ages.note(records[-1].offset, records[0].timestamp)
+                self._ready_bytes += _size(records)
             if self._ready:
                 self._arrived.set()
+                # A poll that always finds records would not let anybody else run.
+                await asyncio.sleep(0)
+
+    async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
+        if not self._regulate():
+            return await self._consumer.poll(POLL_TIMEOUT_S, MAX_POLL_RECORDS)
+        await self._wait_settled(PAUSED_POLL_S)
+        return await self._consumer.poll(0, MAX_POLL_RECORDS)
+
+    async def _go_on_in_range(self, error: OffsetOutOfRange) -> None:
+        if not error.positions:
+            raise error
+        try:
+            skipped = await go_on_in_range(self._consumer, self.ledger, error.positions)
+        except Retriable as unavailable:
+            log.warning(Event.SEEK_DELAYED, reason=str(unavailable))
+            await asyncio.sleep(RETRY_S)
+        else:
+            self._metrics.skipped.inc(skipped)
 
     def _regulate(self) -> bool:
         """Pause or resume as the budget says; True while paused."""
@@ -174,6 +251,7 @@ class Source:
         budget.used_bytes += self._ready_bytes
         wanted = budget.exceeded or self._stopping
         budget.used_bytes -= self._ready_bytes
+        self._pause_reason = ("drain" if self._stopping else "budget") if wanted else ""
         assigned = self._consumer.assignment()
         if wanted:
             if fresh := assigned - self._paused:
@@ -182,7 +260,6 @@ class Source:
         elif self._paused:
             self._consumer.resume(sorted(self._paused & assigned))
             self._paused = frozenset()
-        self._metrics.in_flight(budget.used_bytes, budget.limit_bytes, paused=wanted)
         return wanted
 
     # --- assignment ------------------------------------------------------------------------
@@ -190,34 +267,40 @@ class Source:
     async def on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
         """Read what is committed, seek there, and open the partitions."""
         self._paused -= set(partitions)
-        progresses = await self._load(partitions)
-        if self._companion is not None:
-            await self._companion.assigned(self._consumer, [p.partition for p in partitions])
+        self._leaving = frozenset()
+        while not self._closing:
+            try:
+                progresses = await self._load(partitions)
+                if self._companion is not None:
+                    await self._companion.assigned(
+                        self._consumer, [each.partition for each in partitions]
+                    )
+                break
+            except Retriable as error:
+                # Nothing of these partitions can be read meanwhile.
+                log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
+                await asyncio.sleep(RETRY_S)
+        else:
+            return
         for partition, progress in progresses.items():
             self._consumer.seek(partition, progress.base)
             self.ledger.assign(partition, progress)
-        self._metrics.rebalanced(len(self.ledger.assignments))
+        self._metrics.rebalanced()
         self.assigned.set()
-        log.info("partitions_assigned", partitions=[str(p) for p in partitions])
+        log.info(Event.ASSIGNED, partitions=[str(p) for p in partitions])
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Finish what is in flight within the drain deadline, commit it, void the rest."""
-        self._drop_ready(frozenset(partitions))
+        self._leaving = frozenset(partitions)
+        self._drop_ready(self._leaving)
         await self._drain(partitions, self._settings.drain_timeout_s)
         if self._settings.commits:
-            ours = frozenset(partitions)
-            await self._commit(
-                {
-                    partition: committed
-                    for partition, committed in self._committable().items()
-                    if partition in ours or partition.topic != self._settings.topic
-                }
-            )
+            await self._committer.commit(self._consumer, self._leaving)
         for partition in partitions:
             self.ledger.revoke(partition)
         if self._companion is not None:
             self._companion.revoked([p.partition for p in partitions])
-        log.info("partitions_revoked", partitions=[str(p) for p in partitions])
+        log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
 
     async def _load(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, Progress]:
         if self._settings.progress_group == self._settings.group:
@@ -243,6 +326,7 @@ class Source:
     # --- settling and committing -----------------------------------------------------------
 
     def _on_settled(self) -> None:
+        self._backlog.settled += 1
         self._settled.set()
 
     async def _wait_settled(self, timeout_s: float) -> None:
@@ -259,52 +343,10 @@ class Source:
                 while self.ledger.in_flight(partitions):
                     await self._wait_settled(deadline_s)
         except TimeoutError:
-            log.warning("drain_incomplete", in_flight=self.ledger.in_flight(partitions))
-
-    def _committable(self) -> dict[TopicPartition, Committed]:
-        offsets = self.ledger.committable()
-        if self._companion is not None:
-            offsets |= self._companion.committable()
-        return offsets
-
-    async def _commit_forever(self) -> None:
-        while self._settings.commits:
-            offsets = self._committable()
-            if not offsets:
-                self._settled.clear()
-                await self._settled.wait()
-            committed = await self._commit(offsets)
-            await asyncio.sleep(COMMIT_INTERVAL_S if committed else COMMIT_RETRY_S)
-
-    async def _commit(self, offsets: dict[TopicPartition, Committed]) -> bool:
-        if not offsets:
-            return True
-        try:
-            with self._metrics.commit():
-                await self._consumer.commit(offsets)
-        except Fenced as error:
-            # The group has moved on: a rebalance is coming, and these are no longer ours to say.
-            log.warning("commit_refused", reason=str(error))
-            return False
-        except Retriable as error:
-            log.warning("commit_failed", reason=str(error))
-            return False
-        self.ledger.was_committed(offsets)
-        if self._companion is not None:
-            self._companion.was_committed(offsets)
-        return True
-
-
-def starting_progress(committed: Committed | None, beginning: int) -> Progress:
-    """Where to start reading: at what is committed, but not below what the log still holds."""
-    if committed is None:
-        return Progress(beginning)
-    progress = Progress.from_committed(committed)
-    if progress.base < beginning:
-        log.warning("records_skipped", first=progress.base, count=beginning - progress.base)
-        progress.cover(progress.base - 1, beginning - 1)
-    return progress
+            log.warning(Event.DRAIN_INCOMPLETE, in_flight=self.ledger.in_flight(partitions))
 
 
 def _size(records: Sequence[Record]) -> int:
-    return sum(len(record.value) for record in records if record.value is not None)
+    """What records take that wait; their headers are counted as part of the overhead."""
+    values = sum([len(record.value) for record in records if record.value is not None])
+    return values + RECORD_OVERHEAD_BYTES * len(records)

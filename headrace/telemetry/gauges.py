@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -21,6 +22,17 @@ Series: TypeAlias = tuple[tuple[str, ...], Value]
 
 PAUSES = ("budget", "drain")
 _OURS = frozenset(str(event) for event in Event)
+
+
+def show(state: ProcessState) -> None:
+    """Have the metrics of the process show its state."""
+    state.metrics.registry.register(StateGauges(state))
+
+
+def show_interpreter(registry: CollectorRegistry) -> None:
+    """Have the metrics show CPU, memory, files and garbage collection, once in a process."""
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
 
 
 class StateGauges(Collector):

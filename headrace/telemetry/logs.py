@@ -2,8 +2,8 @@
 
 Lines of other libraries (aiokafka, asyncio) take the same form. An event's name is a constant
 here, so that it can be searched for and alarmed on; what differs from case to case is a field.
-Warnings and errors that come too often are held back, see `headrace.telemetry.flood`; the next
-line of the kind says how many in `suppressed`.
+Lines that come too often, those at debug apart, are held back (`headrace.telemetry.flood`); the
+next one of the kind says how many in `suppressed`.
 """
 
 from __future__ import annotations
@@ -114,21 +114,10 @@ def configure_logging(level: str, stream: TextIO | None = None) -> Flood:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(stream)
-    handler.addFilter(_Sieve(flood))
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_rendering(for_people=stream.isatty()),
-            ],
-        )
-    )
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
-    root.addHandler(handler)
+    root.addHandler(_output(stream, flood, shared))
     root.setLevel(threshold)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(
@@ -137,6 +126,21 @@ def configure_logging(level: str, stream: TextIO | None = None) -> Flood:
     if threshold < logging.INFO:
         logging.getLogger(_SECRETIVE).setLevel(logging.INFO)
     return flood
+
+
+def _output(stream: TextIO, flood: Flood, shared: list[Processor]) -> logging.Handler:
+    lines = logging.StreamHandler(stream)
+    lines.addFilter(_Sieve(flood))
+    lines.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *_rendering(for_people=stream.isatty()),
+            ],
+        )
+    )
+    return lines
 
 
 class _Sieve(logging.Filter):
@@ -148,7 +152,7 @@ class _Sieve(logging.Filter):
 
     def sift(self, logger: Any, method: str, line: EventDict) -> EventDict:
         """For our own lines: a processor of structlog."""
-        if _LEVELS.get(method, logging.ERROR) >= logging.WARNING:
+        if method != "debug":
             suppressed = self._flood.admit(str(line["event"]), time.monotonic())
             if suppressed is None:
                 raise structlog.DropEvent
@@ -158,7 +162,7 @@ class _Sieve(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """For lines of libraries, whose kind is their text before its arguments are put in."""
-        if isinstance(record.msg, dict) or record.levelno < logging.WARNING:
+        if isinstance(record.msg, dict) or record.levelno < logging.INFO:
             return True
         suppressed = self._flood.admit(f"{record.name}: {record.msg}", time.monotonic())
         if suppressed:

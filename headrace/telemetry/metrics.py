@@ -49,6 +49,7 @@ class Metrics:
 
     Attributes:
         duplicates, void, bisections, unkept, unanswered, skipped: counters without labels.
+        trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures: likewise.
         loop_lag: see `headrace.telemetry.loop_lag`.
     """
 
@@ -77,6 +78,10 @@ class Metrics:
         self.unkept = self._counter("unkept_dead_letters")
         self.unanswered = self._counter("unanswered")
         self.skipped = self._counter("skipped")
+        self.trace_spans = self._counter("trace_spans")
+        self.trace_spans_dropped = self._counter("trace_spans_dropped")
+        self.trace_links_dropped = self._counter("trace_links_dropped")
+        self.trace_export_failures = self._counter("trace_export_failures")
 
     def _counter(self, name: str) -> Counter:
         spec = CATALOGUE[f"headrace_{name}"]

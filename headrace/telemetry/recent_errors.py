@@ -9,19 +9,22 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
+from headrace.telemetry.logs import Event
+
 MAX_KEPT = 50
 MAX_REASON_LENGTH = 500
+_ANSWERED_WITH_ERRORS = frozenset({Event.REQUEST_EXPIRED, Event.REQUEST_REFUSED})
 _TOLD = ("topic", "partition", "offset", "model", "version", "code", "stage", "suppressed", "more")
 
 
 class RecentErrors(logging.Handler):
-    """A ring of lines at `warning` and above, with few of their fields.
+    """A ring of lines at `warning` and above, and of requests without outputs; few of their fields.
 
     The same line again and again takes one place, with `times`.
     """
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self._ring: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT)
 
     @contextmanager
@@ -46,10 +49,13 @@ class RecentErrors(logging.Handler):
             reason = line.get("reason", "")
         else:
             line, reason = {"event": record.name}, record.getMessage()
+        event = str(line.get("event", ""))
+        if record.levelno < logging.WARNING and event not in _ANSWERED_WITH_ERRORS:
+            return
         entry = {
             "time": _utc(record.created),
             "level": record.levelname.lower(),
-            "event": str(line.get("event", "")),
+            "event": event,
             "reason": str(reason)[:MAX_REASON_LENGTH],
             "trace_id": line.get("trace_id"),
             **{name: line[name] for name in _TOLD if name in line},

@@ -1,4 +1,7 @@
-"""Lines about requests: a canonical one for each at debug, and one for each that failed.
+"""Lines about requests: a canonical one for each at debug, and one for each that has no outputs.
+
+What was refused or has expired is told at info, since that is the caller's to mend; what failed is
+a warning.
 
 Requests are told by partition and offset, and by their trace where they have one; never by what
 they carried.
@@ -23,9 +26,9 @@ MAX_LINES = 8
 """Of failures in one chunk; the last one says how many `more` there are."""
 
 _EVENTS = {
-    "expired": Event.REQUEST_EXPIRED,
-    "refused": Event.REQUEST_REFUSED,
-    "failed": Event.REQUEST_FAILED,
+    "expired": (logging.INFO, Event.REQUEST_EXPIRED),
+    "refused": (logging.INFO, Event.REQUEST_REFUSED),
+    "failed": (logging.WARNING, Event.REQUEST_FAILED),
 }
 
 
@@ -39,8 +42,10 @@ def log_answered(requests: Sequence[Request], now_us: int) -> None:
         failure = request.failure
         assert failure is not None
         more = len(failed) - MAX_LINES if place == MAX_LINES else 0
-        log.warning(
-            _EVENTS[outcome_of(failure.code)],
+        level, event = _EVENTS[outcome_of(failure.code)]
+        log.log(
+            level,
+            event,
             **identity(request),
             code=str(failure.code),
             stage=str(failure.stage),

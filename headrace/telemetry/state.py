@@ -5,8 +5,10 @@ Nothing is kept here. Whoever knows something is asked at the moment somebody wa
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +18,7 @@ from headrace.telemetry.loop_lag import LoopLag
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.recent_errors import RecentErrors
 from headrace.telemetry.snapshots import PartitionSnapshot, SourceSnapshot, WaitingSnapshot
-from headrace.telemetry.watchdog import Activity
+from headrace.telemetry.watchdog import Activity, LoopWatch
 
 BROKER_SILENCE_S = 10.0
 """Without a word from the broker for so long, a process is not ready."""
@@ -33,8 +35,7 @@ class ProcessState:
 
     Attributes:
         sources, activities, waiting: asked for what they know; the composition root adds them.
-        recent_errors: to be listened with while the process runs.
-        loop_lag: to be run while the process runs.
+        log_lines_suppressed: by kind, see `headrace.telemetry.flood.Flood`.
     """
 
     def __init__(
@@ -58,6 +59,18 @@ class ProcessState:
         self._started_s = time.monotonic()
         health.watch_live(self._stuck)
         health.watch_ready(self._silence)
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Watch the event loop and the log while the context lasts."""
+        with LoopWatch() as watch, self.recent_errors.listening():
+            self.activities.append(lambda: [watch.turns])
+            lag = asyncio.create_task(self.loop_lag.run(), name="loop-lag")
+            try:
+                yield
+            finally:
+                lag.cancel()
+                await asyncio.wait([lag])
 
     def _stuck(self) -> str:
         faults = (each.fault() for asked in self.activities for each in asked())

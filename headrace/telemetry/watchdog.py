@@ -112,6 +112,8 @@ class LoopWatch:
     def _watch(self, loop: asyncio.AbstractEventLoop, loop_thread: int) -> None:
         while not self._closing.wait(self._period_s):
             self._answered.clear()
+            if self._closing.is_set():
+                return
             self.turns.begin()
             try:
                 loop.call_soon_threadsafe(self._answered.set)

@@ -10,6 +10,7 @@ from headrace.messages import Batch, Request
 from headrace.services.batcher.forming import Forming, ModelKey
 from headrace.services.batcher.groups import BatchLimits
 from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.snapshots import WaitingSnapshot
 
 
 class BatcherService:
@@ -38,6 +39,12 @@ class BatcherService:
         self._alarm_us: int | None = None
         self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._supply)
 
+    def waiting(self) -> WaitingSnapshot:
+        """What waits for a batch now."""
+        deadline_us = self._forming.earliest_deadline_us()
+        slack_s = None if deadline_us is None else max(0, deadline_us - self._clock()) / 1e6
+        return WaitingSnapshot(len(self._forming), slack_s)
+
     async def run(self) -> None:
         """Until the inlet ends and everything that waited has been pulled or has expired."""
         async with asyncio.TaskGroup() as tasks:
@@ -60,7 +67,7 @@ class BatcherService:
         now_us = self._clock()
         batch = self._forming.next(key, now_us, at_once=at_once)
         if batch is not None:
-            self._metrics.formed(batch, now_us)
+            self._metrics.formed(batch)
             if self._tracing is not None:
                 self._tracing.formed(batch, now_us)
         self._rouse(now_us)
@@ -96,7 +103,7 @@ class BatcherService:
     async def _wait_changed(self) -> None:
         now_us = self._clock()
         self._alarm_us = self._forming.next_event_us(now_us)
-        timeout_s = None if self._alarm_us is None else (self._alarm_us - now_us) / 1e6
+        timeout_s = None if self._alarm_us is None else max(0, self._alarm_us - now_us) / 1e6
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

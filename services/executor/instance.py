@@ -17,11 +17,19 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple, Self
 
-from headrace.errors import Fatal
+import structlog
+
+from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.models.backend import Arrays, Backend
+from headrace.models.user_code import describe
+from headrace.telemetry.logs import Event
 
 INLINE_BELOW_US = 200
+INLINE_CUT_OFF_S = 1.0
+"""A run on the event loop that takes longer is ended, and made again on the thread."""
 CANCEL_GRACE_S = 5.0
+
+log = structlog.get_logger(__name__)
 
 
 class Inline:
@@ -73,20 +81,31 @@ class Instance:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._inline = Inline()
+        self._inline_since_s = 0.0
+        self._cut_off = False
         self.compute_us = 0
+
+    @property
+    def name(self) -> str:
+        """Of its model, version and number."""
+        return self._thread.name
 
     async def __aenter__(self) -> Self:
         self._thread.start()
         try:
             await self._call(self._backend.load)
             await self._call(self._backend.warm_up)
-        except BaseException:
+        except BaseException as error:
             await self._end()
-            raise
+            if isinstance(error, HeadraceError) or not isinstance(error, Exception):
+                raise
+            raise ConfigurationError(f"{self._thread.name}: {describe(error)}") from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._call(self._backend.unload)
+        unloading = self._call(self._backend.unload)
+        # How it fares is of no interest to anybody who is still there.
+        unloading.add_done_callback(lambda done: done.cancelled() or done.exception())
         await self._end()
 
     async def _end(self) -> None:
@@ -105,12 +124,29 @@ class Instance:
             Fatal: it did not even end when told to.
             Exception: whatever the backend raises.
         """
-        if self._may_inline and self._inline.allowed:
-            outputs = self._timed(inputs)
-        else:
-            outputs = await self._bounded(inputs)
-        self._inline.observe(self.compute_us)
-        return outputs
+        try:
+            if self._may_inline and self._inline.allowed:
+                try:
+                    return self._on_the_loop(inputs)
+                except _CutOffError:
+                    log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._thread.name)
+                    self._may_inline = False
+            return await self._bounded(inputs)
+        finally:
+            self._inline.observe(self.compute_us)
+
+    def _on_the_loop(self, inputs: Arrays) -> Arrays:
+        """Run here and now; the thread, which is idle meanwhile, watches how long it takes."""
+        self._inline_since_s = time.monotonic()
+        try:
+            return self._timed(inputs)
+        except Exception as error:
+            if self._cut_off:
+                raise _CutOffError from error
+            raise
+        finally:
+            self._inline_since_s = 0.0
+            self._cut_off = False
 
     def _timed(self, inputs: Arrays) -> Arrays:
         began = time.perf_counter_ns()
@@ -140,18 +176,46 @@ class Instance:
         self._calls.put(_Call(work, loop, done))
         return done
 
+    def _next_call(self) -> _Call | None:
+        if not self._may_inline:
+            return self._calls.get()
+        while True:
+            try:
+                return self._calls.get(timeout=INLINE_CUT_OFF_S)
+            except queue.Empty:
+                since_s = self._inline_since_s
+                if since_s and time.monotonic() - since_s >= INLINE_CUT_OFF_S:
+                    self._cut_off = True
+                    self._backend.cancel()
+
     def _serve(self) -> None:
         """The thread: calls, one after the other."""
-        while (call := self._calls.get()) is not None:
-            result, error = None, None
+        while (call := self._next_call()) is not None:
+            result: Any = None
+            error: Exception | None = None
             try:
                 result = call.work()
-            except BaseException as raised:  # noqa: BLE001 - it is raised again by who awaits
+            except StopIteration as raised:  # which no future takes
+                error = _as_error(raised)
+            except Exception as raised:  # noqa: BLE001 - it is raised again by who awaits
                 error = raised
+            except BaseException as raised:  # noqa: BLE001 - a model must not end the process
+                error = _as_error(raised)
             try:
                 call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
+
+
+class _CutOffError(Exception):
+    """A run on the event loop took so long that it was ended."""
+
+
+def _as_error(raised: BaseException) -> RuntimeError:
+    """What a model raised to end a thread, a task or the process, as an error of the model's."""
+    error = RuntimeError(describe(raised))
+    error.__cause__ = raised
+    return error
 
 
 def _resolve(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

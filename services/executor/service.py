@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack
 import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from headrace.clock import Clock
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected, Retriable
 from headrace.flow.channel import Outlet, PullChannel, Puller
 from headrace.flow.endings import VOID, deadline_passed, rejection
@@ -24,13 +23,17 @@ from headrace.models.registry import Change, Models
 from headrace.models.version import ModelVersion, State
 from headrace.services.executor.gather import gather, scatter
 from headrace.services.executor.instance import Instance
-from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.logs import Event
+from headrace.telemetry.span_attributes import Run
+from headrace.telemetry.watchdog import RUN_GRACE_S, Activity
 from headrace.topics import Stage
 
 log = structlog.get_logger(__name__)
 
 ModelKey = tuple[str, str]
 RUN_ATTEMPTS = 3
+MAX_MESSAGE_LENGTH = 2000
 
 
 class ExecutorService:
@@ -49,16 +52,19 @@ class ExecutorService:
         pulls: PullChannel[ModelKey, Batch],
         answers: Outlet[list[Request]],
         models: Models,
-        metrics: Metrics,
-        clock: Clock,
+        instruments: Instruments,
     ) -> None:
         self._pulls = pulls
         self._answers = answers
         self._models = models
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics, self._tracing, self._clock = instruments
         self._loading: set[ModelVersion] = set()
+        self._activities: dict[Instance, Activity] = {}
         self.loaded = asyncio.Event()
+
+    def activities(self) -> list[Activity]:
+        """What each instance is at."""
+        return list(self._activities.values())
 
     async def run(self) -> None:
         """Until the batches end. Versions that come or go meanwhile are taken up or let go."""
@@ -108,14 +114,14 @@ class ExecutorService:
                 ]
                 fault = next((one.batching_fault for one in backends if one.batching_fault), "")
                 self._models.mark_ready(version, batching_fault=fault)
-                log.info("model_ready", model=version.name, version=version.version)
+                log.info(Event.MODEL_READY, model=version.name, version=version.version)
                 self._settled(version)
                 async with asyncio.TaskGroup() as tasks:
                     for instance, puller in zip(instances, pullers, strict=True):
                         tasks.create_task(self._pull_and_run(version, instance, puller), name=name)
         except ConfigurationError as error:
             log.error(
-                "model_failed", model=version.name, version=version.version, reason=str(error)
+                Event.MODEL_FAILED, model=version.name, version=version.version, reason=str(error)
             )
             self._models.mark_failed(version, str(error))
             self._settled(version)
@@ -130,70 +136,108 @@ class ExecutorService:
         self, version: ModelVersion, instance: Instance, puller: Puller[ModelKey, Batch]
     ) -> None:
         """One instance's loop. Parts of failed batches and fresh batches take turns."""
-        suspects: deque[list[Request]] = deque()
+        limit_s = version.config.max_execution_s + RUN_GRACE_S
+        self._activities[instance] = Activity(f"executor {instance.name}", limit_s)
+        try:
+            await self._take_turns(version, instance, puller)
+        finally:
+            del self._activities[instance]
+
+    async def _take_turns(
+        self, version: ModelVersion, instance: Instance, puller: Puller[ModelKey, Batch]
+    ) -> None:
+        suspects: deque[Batch] = deque()
         fresh_turn = False
         while True:
             if suspects:
-                batch = puller.take() if fresh_turn else None
+                batch = (puller.take() if fresh_turn else None) or suspects.popleft()
                 fresh_turn = not fresh_turn
-                requests = batch.requests if batch is not None else suspects.popleft()
             else:
-                batch = await puller.pull()
-                if batch is None:
+                pulled = await puller.pull()
+                if pulled is None:
                     return
-                requests = batch.requests
-            finished, halves = await self._run(version, instance, requests)
+                batch = pulled
+            finished, halves = await self._run(version, instance, batch)
             suspects.extend(halves)
             if finished:
+                if self._tracing is not None:
+                    self._tracing.executed(batch.batch_id, finished, self._clock())
                 await self._answers.send(finished)
 
     async def _run(
-        self, version: ModelVersion, instance: Instance, requests: list[Request]
-    ) -> tuple[list[Request], list[list[Request]]]:
+        self, version: ModelVersion, instance: Instance, batch: Batch
+    ) -> tuple[list[Request], list[Batch]]:
         """Run requests together; returns those that are done, and what is to be run apart."""
-        ended, wanted = self._sort_out(requests)
+        ended, wanted = self._sort_out(batch.requests)
         if not wanted:
             return ended, []
-        try:
-            arrays = gather(wanted, version.signature)
-            outputs = await self._attempt(instance, arrays)
-            scatter(wanted, version.signature, outputs)
-        except Fatal:
-            raise
-        except Rejected as error:
-            failure = rejection(error, Stage.EXECUTOR)
-        except Retriable as error:
-            failure = Failure(Code.INTERNAL, str(error), Stage.EXECUTOR)
-        except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends as an answer
-            failure = Failure(
-                Code.MODEL_FAILED,
-                f"model {version.name} version {version.version}: {type(error).__name__}: {error}",
-                Stage.EXECUTOR,
-            )
-        else:
-            self._note(version, instance, wanted)
+        run = Run(batch, wanted, began_us=self._clock())
+        run.failure = failure = await self._compute(version, instance, run)
+        run.ended_us = self._clock()
+        run.compute_us = instance.compute_us
+        if self._tracing is not None:
+            self._tracing.ran(run)
+        if failure is None:
+            self._note(version, run)
             return ended + wanted, []
         if len(wanted) == 1:
-            log.warning(
-                "request_failed", model=version.name, **_identity(wanted[0]), reason=failure.message
-            )
             wanted[0].fail(failure)
             return ended + wanted, []
         self._metrics.bisections.inc()
         middle = len(wanted) // 2
-        return ended, [wanted[:middle], wanted[middle:]]
+        halves = (wanted[:middle], wanted[middle:])
+        return ended, [
+            Batch(f"{batch.batch_id}.{place}", half, "bisected")
+            for place, half in enumerate(halves)
+        ]
 
-    async def _attempt(self, instance: Instance, arrays: Arrays) -> Arrays:
+    async def _compute(self, version: ModelVersion, instance: Instance, run: Run) -> Failure | None:
+        """Give each request its outputs, or say why all of them together have none."""
+        try:
+            arrays = gather(run.requests, version.signature)
+            run.gathered_us = self._clock()
+            outputs = await self._attempt(instance, arrays, run)
+            scatter(run.requests, version.signature, outputs)
+        except Fatal:
+            raise
+        except Rejected as error:
+            return rejection(error, Stage.EXECUTOR)
+        except Retriable as error:
+            return Failure(Code.INTERNAL, _told(error), Stage.EXECUTOR)
+        except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends as an answer
+            return Failure(
+                Code.MODEL_FAILED,
+                f"model {version.name} version {version.version}: {_told(error)}",
+                Stage.EXECUTOR,
+            )
+        return None
+
+    async def _attempt(self, instance: Instance, arrays: Arrays, run: Run) -> Arrays:
         """Run, and again a few times when the backend says that it may work then."""
+        run.attempts = 1
+        try:
+            return await self._watched(instance, arrays)
+        except Retriable as error:
+            self._metrics.retried("run")
+            log.warning(Event.RUN_RETRIED, reason=_told(error))
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(Retriable),
-            stop=stop_after_attempt(RUN_ATTEMPTS),
+            stop=stop_after_attempt(RUN_ATTEMPTS - 1),
             wait=wait_exponential(multiplier=0.05, max=1.0),
             reraise=True,
         ):
             with attempt:
-                return await instance.run(arrays)
+                run.attempts += 1
+                return await self._watched(instance, arrays)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _watched(self, instance: Instance, arrays: Arrays) -> Arrays:
+        activity = self._activities[instance]
+        activity.begin()
+        try:
+            return await instance.run(arrays)
+        finally:
+            activity.end()
 
     def _sort_out(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
         """Requests whose deadline has passed or whose partition has gone do not run."""
@@ -211,18 +255,26 @@ class ExecutorService:
                 ended.append(request)
         return ended, wanted
 
-    def _note(self, version: ModelVersion, instance: Instance, requests: list[Request]) -> None:
-        rows = sum(request.rows for request in requests)
-        for request in requests:
-            request.compute_us = instance.compute_us
+    def _note(self, version: ModelVersion, run: Run) -> None:
+        rows = sum(request.rows for request in run.requests)
+        for request in run.requests:
+            request.compute_us = run.compute_us
             request.batch_rows = rows
-        self._metrics.computed(version.name, instance.compute_us / 1e6)
+        self._metrics.ran(
+            version.name,
+            rows,
+            wait_us=run.began_us - run.requests[0].formed_us,
+            copy_us=run.gathered_us - run.began_us,
+            compute_us=run.compute_us,
+        )
 
 
-def _identity(request: Request) -> dict[str, str | int]:
-    return {
-        "model": request.model,
-        "version": request.version,
-        "partition": request.partition,
-        "offset": request.offset,
-    }
+def _told(error: Exception) -> str:
+    """An error of a model's in words that fit into any answer, whatever it is."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - an error may even fail to say what it is
+        text = type(error).__name__
+    if len(text) > MAX_MESSAGE_LENGTH:
+        text = f"{text[:MAX_MESSAGE_LENGTH]}..."
+    return text.encode("utf-8", "replace").decode()

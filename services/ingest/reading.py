@@ -53,8 +53,9 @@ def read_request(
         request.failure = deadline_passed(request, now_us, Stage.INGEST)
         if request.failure is not None:
             request.value = None
+            request.version = ""
             return request
-    receipt.resize(REQUEST_OVERHEAD_BYTES + (len(value) if value is not None else 0))
+    receipt.resize(_kept_bytes(record))
     try:
         if envelope.fault is not None:
             raise Rejected(Code.INVALID_REQUEST, envelope.fault)
@@ -64,11 +65,26 @@ def read_request(
             _bind(request, value, envelope, models, limits)
     except Rejected as error:
         request.fail(rejection(error, Stage.INGEST))
+        request.version = ""  # a caller's word for a version that may not be there
         request.id = request.id or callers_id(value, envelope)
     if envelope.content_type not in MSGPACK_TYPES:
         # Tensors that are no views of the value are kept beside it.
         receipt.resize(receipt.size_bytes + request.size_bytes)
     return request
+
+
+def _kept_bytes(record: Record) -> int:
+    """What a request keeps of its record."""
+    size = REQUEST_OVERHEAD_BYTES
+    if record.value is not None:
+        size += len(record.value)
+    if record.key is not None:
+        size += len(record.key)
+    for name, value in record.headers:
+        size += len(name)
+        if value is not None:
+            size += len(value)
+    return size
 
 
 def _bind(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from headrace.clock import Clock
+import asyncio
+import time
+from collections.abc import Iterator
+
 from headrace.config import LimitSettings
 from headrace.flow.channel import Outlet
-from headrace.flow.source import Delivery, Source
+from headrace.flow.inflight import Assignment
+from headrace.flow.source import Source
+from headrace.log.port import Record
 from headrace.messages import Request
 from headrace.services.ingest.reading import ModelLookup, read_request
+from headrace.telemetry.instruments import Instruments
+
+HOLD_LOOP_S = 0.01
+"""Records are read for this long at a time; images, or large JSON, take milliseconds each."""
 
 
 class IngestService:
@@ -25,36 +34,53 @@ class IngestService:
         answers: Outlet[list[Request]],
         models: ModelLookup,
         limits: LimitSettings,
-        clock: Clock,
+        instruments: Instruments,
     ) -> None:
         self._source = source
         self._items = items
         self._answers = answers
         self._models = models
         self._limits = limits
-        self._clock = clock
+        self._tracing = instruments.tracing
+        self._clock = instruments.clock
 
     async def run(self) -> None:
         """Until the source stops reading."""
         while (delivery := await self._source.receive()) is not None:
-            able, ended = self._read(delivery)
-            if ended:
-                await self._answers.send(ended)
-            if able:
-                await self._items.send(able)
+            assignment, records = delivery.assignment, iter(delivery.records)
+            while not assignment.void:
+                able, ended = self._read(assignment, records)
+                if ended:
+                    await self._answers.send(ended)
+                if able:
+                    await self._items.send(able)
+                if not (able or ended):
+                    break
+                await asyncio.sleep(0)
         self._items.close()
         self._answers.close()
 
-    def _read(self, delivery: Delivery) -> tuple[list[Request], list[Request]]:
-        """Admit and check the records; what was answered before this assignment is passed over."""
-        assignment = delivery.assignment
+    def _read(
+        self, assignment: Assignment, records: Iterator[Record]
+    ) -> tuple[list[Request], list[Request]]:
+        """Admit and check records, for a moment; both lists are empty when there are no more.
+
+        What was answered before this assignment is passed over.
+        """
         now_us = self._clock()
+        until_s = time.perf_counter() + HOLD_LOOP_S
         able: list[Request] = []
         ended: list[Request] = []
-        for record in delivery.records:
+        for record in records:
             if record.offset in assignment.progress:
                 assignment.skip(record.offset)
                 continue
             request = read_request(record, assignment, self._models, self._limits, now_us)
             (able if request.failure is None else ended).append(request)
+            if time.perf_counter() >= until_s:
+                break
+        if self._tracing is not None:
+            checked_us = self._clock()
+            self._tracing.ingested(able, checked_us)
+            self._tracing.ingested(ended, checked_us)
         return able, ended

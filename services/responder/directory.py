@@ -15,6 +15,7 @@ import structlog
 from headrace.errors import Retriable
 from headrace.log.port import Producer, TopicForbidden
 from headrace.messages import Request
+from headrace.telemetry.logs import Event
 
 log = structlog.get_logger(__name__)
 
@@ -74,5 +75,5 @@ class TopicDirectory:
                 return error
             except Retriable as error:
                 # With no broker there is nowhere to send the refusal to, either.
-                log.warning("reply_topic_lookup_failed", topic=topic, reason=str(error))
+                log.warning(Event.REPLY_TOPIC_UNKNOWN, topic=topic, reason=str(error))
                 await asyncio.sleep(RETRY_S)

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import structlog
 
-from headrace.clock import Clock
 from headrace.codec import encode_error, encode_response
 from headrace.envelope import answer_headers, dead_letter_headers
 from headrace.errors import Code
@@ -19,12 +18,21 @@ from headrace.flow.channel import Inlet
 from headrace.flow.endings import deadline_passed
 from headrace.flow.origins import Origins
 from headrace.flow.pool import TaskPool
-from headrace.flow.sending import deliver
-from headrace.log.port import NewRecord, Producer, TopicPartition
+from headrace.flow.sending import deliver, too_large
+from headrace.log.port import (
+    NewRecord,
+    Producer,
+    RecordTooLarge,
+    TopicForbidden,
+    TopicPartition,
+)
 from headrace.messages import Failure, Request
 from headrace.services.responder.directory import TopicDirectory
 from headrace.services.responder.routing import Routes, choose_partition, misrouted
-from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.logs import Event
+from headrace.telemetry.request_log import log_answered
+from headrace.telemetry.span_attributes import Answering
 from headrace.topics import Stage
 
 log = structlog.get_logger(__name__)
@@ -50,15 +58,13 @@ class ResponderService:
         producer: Producer,
         routes: Routes,
         origins: Origins | None,
-        metrics: Metrics,
-        clock: Clock,
+        instruments: Instruments,
     ) -> None:
         self._inlet = inlet
         self._producer = producer
         self._routes = routes
         self._origins = origins
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics, self._tracing, self._clock = instruments
         self._directory = TopicDirectory(producer, self._resolved)
 
     async def run(self) -> None:
@@ -117,7 +123,9 @@ class ResponderService:
             target = self._routes.default(request)
         addressed.setdefault(target, []).append(request)
 
-    async def _resolved(self, requests: list[Request], partitions: int | None) -> None:
+    async def _resolved(
+        self, requests: list[Request], partitions: int | TopicForbidden | None
+    ) -> None:
         addressed: Addressed = {}
         for request in requests:
             topic = request.envelope.reply_topic
@@ -137,15 +145,61 @@ class ResponderService:
                 tasks.create_task(self._answer_partition(target, requests), name=f"to-{target}")
 
     async def _answer_partition(self, target: TopicPartition, requests: list[Request]) -> None:
-        now_us = self._clock()
-        records = [self._encode(request, now_us) for request in requests]
-        too_large = await deliver(self._producer, target, records)
-        if too_large:
-            await self._answer_smaller(target, [requests[index] for index in too_large])
+        began_us = self._clock()
+        encoded_us = await self._send(target, requests)
+        acknowledged_us = self._clock()
         failed = [request for request in requests if request.failure is not None]
         if failed:
             await self._keep(failed)
-        self._settle(requests)
+        self._settle(requests, began_us)
+        if self._tracing is not None:
+            times = Answering(began_us, encoded_us, acknowledged_us, self._clock())
+            self._tracing.answered(requests, target, times)
+
+    async def _send(self, target: TopicPartition, requests: list[Request]) -> int:
+        """Until all are acknowledged: what does not fit is answered with the error that says so;
+        where that does not fit with the caller's key and headers on it, it goes without them.
+        """
+        now_us = self._clock()
+        records = [self._encode(request, now_us) for request in requests]
+        encoded_us = self._clock()
+        left = await self._send_records(target, requests, records)
+        if not left:
+            return encoded_us
+        for request in left:
+            if request.failure is None:
+                request.outputs = None
+                request.fail(_unfitting(target))
+        records = [self._encode(request, now_us) for request in left]
+        left = await self._send_records(target, left, records)
+        records = [self._encode(request, now_us) for request in left]
+        bare = [NewRecord(None, record.value, record.headers[:BARE_HEADERS]) for record in records]
+        left = await self._send_records(target, left, bare)
+        if left:
+            self._metrics.unanswered.inc(len(left))
+            log.error(Event.ANSWER_TOO_LARGE, topic=str(target), count=len(left))
+        return encoded_us
+
+    async def _send_records(
+        self, target: TopicPartition, requests: list[Request], records: list[NewRecord]
+    ) -> list[Request]:
+        """Returns those that are too large. Those that their reply topic refuses for another
+        reason are answered on `responses`: it was deleted, we may not write to it, or it is
+        compacted and wants a key.
+        """
+        refused = await deliver(self._producer, target, records, self._metrics) if records else {}
+        if target.topic == self._routes.responses:
+            return [requests[index] for index in too_large(target, refused)]
+        astray: Addressed = {}
+        left: list[Request] = []
+        for index, error in refused.items():
+            if isinstance(error, RecordTooLarge):
+                left.append(requests[index])
+            else:
+                self._add(astray, requests[index], f"kafka_replyTopic: {error.message}")
+        for default, strays in astray.items():
+            await self._send(default, strays)
+        return left
 
     def _encode(self, request: Request, now_us: int) -> NewRecord:
         if request.failure is None:
@@ -159,34 +213,13 @@ class ResponderService:
             request.fail(late)
         failure = request.failure
         assert failure is not None
+        if self._tracing is not None:
+            self._tracing.keep(request)
         return NewRecord(
             request.key,
             encode_error(request, failure),
             answer_headers(request, failure.code, self._routes.requests),
         )
-
-    async def _answer_smaller(self, target: TopicPartition, requests: list[Request]) -> None:
-        """Answers that do not fit their topic become the error that says so; where that does not
-        fit with the caller's key and headers on it, it goes without them.
-        """
-        for request in requests:
-            if request.failure is None:
-                request.outputs = None
-                request.fail(
-                    Failure(
-                        Code.TOO_LARGE,
-                        f"answer: expected one that fits a record of {target.topic}, "
-                        "got a larger one",
-                        Stage.RESPONDER,
-                    )
-                )
-        records = [self._encode(request, 0) for request in requests]
-        left = [records[index] for index in await deliver(self._producer, target, records)]
-        bare = [NewRecord(None, record.value, record.headers[:BARE_HEADERS]) for record in left]
-        lost = await deliver(self._producer, target, bare) if bare else []
-        if lost:
-            self._metrics.unanswered.inc(len(lost))
-            log.error("answer_too_large", topic=str(target), count=len(lost))
 
     async def _keep(self, failed: list[Request]) -> None:
         """Write dead letters of those that can never succeed as they are."""
@@ -203,14 +236,26 @@ class ResponderService:
                     )
                 )
         for target, records in per_partition.items():
-            too_large = await deliver(self._producer, target, records)
-            if too_large:
-                self._metrics.unkept.inc(len(too_large))
-                log.error("dead_letter_too_large", topic=str(target), count=len(too_large))
+            unkept = too_large(
+                target, await deliver(self._producer, target, records, self._metrics)
+            )
+            if unkept:
+                self._metrics.unkept.inc(len(unkept))
+                log.error(Event.DEAD_LETTER_TOO_LARGE, topic=str(target), count=len(unkept))
 
-    def _settle(self, requests: list[Request]) -> None:
-        self._metrics.answered(requests, self._clock())
+    def _settle(self, requests: list[Request], began_us: int) -> None:
+        now_us = self._clock()
+        self._metrics.answered(requests, began_us, now_us)
+        log_answered(requests, now_us)
         for request in requests:
             if self._origins is not None:
                 self._origins.answered(request.partition, request.previous, request.offset)
             request.receipt.settle()
+
+
+def _unfitting(target: TopicPartition) -> Failure:
+    return Failure(
+        Code.TOO_LARGE,
+        f"answer: expected one that fits a record of {target.topic}, got a larger one",
+        Stage.RESPONDER,
+    )

@@ -11,6 +11,7 @@ from headrace.cli.outcome import Exit
 from headrace.cli.run import SWITCH_INTERVAL_S
 from headrace.cli.stages import parse_stages
 from headrace.config import Settings
+from headrace.telemetry.flood import Flood
 from headrace.topics import STAGES, Stage
 from tests.support.command_line import Call
 
@@ -20,7 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Stage, ...]]
     """The stages with which the services were started; in place of the services."""
     calls: list[tuple[Stage, ...]] = []
 
-    async def run(settings: Settings, stages: tuple[Stage, ...]) -> int:
+    async def run(settings: Settings, stages: tuple[Stage, ...], flood: Flood) -> int:
         calls.append(tuple(stages))
         return 0 if settings.namespace == "headrace" else 1
 

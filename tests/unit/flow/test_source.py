@@ -203,7 +203,7 @@ async def test_a_failed_commit_is_made_up_for(log: MemoryLog) -> None:
         with capture_logs() as lines:
             log.faults.take_down()
             stage.settle_all()
-            await eventually(lambda: "commit_failed" in [line["event"] for line in lines])
+            await eventually(lambda: "commit.failed" in [line["event"] for line in lines])
         log.faults.bring_back()
         await eventually(lambda: _is(log, Progress(3)))
 
