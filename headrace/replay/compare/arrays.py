@@ -1,0 +1,105 @@
+"""One output of two answers: how far apart two arrays are. Pure."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+class ArrayDifference(NamedTuple):
+    """How an output differs from its reference.
+
+    Attributes:
+        exact: same dtype, shape and elements; NaN is equal to NaN.
+        comparable: floats of one shape on both sides; otherwise what follows means nothing.
+        max_abs, mean_abs: of the elementwise differences; infinite where one side alone is not
+            a number or not finite.
+        cosine: of the flattened arrays, from -1 to 1; 1 for two arrays of zeros.
+        top1: the share of rows whose largest element is in the same place; None where the last
+            dimension has fewer than two elements.
+        topk: the share of the k largest places that both sides have, over all rows.
+        scale: the largest finite absolute value of the reference.
+    """
+
+    exact: bool
+    comparable: bool = False
+    max_abs: float = 0.0
+    mean_abs: float = 0.0
+    cosine: float = 1.0
+    top1: float | None = None
+    topk: float | None = None
+    scale: float = 0.0
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether a dtype is one of the protocol's floating-point datatypes."""
+    return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
+
+
+def resolution(dtype: np.dtype[Any]) -> float:
+    """The distance from 1 to the next larger number of a float dtype."""
+    found = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]  # knows bfloat16 as well
+    return float(found.eps)
+
+
+def compare_arrays(reference: NDArray[Any], other: NDArray[Any], k: int) -> ArrayDifference:
+    """See `ArrayDifference`; `k` is that of top-k, at most one less than there are elements."""
+    if reference.dtype != other.dtype or reference.shape != other.shape:
+        return ArrayDifference(exact=False)
+    if not is_float(reference.dtype):
+        return ArrayDifference(exact=bool(np.array_equal(reference, other)))
+    left, right = reference.astype(np.float64), other.astype(np.float64)
+    exact = bool(np.array_equal(left, right, equal_nan=True))
+    finite = left[np.isfinite(left)]
+    top1, topk = _agreement(left, right, k)
+    differences = _differences(left, right)
+    return ArrayDifference(
+        exact,
+        comparable=True,
+        max_abs=float(differences.max(initial=0.0)),
+        mean_abs=float(differences.mean()) if differences.size else 0.0,
+        cosine=_cosine(left, right),
+        top1=top1,
+        topk=topk,
+        scale=float(np.abs(finite).max(initial=0.0)),
+    )
+
+
+def _differences(left: Floats, right: Floats) -> Floats:
+    same = (left == right) | (np.isnan(left) & np.isnan(right))
+    with np.errstate(invalid="ignore", over="ignore"):
+        differences = np.abs(left - right)
+    differences[~np.isfinite(differences)] = math.inf
+    differences[same] = 0.0
+    return differences
+
+
+def _cosine(left: Floats, right: Floats) -> float:
+    a, b = np.nan_to_num(left.ravel()), np.nan_to_num(right.ravel())
+    # Scaled first, so that the squares of large numbers do not overflow.
+    largest_a, largest_b = np.abs(a).max(initial=0.0), np.abs(b).max(initial=0.0)
+    if not largest_a or not largest_b:
+        return 1.0 if largest_a == largest_b else 0.0
+    a, b = a / largest_a, b / largest_b
+    product = float(a @ b) / math.sqrt(float(a @ a) * float(b @ b))
+    return max(-1.0, min(1.0, product))
+
+
+def _agreement(left: Floats, right: Floats, k: int) -> tuple[float | None, float | None]:
+    """Of the places of the largest elements of each row along the last dimension."""
+    if not left.ndim or left.shape[-1] < 2 or not left.size:
+        return None, None
+    size = left.shape[-1]
+    k = min(k, size - 1)
+    # Stable, so that equal elements are taken in the same order on both sides.
+    order_left = np.argsort(-left.reshape(-1, size), axis=1, kind="stable")[:, :k]
+    order_right = np.argsort(-right.reshape(-1, size), axis=1, kind="stable")[:, :k]
+    top1 = float(np.mean(order_left[:, 0] == order_right[:, 0]))
+    shared = (order_left[:, :, None] == order_right[:, None, :]).any(axis=2)
+    return top1, float(shared.mean())

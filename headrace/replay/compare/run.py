@@ -1,0 +1,132 @@
+"""The run: every recorded request to all sides, the answers compared at once and let go.
+
+A few requests are under way at a time. Each is asked of the sides one after the other, in an order
+that turns from request to request, so that whatever else the machine does meets all sides alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from headrace.log.port import Record
+from headrace.replay.compare.answers import Measured, compare_answers
+from headrace.replay.compare.asking import Asked, Subject
+from headrace.replay.compare.latency import Latencies
+from headrace.replay.compare.tally import PairTally, WorstCase, WorstCases
+from headrace.replay.compare.verdict import Sides
+from headrace.replay.recording import Recording
+from headrace.replay.selection import model_of
+
+DEFAULT_CONCURRENCY = 8
+DEFAULT_TOP_K = 5
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All that a run has found.
+
+    Attributes:
+        top_k: the k of the top-k agreement.
+        noise: the second run of the current model against the reference; None without one.
+        reference, again, other: how long the answers took of the reference, of the second run,
+            and of the candidate.
+        reference_is_recorded: it was not run here, and its times are another machine's.
+    """
+
+    top_k: int = DEFAULT_TOP_K
+    reference_is_recorded: bool = False
+    candidate: PairTally = field(default_factory=PairTally)
+    noise: PairTally | None = None
+    reference: Latencies = field(default_factory=Latencies)
+    again: Latencies = field(default_factory=Latencies)
+    other: Latencies = field(default_factory=Latencies)
+    worst: WorstCases = field(default_factory=WorstCases)
+
+    def add(self, asked: Asked) -> None:
+        """Compare the answers to one request."""
+        self.reference.add(asked.reference)
+        self.other.add(asked.candidate)
+        if asked.again is not None:
+            self.again.add(asked.again)
+            self.noise = self.noise or PairTally()
+            difference = compare_answers(asked.reference, asked.again, self.top_k)
+            self.noise.add(difference, asked.reference)
+        difference = compare_answers(asked.reference, asked.candidate, self.top_k)
+        self.candidate.add(difference, asked.reference)
+        request = asked.request
+        self.worst.add(
+            WorstCase(
+                request.topic,
+                request.partition,
+                request.offset,
+                model_of(request)[0],
+                difference,
+                asked.reference,
+                asked.candidate,
+            )
+        )
+
+    def sides(self) -> Sides:
+        """What is judged. Times are only compared with those of a model that ran here."""
+        if not self.reference_is_recorded:
+            again = None if self.noise is None else self.again
+            return Sides(self.candidate, self.noise, self.other, self.reference, again)
+        current = None if self.noise is None else self.again
+        return Sides(self.candidate, self.noise, self.other, current)
+
+
+async def compare(
+    recording: Recording,
+    subjects: tuple[Subject, Subject | None, Subject],
+    comparison: Comparison,
+    *,
+    concurrency: int = DEFAULT_CONCURRENCY,
+    advanced: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Ask the reference, the second run and the candidate all that was recorded.
+
+    `comparison` is added to; `concurrency` is how many requests are under way at once, and
+    `advanced` is called with a number of requests that were answered.
+
+    Raises:
+        ExceptionGroup: with what ended it, `Unanswered` among others.
+    """
+    async with aclosing(_numbered(recording)) as requests:
+        taking = asyncio.Lock()
+
+        async def work() -> None:
+            while True:
+                async with taking:
+                    numbered = await anext(requests, None)
+                if numbered is None:
+                    return
+                comparison.add(await _ask(subjects, *numbered))
+                advanced(1)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(concurrency):
+                tasks.create_task(work(), name=f"compare-{number}")
+
+
+async def _numbered(recording: Recording) -> AsyncGenerator[tuple[int, Record], None]:
+    number = 0
+    async with aclosing(recording.chunks()) as chunks:
+        async for chunk in chunks:
+            for record in chunk:
+                yield number, record
+                number += 1
+
+
+async def _ask(
+    subjects: tuple[Subject, Subject | None, Subject], number: int, request: Record
+) -> Asked:
+    answers: dict[int, Measured] = {}
+    for turn in range(len(subjects)):
+        place = (number + turn) % len(subjects)
+        subject = subjects[place]
+        if subject is not None:
+            answers[place] = await subject.answer(request)
+    return Asked(request, answers[0], answers.get(1), answers[2])
