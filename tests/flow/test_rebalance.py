@@ -1,0 +1,109 @@
+"""Processes that come and go under load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+from headrace.flow.lifecycle import Stop
+from headrace.log.memory import MemoryLog
+from headrace.pipeline import Pipeline
+from headrace.topics import STAGES
+from tests.support.conditions import eventually
+from tests.support.pipelines import Caller, log_for, serving, settings_of
+
+
+async def test_a_second_process_joins_and_leaves_under_load(tmp_path: Path) -> None:
+    """Partitions change hands twice while requests come in: each is answered exactly once."""
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, [STAGES]):
+        stop = asyncio.Event()
+
+        async def load() -> None:
+            while not stop.is_set():
+                await caller.send(20)
+                await asyncio.sleep(0)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(load())
+            await eventually(lambda: caller.answered() > 100)
+            async with serving(settings, log, [STAGES]):
+                reached = caller.answered()
+                await eventually(lambda: caller.answered() > reached + 200)
+            reached = caller.answered()
+            await eventually(lambda: caller.answered() > reached + 200)
+            stop.set()
+        await caller.all_answered()
+
+    assert await caller.check() == Counter(range(caller.sent))
+
+
+async def test_a_process_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+    """What it had in flight is answered by its successor, if need be once more."""
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    killed = asyncio.create_task(Pipeline(settings, log).run(Stop()))
+    await caller.send(500)
+    await eventually(lambda: caller.answered() > 50)
+    killed.cancel()
+    await asyncio.wait([killed])
+
+    async with serving(settings, log, [STAGES]):
+        await eventually(lambda: _all_there(caller))
+
+    numbers = await caller.check()
+    assert set(numbers) == set(range(500))
+
+
+async def _all_there(caller: Caller) -> bool:
+    return len(await caller.check()) == caller.sent
+
+
+async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """It waits for no drain, raises nothing, and its successor answers what is left."""
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    pipeline, stop = Pipeline(settings, log), Stop()
+    running = asyncio.create_task(pipeline.run(stop))
+    await asyncio.wait_for(pipeline.ready.wait(), 10)
+    log.faults.hold_acknowledgements()
+    await _produce_apart(caller, log)
+    await eventually(caller.answered)
+    stop.ask()
+    await asyncio.sleep(0)
+    stop.ask()
+    await asyncio.wait_for(running, 5)
+    log.faults.release_acknowledgements()
+
+    async with serving(settings, log, [STAGES]):
+        await eventually(lambda: _all_there(caller))
+
+
+async def _produce_apart(caller: Caller, log: MemoryLog) -> None:
+    """Send while acknowledgements are held: the caller's own are let through."""
+    sending = asyncio.create_task(caller.send(1))
+    await asyncio.sleep(0)
+    held, log.faults._held = log.faults._held or [], []
+    for future in held:
+        future.set_result(None)
+    await sending
+
+
+async def test_a_broker_that_goes_and_comes_back_is_waited_for(tmp_path: Path) -> None:
+    """An outage in the middle of the work ends nothing, and every request is answered."""
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, [STAGES]):
+        await caller.send(200)
+        log.faults.take_down()
+        await asyncio.sleep(0.05)
+        log.faults.bring_back()
+        log.faults.force_rebalance("headrace")
+        await caller.send(200)
+        await eventually(lambda: _all_there(caller))

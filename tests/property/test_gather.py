@@ -1,0 +1,118 @@
+"""A batched run gives each request what a run of its own would have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from headrace.messages import Request
+from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.services.executor.gather import gather, scatter
+from headrace.tensors import DATATYPES, to_array
+from tests.support.work import make_request
+
+
+def signature_of(datatype: str) -> Signature:
+    """Two inputs, `a` of vectors and `b` of one element a row, and two outputs alike."""
+    tensors = [TensorSpec("a", datatype, (-1, -1)), TensorSpec("b", datatype, (-1,))]
+    return make_signature(tensors, tensors)
+
+
+def run(inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """A model that looks at each row by itself: it turns the rows' elements round."""
+    return {"a": inputs["a"][:, ::-1], "b": inputs["b"]}
+
+
+@st.composite
+def arrays(draw: st.DrawFn, datatype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """An array of any bytes."""
+    dtype = DATATYPES[datatype].dtype
+    count = int(np.prod(shape))
+    if datatype == "BYTES":
+        elements = draw(st.lists(st.binary(max_size=5), min_size=count, max_size=count))
+        array = np.empty(count, dtype=object)
+        array[:] = elements
+        return array.reshape(shape)
+    if datatype == "BOOL":
+        bits = draw(st.lists(st.booleans(), min_size=count, max_size=count))
+        return np.array(bits, dtype=dtype).reshape(shape)
+    size = count * DATATYPES[datatype].itemsize
+    content = draw(st.binary(min_size=size, max_size=size))
+    return np.frombuffer(content, dtype=dtype).reshape(shape)
+
+
+@st.composite
+def batches(draw: st.DrawFn, datatype: str) -> list[Request]:
+    """Requests of one shape class, of one row or several."""
+    width = draw(st.integers(1, 4))
+    requests = []
+    for rows in draw(st.lists(st.integers(1, 4), min_size=1, max_size=5)):
+        inputs = {
+            "a": draw(arrays(datatype, (rows, width))),
+            "b": draw(arrays(datatype, (rows,))),
+        }
+        requests.append(make_request(rows=rows, inputs=inputs))
+    return requests
+
+
+def outputs_of(request: Request) -> dict[str, tuple[tuple[int, ...], bytes]]:
+    """Shapes and bytes by name."""
+    assert request.outputs is not None
+    return {one.name: (one.shape, bytes(one.data)) for one in request.outputs}
+
+
+@pytest.mark.parametrize("datatype", sorted(DATATYPES))
+@given(data=st.data())
+def test_together_gives_what_alone_gives(datatype: str, data: st.DataObject) -> None:
+    """Whatever the datatype and the numbers of rows, to the bit."""
+    requests = data.draw(batches(datatype))
+    signature = signature_of(datatype)
+    alone = []
+    for request in requests:
+        twin = make_request(rows=request.rows)
+        twin.inputs = request.inputs
+        scatter([twin], signature, run(gather([twin], signature)))
+        alone.append(outputs_of(twin))
+
+    scatter(requests, signature, run(gather(requests, signature)))
+
+    assert [outputs_of(request) for request in requests] == alone
+    assert all(request.inputs == () for request in requests)
+
+
+@given(batches("FP32"))
+def test_only_the_wanted_outputs_are_kept(requests: list[Request]) -> None:
+    """Each request's own choice, whatever its mates want."""
+    signature = signature_of("FP32")
+    for place, request in enumerate(requests):
+        request.wanted = (None, ("b",), ("a", "b"))[place % 3]
+
+    scatter(requests, signature, run(gather(requests, signature)))
+
+    names = [tuple(one.name for one in request.outputs or ()) for request in requests]
+    assert names == [(("a", "b"), ("b",), ("a", "b"))[place % 3] for place in range(len(requests))]
+
+
+@given(batches("INT64"))
+def test_what_was_gathered_cannot_be_written_to(requests: list[Request]) -> None:
+    """A model that works in place would change the value that a dead letter is made of."""
+    gathered = gather(requests, signature_of("INT64"))
+
+    assert not any(array.flags.writeable for array in gathered.values())
+
+
+def test_a_model_without_a_batch_runs_one_request() -> None:
+    """Its tensors are as they are; dimension 0 means nothing."""
+    spec = TensorSpec("a", "FP32", (4, -1))
+    signature = make_signature([spec], [spec])
+    request = make_request(inputs={"a": np.arange(8, dtype=np.float32).reshape(4, 2)})
+
+    scatter([request], signature, gather([request], signature))
+
+    assert request.outputs is not None
+    assert to_array(request.outputs[0]).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -1,0 +1,45 @@
+"""Models in Python that behave badly on certain values, and repositories of them."""
+
+from __future__ import annotations
+
+import textwrap
+import threading
+from pathlib import Path
+
+MEETING = threading.Barrier(2)
+"""Where two runs can wait for each other."""
+
+HEAD = """
+import threading
+import time
+import numpy as np
+from headrace.errors import Retriable, Rejected, Code
+
+
+class Model:
+    inputs = [("x", "FP32", (-1, 1))]
+    outputs = [("y", "FP32", (-1, 1))]
+    calls = []
+    cancelled = threading.Event()
+
+    def warm_up(self):
+        pass
+
+    def cancel(self):
+        self.cancelled.set()
+
+    def run(self, inputs):
+        x = inputs["x"]
+        self.calls.append(x.ravel().tolist())
+"""
+
+
+def add_python_model(
+    repository: Path, run: str, *, name: str = "model", version: int = 1, config: str = ""
+) -> None:
+    """Add a model that doubles `x`, after the statements of `run`."""
+    directory = repository / name / str(version)
+    directory.mkdir(parents=True)
+    body = textwrap.indent(textwrap.dedent(run), " " * 8)
+    (directory / "model.py").write_text(f"{HEAD}{body}\n        return {{'y': x * 2}}\n")
+    (repository / name / "model.toml").write_text(f'backend = "python"\n{config}\n')

@@ -1,0 +1,289 @@
+"""The executor: each request gets its own rows, and only the culprit of a failure fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.errors import Code, Fatal
+from headrace.flow.channel import PullChannel
+from headrace.messages import Batch, Request
+from headrace.models.registry import Models
+from headrace.models.version import State
+from headrace.services.executor import instance as instances
+from headrace.services.executor.service import MAX_MESSAGE_LENGTH, ExecutorService
+from headrace.tensors import to_array
+from tests.support.conditions import eventually
+from tests.support.models import settings_for
+from tests.support.python_models import add_python_model
+from tests.support.services import StillClock, counted, make_instruments
+from tests.support.work import NOW_US, Tray, make_request, receipt_of
+
+POISON = 13.0
+
+
+def requests_of(*values: float, deadline_ms: int = 0) -> list[Request]:
+    """One request of one row for each value."""
+    return [
+        make_request(
+            "model",
+            shape_class=(1,),
+            deadline_ms=deadline_ms,
+            inputs={"x": np.full((1, 1), value, np.float32)},
+        )
+        for value in values
+    ]
+
+
+def outcome(request: Request) -> float | str:
+    """What came out, or the code."""
+    if request.failure is not None:
+        return request.failure.code
+    assert request.outputs is not None
+    return float(to_array(request.outputs[0])[0, 0])
+
+
+class Bench:
+    """A running executor, the batches that it pulls, and its answers."""
+
+    def __init__(self, repository: Path) -> None:
+        self.models = Models(settings_for(repository), executes=True)
+        self.clock = StillClock()
+        self.instruments = make_instruments(self.clock)
+        self.answers = Tray()
+        self._ready: dict[tuple[str, str], deque[Batch]] = {}
+        self.pulls: PullChannel[tuple[str, str], Batch] = PullChannel(self._supply)
+        self.executor = ExecutorService(self.pulls, self.answers, self.models, self.instruments)
+
+    def _supply(self, key: tuple[str, str] | None, _at_once: bool) -> Batch | None:
+        queue = self._ready.get(key) if key is not None else None
+        return queue.popleft() if queue else None
+
+    def give(self, *batches: list[Request]) -> None:
+        """Batches to be pulled."""
+        for requests in batches:
+            batch = Batch(f"b-{requests[0].offset}", requests, "idle")
+            self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
+        self.pulls.kick()
+
+    async def answered(self, count: int) -> list[Request]:
+        """The requests that have ended, in the order in which they did."""
+        await eventually(lambda: len(self.answers.requests) >= count, deadline_s=10)
+        return self.answers.requests
+
+
+@asynccontextmanager
+async def running(repository: Path) -> AsyncIterator[Bench]:
+    """Until the end of the context, when its batches end."""
+    bench = Bench(repository)
+    bench.models.open()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.executor.run())
+        await bench.executor.loaded.wait()
+        yield bench
+        bench.pulls.close()
+
+
+async def test_each_request_gets_its_own_rows(tmp_path: Path) -> None:
+    """Several rows of one request stay together; timings and the batch's rows are noted."""
+    add_python_model(tmp_path, "")
+    async with running(tmp_path) as bench:
+        requests = requests_of(1, 2, 3)
+        requests[1].inputs = make_request(inputs={"x": np.array([[5], [6]], np.float32)}).inputs
+        requests[1].rows = 2
+        bench.give(requests)
+        await bench.answered(3)
+
+    first, second, third = (to_array((one.outputs or ())[0]).ravel().tolist() for one in requests)
+    assert (first, second, third) == ([2], [10, 12], [6])
+    assert {one.batch_rows for one in requests} == {4}
+    assert bench.answers.closed
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+async def test_only_the_culprit_fails(tmp_path: Path, place: int) -> None:
+    """A batch that fails is halved until the culprit stands alone; the others get their answers."""
+    add_python_model(tmp_path, f"if {POISON} in x: raise ValueError('thirteen')")
+    async with running(tmp_path) as bench:
+        values = [float(number) for number in range(8)]
+        values[place] = POISON
+        requests = requests_of(*values)
+        bench.give(requests)
+        await bench.answered(8)
+
+    assert [outcome(one) for one in requests] == [
+        Code.MODEL_FAILED if value == POISON else value * 2 for value in values
+    ]
+    failure = requests[place].failure
+    assert failure is not None
+    assert failure.message == "model model version 1: ValueError: thirteen"
+    assert counted(bench.instruments, "bisections_total") == 3
+
+
+async def test_fresh_batches_pass_while_a_failed_one_is_halved(tmp_path: Path) -> None:
+    """A culprit and its mates delay nobody by more than one run at a time."""
+    add_python_model(tmp_path, f"if {POISON} in x: raise ValueError('thirteen')")
+    async with running(tmp_path) as bench:
+        bad = requests_of(*[POISON] * 8)
+        fresh = [requests_of(1) for _ in range(4)]
+        bench.give(bad, *fresh)
+        ended = await bench.answered(12)
+
+    # The culprits take 15 runs, of which every second lets a fresh batch pass.
+    assert [ended.index(one[0]) for one in fresh] == sorted(ended.index(one[0]) for one in fresh)
+    assert ended.index(fresh[3][0]) < 8
+    assert [outcome(one[0]) for one in fresh] == [2.0] * 4
+    assert {outcome(one) for one in bad} == {Code.MODEL_FAILED}
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise StopIteration", "StopIteration"),
+        ("import asyncio; raise asyncio.CancelledError", "CancelledError"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("raise ValueError('\\udcff')", "ValueError: ?"),
+        ("raise type('Mute', (Exception,), {'__str__': None})", "Mute"),
+        ("return {'y': x[:0]}", "ModelFailed"),
+        ("return {}", "ModelFailed"),
+        ("return None", "ModelFailed"),
+    ],
+)
+async def test_whatever_a_model_raises_is_an_answer(tmp_path: Path, run: str, told: str) -> None:
+    """Nothing that a model does to end its thread ends the task, or the process."""
+    add_python_model(tmp_path, run)
+    async with running(tmp_path) as bench:
+        bench.give(requests_of(1))
+        (request,) = await bench.answered(1)
+
+    assert request.failure is not None
+    assert request.failure.code == Code.MODEL_FAILED
+    assert told in request.failure.message
+
+
+async def test_a_long_error_is_cut(tmp_path: Path) -> None:
+    """An answer has room for the beginning; the whole could be too large for any topic."""
+    add_python_model(tmp_path, "raise ValueError('x' * 10_000_000)")
+    async with running(tmp_path) as bench:
+        bench.give(requests_of(1))
+        (request,) = await bench.answered(1)
+
+    assert request.failure is not None
+    assert len(request.failure.message) < MAX_MESSAGE_LENGTH + 100
+
+
+async def test_a_passing_failure_is_retried_in_place(tmp_path: Path) -> None:
+    """A `Retriable` error is tried again before anything is halved."""
+    add_python_model(tmp_path, "if len(self.calls) < 3: raise Retriable('busy')")
+    async with running(tmp_path) as bench:
+        requests = requests_of(1, 2)
+        bench.give(requests)
+        await bench.answered(2)
+
+    assert [outcome(one) for one in requests] == [2, 4]
+    assert counted(bench.instruments, "bisections_total") == 0
+
+
+async def test_a_hung_run_is_ended(tmp_path: Path) -> None:
+    """After `max_execution_s` the run is cancelled, and its request fails."""
+    add_python_model(
+        tmp_path,
+        f"if {POISON} in x: self.cancelled.wait(30); raise RuntimeError('cancelled')",
+        config="max_execution_s = 0.05",
+    )
+    async with running(tmp_path) as bench:
+        requests = requests_of(POISON)
+        bench.give(requests, requests_of(1))
+        await bench.answered(2)
+
+    assert requests[0].failure is not None
+    assert requests[0].failure.code == Code.MODEL_FAILED
+    assert "max_execution_s = 0.05" in requests[0].failure.message
+
+
+async def test_a_run_that_cannot_be_ended_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its instance is lost; the work is uncommitted and runs elsewhere."""
+    monkeypatch.setattr(instances, "CANCEL_GRACE_S", 0.05)
+    add_python_model(tmp_path, "time.sleep(1)", config="max_execution_s = 0.05")
+
+    async def serve() -> None:
+        async with running(tmp_path) as bench:
+            bench.give(requests_of(1))
+            await bench.answered(1)
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await serve()
+
+    assert raised.value.subgroup(Fatal) is not None
+
+
+async def test_what_is_late_or_void_does_not_run(tmp_path: Path) -> None:
+    """Neither costs the model anything, and both are passed on to the responder."""
+    add_python_model(tmp_path, f"if {POISON} in x: raise ValueError('it ran')")
+    async with running(tmp_path) as bench:
+        late = requests_of(POISON, deadline_ms=NOW_US // 1000)
+        void, good = requests_of(POISON, 1)
+        receipt_of(void).void = True
+        bench.give([*late, void, good])
+        await bench.answered(3)
+
+    assert outcome(late[0]) == Code.DEADLINE_EXCEEDED
+    assert outcome(good) == 2.0
+    assert void.failure is not None
+    assert counted(bench.instruments, "bisections_total") == 0
+
+
+async def test_a_model_that_does_not_load_holds_up_nobody(tmp_path: Path) -> None:
+    """The others are served; the registry tells why that one is not."""
+    add_python_model(tmp_path, "")
+    add_python_model(tmp_path, "", name="broken")
+    path = tmp_path / "broken" / "1" / "model.py"
+    path.write_text(path.read_text() + "\n    def load(self):\n        raise SystemExit(1)\n")
+    async with running(tmp_path) as bench:
+        bench.give(requests_of(1))
+        (request,) = await bench.answered(1)
+        states = {version.name: version.state for version in bench.models.versions()}
+
+    assert outcome(request) == 2.0
+    assert states == {"model": State.READY, "broken": State.FAILED}
+
+
+async def test_a_new_version_takes_over_while_serving(tmp_path: Path) -> None:
+    """After a reload the new version runs; what waits for the old one is still run by it."""
+    add_python_model(tmp_path, "")
+    async with running(tmp_path) as bench:
+        add_python_model(tmp_path, "x = x * 10", version=2)
+        old = requests_of(1)
+        await bench.models.reload()
+        bench.give(old)
+        await eventually(lambda: bench.models.lookup("model").version == "2")
+        new = requests_of(1)
+        new[0].version = "2"
+        bench.give(new)
+        await bench.answered(2)
+
+    assert (outcome(old[0]), outcome(new[0])) == (2.0, 20.0)
+
+
+async def test_instances_run_beside_each_other(tmp_path: Path) -> None:
+    """Two instances of a model have two runs under way."""
+    add_python_model(
+        tmp_path,
+        "from tests.support.python_models import MEETING; MEETING.wait(10)",
+        config="instances = 2",
+    )
+    async with running(tmp_path) as bench:
+        bench.give(requests_of(1), requests_of(2))
+        ended = await bench.answered(2)
+
+    assert sorted(str(outcome(one)) for one in ended) == ["2.0", "4.0"]

@@ -1,0 +1,156 @@
+"""An instance: its thread, and when it does without."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from headrace.errors import ConfigurationError
+from headrace.models.backend import Arrays
+from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.services.executor import instance as instances
+from headrace.services.executor.instance import Inline, Instance
+
+INPUTS: Arrays = {"x": np.zeros((1, 1), np.float32)}
+
+
+class Sleeper:
+    """A backend whose runs last as long as the test says, until they are cancelled."""
+
+    signature: Signature = make_signature(
+        [TensorSpec("x", "FP32", (-1, 1))], [TensorSpec("x", "FP32", (-1, 1))]
+    )
+    batching_fault = ""
+
+    def __init__(self) -> None:
+        self.run_s = 0.0
+        self.fault: Exception | None = None
+        self.load_fault: BaseException | None = None
+        self.threads: list[str] = []
+        self.cancelled = threading.Event()
+        self.unloaded = False
+
+    def load(self) -> None:
+        if self.load_fault is not None:
+            raise self.load_fault
+
+    def warm_up(self) -> None:
+        pass
+
+    def run(self, inputs: Arrays) -> Arrays:
+        self.threads.append(threading.current_thread().name)
+        self.cancelled.clear()
+        if self.run_s and self.cancelled.wait(self.run_s):
+            raise RuntimeError("cancelled")
+        if self.fault is not None:
+            raise self.fault
+        return inputs
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    def unload(self) -> None:
+        self.unloaded = True
+
+
+def make(backend: Sleeper, *, may_inline: bool = True) -> Instance:
+    """An instance of it."""
+    return Instance(backend, "instance", max_execution_s=5, may_inline=may_inline)
+
+
+def test_short_runs_are_allowed_on_the_loop_after_enough_of_them() -> None:
+    """A median under the limit over the whole window, and no more than two far above."""
+    inline = Inline(limit_us=200, window=16)
+    seen = []
+    for compute_us in [100] * 16:
+        inline.observe(compute_us)
+        seen.append(inline.allowed)
+    assert seen == [False] * 15 + [True]
+
+    for compute_us in (3000, 3000):
+        inline.observe(compute_us)
+    assert inline.allowed
+    inline.observe(3000)
+    assert not inline.allowed
+
+
+def test_runs_that_have_become_slow_go_back_to_the_thread() -> None:
+    """When half of the window is over the limit."""
+    inline = Inline(limit_us=200, window=16)
+    for compute_us in [100] * 16 + [500] * 9:
+        inline.observe(compute_us)
+
+    assert not inline.allowed
+
+
+async def test_short_runs_move_to_the_loop() -> None:
+    """The first ones are made on the thread, later ones where they are asked for."""
+    backend = Sleeper()
+    async with make(backend) as instance:
+        for _ in range(20):
+            await instance.run(INPUTS)
+
+    assert backend.threads[:16] == ["instance"] * 16
+    assert backend.threads[16:] == ["MainThread"] * 4
+    assert backend.unloaded
+
+
+async def test_a_backend_that_is_bound_to_its_thread_stays_there() -> None:
+    """However short its runs are."""
+    backend = Sleeper()
+    async with make(backend, may_inline=False) as instance:
+        for _ in range(20):
+            await instance.run(INPUTS)
+
+    assert set(backend.threads) == {"instance"}
+
+
+async def test_failed_runs_count_as_well() -> None:
+    """A model that takes its time to fail is no model for the loop."""
+    backend = Sleeper()
+    async with make(backend) as instance:
+        for _ in range(16):
+            await instance.run(INPUTS)
+        backend.run_s, backend.fault = 0.01, ValueError("no")
+        for _ in range(3):
+            with pytest.raises(ValueError, match="no"):
+                await instance.run(INPUTS)
+        backend.run_s, backend.fault = 0.0, None
+        await instance.run(INPUTS)
+
+    assert backend.threads[16:] == ["MainThread"] * 3 + ["instance"]
+
+
+async def test_a_run_that_hangs_on_the_loop_is_made_again_on_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One value may take for ever where all others are quick: the loop does not wait for it."""
+    monkeypatch.setattr(instances, "INLINE_CUT_OFF_S", 0.05)
+    backend = Sleeper()
+    async with make(backend) as instance:
+        for _ in range(16):
+            await instance.run(INPUTS)
+        backend.run_s = 0.5
+        began_s = time.monotonic()
+        outputs = await instance.run(INPUTS)
+        took_s = time.monotonic() - began_s
+        backend.run_s = 0.0
+        await instance.run(INPUTS)
+
+    assert outputs is INPUTS
+    assert took_s < 2
+    assert backend.threads[16:] == ["MainThread", "instance", "instance"]
+
+
+@pytest.mark.parametrize("fault", [SystemExit(1), MemoryError("no room"), StopIteration()])
+async def test_whatever_loading_raises_is_the_models_fault(fault: BaseException) -> None:
+    """The process goes on with its other models."""
+    backend = Sleeper()
+    backend.load_fault = fault
+
+    with pytest.raises(ConfigurationError, match=f"instance: .*{type(fault).__name__}"):
+        async with make(backend):
+            pass
