@@ -127,6 +127,7 @@ async def replay_into_topic(log: Log, source: Source, job: TopicJob, watch: Watc
                 keeping(log, job.checkpoint, checkpoint, target, is_new=before is None)
             )
         sink = TopicSink(producer, target, marking, now_ms, by_key=job.by_key)
+        await sink.prepare()
         replay = Replay(
             recording, job.pace, sink, skip=skip, advanced=watch(recording), watcher=keeper
         )

@@ -24,7 +24,8 @@ class Outcome(NamedTuple):
         records: sent, and acknowledged.
         bytes: of their keys, values and headers, as recorded.
         skipped: left out, because an earlier part of this run had sent them already.
-        seconds: from the first record's due time to the last acknowledgement.
+        seconds: from the first record's due time until all are acknowledged, and answered where
+            the sink awaits that.
         spacing_p50_ms, spacing_p99_ms, spacing_max_ms: how far from its due time a record was
             handed over; None where there was no pace to keep.
     """
@@ -103,6 +104,7 @@ class Replay:
         self._sleep = sleep
         self._ahead: asyncio.Queue[list[Record] | None] = asyncio.Queue(CHUNKS_AHEAD)
         self._turns: asyncio.Queue[_Turn | None] = asyncio.Queue(TURNS_UNACKNOWLEDGED)
+        self._read_ahead = asyncio.Event()
         self._punctuality = Punctuality()
         self._started_s = self._ended_s = 0.0
         self._records = self._bytes = self._skipped = self._turn = 0
@@ -119,6 +121,8 @@ class Replay:
             tasks.create_task(self._send(), name="replay-send")
             tasks.create_task(self._await_acknowledgements(), name="replay-acknowledgements")
         await self._sink.finish()
+        if self._records:
+            self._ended_s = self._clock()
         seconds = self._ended_s - self._started_s
         outcome = Outcome(self._records, self._bytes, self._skipped, seconds)
         if isinstance(self._pace, Unpaced) or not self._records:
@@ -133,9 +137,14 @@ class Replay:
         async with aclosing(self._recording.chunks()) as chunks:
             async for chunk in chunks:
                 await self._ahead.put(chunk)
+                if self._ahead.full():
+                    self._read_ahead.set()
+        self._read_ahead.set()
         await self._ahead.put(None)
 
     async def _send(self) -> None:
+        # The clock starts when reading is ahead, or the first records would be late.
+        await self._read_ahead.wait()
         schedule: Schedule | None = None
         while (chunk := await self._ahead.get()) is not None:
             if schedule is None:
@@ -172,7 +181,6 @@ class Replay:
         while (turn := await self._turns.get()) is not None:
             for run in turn.runs:
                 await run.acknowledged
-            self._ended_s = self._clock()
             self._advanced(turn.records, turn.bytes, turn.positions)
             if self._watcher is not None:
                 await self._watcher.acknowledged(turn.number, turn.records, turn.positions)

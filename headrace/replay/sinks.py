@@ -51,6 +51,11 @@ class TopicSink:
         self._now_ms = now_ms
         self._by_key = by_key
 
+    async def prepare(self) -> None:
+        """Let the producer ask what it wants to know of the topic, so that no record waits."""
+        for number in range(self._partitions):
+            await self._producer.send(TopicPartition(self.topic, number), ())
+
     def partition_of(self, record: Record) -> TopicPartition:
         """Where the record's copy goes."""
         if self._by_key and record.key is not None:

@@ -1,0 +1,71 @@
+"""What copies carry."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.log.port import Headers
+from headrace.replay.marking import Marking
+from tests.support.recordings import START_MS, recorded
+
+MARKS = [("x-replay-of", b"recorded/1/0"), ("x-replay-run", b"run")]
+LATER_MS = START_MS + 10_001  # of a record that came a millisecond after the start
+
+
+def copied(headers: Headers, marking: Marking | None = None) -> list[tuple[str, bytes | None]]:
+    """The headers of the copy of a record with these."""
+    copy = (marking or Marking("run")).copy_of(recorded(1, headers=headers), LATER_MS)
+    return list(copy.headers)
+
+
+def test_key_value_and_other_headers_are_kept() -> None:
+    """The copy is stamped by the log, and says whose copy it is; all else is the original's."""
+    original = recorded(1, headers=(("kafka_correlationId", b"1"), ("own", None), ("own", b"b")))
+    copy = Marking("run").copy_of(original, LATER_MS)
+    assert copy == (original.key, original.value, [*original.headers, *MARKS], None)
+
+
+def test_marks_of_an_earlier_replay_are_replaced() -> None:
+    """A copy of a copy names what it was read from, once."""
+    assert copied([("x-replay-of", b"a/0/0"), ("x-replay-run", b"first"), ("b", b"")]) == [
+        ("b", b""),
+        *MARKS,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("deadline", "moved"),
+    [
+        (b"%d" % (START_MS + 501), b"%d" % (START_MS + 10_501)),
+        (b"%d" % (START_MS - 99), b"%d" % (START_MS + 9_901)),
+        (b"soon", b"soon"),
+        (b"-5", b"-5"),
+        (None, None),
+    ],
+)
+def test_deadlines_move_by_the_time_since(deadline: bytes | None, moved: bytes | None) -> None:
+    """The copy has as long as its original had; what cannot be read stays."""
+    assert copied([("x-deadline-ms", deadline)]) == [("x-deadline-ms", moved), *MARKS]
+
+
+def test_a_deadline_of_a_record_without_timestamp_stays() -> None:
+    """There is nothing to measure from."""
+    original = recorded(1, timestamp=-1, headers=(("x-deadline-ms", b"5"),))
+    assert Marking("run").copy_of(original, LATER_MS).headers[0] == ("x-deadline-ms", b"5")
+
+
+REPLY = [("kafka_replyTopic", b"theirs"), ("kafka_replyPartition", b"\0\0\0\1")]
+
+
+@pytest.mark.parametrize(
+    ("marking", "kept"),
+    [
+        (Marking("run"), []),
+        (Marking("run", keep_reply=True), REPLY),
+        (Marking("run", reply_to="mine"), [("kafka_replyTopic", b"mine")]),
+        (Marking("run", keep_reply=True, reply_to="mine"), [("kafka_replyTopic", b"mine")]),
+    ],
+)
+def test_replies_do_not_go_to_who_asked_first(marking: Marking, kept: Headers) -> None:
+    """Reply topic and partition are dropped, unless they are to be kept or replaced."""
+    assert copied(REPLY, marking) == [*kept, *MARKS]
