@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import click
 
 from headrace.cli.event_loop import run
+from headrace.cli.replay_modes import ReplayCommand
 from headrace.cli.replay_progress import progress
 from headrace.cli.selection_options import (
     as_json,
@@ -62,7 +63,10 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str | None) -> flo
     return speed
 
 
-@click.command()
+@click.command(
+    cls=ReplayCommand,
+    epilog="With --compare: compare two models over what was recorded; see --compare --help.",
+)
 @selection_options
 @click.option("--to", "to", metavar="TOPIC", help="Into this topic.")
 @click.option("--to-requests", is_flag=True, help="Into the requests of a running pipeline.")
