@@ -89,9 +89,12 @@ class Pipeline:
             if not serving.done():
                 serving.cancel()
             await asyncio.wait([serving])
-            self.health.enter(Phase.STOPPED)
-        if not serving.cancelled():
-            serving.result()
+            error = None if serving.cancelled() else serving.exception()
+            self.health.enter(Phase.STOPPED, "" if error is None else _told(error))
+        if error is not None:
+            if not isinstance(error, ConfigurationError):  # which is told at the command line
+                log.error(Event.FAILED, reason=self.health.reason)
+            raise error
 
     async def _serve(self, stop: Stop) -> None:
         self.health.explain("checking the topics")
@@ -137,6 +140,13 @@ class Pipeline:
                 await segment.abandon()
             for task in late:
                 task.cancel()
+
+
+def _told(error: BaseException) -> str:
+    """What ended the process, in one line."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(map(_told, error.exceptions))
+    return f"{type(error).__name__}: {error}"
 
 
 @asynccontextmanager

@@ -1,0 +1,164 @@
+"""What is counted when requests are answered, and under which labels."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from headrace.errors import Code
+from headrace.log.port import Fenced, LogUnavailable
+from headrace.messages import Envelope, Failure, Request
+from headrace.telemetry.metrics import Metrics
+from headrace.topics import Stage
+from headrace.trace import Trace, new_trace
+from tests.support.receipts import NO_RECEIPT
+
+WRITTEN_MS = 1_700_000_000_000
+INGESTED_US = WRITTEN_MS * 1000 + 2_000
+FORMED_US = INGESTED_US + 30_000
+ANSWERED_US = FORMED_US + 400_000
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    """Of one process."""
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> Metrics:
+    """Of the same process."""
+    return Metrics(registry)
+
+
+def request(
+    model: str = "digits", version: str = "1", *, deadline_ms: int = 0, code: Code | None = None
+) -> Request:
+    """A request on its way out."""
+    envelope = Envelope(deadline_ms=deadline_ms)
+    made = Request(NO_RECEIPT, (0, 7, 6, WRITTEN_MS), None, None, (), envelope)
+    made.model, made.version = model, version
+    made.ingested_us, made.formed_us = INGESTED_US, FORMED_US
+    if code is not None:
+        made.failure = Failure(code, "told", Stage.INGEST)
+    return made
+
+
+def answer(metrics: Metrics, *requests: Request) -> None:
+    """All of them in one chunk."""
+    metrics.answered(requests, ANSWERED_US - 5_000, ANSWERED_US)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        (None, "ok"),
+        (Code.DEADLINE_EXCEEDED, "expired"),
+        (Code.INVALID_TENSOR, "refused"),
+        (Code.OVERLOADED, "refused"),
+        (Code.MODEL_FAILED, "failed"),
+        (Code.INTERNAL, "failed"),
+    ],
+)
+def test_outcome_and_code(
+    metrics: Metrics, registry: CollectorRegistry, code: Code | None, outcome: str
+) -> None:
+    """Each code belongs to one outcome."""
+    answer(metrics, request(code=code), request(code=code))
+    labels = {"model": "digits", "version": "1", "outcome": outcome, "code": code or "ok"}
+    assert registry.get_sample_value("headrace_requests_total", labels) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        ("request_duration", 0.432),
+        ("log_wait", 0.002),
+        ("queue_wait", 0.03),
+        ("answer_duration", 0.005),
+    ],
+)
+def test_times_of_a_request(
+    metrics: Metrics, registry: CollectorRegistry, name: str, seconds: float
+) -> None:
+    """Every request counts, those of one chunk together."""
+    answer(metrics, request(), request(), request())
+    labels = {"model": "digits"}
+    assert registry.get_sample_value(f"headrace_{name}_seconds_count", labels) == 3
+    total = registry.get_sample_value(f"headrace_{name}_seconds_sum", labels)
+    assert total == pytest.approx(3 * seconds)
+
+
+def test_a_name_that_no_model_has_is_no_label(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    """However many names callers make up, there is one series for them."""
+    answer(
+        metrics,
+        *(request(f"made-up-{number}", "", code=Code.UNKNOWN_MODEL) for number in range(100)),
+    )
+    labels = {"model": "", "version": "", "outcome": "refused", "code": "UNKNOWN_MODEL"}
+    assert registry.get_sample_value("headrace_requests_total", labels) == 100
+    names = {
+        sample.labels["model"]
+        for family in registry.collect()
+        for sample in family.samples
+        if "model" in sample.labels
+    }
+    assert names == {""}
+
+
+def test_expiries_and_refusals_name_the_stage(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    """Where it was found tells where time is lost."""
+    answer(metrics, request(code=Code.DEADLINE_EXCEEDED), request(code=Code.TOO_LARGE))
+    value = registry.get_sample_value
+    assert value("headrace_expired_requests_total", {"stage": "ingest"}) == 1
+    labels = {"stage": "ingest", "code": "TOO_LARGE"}
+    assert value("headrace_refused_requests_total", labels) == 1
+
+
+def test_slack_is_what_was_left_of_the_deadline(
+    metrics: Metrics, registry: CollectorRegistry
+) -> None:
+    """Only requests with a deadline have some; a late one has none."""
+    late, early = ANSWERED_US // 1000 - 50, ANSWERED_US // 1000 + 250
+    answer(metrics, request(), request(deadline_ms=late), request(deadline_ms=early))
+    labels = {"model": "digits"}
+    assert registry.get_sample_value("headrace_answer_slack_seconds_count", labels) == 2
+    total = registry.get_sample_value("headrace_answer_slack_seconds_sum", labels)
+    assert total == pytest.approx(0.25)
+
+
+def test_a_sampled_request_is_an_exemplar(metrics: Metrics, registry: CollectorRegistry) -> None:
+    """Its trace leads from the bucket to what happened."""
+    sampled = request()
+    sampled.trace = Trace(new_trace())
+    answer(metrics, request(), sampled)
+    found = {
+        family.name: sample.exemplar.labels["trace_id"]
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.exemplar
+    }
+    trace_id = f"{sampled.trace.trace_id:032x}"
+    assert found == {
+        f"headrace_{name}_seconds": trace_id
+        for name in ("request_duration", "queue_wait", "compute_duration")
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(Fenced("moved on"), "fenced"), (LogUnavailable("away"), "unavailable")]
+)
+def test_a_failed_commit_is_timed_and_counted(
+    metrics: Metrics, registry: CollectorRegistry, error: Exception, reason: str
+) -> None:
+    """It counts as a retry as well, since the next commit makes up for it."""
+    with pytest.raises(type(error)), metrics.commit():
+        raise error
+    value = registry.get_sample_value
+    assert value("headrace_commit_duration_seconds_count") == 1
+    assert value("headrace_commit_failures_total", {"reason": reason}) == 1
+    assert value("headrace_retries_total", {"operation": "commit"}) == 1

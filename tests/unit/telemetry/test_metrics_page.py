@@ -1,0 +1,67 @@
+"""The page of metrics, the catalogue and the registry: one truth in three places."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from headrace.telemetry.catalogue import CATALOGUE, Spec
+from headrace.telemetry.metrics import Metrics
+from tests.support.tree import ROOT
+
+PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| `(headrace_\w+)` \| (\w+) \| ([^|]*) \| ([^|]*) \| (.+) \|$", re.MULTILINE)
+
+
+class Row(NamedTuple):
+    """A line of one of the page's tables."""
+
+    type: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+ROWS = {
+    name: Row(kind, tuple(re.findall(r"`(\w+)`", labels)), meaning)
+    for name, kind, _, labels, meaning in ROW.findall(PAGE)
+}
+
+
+def test_page_lists_exactly_what_there_is() -> None:
+    """No metric is missing on the page, and none is there that the code does not have."""
+    assert set(ROWS) == {spec.exposed_name for spec in CATALOGUE.values()}
+
+
+@pytest.mark.parametrize("spec", CATALOGUE.values(), ids=lambda spec: spec.name)
+def test_row_says_what_the_catalogue_says(spec: Spec) -> None:
+    """Type, labels and meaning are the same."""
+    assert ROWS[spec.exposed_name] == Row(spec.type, spec.labels, spec.meaning)
+
+
+@pytest.mark.parametrize("spec", CATALOGUE.values(), ids=lambda spec: spec.name)
+def test_names_follow_the_conventions(spec: Spec) -> None:
+    """Ours begin with `headrace_`; units are base units in full; only counters end in `_total`."""
+    assert re.fullmatch(r"headrace(_[a-z]+)+", spec.name)
+    assert not re.search(r"_(ms|us|milliseconds|kb|mb|total|count|sum|bucket)$", spec.name)
+
+
+@pytest.mark.parametrize(
+    "query", re.findall(r"headrace_\w+", PAGE[PAGE.index("```promql") :]), ids=lambda name: name
+)
+def test_queries_name_what_there_is(query: str) -> None:
+    """Each query on the page can be copied."""
+    assert query.removesuffix("_bucket") in ROWS
+
+
+def test_everything_counted_is_in_the_catalogue() -> None:
+    """What the registry of a process has was made from the catalogue."""
+    registry = CollectorRegistry()
+    Metrics(registry)
+    families = {family.name: family for family in registry.collect()}
+    assert families.keys() <= CATALOGUE.keys()
+    assert {name: family.type for name, family in families.items()} == {
+        name: CATALOGUE[name].type for name in families
+    }
