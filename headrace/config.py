@@ -135,7 +135,11 @@ class TelemetrySettings(_Group):
     """What can be seen from outside."""
 
     otlp_endpoint: str = ""
+    """Where traces go, such as `http://127.0.0.1:4318`. `OTEL_EXPORTER_OTLP_*` goes over it; with
+    neither there is no tracing.
+    """
     sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Of the requests that come without a trace of their own; errors are kept in any case."""
     http_host: str = "127.0.0.1"
     http_port: Port = 8080
     log_level: Literal["debug", "info", "warning", "error"] = "info"
