@@ -1,0 +1,192 @@
+"""Replays on the embedded log: topics, interrupted runs, a pipeline in this process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.replay_pipeline import PipelineJob, replay_into_models
+from headrace.config import make_settings
+from headrace.errors import ConfigurationError
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Record, TopicInfo, TopicPartition
+from headrace.replay import resume, topic_recording
+from headrace.replay.capture import CaptureWriter
+from headrace.replay.jobs import Advanced, Source, TopicJob, replay_into_topic
+from headrace.replay.marking import Marking
+from headrace.replay.pacing import Unpaced
+from headrace.replay.recording import Recording, identity
+from headrace.replay.selection import Filters, Selection, Window
+from headrace.replay.topic_recording import open_topic
+from headrace.replies import last_header
+from tests.support.models import add_version, digits
+from tests.support.recordings import START_MS, recorded, write_recorded
+
+RECORDS = [recorded(number, 3)._replace(topic="source") for number in range(3000)]
+
+
+@pytest.fixture
+async def log() -> MemoryLog:
+    """A source of three partitions with 3,000 records, and an empty target of two."""
+    log = MemoryLog()
+    topics = [TopicInfo("source", 3, {}), TopicInfo("target", 2, {})]
+    await log.create_topics(topics, replication_factor=1)
+    await write_recorded(log, "source", RECORDS)
+    return log
+
+
+def unwatched(recording: Recording) -> Advanced:
+    """Tells nobody."""
+    return lambda *_: None
+
+
+async def read(log: MemoryLog, topic: str, selection: Selection | None = None) -> list[Record]:
+    """What a selection of a topic has."""
+    async with open_topic(log, topic, selection or Selection()) as recording:
+        return [record async for record in recording]
+
+
+def originals(records: list[Record]) -> list[str]:
+    """The identities that copies carry."""
+    return [(last_header(record.headers, "x-replay-of") or b"").decode() for record in records]
+
+
+async def test_a_topic_is_one_timeline(log: MemoryLog) -> None:
+    """Records of all partitions come in the order of their timestamps."""
+    assert await read(log, "source") == RECORDS
+
+
+async def test_a_recording_ends_where_the_topic_ended(log: MemoryLog) -> None:
+    """Records that arrive after it was opened are not part of it."""
+    async with open_topic(log, "source", Selection()) as recording:
+        await write_recorded(log, "source", RECORDS[:3])
+        assert len([record async for record in recording]) == len(RECORDS)
+
+
+async def test_an_end_behind_a_gap_is_reached(log: MemoryLog) -> None:
+    """Transaction markers at the end of a partition do not keep the others waiting."""
+    log.faults.skip_offsets(TopicPartition("source", 1), 2)
+    assert len(await read(log, "source")) == len(RECORDS)
+
+
+async def test_partitions_that_are_far_ahead_are_held_back(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With little room to wait in, all records come nevertheless, in order."""
+    monkeypatch.setattr(topic_recording, "AHEAD_BYTES", 30_000)
+    monkeypatch.setattr(topic_recording, "LEAST_AHEAD_BYTES", 1)
+    monkeypatch.setattr(topic_recording, "POLL_RECORDS", 20)
+    assert await read(log, "source") == RECORDS
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (Selection(Window(START_MS + 2000, START_MS + 2100)), RECORDS[2000:2100]),
+        (Selection(Window(from_offsets={None: 999, 1: 998})), [RECORDS[2995], *RECORDS[2997:]]),
+        (Selection(Window(until_offsets={None: 0, 2: 2})), [RECORDS[2], RECORDS[5]]),
+        (Selection(Window(partitions=frozenset({1})), limit=2), [RECORDS[1], RECORDS[4]]),
+        (Selection(filters=Filters(key=b"key-77")), RECORDS[77:78]),
+        (Selection(filters=Filters(model="other")), []),
+        (Selection(Window(from_ms=START_MS + 9999)), []),
+    ],
+)
+async def test_a_selection_of_a_topic(
+    log: MemoryLog, selection: Selection, expected: list[Record]
+) -> None:
+    """Bounds by time and offset, filters, and the limit."""
+    assert await read(log, "source", selection) == expected
+
+
+async def test_copies_keep_partition_key_and_value(log: MemoryLog) -> None:
+    """A record's partition is its own modulo the target's."""
+    job = TopicJob("target", Unpaced(), Marking("run"))
+    replayed = await replay_into_topic(log, Source("source", Selection()), job, unwatched)
+    copies = await read(log, "target")
+
+    assert replayed.outcome.records == len(RECORDS)
+    by_original = dict(zip(originals(copies), copies, strict=True))
+    for original in RECORDS:
+        copy = by_original[identity(original)]
+        assert copy.partition == original.partition % 2
+        assert (copy.key, copy.value) == (original.key, original.value)
+
+
+async def test_by_key_all_copies_of_a_key_are_together(log: MemoryLog) -> None:
+    """Their partition is the one that Kafka's clients choose."""
+    await write_recorded(log, "source", [record._replace(key=b"same") for record in RECORDS[:3]])
+    job = TopicJob("target", Unpaced(), Marking("run"), by_key=True)
+    selection = Selection(filters=Filters(key=b"same"))
+    await replay_into_topic(log, Source("source", selection), job, unwatched)
+    assert len({copy.partition for copy in await read(log, "target")}) == 1
+
+
+class Interrupted(Exception):
+    """Ends a run where a test wants it to end."""
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_an_interrupted_run_goes_on_without_loss_or_repetition(
+    log: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """Ended again and again with records sent that its checkpoint does not know."""
+    monkeypatch.setattr(resume, "WRITE_EVERY_S", 0.0)
+
+    def ending(recording: Recording) -> Advanced:
+        left = turns
+
+        def advanced(records: int, size: int, positions: Mapping[TopicPartition, int]) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise Interrupted
+
+        return advanced
+
+    source = Source("source", Selection(limit=2750))
+    job = TopicJob("target", Unpaced(), Marking("first"), checkpoint=tmp_path / "checkpoint")
+    for _ in range(2):
+        with pytest.raises(ExceptionGroup) as caught:
+            await replay_into_topic(log, source, job, ending)
+        assert caught.group_contains(Interrupted)
+    replayed = await replay_into_topic(log, source, job, unwatched)
+    again = await replay_into_topic(log, source, job, unwatched)
+
+    assert Counter(originals(await read(log, "target"))) == Counter(map(identity, RECORDS[:2750]))
+    assert (replayed.resumed, replayed.run_id) == (True, "first")
+    assert again.outcome.records == 0
+
+
+async def test_a_target_that_is_not_there_is_refused(log: MemoryLog) -> None:
+    """Nothing is created by a misspelt name."""
+    job = TopicJob("targets", Unpaced(), Marking("run"))
+    with pytest.raises(ConfigurationError, match="targets: expected a topic"):
+        await replay_into_topic(log, Source("source", Selection()), job, unwatched)
+
+
+async def test_a_pipeline_in_this_process_answers_a_capture(tmp_path: Path) -> None:
+    """Each original is answered once, by status, and told with its answer."""
+    add_version(tmp_path, "digits", 1, digits())
+    records = [recorded(number, 5) for number in range(500)]
+    records[7] = records[7]._replace(value=b"not a request")
+    file = tmp_path / "capture"
+    with CaptureWriter(file, "recorded") as writer:
+        writer.add(records)
+    answered: list[str] = []
+
+    def on_answer(original: Record, answer: Record, seconds: float) -> None:
+        assert last_header(answer.headers, "kafka_correlationId") == original.headers[0][1]
+        assert seconds > 0
+        answered.append(identity(original))
+
+    job = PipelineJob(tmp_path, Unpaced(), Marking("run"))
+    outcome, statuses = await replay_into_models(
+        make_settings({}), Source(file, Selection()), job, unwatched, on_answer
+    )
+
+    assert outcome.records == 500
+    assert statuses == {"ok": 499, "INVALID_REQUEST": 1}
+    assert sorted(answered) == sorted(map(identity, records))
