@@ -122,14 +122,14 @@ class LoopWatch:
             if not self._answered.wait(self.turns.limit_s):
                 log.error(
                     Event.STUCK,
-                    reason=self.turns.fault() or "event loop",
-                    stack=_stack(loop_thread),
+                    reason=f"the event loop has not turned for {self.turns.limit_s:g} s",
+                    loop_is_at=_calls(loop_thread),
                 )
                 self._answered.wait()
             self.turns.end()
 
 
-def _stack(thread: int) -> list[str]:
+def _calls(thread: int) -> list[str]:
     """Where a thread is, outermost call first; without values of variables."""
     frame = sys._current_frames().get(thread)
     if frame is None:

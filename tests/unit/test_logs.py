@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from headrace.telemetry.flood import BURST
 from headrace.telemetry.logs import Event, configure_logging
 
 
@@ -95,3 +96,23 @@ def test_exceptions_do_not_show_local_variables() -> None:
         structlog.get_logger("headrace.test").exception(Event.FAILED)
     assert "ZeroDivisionError" in stream.getvalue()
     assert "hunter2" not in stream.getvalue()
+
+
+def test_a_flood_is_held_back() -> None:
+    """Our own lines and those of libraries alike; the next one says how many were left out."""
+    stream = io.StringIO()
+    flood = configure_logging("info", stream)
+    for _ in range(BURST + 10):
+        structlog.get_logger("headrace.test").warning(Event.COMMIT_FAILED)
+        logging.getLogger("aiokafka").warning("node %s away", 1)
+    assert len(lines(stream)) == 2 * BURST
+    assert flood.suppressed == {"commit.failed": 10, "aiokafka: node %s away": 10}
+
+
+def test_debug_is_never_held_back() -> None:
+    """Whoever asks for every request gets every request."""
+    stream = io.StringIO()
+    configure_logging("debug", stream)
+    for _ in range(BURST + 10):
+        structlog.get_logger("headrace.test").debug(Event.REQUEST)
+    assert len(lines(stream)) == BURST + 10

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
 from headrace.telemetry.bulk import BulkCounter, BulkHistogram
 from headrace.telemetry.catalogue import Spec
+from tests.support.scrapes import scrape_openmetrics
 
 WAITS = Spec("headrace_test_wait_seconds", "histogram", ("model",), "A wait.")
 THINGS = Spec("headrace_test_things", "counter", ("model", "kind"), "Things.")
@@ -21,7 +20,7 @@ def scraped(collector: BulkCounter | BulkHistogram) -> list[tuple[str, dict[str,
     registry.register(collector)
     return [
         (sample.name, sample.labels, sample.value)
-        for family in parse(openmetrics(registry).decode())
+        for family in scrape_openmetrics(registry).values()
         for sample in family.samples
     ]
 
@@ -50,7 +49,7 @@ def test_a_shown_value_is_its_buckets_exemplar() -> None:
     histogram.show(("m",), 0.5, "b" * 32, 1001.0)
     registry = CollectorRegistry()
     registry.register(histogram)
-    (family,) = parse(openmetrics(registry).decode())
+    (family,) = scrape_openmetrics(registry).values()
     found = {sample.labels["le"]: sample.exemplar for sample in family.samples if sample.exemplar}
     assert list(found) == ["1.0"]
     exemplar = found["1.0"]

@@ -1,0 +1,84 @@
+"""The ring of the last errors."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from headrace.telemetry.logs import Event, configure_logging
+from headrace.telemetry.recent_errors import MAX_KEPT, RecentErrors
+
+
+@pytest.fixture
+def errors() -> Iterator[RecentErrors]:
+    """A ring that listens to a log that is set up as in a process."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    configure_logging("info", io.StringIO())
+    ring = RecentErrors()
+    with ring.listening():
+        yield ring
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def test_a_warning_is_kept_with_what_leads_to_it(errors: RecentErrors) -> None:
+    """Time, event, reason and trace; nothing of fields that are not known to be harmless."""
+    structlog.get_logger("t").warning(
+        Event.REQUEST_FAILED, reason="why", trace_id="ab", partition=1, offset=2, key="secret"
+    )
+    (entry,) = errors.entries()
+    assert entry.pop("time").endswith("Z")
+    assert entry == {
+        "level": "warning",
+        "event": "request.failed",
+        "reason": "why",
+        "trace_id": "ab",
+        "partition": 1,
+        "offset": 2,
+    }
+
+
+def test_a_refused_request_is_kept_and_other_news_are_not(errors: RecentErrors) -> None:
+    """A request without outputs is an error for the one who asked, whatever its level."""
+    logger = structlog.get_logger("t")
+    logger.info(Event.READY)
+    logger.info(Event.REQUEST_REFUSED, reason="wrong shape")
+    assert [entry["event"] for entry in errors.entries()] == ["request.refused"]
+
+
+def test_lines_of_libraries_are_kept(errors: RecentErrors) -> None:
+    """Under the name of their logger."""
+    logging.getLogger("aiokafka.client").warning("node %s away", 1)
+    (entry,) = errors.entries()
+    assert (entry["event"], entry["reason"]) == ("aiokafka.client", "node 1 away")
+
+
+def test_the_same_again_takes_one_place(errors: RecentErrors) -> None:
+    """So that one fault does not push all others out."""
+    logger = structlog.get_logger("t")
+    for _ in range(3):
+        logger.warning(Event.COMMIT_FAILED, reason="away")
+    assert [entry.get("times") for entry in errors.entries()] == [3]
+
+
+def test_the_oldest_go_first() -> None:
+    """Memory is bounded."""
+    ring = RecentErrors()
+    for number in range(MAX_KEPT + 5):
+        ring.emit(logging.LogRecord("t", logging.ERROR, "", 0, {"event": f"e{number}"}, None, None))
+    names = [entry["event"] for entry in ring.entries()]
+    assert names == [f"e{number}" for number in range(5, MAX_KEPT + 5)]
+
+
+def test_it_stops_listening() -> None:
+    """Leaving takes the ring off the log."""
+    ring = RecentErrors()
+    with ring.listening():
+        assert ring in logging.getLogger().handlers
+    assert ring not in logging.getLogger().handlers

@@ -1,0 +1,119 @@
+"""What is logged of requests: enough to find them, and nothing of what they carried."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from headrace.errors import Code
+from headrace.messages import Envelope, Failure, Request
+from headrace.telemetry.request_log import MAX_LINES, log_answered
+from headrace.topics import Stage
+from headrace.trace import Trace, new_trace
+from tests.support.receipts import NO_RECEIPT
+
+NOW_US = 1_700_000_000_500_000
+SECRET = b"a caller's secret"
+
+
+@pytest.fixture(autouse=True)
+def _all_levels() -> Iterator[None]:
+    """Whatever a test before has set up."""
+    structlog.reset_defaults()
+    yield
+    structlog.reset_defaults()
+
+
+def request(code: Code | None = None, *, offset: int = 7) -> Request:
+    """One that has run, or was refused."""
+    headers = [("authorization", SECRET)]
+    made = Request(
+        NO_RECEIPT, (3, offset, 6, NOW_US // 1000 - 500), SECRET, SECRET, headers, Envelope()
+    )
+    made.model, made.version = "digits", "1"
+    made.ingested_us, made.formed_us, made.compute_us = NOW_US - 400_000, NOW_US - 300_000, 120
+    if code is not None:
+        made.failure = Failure(code, "expected this, got that", Stage.EXECUTOR)
+    return made
+
+
+def test_nothing_is_said_of_what_went_well(caplog: pytest.LogCaptureFixture) -> None:
+    """Unless debug is on."""
+    with caplog.at_level(logging.INFO), capture_logs() as lines:
+        log_answered([request(), request()], NOW_US)
+    assert lines == []
+
+
+def test_at_debug_each_request_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """It says where the time went."""
+    with caplog.at_level(logging.DEBUG), capture_logs() as lines:
+        log_answered([request()], NOW_US)
+    assert lines == [
+        {
+            "event": "request",
+            "log_level": "debug",
+            "partition": 3,
+            "offset": 7,
+            "model": "digits",
+            "version": "1",
+            "code": "ok",
+            "rows": 1,
+            "total_us": 500_000,
+            "log_wait_us": 100_000,
+            "queue_us": 100_000,
+            "compute_us": 120,
+            "batch_rows": 0,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "event", "level"),
+    [
+        (Code.INVALID_TENSOR, "request.refused", "info"),
+        (Code.DEADLINE_EXCEEDED, "request.expired", "info"),
+        (Code.MODEL_FAILED, "request.failed", "warning"),
+    ],
+)
+def test_each_failure_is_told_with_the_requests_identity(
+    code: Code, event: str, level: str
+) -> None:
+    """And with the trace, where there is one."""
+    failed = request(code)
+    failed.trace = Trace(new_trace())
+    with capture_logs() as lines:
+        log_answered([request(), failed], NOW_US)
+    assert lines == [
+        {
+            "event": event,
+            "log_level": level,
+            "partition": 3,
+            "offset": 7,
+            "model": "digits",
+            "version": "1",
+            "trace_id": f"{failed.trace.trace_id:032x}",
+            "code": str(code),
+            "stage": "executor",
+            "reason": "expected this, got that",
+        }
+    ]
+
+
+def test_a_chunk_of_failures_is_told_in_few_lines() -> None:
+    """The last line says how many more there are."""
+    failed = [request(Code.INTERNAL, offset=offset) for offset in range(MAX_LINES + 12)]
+    with capture_logs() as lines:
+        log_answered(failed, NOW_US)
+    assert [line["offset"] for line in lines] == list(range(MAX_LINES))
+    assert [line.get("more") for line in lines] == [None] * (MAX_LINES - 1) + [12]
+
+
+def test_nothing_that_a_caller_sent_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """No value, key or header, at any level."""
+    with caplog.at_level(logging.DEBUG), capture_logs() as lines:
+        log_answered([request(), request(Code.INTERNAL)], NOW_US)
+    assert "secret" not in repr(lines)

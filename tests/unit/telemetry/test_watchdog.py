@@ -1,0 +1,95 @@
+"""Whether stuck loops and activities are found, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from structlog.testing import capture_logs
+
+from headrace.telemetry.watchdog import Activity, LoopWatch
+from tests.support.conditions import eventually
+
+LIMIT_S = 0.2
+TOLD_WITHIN_S = 2.0
+"""The limit, the period, and what a busy machine adds."""
+
+
+@contextmanager
+def watched_loop() -> Iterator[tuple[Callable[[Callable[[], None]], object], LoopWatch]]:
+    """A loop in a thread of its own, with its watch; the first gives it something to call."""
+    ready, stopping, loops = threading.Event(), asyncio.Event(), []
+    watch = LoopWatch(LIMIT_S, period_s=0.02)
+
+    async def live() -> None:
+        with watch:
+            loops.append(asyncio.get_running_loop())
+            ready.set()
+            await stopping.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(live(),), name="watched")
+    thread.start()
+    assert ready.wait(TOLD_WITHIN_S)
+    try:
+        yield loops[0].call_soon_threadsafe, watch
+    finally:
+        loops[0].call_soon_threadsafe(stopping.set)
+        thread.join()
+
+
+async def test_a_blocked_loop_is_found_and_so_is_its_return() -> None:
+    """From another thread, which is where it can be seen; the log says where the loop is."""
+    release = threading.Event()
+
+    def block_on_purpose() -> None:
+        release.wait()
+
+    with capture_logs() as lines, watched_loop() as (call, watch):
+        call(block_on_purpose)
+        await eventually(lambda: lines and watch.turns.fault(), deadline_s=TOLD_WITHIN_S)
+        assert "event loop: no progress for" in watch.turns.fault()
+        release.set()
+        await eventually(lambda: not watch.turns.fault(), deadline_s=TOLD_WITHIN_S)
+    (line,) = lines
+    assert line["event"] == "process.stuck"
+    assert any("block_on_purpose" in call for call in line["loop_is_at"])
+
+
+async def test_a_loop_that_turns_is_not_stuck() -> None:
+    """It is asked again and again, and answers."""
+    with watched_loop() as (_, watch):
+        await eventually(lambda: watch.turns.begun >= 5, deadline_s=TOLD_WITHIN_S)
+        assert watch.turns.fault() == ""
+
+
+async def test_a_watch_that_is_left_leaves_no_thread() -> None:
+    """Leaving waits for nothing but the thread's end."""
+    with LoopWatch(LIMIT_S, period_s=0.01) as watch:
+        await eventually(lambda: watch.turns.begun, deadline_s=TOLD_WITHIN_S)
+    assert "loop-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_activity_without_anything_to_do_is_not_stuck() -> None:
+    """Neither before its first thing nor after its last."""
+    activity = Activity("reader", 0.0)
+    assert activity.fault() == ""
+    activity.begin()
+    activity.end()
+    assert (activity.fault(), activity.for_s()) == ("", None)
+
+
+def test_an_activity_at_one_thing_for_too_long_is_stuck() -> None:
+    """The fault names it and says for how long."""
+    activity = Activity("reader of requests", -1.0)
+    activity.begin()
+    assert activity.fault() == "reader of requests: no progress for 0 s"
+
+
+def test_progress_is_what_counts() -> None:
+    """Beginning the next thing is as good as having nothing to do."""
+    activity = Activity("reader", 60.0)
+    for _ in range(3):
+        activity.begin()
+    assert (activity.fault(), activity.begun) == ("", 3)
