@@ -33,6 +33,7 @@ from headrace.errors import Code
 from headrace.messages import Batch, Failure, Request, Tensor
 from headrace.schemas.types import SCHEMAS
 from headrace.tensors import DATATYPES, from_array
+from headrace.trace import SAMPLED, Parent, Trace
 
 _TIMESTAMP_MS = 1_700_000_000_000
 _INGESTED_US = _TIMESTAMP_MS * 1000 + 250
@@ -158,6 +159,14 @@ def _failed(content_type: str, failure: Failure) -> Request:
     return request
 
 
+def _traced(request: Request) -> Request:
+    parent = Parent(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, SAMPLED)
+    request.trace = Trace(parent, since_us=_INGESTED_US + 900)
+    request.checked_us, request.done_us = _INGESTED_US + 300, _INGESTED_US + 900
+    request.batch_id = "b-1"
+    return request
+
+
 def _headers(content_type: str) -> list[tuple[str, bytes | None]]:
     return [("content-type", content_type.encode())]
 
@@ -189,6 +198,10 @@ def _internal_samples() -> Iterator[tuple[str, Sample]]:
 
     yield "item", sample("item-record", lambda: encode_item(_request(MSGPACK)), decode_item)
     yield (
+        "item-traced",
+        sample("item-record", lambda: encode_item(_traced(_request(MSGPACK))), decode_item),
+    )
+    yield (
         "batch",
         sample(
             "batch-record",
@@ -199,6 +212,7 @@ def _internal_samples() -> Iterator[tuple[str, Sample]]:
     for name, make in (
         ("result-outputs", lambda: _answered(MSGPACK, "FP32")),
         ("result-failure", lambda: _failed(MSGPACK, _FAILURE)),
+        ("result-traced", lambda: _traced(_answered(MSGPACK, "FP32"))),
     ):
         yield name, sample("result-record", partial(_result_bytes, make), decode_result)
 
