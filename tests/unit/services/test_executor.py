@@ -275,6 +275,25 @@ async def test_a_new_version_takes_over_while_serving(tmp_path: Path) -> None:
     assert (outcome(old[0]), outcome(new[0])) == (2.0, 20.0)
 
 
+async def test_a_model_may_use_its_output_array_again(tmp_path: Path) -> None:
+    """An answer that is still to be written does not change when the next batch runs."""
+    add_python_model(
+        tmp_path,
+        """
+        if not hasattr(self, 'buffer'):
+            self.buffer = np.empty((8, 1), np.float32)
+        self.buffer[:len(x)] = x
+        return {'y': self.buffer[:len(x)]}
+        """,
+    )
+    async with running(tmp_path) as bench:
+        requests = requests_of(1, 2, 3)
+        bench.give(*[[request] for request in requests])
+        await bench.answered(3)
+
+    assert [outcome(one) for one in requests] == [1.0, 2.0, 3.0]
+
+
 async def test_instances_run_beside_each_other(tmp_path: Path) -> None:
     """Two instances of a model have two runs under way."""
     add_python_model(
