@@ -1,0 +1,162 @@
+"""What `headrace replay` asks, prints and refuses; it reads capture files here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import Exit
+from headrace.cli.selection_options import parse_header, parse_offsets, parse_time_ms
+from headrace.replay.capture import CaptureWriter
+from headrace.replay.capture_reader import read_contents
+from tests.support.command_line import Call
+from tests.support.models import add_version, digits
+from tests.support.recordings import START_MS, recorded
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> str:
+    """Ten records in two partitions, ten milliseconds apart."""
+    path = tmp_path / "requests.capture"
+    with CaptureWriter(path, "recorded") as writer:
+        writer.add([recorded(number, spacing_ms=10) for number in range(10)])
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "ms"),
+    [
+        ("1700000000000", 1_700_000_000_000),
+        ("2023-11-14T22:13:20Z", 1_700_000_000_000),
+        ("2023-11-14T22:13:20.5", 1_700_000_000_500),
+        ("2023-11-14 23:13:20+01:00", 1_700_000_000_000),
+    ],
+)
+def test_times_are_iso_or_epoch_milliseconds(text: str, ms: int) -> None:
+    """An ISO time without an offset is in UTC."""
+    assert parse_time_ms(text) == ms
+
+
+def test_offsets_are_for_all_or_for_one_partition() -> None:
+    """Both forms may be given together."""
+    assert parse_offsets(("7", "2:9")) == {None: 7, 2: 9}
+
+
+@pytest.mark.parametrize("texts", [("x",), ("1:",), (":1",), ("a:1",), ("-1",), ("1:2", "1:3")])
+def test_other_offsets_are_refused(texts: tuple[str, ...]) -> None:
+    """By the form that was expected."""
+    with pytest.raises(ValueError, match="expected"):
+        parse_offsets(texts)
+
+
+def test_a_header_is_split_at_its_first_equals_sign() -> None:
+    """Values may have further ones."""
+    assert parse_header("a=b=c") == ("a", b"b=c")
+
+
+def test_dry_run_counts_by_partition(call: Call, capture: str) -> None:
+    """Records, bytes, offsets and time, of what is selected, and in all."""
+    result = call("replay", "--file", capture, "--dry-run", "--limit", "5")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == Exit.DONE
+    assert lines[0].startswith("recorded/0: 3 records, ")
+    assert "offsets 0 to 1, 0.020 s from 2023-11-14T22:13:20.010+00:00" in lines[1]
+    assert lines[2].startswith("in all: 5 records, ")
+
+
+def test_dry_run_in_json(call: Call, capture: str) -> None:
+    """The same for a program."""
+    result = call("replay", "--file", capture, "--dry-run", "--partition", "1", "--json")
+    (row,) = json.loads(result.stdout)
+    assert (row["topic"], row["partition"], row["records"]) == ("recorded", 1, 5)
+    assert (row["first_ms"], row["last_ms"]) == (START_MS + 10, START_MS + 90)
+
+
+def test_a_dry_run_of_nothing_says_so(call: Call, capture: str) -> None:
+    """No record that fits is a result, not an error."""
+    result = call("replay", "--file", capture, "--dry-run", "--key", "none")
+    assert (result.exit_code, result.stdout) == (Exit.DONE, "in all: 0 records, 0 bytes\n")
+
+
+def test_a_capture_of_a_capture_has_what_was_selected(
+    call: Call, capture: str, tmp_path: Path
+) -> None:
+    """Filters make a smaller file of a larger one."""
+    saved = tmp_path / "smaller.capture"
+    result = call("replay", "--file", capture, "--key-regex", "[13]$", "--save", str(saved))
+    assert (result.exit_code, read_contents(saved).records) == (Exit.DONE, 2)
+
+
+def test_a_file_that_is_cut_off_is_told_of(call: Call, capture: str) -> None:
+    """What can be read is used; the loss is on stderr."""
+    path = Path(capture)
+    path.write_bytes(path.read_bytes()[:-5])
+    result = call("replay", "--file", capture, "--dry-run")
+    assert result.exit_code == Exit.DONE
+    assert "its end is missing or damaged; 10 whole records" in result.stderr
+
+
+def test_a_pipeline_in_this_process_answers(call: Call, capture: str, tmp_path: Path) -> None:
+    """No broker is needed; answers are counted by status."""
+    add_version(tmp_path / "models", "digits", 1, digits())
+    result = call(
+        "replay", "--file", capture, "--models", str(tmp_path / "models"), "--rate", "1000"
+    )
+    assert result.exit_code == Exit.DONE, result.stderr
+    assert result.stdout.startswith("10 records, ")
+    assert "spacing error: median" in result.stdout
+    assert result.stdout.endswith("ok: 10\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give one of --to, --to-requests, --models, --save and --dry-run"),
+        (["--dry-run", "--to", "t"], "give one of --to"),
+        (["--to", "t", "--speed", "2", "--rate", "5"], "give either --speed or --rate"),
+        (["--to", "t", "--speed", "0"], "expected a positive factor, or max, got '0'"),
+        (["--to", "t", "--keep-reply", "--reply-to", "u"], "give either --keep-reply"),
+        (["--dry-run", "--checkpoint", "c"], "--checkpoint goes with"),
+        (["--dry-run", "--topic", "t"], "give either --topic or --file"),
+        (["--dry-run", "--from", "yesterday"], "expected epoch milliseconds or an ISO time"),
+        (["--dry-run", "--from-offset", "a:b"], "expected OFFSET or PARTITION:OFFSET"),
+        (["--dry-run", "--header", "a"], "expected NAME=VALUE"),
+        (["--dry-run", "--key-regex", "("], "expected a regular expression"),
+        (["--dry-run", "--trace-id", "1"], "expected 32 hexadecimal digits"),
+        (["--to", "t"], "to write to a topic, a broker is needed"),
+    ],
+)
+def test_wrong_usage_is_refused(call: Call, capture: str, arguments: list[str], said: str) -> None:
+    """With what was expected, before anything is read."""
+    result = call("replay", "--file", capture, *arguments)
+    assert result.exit_code == Exit.USAGE
+    assert said in " ".join(result.stderr.split())
+
+
+def test_a_topic_needs_a_broker(call: Call) -> None:
+    """The embedded log has no past to be replayed."""
+    result = call("replay", "--dry-run")
+    assert result.exit_code == Exit.USAGE
+    assert "to read a topic, a broker is needed" in result.stderr
+
+
+def test_a_foreign_file_is_one_line(call: Call, tmp_path: Path) -> None:
+    """What is no capture file is refused by name."""
+    path = tmp_path / "file"
+    path.write_text("hello")
+    result = call("replay", "--file", str(path), "--dry-run")
+    assert result.exit_code == Exit.USAGE
+    assert result.stderr == f"headrace: {path}: expected a capture file, got something else\n"
+
+
+def test_a_damaged_file_fails(call: Call, capture: str) -> None:
+    """Exit code 1, and the place of the damage."""
+    path = Path(capture)
+    content = bytearray(path.read_bytes())
+    content[300] ^= 1
+    path.write_bytes(content)
+    result = call("replay", "--file", capture, "--dry-run")
+    assert result.exit_code == Exit.FAILED
+    assert "expected CRC-32" in result.stderr
