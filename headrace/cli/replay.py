@@ -65,7 +65,8 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str | None) -> flo
 
 @click.command(
     cls=ReplayCommand,
-    epilog="With --compare: compare two models over what was recorded; see --compare --help.",
+    epilog="With --compare: compare two models over what was recorded; see --compare --help. "
+    "With --simulate: what other limits would make of it; see --simulate --help.",
 )
 @selection_options
 @click.option("--to", "to", metavar="TOPIC", help="Into this topic.")

@@ -7,7 +7,10 @@ from typing import Any
 
 import click
 
-MODES = {"--compare": "headrace.cli.replay_compare"}
+MODES = {
+    "--compare": "headrace.cli.replay_compare",
+    "--simulate": "headrace.cli.replay_simulate",
+}
 """Each flag, and the module that has its command as `command`."""
 
 

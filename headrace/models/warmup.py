@@ -42,6 +42,16 @@ def warm_up(
     return ""
 
 
+def sized_inputs(signature: Signature, config: ModelConfig, directory: Path, rows: int) -> Inputs:
+    """The first sample, or what is made up in its place, with so many rows.
+
+    Raises:
+        ConfigurationError: the sample does not fit the signature.
+    """
+    _, sample = next(_samples(signature, config, directory / "warmup"))
+    return _repeat(sample, rows) if signature.batched else sample
+
+
 def _sizes(sample: Inputs, signature: Signature, config: ModelConfig) -> Iterator[int]:
     """Powers of two, and the limit itself."""
     limit = 1

@@ -1,0 +1,281 @@
+"""`headrace replay --simulate`: what other limits, rates and instances would make of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from headrace.cli.event_loop import run
+from headrace.cli.selection_options import chosen_source, require_broker, selection_options
+from headrace.cli.settings import pass_settings
+from headrace.cli.simulation_table import HEADINGS, cells, curve, table
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.log.opening import open_log
+from headrace.log.port import Log
+from headrace.models.version import ModelVersion
+from headrace.replay.arrivals import read_arrivals
+from headrace.replay.events import Limits, Policy
+from headrace.replay.jobs import Source
+from headrace.replay.measuring import measure
+from headrace.replay.opening import open_recording
+from headrace.replay.present import latest_models, only, resolved, served_now
+from headrace.replay.selection import Selection
+from headrace.replay.service_times import ServiceTime, learn, parse_service_time
+from headrace.replay.simulate import Outcome, Scenario, scenarios, simulate
+from headrace.replay.simulation_report import report
+from headrace.services.batcher.forming import Forming
+
+T = TypeVar("T", int, float)
+
+
+class SimulationJob(NamedTuple):
+    """What to simulate.
+
+    Attributes:
+        models: the repository whose limits are the present ones, and whose models are measured
+            where nothing else says how long batches take; None for the settings'.
+        service_times: by model, or under "" for all others.
+        answers: a topic, or a capture file.
+        asked: the scenarios.
+    """
+
+    source: Source
+    models: Path | None
+    service_times: Mapping[str, ServiceTime]
+    answers: str | Path | None
+    overhead_us: float
+    asked: Sequence[Scenario]
+
+
+class Simulated(NamedTuple):
+    """What came of it.
+
+    Attributes:
+        times: S(b) of each model that arrived.
+        notices: what was left out, for people.
+    """
+
+    source: str
+    times: Mapping[str, ServiceTime]
+    outcomes: Sequence[Outcome]
+    notices: Sequence[str]
+
+
+def _each(
+    of: Callable[[str], T], low: float, *, exclusive: bool = False
+) -> Callable[[click.Context, click.Parameter, str | None], tuple[T, ...]]:
+    """Parse numbers with commas between them."""
+
+    def parse(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[T, ...]:
+        try:
+            numbers = tuple(of(part) for part in text.split(",")) if text else ()
+        except ValueError:
+            message = f"expected numbers as 1,2,4, got {text!r}"
+            raise click.BadParameter(message, ctx, param) from None
+        for number in numbers:
+            if not math.isfinite(number) or number < low or (exclusive and number == low):
+                bound = f"above {low:g}" if exclusive else f"of at least {low:g}"
+                raise click.BadParameter(f"expected numbers {bound}, got {number}", ctx, param)
+        return numbers
+
+    return parse
+
+
+def _given_times(
+    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, ServiceTime]:
+    try:
+        return dict(parse_service_time(text) for text in texts)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+@click.command()
+@selection_options
+@click.option(
+    "--service-time",
+    "service_times",
+    multiple=True,
+    callback=_given_times,
+    metavar="[MODEL=]T0+A",
+    help="A batch of b rows takes T0 + A b microseconds.",
+)
+@click.option(
+    "--answers", metavar="TOPIC", help="Learn how long batches take from answers on this topic."
+)
+@click.option(
+    "--answers-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="... in this capture file.",
+)
+@click.option(
+    "--models",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Take the limits of these models, and measure those of which nothing else is known.",
+)
+@click.option(
+    "--overhead-us",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="US",
+    help="What a batch costs its instance besides the model's run.",
+)
+@click.option(
+    "--rate-factor",
+    "rate_factors",
+    callback=_each(float, 0, exclusive=True),
+    metavar="K,...",
+    help="At so many times the rate.",
+)
+@click.option(
+    "--instances",
+    callback=_each(int, 1),
+    metavar="N,...",
+    help="With so many instances of each model.",
+)
+@click.option(
+    "--max-batch-size",
+    "max_batch_sizes",
+    callback=_each(int, 1),
+    metavar="B,...",
+    help="With these limits of rows in a batch.",
+)
+@click.option(
+    "--max-queue-delay-ms",
+    "max_queue_delays_ms",
+    callback=_each(float, 0),
+    metavar="MS,...",
+    help="With these delays.",
+)
+@click.option(
+    "--report",
+    "report_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.html",
+    help="Write a page with plots.",
+)
+@click.option("--json", "in_json", is_flag=True, help="Write JSON.")
+@pass_settings
+def command(
+    settings: Settings,
+    /,
+    *,
+    service_times: dict[str, ServiceTime],
+    answers: str | None,
+    answers_file: Path | None,
+    models: Path | None,
+    overhead_us: float,
+    rate_factors: tuple[float, ...],
+    instances: tuple[int, ...],
+    max_batch_sizes: tuple[int, ...],
+    max_queue_delays_ms: tuple[float, ...],
+    report_file: Path | None,
+    in_json: bool,
+    **chosen: Any,
+) -> None:
+    """Say what latency, batches and missed deadlines would be with other limits, at other rates
+    or with more instances, without running a model: the batcher's own rules on recorded arrivals,
+    in simulated time.
+
+    How long a batch takes is given (--service-time), learned from recorded answers (--answers),
+    or measured (--models), in this order. Every combination of the options is a scenario.
+    """
+    if answers is not None and answers_file is not None:
+        raise click.UsageError("give either --answers or --answers-file")
+    if answers is not None:
+        require_broker(settings, "to read a topic")
+    recorded = answers_file or answers
+    if not service_times and recorded is None and models is None:
+        raise click.UsageError(
+            "give --service-time, --answers, --answers-file or --models: how long do batches take?"
+        )
+    job = SimulationJob(
+        chosen_source(settings, chosen),
+        models,
+        service_times,
+        recorded,
+        overhead_us,
+        scenarios(rate_factors, instances, max_batch_sizes, max_queue_delays_ms),
+    )
+    _tell(run(simulated(settings, job)), report_file, in_json)
+
+
+def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
+    for notice in found.notices:
+        click.echo(f"headrace: {notice}", err=True)
+    rows = [cells(each) for each in found.outcomes]
+    if report_file is not None:
+        page = report(found.source, found.outcomes, found.times, (HEADINGS, rows))
+        report_file.write_text(page, encoding="utf-8")
+    if in_json:
+        fields = {
+            "source": found.source,
+            "service_times": {name: curve(each) for name, each in found.times.items()},
+            "outcomes": [each.as_json() for each in found.outcomes],
+        }
+        click.echo(json.dumps(fields, indent=2))
+        return
+    for name, service_time in sorted(found.times.items()):
+        click.echo(f"S(b) of {name}: {service_time}")
+    for line in table(rows):
+        click.echo(line)
+
+
+async def simulated(settings: Settings, job: SimulationJob) -> Simulated:
+    """Read the recordings, find the service times, run every scenario.
+
+    Raises:
+        ConfigurationError: there is nothing to simulate, or no service time for any of it.
+    """
+    async with open_log(settings) as log:
+        async with open_recording(log, job.source.origin, job.source.selection) as recording:
+            recorded = await read_arrivals(recording, settings.limits.default_timeout_ms)
+            notices = [recording.notice] if recording.notice else []
+            name = recording.name
+        models = latest_models(settings, job.models)
+        arrivals = resolved(recorded.arrivals, models)
+        times = await _times(log, job, {kind.model for kind in arrivals.kinds}, models)
+    if recorded.left_out:
+        notices.append(f"{recorded.left_out} records are no requests, and are left out")
+    arrivals, others = only(arrivals, times)
+    for model, count in sorted(others.items()):
+        notices.append(f"{count} requests of {model} left out: its service time is not known")
+    if not len(arrivals.at_us):
+        raise ConfigurationError(
+            f"{name}: expected requests of models whose service time is known, got none; "
+            "see --service-time, --answers and --models"
+        )
+    served = served_now(settings, arrivals, times, models)
+    outcomes = [simulate(arrivals, served, each, _policy) for each in job.asked]
+    source = f"{len(arrivals.at_us)} requests of {name}"
+    return Simulated(source, times, outcomes, notices)
+
+
+def _policy(limits: Callable[[str, str], Limits]) -> Policy:
+    return Forming(limits, "simulated")
+
+
+async def _times(
+    log: Log, job: SimulationJob, wanted: set[str], models: Mapping[str, ModelVersion]
+) -> dict[str, ServiceTime]:
+    """Given, else learned, else measured."""
+    given = job.service_times
+    times = {model: given[model] for model in wanted & given.keys()}
+    if "" in given:
+        times |= dict.fromkeys(wanted - times.keys(), given[""])
+    if job.answers is not None and wanted - times.keys():
+        async with open_recording(log, job.answers, Selection()) as answers:
+            learned = await learn(answers)
+        times |= {model: learned[model] for model in (wanted & learned.keys()) - times.keys()}
+    if job.models is not None:
+        for model in sorted((wanted & models.keys()) - times.keys()):
+            times[model] = measure(models[model])
+    return {model: each.later(job.overhead_us) for model, each in times.items()}

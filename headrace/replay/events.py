@@ -1,0 +1,228 @@
+"""A pipeline's batcher and executors in simulated time: the discrete-event core.
+
+The batching policy is the real one, handed in: it is asked for batches as executor instances ask
+for them, with a clock that jumps from one event to the next. Nothing is run; a batch of b rows
+keeps its instance for S(b) microseconds. What stands around the two is not simulated: reading,
+decoding, encoding and the log take no time, and instances do not share a processor.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.messages import Batch, Envelope, Request
+
+ModelKey = tuple[str, str]
+"""A model's name and version."""
+
+NO_TIMEOUT = -1
+EXPIRED = -1
+"""In the place of a latency: the deadline passed while the request waited."""
+
+
+class Limits(NamedTuple):
+    """What batches of a model are allowed, by the names of `model.toml`."""
+
+    max_batch_size: int
+    max_batch_bytes: int
+    max_queue_delay_ms: float
+
+
+class Policy(Protocol):
+    """The batcher's rules; `headrace.services.batcher.forming.Forming` has these."""
+
+    ended: list[Request]
+
+    def __len__(self) -> int: ...
+    def add(self, request: Request) -> None: ...
+    def next(self, key: ModelKey | None, now_us: int) -> Batch | None: ...
+    def next_event_us(self, now_us: int) -> int | None: ...
+
+
+class Kind(NamedTuple):
+    """What decides who may share a batch."""
+
+    model: str
+    version: str
+    shape_class: tuple[int, ...]
+
+    @property
+    def key(self) -> ModelKey:
+        return self.model, self.version
+
+
+class Arrivals(NamedTuple):
+    """Requests that arrive: one element of each array for each of them.
+
+    Attributes:
+        at_us: epoch microseconds, ascending.
+        rows: of each request.
+        size_bytes: of its inputs.
+        timeout_us: from its arrival to its deadline; `NO_TIMEOUT` for none.
+        kind: its place in `kinds`.
+    """
+
+    at_us: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    size_bytes: NDArray[np.int64]
+    timeout_us: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    kinds: tuple[Kind, ...]
+
+    def faster(self, factor: float) -> Arrivals:
+        """The same at `factor` times the rate: gaps are shorter, timeouts are not."""
+        if not len(self.at_us):
+            return self
+        start_us = int(self.at_us[0])
+        gaps_us = (self.at_us - start_us) / factor
+        return self._replace(at_us=start_us + np.rint(gaps_us).astype(np.int64))
+
+
+class Farm(NamedTuple):
+    """Who computes.
+
+    Attributes:
+        instances: of each model's version that arrives.
+        service_us: how long a batch of some rows of a model takes.
+    """
+
+    instances: Mapping[ModelKey, int]
+    service_us: Callable[[str, int], int]
+
+
+@dataclass(slots=True)
+class Observed:
+    """What a simulation has seen.
+
+    Attributes:
+        latency_us: of each arrival, from then until its batch was done; `EXPIRED` for some.
+        late: how many were done, but after their deadlines.
+        reasons: how many batches closed for which reason.
+        batch_rows: how many batches had how many rows.
+        busy_us: of all instances of a model's version together.
+        end_us: when the last one was done.
+    """
+
+    latency_us: NDArray[np.int64]
+    late: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    batch_rows: Counter[int] = field(default_factory=Counter)
+    busy_us: Counter[ModelKey] = field(default_factory=Counter)
+    end_us: int = 0
+
+
+class _Done(NamedTuple):
+    """A batch's end; `order` keeps batches from being compared."""
+
+    at_us: int
+    order: int
+    batch: Batch
+
+
+class _Receipt:
+    """Nothing is owed to a log, and no partition is ever revoked."""
+
+    void = False
+
+    def settle(self) -> None: ...
+
+
+_RECEIPT = _Receipt()
+
+
+class Simulation:
+    """One run; `run` makes it.
+
+    Args:
+        arrivals: who comes when.
+        policy: a new one.
+        farm: has instances for every kind of arrival.
+    """
+
+    def __init__(self, arrivals: Arrivals, policy: Policy, farm: Farm) -> None:
+        self._arrivals = arrivals
+        self._policy = policy
+        self._farm = farm
+        self._free = dict(farm.instances)
+        self._running: list[_Done] = []
+        self._order = count()
+        self._envelopes = [Envelope(model=one.model, version=one.version) for one in arrivals.kinds]
+        # Plain integers: an array's elements cost more each time than these do once.
+        self._columns = list(zip(*(column.tolist() for column in arrivals[:5]), strict=True))
+        self._next = 0
+        self._seen = Observed(np.full(len(self._columns), EXPIRED, np.int64))
+
+    def run(self) -> Observed:
+        """From the first arrival until the last batch is done."""
+        now_us = 0
+        while (event_us := self._next_event_us(now_us)) is not None:
+            now_us = event_us
+            self._complete(now_us)
+            self._arrive(now_us)
+            self._pull(now_us)
+            self._policy.ended.clear()  # their latency stays `EXPIRED`
+        return self._seen
+
+    def _next_event_us(self, now_us: int) -> int | None:
+        times = [self._running[0].at_us] if self._running else []
+        if any(self._free.values()):
+            if self._next < len(self._columns):
+                times.append(self._columns[self._next][0])
+            if self._policy and (due_us := self._policy.next_event_us(now_us)) is not None:
+                times.append(due_us)
+        # While every instance is busy an arrival changes nothing: it is taken in afterwards.
+        return min(times, default=None)
+
+    def _complete(self, now_us: int) -> None:
+        while self._running and self._running[0].at_us <= now_us:
+            done = heapq.heappop(self._running)
+            self._free[done.batch.model, done.batch.version] += 1
+            self._seen.end_us = done.at_us
+            for request in done.batch.requests:
+                self._seen.latency_us[request.offset] = done.at_us - request.ingested_us
+                deadline_ms = request.envelope.deadline_ms
+                if deadline_ms and done.at_us >= deadline_ms * 1000:
+                    self._seen.late += 1
+
+    def _arrive(self, now_us: int) -> None:
+        columns, first = self._columns, self._next
+        while self._next < len(columns) and columns[self._next][0] <= now_us:
+            self._next += 1
+        for place in range(first, self._next):
+            self._policy.add(self._request(place))
+
+    def _request(self, place: int) -> Request:
+        at_us, rows, size_bytes, timeout_us, number = self._columns[place]
+        kind, envelope = self._arrivals.kinds[number], self._envelopes[number]
+        if timeout_us != NO_TIMEOUT:
+            envelope = envelope._replace(deadline_ms=max((at_us + timeout_us) // 1000, 1))
+        request = Request(_RECEIPT, (0, place, place - 1, at_us // 1000), None, None, (), envelope)
+        request.ingested_us = at_us
+        request.rows, request.size_bytes = rows, size_bytes
+        request.shape_class = kind.shape_class
+        return request
+
+    def _pull(self, now_us: int) -> None:
+        """Every free instance asks for a batch, as long as it gets one."""
+        for key in self._free:
+            while self._free[key] and self._policy:
+                batch = self._policy.next(key, now_us)
+                if batch is None:
+                    break
+                self._free[key] -= 1
+                self._start(key, batch, now_us)
+
+    def _start(self, key: ModelKey, batch: Batch, now_us: int) -> None:
+        service_us = self._farm.service_us(batch.model, batch.rows)
+        heapq.heappush(self._running, _Done(now_us + service_us, next(self._order), batch))
+        self._seen.reasons[batch.reason] += 1
+        self._seen.batch_rows[batch.rows] += 1
+        self._seen.busy_us[key] += service_us
