@@ -22,6 +22,7 @@ COMMANDS = {
     "models": "List, describe or check the models in the repository.",
     "dlq": "List, show, send again and export dead letters.",
     "replay": "Send recorded requests again, count or save them.",
+    "top": "Show what running processes do: rates, waits, batches, errors.",
     "doctor": "Find what is wrong, and say how to mend it.",
 }
 """Each command and its line of help; the module of the same name has it as `command`."""

@@ -58,10 +58,11 @@ class Page:
         self.complaints: list[str] = []
 
     async def open(self, url: str) -> Self:
-        """Go to an address."""
+        """Go to an address, and wait until the page is there."""
         for domain in ("Page", "Runtime", "Log"):
             await self._call(f"{domain}.enable")
         await self._call("Page.navigate", url=url)
+        await self.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'")
         return self
 
     async def evaluate(self, expression: str) -> Any:

@@ -1,0 +1,247 @@
+"""Two looks at a process make its figures: rates, means and what stands now. Pure.
+
+Names end with their unit: `_per_s`, `_s` (a duration), `_bytes`; the others are counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from headrace.cli.top_status import Model, Source, Status
+
+Figures = dict[str, float | None]
+"""None stands for what is not known: nothing happened between the looks, or nobody knows it."""
+
+OUTCOMES = ("ok", "expired", "refused", "failed")
+
+
+class ModelFigures(Struct):
+    """One version of a model; figures are those of all versions of its name."""
+
+    name: str
+    version: str
+    state: str
+    remarks: list[str]
+    figures: Figures
+
+
+class SourceFigures(Struct):
+    """One topic that is read."""
+
+    topic: str
+    remarks: list[str]
+    figures: Figures
+
+
+class ProcessFigures(Struct):
+    """One process.
+
+    Attributes:
+        fault: why nothing is known of it; empty when it answered.
+        condition: its phase, with the reason when it is not live or not ready.
+        stages: figures of the stages that it has.
+        closed: how many batches closed for which reason, of one.
+        last_errors: as `/status` has them, newest last.
+    """
+
+    url: str
+    fault: str = ""
+    version: str = ""
+    condition: str = ""
+    figures: Figures = {}
+    stages: dict[str, Figures] = {}
+    closed: dict[str, float] = {}
+    models: list[ModelFigures] = []
+    sources: list[SourceFigures] = []
+    last_errors: list[dict[str, Any]] = []
+
+
+class Change:
+    """What happened between two looks at one process; nothing is known of the first look alone,
+    nor across a restart.
+    """
+
+    def __init__(self, earlier: Status | None, later: Status) -> None:
+        if earlier is None or earlier.started_at != later.started_at:
+            earlier = None
+        self._elapsed_s = later.uptime_s - earlier.uptime_s if earlier else 0.0
+        self._before = counters(earlier) if earlier else Counter[str]()
+        self._after = counters(later)
+        # Where reading stood: only for assignments that both looks have seen.
+        self._read_before = positions(earlier) if earlier else {}
+        self._read_after = positions(later)
+
+    def by(self, name: str) -> float:
+        """How much a counter has grown."""
+        return self._after[name] - self._before[name]
+
+    def rate(self, name: str) -> float | None:
+        """How much a counter has grown per second."""
+        return self.by(name) / self._elapsed_s if self._elapsed_s > 0 else None
+
+    def ratio(self, above: str, below: str) -> float | None:
+        """Growth of one counter for each growth of another."""
+        if self._elapsed_s <= 0 or self.by(below) <= 0:
+            return None
+        return self.by(above) / self.by(below)
+
+    def mean_s(self, name: str) -> float | None:
+        """The mean of a duration between the looks."""
+        return self.ratio(f"{name} seconds", f"{name} count")
+
+    def read_per_s(self, topic: str) -> float | None:
+        """Offsets of a topic that were read per second."""
+        kept = [key for key in self._read_after if key[0] == topic and key in self._read_before]
+        if self._elapsed_s <= 0 or not kept:
+            return None
+        moved = sum(self._read_after[key] - self._read_before[key] for key in kept)
+        return moved / self._elapsed_s
+
+
+def counters(status: Status) -> Counter[str]:
+    """All totals as one flat mapping, summed over what is not asked for."""
+    found: Counter[str] = Counter()
+    totals = status.totals
+    for request in totals.requests:
+        found[request.outcome] += request.count
+        found["answers"] += request.count
+        found[f"answers {request.model}"] += request.count
+    for batch in totals.batches:
+        found["batches"] += batch.count
+        found[f"closed {batch.reason}"] += batch.count
+    for row in totals.rows:
+        found["rows"] += row.count
+        found[f"rows {row.model}"] += row.count
+    seconds: dict[str, float] = {}
+    for name, times in totals.times.items():
+        for each in times:
+            for key in (name, f"{name} {each.model}"):
+                found[f"{key} count"] += each.count
+                seconds[f"{key} seconds"] = seconds.get(f"{key} seconds", 0.0) + each.seconds
+    found.update(seconds)
+    return found
+
+
+def positions(status: Status) -> dict[tuple[str, int, int], int]:
+    """The offset that is read next, for each assignment: topic, partition and epoch."""
+    return {
+        (source.topic, each.partition, each.epoch): each.base + each.span_records
+        for source in status.sources
+        for each in source.partitions
+        if each.topic == source.topic
+    }
+
+
+def figures_of(url: str, earlier: Status | None, later: Status) -> ProcessFigures:
+    """What is shown of a process, from the last look and the one before it."""
+    change = Change(earlier, later)
+    stages = _stage_figures(change, later)
+    reason = later.live.reason or later.ready.reason
+    return ProcessFigures(
+        url=url,
+        version=later.version,
+        condition=f"{_condition(later)}: {reason}" if reason else _condition(later),
+        figures={"uptime_s": later.uptime_s, "event_loop_lag_s": later.event_loop_lag_s},
+        stages={stage: stages[stage] for stage in later.stages if stage in stages},
+        closed=_closed(change, later),
+        models=[_model_figures(change, model) for model in later.models],
+        sources=[_source_figures(change, source) for source in later.sources],
+        last_errors=later.last_errors,
+    )
+
+
+def _condition(status: Status) -> str:
+    if not status.live.live:
+        return f"{status.phase}, stuck"
+    return "not ready" if status.phase == "ready" and not status.ready.ready else status.phase
+
+
+def _stage_figures(change: Change, status: Status) -> Mapping[str, Figures]:
+    first = status.sources[0] if status.sources else None
+    waiting = status.waiting
+    ages_s = [source.commit.age_s for source in status.sources if source.commit.commits]
+    return {
+        "ingest": {
+            "read_per_s": change.read_per_s(first.topic) if first else None,
+            "log_wait_s": change.mean_s("log_wait"),
+            "backlog": first.backlog_records if first else None,
+            "oldest_age_s": first.oldest_age_s if first else None,
+            "time_to_drain_s": first.time_to_drain_s if first else None,
+        },
+        "batcher": {
+            "batches_per_s": change.rate("batches"),
+            "queue_wait_s": change.mean_s("queue_wait"),
+            "waiting": waiting.requests if waiting else None,
+            "nearest_deadline_s": waiting.deadline_slack_s if waiting else None,
+        },
+        "executor": {
+            "rows_per_s": change.rate("rows"),
+            "runs_per_s": change.rate("compute_duration count"),
+            "rows_of_a_run": change.ratio("rows", "compute_duration count"),
+            "batch_wait_s": change.mean_s("batch_wait"),
+            "copies_s": change.mean_s("copy_duration"),
+            "run_s": change.mean_s("compute_duration"),
+        },
+        "responder": {
+            "answers_per_s": change.rate("answers"),
+            **{f"{outcome}_per_s": change.rate(outcome) for outcome in OUTCOMES[1:]},
+            "end_to_end_s": change.mean_s("request_duration"),
+            "answer_s": change.mean_s("answer_duration"),
+            "commit_age_s": max(ages_s, default=None),
+        },
+    }
+
+
+def _closed(change: Change, status: Status) -> dict[str, float]:
+    reasons = sorted({batch.reason for batch in status.totals.batches})
+    shares = {reason: change.ratio(f"closed {reason}", "batches") for reason in reasons}
+    return {reason: share for reason, share in shares.items() if share}
+
+
+def _model_figures(change: Change, model: Model) -> ModelFigures:
+    off = f"batching off: {model.batching_off}" if model.batching_off else ""
+    return ModelFigures(
+        name=model.name,
+        version=model.version,
+        state=model.state,
+        remarks=[remark for remark in (model.reason, off) if remark],
+        figures={
+            "answers_per_s": change.rate(f"answers {model.name}"),
+            "rows_per_s": change.rate(f"rows {model.name}"),
+            "rows_of_a_run": change.ratio(
+                f"rows {model.name}", f"compute_duration {model.name} count"
+            ),
+            "run_s": change.mean_s(f"compute_duration {model.name}"),
+            "largest_batch": model.max_batch_size,
+        },
+    )
+
+
+def _source_figures(change: Change, source: Source) -> SourceFigures:
+    commit = source.commit
+    remarks = [
+        f"paused: {source.paused}" if source.paused else "",
+        f"{commit.failures} commits failed, at last: {commit.last_failure}"
+        if commit.failures
+        else "",
+        "" if commit.commits else "does not commit",
+    ]
+    return SourceFigures(
+        topic=source.topic,
+        remarks=[remark for remark in remarks if remark],
+        figures={
+            "read_per_s": change.read_per_s(source.topic),
+            "in_flight": source.in_flight_records,
+            "in_flight_bytes": source.in_flight_bytes,
+            "limit_bytes": source.limit_bytes,
+            "backlog": source.backlog_records,
+            "throughput_per_s": source.throughput_per_s,
+            "time_to_drain_s": source.time_to_drain_s,
+            "commit_age_s": commit.age_s if commit.commits else None,
+            "last_contact_s": source.last_contact_s,
+        },
+    )

@@ -1,0 +1,181 @@
+"""How `headrace top` shows processes: tables of text, for rich and for plain lines alike. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.cli.top_figures import Figures, ProcessFigures
+
+NONE = "–"
+MAX_ERRORS = 5
+_UNITS = ("_per_s", "_bytes", "_s")
+
+
+class Table(NamedTuple):
+    """A table; `numeric` are the columns that are set to the right."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    numeric: frozenset[int] = frozenset()
+
+
+def number(value: float) -> str:
+    """Three digits or so, with separators."""
+    if float(value).is_integer() or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds, in the unit that suits them."""
+    size = abs(seconds)
+    for limit, unit, factor in ((0.001, "µs", 1e6), (1, "ms", 1e3), (120, "s", 1)):
+        if 0 < size < limit:
+            return f"{number(seconds * factor)} {unit}"
+    if size < 120:
+        return number(seconds)
+    return f"{number(seconds / 60)} min" if size < 7200 else f"{number(seconds / 3600)} h"
+
+
+def size(value: float) -> str:
+    """Bytes, in binary units."""
+    exponent = min(int(math.log(value, 1024)), 4) if value >= 1 else 0
+    return f"{number(value / 1024**exponent)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
+
+
+def shown(name: str, value: float | None) -> str:
+    """A figure as text, by the unit at the end of its name."""
+    if value is None:
+        return NONE
+    if name.endswith("_per_s"):
+        return f"{number(value)}/s"
+    if name.endswith("_bytes"):
+        return size(value)
+    return duration(value) if name.endswith("_s") else number(value)
+
+
+def label(name: str) -> str:
+    """A figure's name for people: without its unit."""
+    unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
+    return name.removesuffix(unit).replace("_", " ")
+
+
+def tables(processes: Sequence[ProcessFigures]) -> list[Table]:
+    """Everything as printable text, the empty tables left out."""
+    parts = (_processes(processes), *_stages(processes), _models(processes))
+    return [
+        table._replace(rows=[tuple(map(printable, row)) for row in table.rows])
+        for table in (*parts, _sources(processes), _errors(processes))
+        if table.rows
+    ]
+
+
+def _processes(processes: Sequence[ProcessFigures]) -> Table:
+    rows = [
+        (each.url, each.fault, "", "", "", "")
+        if each.fault
+        else (
+            each.url,
+            each.condition,
+            each.version,
+            ", ".join(each.stages),
+            *(shown(name, each.figures[name]) for name in ("uptime_s", "event_loop_lag_s")),
+        )
+        for each in processes
+    ]
+    heads = ("process", "state", "version", "stages", "up for", "loop late by")
+    return Table("headrace top", heads, rows, frozenset({4, 5}))
+
+
+def _stages(processes: Sequence[ProcessFigures]) -> list[Table]:
+    """One table for each stage, a row for each process that has it."""
+    found: dict[str, list[tuple[str, Figures]]] = {}
+    closed: dict[str, str] = {}
+    for each in processes:
+        for stage, figures in each.stages.items():
+            found.setdefault(stage, []).append((each.url, figures))
+        closed[each.url] = ", ".join(f"{why} {part:.0%}" for why, part in each.closed.items())
+    made = []
+    for stage, entries in found.items():
+        names = list(entries[0][1])
+        rows = [(url, *(shown(name, each[name]) for name in names)) for url, each in entries]
+        heads = ("process", *map(label, names))
+        if stage == "batcher":
+            heads = (*heads, "closed")
+            rows = [(*row, closed[row[0]]) for row in rows]
+        made.append(Table(stage, heads, rows, frozenset(range(1, len(names) + 1))))
+    return made
+
+
+def _models(processes: Sequence[ProcessFigures]) -> Table:
+    names = ("answers_per_s", "rows_per_s", "rows_of_a_run", "run_s", "largest_batch")
+    rows = [
+        (
+            each.url,
+            f"{model.name}/{model.version}",
+            model.state,
+            *(shown(name, model.figures[name]) for name in names),
+            "; ".join(model.remarks),
+        )
+        for each in processes
+        for model in each.models
+    ]
+    heads = ("process", "model", "state", *map(label, names), "remarks")
+    return Table("models", heads, rows, frozenset(range(3, 8)))
+
+
+def _sources(processes: Sequence[ProcessFigures]) -> Table:
+    names = ("read_per_s", "in_flight", "backlog", "throughput_per_s", "time_to_drain_s")
+    rows = [
+        (
+            each.url,
+            source.topic,
+            *(shown(name, source.figures[name]) for name in names),
+            " of ".join(
+                shown(name, source.figures[name]) for name in ("in_flight_bytes", "limit_bytes")
+            ),
+            shown("commit_age_s", source.figures["commit_age_s"]),
+            "; ".join(source.remarks),
+        )
+        for each in processes
+        for source in each.sources
+    ]
+    heads = ("process", "topic", *map(label, names), "budget", "commit age", "remarks")
+    return Table("reading", heads, rows, frozenset(range(2, 9)))
+
+
+def _errors(processes: Sequence[ProcessFigures]) -> Table:
+    newest = sorted(
+        ((each.url, error) for each in processes for error in each.last_errors),
+        key=lambda entry: str(entry[1].get("time", "")),
+        reverse=True,
+    )
+    told = ("time", "level", "event", "reason", "trace_id")
+    rows = [
+        (url, *(str(error.get(name) or "") for name in told)) for url, error in newest[:MAX_ERRORS]
+    ]
+    return Table("last errors", ("process", "time", "level", "event", "reason", "trace"), rows)
+
+
+def printable(text: str) -> str:
+    """Text of others: an escape sequence in it could rule the terminal."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
+def lines(shown_tables: Sequence[Table]) -> list[str]:
+    """The tables as plain lines of text."""
+    made: list[str] = []
+    for table in shown_tables:
+        grid = [table.heads, *table.rows]
+        widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+        made += ["", table.title] if made else [table.title]
+        for row in grid:
+            cells = (
+                cell.rjust(width) if column in table.numeric else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            made.append(f"  {'  '.join(cells)}".rstrip())
+    return made

@@ -1,0 +1,257 @@
+"""The page at `/` and `headrace top`, on pipelines that answer requests."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import re
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import structlog
+from aiohttp import ClientSession
+from prometheus_client import CollectorRegistry
+
+from headrace.cli.top_figures import figures_of
+from headrace.cli.top_status import Status
+from headrace.client import Client, InferenceError
+from headrace.config import Settings
+from headrace.log.memory import MemoryLog
+from headrace.pipeline import Pipeline, running
+from headrace.telemetry.http import HttpServer
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.logs import configure_logging
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.page import load_page
+from headrace.topics import STAGES, Stage
+from tests.support.browser import browsing
+from tests.support.command_line import Call
+from tests.support.pipelines import Caller, log_for, settings_of
+from tests.support.python_models import add_python_model
+from tests.support.spans import tracing_spans
+
+HOST = "127.0.0.1"
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+MESSAGE = "<b onmouseover=alert(1)>not bold</b>"
+CHUNK = 20
+WAIT = r"/wait for a batch\s+[\d.,]+ (µs|ms)/"
+
+# What the script calls the parts of an answer.
+NAMES = {
+    "status": (),
+    "totals": ("totals",),
+    "request": ("totals", "requests", 0),
+    "batch": ("totals", "batches", 0),
+    "row": ("totals", "rows", 0),
+    "time": ("totals", "times", "queue_wait", 0),
+    "source": ("sources", 0),
+    "requests": ("sources", 0),
+    "partition": ("sources", 0, "partitions", 0),
+    "commit": ("sources", 0, "commit"),
+    "activity": ("activities", 0),
+    "model": ("models", 0),
+    "error": ("last_errors", 0),
+}
+OF_JAVASCRIPT = {"filter", "find", "flatMap", "includes", "map", "replace", "toReversed"}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Models `digits`, and `model`, which fails whatever it is asked."""
+    add_python_model(tmp_path, f"raise ValueError({MESSAGE!r})")
+    return settings_of(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_in_a_process() -> Iterator[None]:
+    """The last errors come from the log."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    configure_logging("warning", io.StringIO())
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+@asynccontextmanager
+async def shown(
+    settings: Settings, log: MemoryLog, stages: Sequence[Stage] = STAGES
+) -> AsyncIterator[str]:
+    """A pipeline and its HTTP server; gives the server's address."""
+    with tracing_spans(settings) as (tracing, _):
+        instruments = Instruments(Metrics(CollectorRegistry()), tracing)
+        async with served(Pipeline(settings, log, stages, instruments=instruments)) as url:
+            yield url
+
+
+@asynccontextmanager
+async def served(pipeline: Pipeline) -> AsyncIterator[str]:
+    """The address of a pipeline's HTTP server, once it is ready."""
+    async with running(pipeline):
+        server = HttpServer(
+            (HOST, 0),
+            pipeline.health,
+            pipeline.models,
+            pipeline.metrics.registry,
+            pipeline.state.status,
+        )
+        async with server:
+            yield f"http://{HOST}:{server.port}"
+
+
+@asynccontextmanager
+async def load(settings: Settings, log: MemoryLog) -> AsyncIterator[None]:
+    """Requests without end for `digits`, and a traced one that fails."""
+    caller = Caller(settings, log)
+
+    async def chunk() -> None:
+        await caller.send(CHUNK)
+        await caller.all_answered()
+
+    async def send() -> None:
+        while True:
+            await chunk()
+
+    async with Client(log=log, settings=settings) as client:
+        with pytest.raises(InferenceError):
+            await client.infer(
+                "model",
+                {"x": np.ones((1, 1), np.float32)},
+                headers=[("traceparent", f"00-{TRACE_ID}-00f067aa0ba902b7-01".encode())],
+            )
+        await chunk()
+        sending = asyncio.create_task(send(), name="load")
+        try:
+            yield
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
+
+
+async def status_of(url: str) -> dict[str, Any]:
+    """An answer of `/status`."""
+    async with ClientSession(url) as session, session.get("/status") as answer:
+        return dict(await answer.json())
+
+
+async def test_page_reads_only_what_an_answer_has(settings: Settings) -> None:
+    """Every property that the script takes of `/status` is in the answer of a busy process."""
+    log = await log_for(settings)
+    async with shown(settings, log) as url, load(settings, log):
+        status = await status_of(url)
+    (script,) = re.findall(r"<script>(.*)</script>", load_page().body.decode(), flags=re.DOTALL)
+    read = set(re.findall(rf"(?<![\w.])({'|'.join(NAMES)})((?:\??\.\w+)+)", script))
+
+    assert len(read) > 60
+    assert [name + path for name, path in sorted(read) if not is_in(status, name, path)] == []
+
+
+def is_in(status: dict[str, Any], name: str, path: str) -> bool:
+    """Whether a part of the answer, by its name in the script, has a property of that path."""
+    value: Any = status
+    for step in NAMES[name]:
+        value = value[step]
+    for step in re.findall(r"\w+", path):
+        if step in OF_JAVASCRIPT:
+            return isinstance(value, list | str)
+        if not isinstance(value, dict) or step not in value:
+            return False
+        value = value[step]
+    return True
+
+
+@pytest.mark.slow
+async def test_browser_shows_rates_waits_and_errors(settings: Settings, tmp_path: Path) -> None:
+    """All four boxes get rates, the models their states, and a message stays text."""
+    log = await log_for(settings)
+    async with (
+        browsing(tmp_path / "profile") as page,
+        shown(settings, log) as url,
+        load(settings, log),
+    ):
+        await page.open(f"{url}/")
+        for stage in STAGES:
+            await page.wait_for(f"/[1-9]/.test({box(stage)}?.querySelector('.rate')?.innerText)")
+        await page.wait_for(f"{WAIT}.test({box('batcher')}.innerText)")
+        models = await page.evaluate("document.getElementById('models').innerText")
+        errors = await page.evaluate("document.getElementById('errors').innerText")
+
+    assert re.search(r"digits\s+1\s+ready", models)
+    assert MESSAGE in errors
+    assert TRACE_ID in errors
+    assert page.complaints == []
+
+
+@pytest.mark.slow
+async def test_browser_says_which_stages_are_elsewhere(settings: Settings, tmp_path: Path) -> None:
+    """A process with two stages shows the other two as not its own, and nothing breaks."""
+    log = await log_for(settings)
+    stages = (Stage.BATCHER, Stage.EXECUTOR)
+    async with browsing(tmp_path / "profile") as page, shown(settings, log, stages) as url:
+        await page.open(f"{url}/")
+        await page.wait_for(f"!!{box('executor')}?.querySelector('.rate')")
+        elsewhere = await page.evaluate(
+            "[...document.querySelectorAll('.elsewhere')].map((each) => each.dataset.stage)"
+        )
+
+    assert elsewhere == ["ingest", "responder"]
+    assert page.complaints == []
+
+
+@pytest.mark.slow
+async def test_browser_says_when_the_process_is_gone(settings: Settings, tmp_path: Path) -> None:
+    """Figures that are old are marked as such."""
+    log = await log_for(settings)
+    async with browsing(tmp_path / "profile") as page:
+        async with shown(settings, log) as url:
+            await page.open(f"{url}/")
+            await page.wait_for("document.getElementById('phase').innerText === 'ready'")
+        await page.wait_for("document.body.classList.contains('lost')")
+        said = await page.evaluate("document.getElementById('lost').innerText")
+
+    assert said.startswith("No answer from the process")
+
+
+def box(stage: str) -> str:
+    """JavaScript for the box of a stage."""
+    return f"document.querySelector('[data-stage={stage}]')"
+
+
+async def test_top_reads_what_a_process_answers(settings: Settings) -> None:
+    """Its types fit a real answer, and two looks give each stage a rate."""
+    log = await log_for(settings)
+    async with shown(settings, log) as url, load(settings, log):
+        before = await look(url)
+        caller = Caller(settings, log)
+        await caller.send(CHUNK)
+        await caller.all_answered()
+        figures = figures_of(url, before, await look(url))
+
+    rates = [next(iter(figures.stages[stage].values())) for stage in STAGES]
+    assert all(rate is not None and rate > 0 for rate in rates), figures.stages
+
+
+async def look(url: str) -> Status:
+    """One answer, as `top` reads it."""
+    return msgspec.convert(await status_of(url), Status)
+
+
+async def test_top_looks_once(settings: Settings, call: Call) -> None:
+    """One line of JSON for two processes; exit code 1, since one of them does not answer."""
+    log = await log_for(settings)
+    async with shown(settings, log) as url:
+        arguments = ("top", "--once", "--json", "--interval", "0.1", "--url", url)
+        ended = await asyncio.to_thread(call, *arguments, "--url", f"http://{HOST}:1")
+    there, gone = json.loads(ended.stdout)["processes"]
+
+    assert ended.exit_code == 1
+    assert (there["url"], there["condition"], list(there["stages"])) == (url, "ready", [*STAGES])
+    assert gone["fault"].startswith("no answer")
