@@ -1,0 +1,143 @@
+"""`headrace replay --simulate`: from a capture file to a table, JSON and a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgpack
+import pytest
+
+from headrace.log.port import Record
+from headrace.replay.capture import CaptureWriter
+from tests.support.command_line import Call
+from tests.support.models import add_version, digits
+from tests.support.recordings import recorded, request
+
+SIMULATE = ("replay", "--simulate", "--file", "requests.capture")
+
+
+def capture(path: Path, records: Sequence[Record]) -> None:
+    """Write a capture file."""
+    with CaptureWriter(path, "test") as writer:
+        writer.add(records)
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> None:
+    """A capture of 400 requests at 1,000 a second."""
+    records = [recorded(number) for number in range(400)]
+    capture(tmp_path / "requests.capture", records)
+
+
+def outcomes(output: str) -> list[dict[str, Any]]:
+    """Of `--json`."""
+    found: list[dict[str, Any]] = json.loads(output)["outcomes"]
+    return found
+
+
+def test_every_combination_is_a_scenario_and_the_present_comes_first(
+    call: Call, requests: None
+) -> None:
+    """Two rates and two limits; what is not asked for stays as it is."""
+    given = ("--service-time", "700+100", "--rate-factor", "1,4", "--max-batch-size", "2,32")
+    found = call(*SIMULATE, *given, "--json")
+
+    assert found.exit_code == 0, found.output
+    asked = [(each["rate_factor"], each["max_batch_size"]) for each in outcomes(found.output)]
+    assert asked == [(1, None), (1, 2), (1, 32), (4, 2), (4, 32)]
+    present, *_, narrow, wide = outcomes(found.output)
+    assert present["p99_ms"] == pytest.approx(0.8, abs=0.001)
+    assert narrow["load"] == pytest.approx(4 * 0.45, rel=0.01)
+    assert narrow["p99_ms"] > 50
+    assert wide["p99_ms"] < 5
+    assert wide["mean_batch"] > 4
+
+
+def test_the_table_has_a_line_for_each_scenario(call: Call, requests: None) -> None:
+    """With what was known of S(b) above it."""
+    found = call(*SIMULATE, "--service-time", "digits=700+100", "--instances", "1,2")
+
+    lines = found.output.splitlines()
+    assert lines[0] == "S(b) of digits: 700 + 100.0 b us"
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        *("scenario", "present", "1 instance", "2 instances")
+    ]
+
+
+def test_service_times_are_learned_from_answers(call: Call, requests: None, tmp_path: Path) -> None:
+    """Their medians for each batch size, and an overhead on top where one is given."""
+    answer = {"parameters": {"compute_us": 300, "batch_size": 1}, "model_name": "digits"}
+    answers = [recorded(number, value=msgpack.packb(answer)) for number in range(10)]
+    capture(tmp_path / "answers.capture", answers)
+    found = call(*SIMULATE, "--answers-file", "answers.capture", "--overhead-us", "50", "--json")
+
+    assert outcomes(found.output)[0]["p50_ms"] == pytest.approx(0.35)
+
+
+def test_models_are_measured_and_have_limits_of_their_own(
+    call: Call, requests: None, tmp_path: Path
+) -> None:
+    """Every size that was measured is told; the model's own delay is the present one."""
+    config = "max_batch_size = 4\nmax_queue_delay_ms = 1.5\n"
+    add_version(tmp_path / "models", "digits", 1, digits(), config)
+    found = call(*SIMULATE, "--models", "models", "--json")
+
+    points = json.loads(found.output)["service_times"]["digits"]["points"]
+    assert [each["rows"] for each in points] == [1, 2, 4]
+    assert all(each["us"] > 0 for each in points)
+    (outcome,) = outcomes(found.output)
+    assert set(outcome["reasons"]) == {"delay"}
+    assert outcome["p50_ms"] > 0.5
+
+
+def test_what_nothing_is_known_of_is_left_out(call: Call, tmp_path: Path) -> None:
+    """Requests of a model without service time, and records that are no requests."""
+    records = [recorded(number) for number in range(3)]
+    records += [recorded(3, value=request(3, "other")), recorded(4, value=b"junk")]
+    capture(tmp_path / "requests.capture", records)
+    found = call(*SIMULATE, "--service-time", "digits=100+1", "--json")
+
+    assert outcomes(found.stdout)[0]["requests"] == 3
+    assert "1 records are no requests" in found.stderr
+    assert "1 requests of other left out: its service time is not known" in found.stderr
+
+
+def test_a_page_shows_what_the_table_has(call: Call, requests: None, tmp_path: Path) -> None:
+    """It is well formed, needs nothing from outside, and has both plots."""
+    arguments = ("--service-time", "700+100", "--rate-factor", "1,2", "--report", "page.html")
+    found = call(*SIMULATE, *arguments)
+
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+    rows = [[cell.text for cell in row] for row in page.iter("tr")]
+    assert [row[0] for row in rows] == ["scenario", "present", "rate x2"]
+    assert all(str(cell) in found.output for row in rows for cell in row)
+    assert len(list(page.iter("svg"))) == 2
+    assert len(list(page.iter("circle"))) == 6
+    assert "http" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "how long do batches take?"),
+        (("--service-time", "fast"), "expected [MODEL=]T0+A in microseconds"),
+        (("--service-time", "1+1", "--max-batch-size", "0"), "expected numbers of at least 1"),
+        (("--service-time", "1+1", "--rate-factor", "0"), "expected numbers above 0"),
+        (("--service-time", "1+1", "--instances", "1.5"), "expected numbers as 1,2,4"),
+        (("--service-time", "other=1+1"), "expected requests of models whose service time"),
+        (("--answers", "responses"), "a broker is needed"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    call: Call, requests: None, arguments: tuple[str, ...], message: str
+) -> None:
+    """With exit code 2 and what was expected."""
+    found = call(*SIMULATE, *arguments)
+
+    assert found.exit_code == 2
+    assert message in " ".join(found.output.replace("│", " ").split())

@@ -1,0 +1,109 @@
+"""Arrivals from recorded requests: times, sizes and deadlines, without the tensors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+
+from headrace.replay.arrivals import read_arrivals
+from headrace.replay.events import NO_TIMEOUT, Kind
+from tests.support.recordings import START_MS, GivenRecording, recorded
+
+
+def body(*shapes: list[int], **fields: Any) -> dict[str, Any]:
+    """A request with an FP32 input for each shape."""
+    inputs = [
+        {
+            "name": f"x{place}",
+            "datatype": "FP32",
+            "shape": shape,
+            "data": bytes(4 * abs(int(np.prod(shape)))),
+        }
+        for place, shape in enumerate(shapes)
+    ]
+    return {"model_name": "m", "inputs": inputs} | fields
+
+
+async def test_requests_of_one_millisecond_are_spread_over_it() -> None:
+    """All timestamps are whole milliseconds; a step back counts as none."""
+    stamps = [0, 0, 0, 0, 2, 1, 3]
+    records = [recorded(number, timestamp=START_MS + stamp) for number, stamp in enumerate(stamps)]
+    found = await read_arrivals(GivenRecording(records), 0)
+
+    after_us = found.arrivals.at_us - START_MS * 1000
+    assert after_us.tolist() == [0, 250, 500, 750, 2000, 2500, 3000]
+
+
+async def test_rows_bytes_and_shapes_are_those_of_the_inputs() -> None:
+    """In MessagePack and JSON, whatever the order of the inputs."""
+    packed = msgpack.packb(body([3, 8], [3]))
+    as_json = body([2, 8], [2], model_version="7")
+    for tensor in as_json["inputs"]:
+        tensor["data"] = [0.0] * int(np.prod(tensor["shape"]))
+    as_json["inputs"].reverse()
+    records = [
+        recorded(0, value=packed),
+        recorded(
+            1,
+            value=json.dumps(as_json).encode(),
+            headers=(("content-type", b"application/json; charset=utf-8"),),
+        ),
+    ]
+    found = (await read_arrivals(GivenRecording(records), 0)).arrivals
+
+    assert found.kinds == (Kind("m", "", (8,)), Kind("m", "7", (8,)))
+    assert found.rows.tolist() == [3, 2]
+    assert found.size_bytes.tolist() == [3 * 9 * 4, 2 * 9 * 4]
+
+
+async def test_a_payload_is_one_item_of_its_model() -> None:
+    """What its transform makes of it is not known."""
+    headers = (("content-type", b"image/png"), ("x-model", b"magika/2"))
+    record = recorded(0, value=b"x" * 70, headers=headers)
+    found = (await read_arrivals(GivenRecording([record]), 0)).arrivals
+
+    assert found.kinds == (Kind("magika", "2", ()),)
+    assert (found.rows.tolist(), found.size_bytes.tolist()) == ([1], [70])
+
+
+async def test_deadlines_count_from_the_arrival() -> None:
+    """Of both kinds, and by default; a deadline before the arrival is none left."""
+    headers: list[tuple[tuple[str, bytes], ...]] = [
+        (("x-timeout-ms", b"250"),),
+        (("x-deadline-ms", b"%d" % (START_MS + 40)),),
+        (("x-deadline-ms", b"%d" % (START_MS - 40)),),
+        (),
+    ]
+    records = [
+        recorded(number, timestamp=START_MS, headers=each) for number, each in enumerate(headers)
+    ]
+    with_default = await read_arrivals(GivenRecording(records), 900)
+    without = await read_arrivals(GivenRecording(records), 0)
+
+    assert with_default.arrivals.timeout_us.tolist() == [250_000, 40_000, 0, 900_000]
+    assert without.arrivals.timeout_us.tolist()[-1] == NO_TIMEOUT
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        b"\xc1",
+        msgpack.packb(body()),
+        msgpack.packb(body([0, 8])),
+        msgpack.packb(body([])),
+        msgpack.packb(body([2, 8], [3, 8])),
+        msgpack.packb(body([1, -8])),
+        msgpack.packb(body([1, 8], model_name="")),
+    ],
+    ids=["null", "junk", "no-inputs", "no-rows", "scalar", "rows", "negative", "no-model"],
+)
+async def test_what_is_no_request_is_left_out_and_counted(value: bytes | None) -> None:
+    """The others are read."""
+    found = await read_arrivals(GivenRecording([recorded(0, value=value), recorded(1)]), 0)
+
+    assert (len(found.arrivals.at_us), found.left_out) == (1, 1)

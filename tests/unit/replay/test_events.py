@@ -1,0 +1,118 @@
+"""The simulation: by hand for a few requests, against queueing theory for very many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.replay.events import EXPIRED, Kind
+from tests.support.arrivals import arrivals, poisson, simulated
+
+T0_US, A_US = 1000, 50
+CAP = 32
+GREEDY_P99_MS = {0.3: 2.71, 0.5: 3.28, 0.7: 4.11, 0.85: 5.10}
+"""Of one server, S(b) = 1 + 0.05 b ms, batches of up to 32, Poisson arrivals, by load: found by a
+simulation that shares no code with this one."""
+
+
+def line(rows: int) -> int:
+    """S(b) = 1 + 0.05 b ms."""
+    return T0_US + A_US * rows
+
+
+def p99_ms(load: float, count: int, seed: int) -> float:
+    """At a share of what one server can do."""
+    seen = simulated(poisson(count, load * CAP / line(CAP), seed), line)
+    return float(np.quantile(seen.latency_us, 0.99)) / 1000
+
+
+@pytest.mark.parametrize("load", GREEDY_P99_MS)
+def test_greedy_batching_has_the_latency_that_is_known_of_it(load: float) -> None:
+    """The 99th percentile, within 5 %, at every load of the table."""
+    assert p99_ms(load, 200_000, seed=1) == pytest.approx(GREEDY_P99_MS[load], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", GREEDY_P99_MS)
+def test_a_million_arrivals_come_closer(load: float) -> None:
+    """Within 2 %: what differs in the shorter run is chance."""
+    assert p99_ms(load, 1_000_000, seed=2) == pytest.approx(GREEDY_P99_MS[load], rel=0.02)
+
+
+@pytest.mark.parametrize("rho", [0.3, 0.6, 0.8])
+def test_the_mean_is_that_of_the_closed_form(rho: float) -> None:
+    """Inoue's phi1 (arXiv 1912.06322), which is tight where rho is not small, without a limit:
+    3 t0 / (2 (1 - rho)) + (a / 2) (rho + 2) / (1 - rho^2), with rho the arrival rate times a.
+    """
+    t0_us, a_us = 1000, 100
+    seen = simulated(
+        poisson(200_000, rho / a_us, seed=3),
+        lambda rows: t0_us + a_us * rows,
+        max_batch_size=100_000,
+    )
+    phi1_us = 3 * t0_us / (2 * (1 - rho)) + a_us / 2 * (rho + 2) / (1 - rho**2)
+
+    assert seen.latency_us.mean() == pytest.approx(phi1_us, rel=0.02)
+
+
+def test_what_arrives_during_a_run_rides_together_in_the_next() -> None:
+    """The first request goes alone at once; the other two wait for its end."""
+    seen = simulated(arrivals([0, 300, 500]), line)
+
+    assert seen.latency_us.tolist() == [1050, 1050 - 300 + 1100, 1050 - 500 + 1100]
+    assert dict(seen.batch_rows) == {1: 1, 2: 1}
+    assert dict(seen.reasons) == {"idle": 2}
+    assert seen.busy_us[("m", "1")] == 1050 + 1100
+
+
+def test_a_limit_of_rows_holds() -> None:
+    """Five at once, two to a batch, one batch after the other."""
+    seen = simulated(arrivals([0] * 5), line, max_batch_size=2)
+
+    assert dict(seen.batch_rows) == {2: 2, 1: 1}
+    assert seen.latency_us.max() == 1100 + 1100 + 1050
+
+
+def test_instances_work_side_by_side() -> None:
+    """Two requests, one to a batch, on two instances: neither waits."""
+    seen = simulated(arrivals([0, 0]), line, instances=2, max_batch_size=1)
+
+    assert seen.latency_us.tolist() == [1050, 1050]
+
+
+def test_a_delay_is_waited_out_by_an_idle_instance() -> None:
+    """A batch that is not full closes when its first request has waited so long."""
+    seen = simulated(arrivals([0, 400, 9000]), line, max_queue_delay_ms=2)
+
+    assert seen.latency_us.tolist() == [2000 + 1100, 2000 - 400 + 1100, 2000 + 1050]
+    assert dict(seen.reasons) == {"delay": 2}
+
+
+def test_what_expires_while_it_waits_costs_no_run() -> None:
+    """The second request's deadline passes behind the first, which is late but was begun."""
+    seen = simulated(arrivals([0, 10], timeout_us=1000), line)
+
+    assert seen.latency_us.tolist() == [1050, EXPIRED]
+    assert seen.late == 1
+    assert seen.batch_rows.total() == 1
+
+
+def test_shapes_do_not_share_batches_and_models_not_even_instances() -> None:
+    """Four kinds in turn: two shapes of one model in sequence, and two other versions beside."""
+    kinds = (
+        Kind("m", "1", (8,)),
+        Kind("m", "1", (16,)),
+        Kind("m", "2", ()),
+        Kind("n", "1", ()),
+    )
+    seen = simulated(arrivals([0, 0, 0, 0], kinds=kinds), line)
+
+    assert seen.latency_us.tolist() == [1050, 2100, 1050, 1050]
+
+
+def test_a_faster_recording_keeps_its_timeouts() -> None:
+    """Only the gaps between the requests are shorter."""
+    faster = arrivals([0, 100, 500], timeout_us=1000).faster(2)
+
+    assert (faster.at_us - faster.at_us[0]).tolist() == [0, 50, 250]
+    assert faster.timeout_us.tolist() == [1000] * 3

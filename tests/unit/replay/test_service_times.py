@@ -1,0 +1,108 @@
+"""S(b): what is known holds, what lies between and beyond follows."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from headrace.errors import ConfigurationError
+from headrace.replay.service_times import Point, ServiceTime, learn, parse_service_time
+from tests.support.recordings import GivenRecording, recorded
+
+
+def answer(rows: int, compute_us: int, model: str = "digits") -> bytes:
+    """The value of a response."""
+    parameters = {"queue_us": 1, "batch_us": 2, "compute_us": compute_us, "batch_size": rows}
+    packed: bytes = msgpack.packb(
+        {"model_name": model, "model_version": "1", "outputs": [], "parameters": parameters}
+    )
+    return packed
+
+
+def answers(*values: bytes) -> GivenRecording:
+    """Of these values."""
+    return GivenRecording([recorded(number, value=each) for number, each in enumerate(values)])
+
+
+def test_known_sizes_are_as_they_were_measured_and_others_lie_between() -> None:
+    """Straight lines between the points, whatever line fits all of them."""
+    service_time = ServiceTime([Point(1, 100), Point(4, 400), Point(8, 500)])
+
+    assert [service_time(rows) for rows in (1, 2, 4, 6, 8)] == [100, 200, 400, 450, 500]
+
+
+def test_beyond_the_largest_size_the_slope_of_the_line_goes_on() -> None:
+    """By least squares, weighted by how often each size was seen."""
+    service_time = ServiceTime([Point(8, 500, 10), Point(16, 900, 10)])
+
+    assert (service_time.t0_us, service_time.a_us) == pytest.approx((100, 50))
+    assert service_time(32) == 1700
+    assert service_time(1) == 150
+
+
+def test_larger_batches_never_take_less() -> None:
+    """A median that is below its neighbour's is noise."""
+    service_time = ServiceTime([Point(1, 100), Point(2, 90), Point(4, 120)])
+
+    assert [service_time(rows) for rows in (1, 2, 3, 4)] == [100, 100, 110, 120]
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [([Point(1, 400), Point(8, 100)], 0.0), ([Point(8, 300)], 0.0)],
+    ids=["falling", "single"],
+)
+def test_no_row_costs_less_than_nothing(points: list[Point], expected: float) -> None:
+    """A line that would fall, or that one point alone gives, is level."""
+    assert ServiceTime(points).a_us == expected
+
+
+def test_an_overhead_is_added_to_every_batch() -> None:
+    """To points and line alike."""
+    later = ServiceTime([Point(1, 100), Point(2, 200)]).later(50)
+
+    assert [later(rows) for rows in (1, 2, 3)] == [150, 250, 350]
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "us"),
+    [("1000+50", "", 1100), ("digits=60+1.5", "digits", 63), ("a=b=7", "a=b", 7)],
+)
+def test_a_line_can_be_given(text: str, model: str, us: int) -> None:
+    """For one model, or for all; without a part per row it is the same for all sizes."""
+    name, service_time = parse_service_time(text)
+
+    assert (name, service_time(2)) == (model, us)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1+", "-1+5", "nan", "inf+1", "0", "m="])
+def test_what_is_no_line_is_refused(text: str) -> None:
+    """With what was expected, and what came."""
+    with pytest.raises(ValueError, match="expected \\[MODEL=\\]T0\\+A"):
+        parse_service_time(text)
+
+
+async def test_medians_of_answers_are_learned_by_model() -> None:
+    """Errors, and bytes that are no answer, tell nothing."""
+    values = [answer(1, 90)] * 5 + [answer(1, 110)] * 5 + [answer(1, 100)]
+    values += [answer(2, 200)] * 10 + [answer(1, 7, "other")] * 5 + [b"\xc1", b"\x80"]
+    learned = await learn(answers(*values))
+
+    assert {model: (each(1), each(2)) for model, each in learned.items()} == {
+        "digits": (100, 200),
+        "other": (7, 7),
+    }
+
+
+async def test_sizes_that_were_hardly_seen_are_left_out() -> None:
+    """A single slow run of 32 rows has 32 answers."""
+    values = [answer(1, 100)] * 20 + [answer(2, 120)] * 20 + [answer(32, 9000)] * 32
+    learned = await learn(answers(*values))
+
+    assert [each.rows for each in learned["digits"].points] == [1, 2]
+
+
+async def test_answers_that_tell_nothing_are_refused() -> None:
+    """There is nothing to simulate with."""
+    with pytest.raises(ConfigurationError, match="expected answers with compute_us"):
+        await learn(answers(b"\x80"))
