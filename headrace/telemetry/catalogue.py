@@ -273,6 +273,12 @@ TRACES = (
         (),
         "Exports of spans that no collector took.",
     ),
+    Spec(
+        "headrace_trace_failures_unkept",
+        "counter",
+        (),
+        "Failed requests without a trace: not sampled, and too many failed at the same time.",
+    ),
 )
 
 PROCESS = (

@@ -89,7 +89,7 @@ async def open_tracing(
 
     export = TraceExport(_exporter(collector), service_name(stages), settings.namespace, metrics)
     try:
-        yield Tracing(export.write, settings)
+        yield Tracing(export.write, settings, metrics)
     finally:
         await asyncio.to_thread(export.close)
 

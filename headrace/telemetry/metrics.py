@@ -49,7 +49,8 @@ class Metrics:
 
     Attributes:
         duplicates, void, bisections, unkept, unanswered, skipped: counters without labels.
-        trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures: likewise.
+        trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures,
+            trace_failures_unkept: likewise.
         loop_lag: see `headrace.telemetry.loop_lag`.
     """
 
@@ -82,6 +83,7 @@ class Metrics:
         self.trace_spans_dropped = self._counter("trace_spans_dropped")
         self.trace_links_dropped = self._counter("trace_links_dropped")
         self.trace_export_failures = self._counter("trace_export_failures")
+        self.trace_failures_unkept = self._counter("trace_failures_unkept")
 
     def _counter(self, name: str) -> Counter:
         spec = CATALOGUE[f"headrace_{name}"]

@@ -8,7 +8,8 @@ the tables.
 Whether a request is sampled is decided once, at ingest, and travels with it. A span is made when
 its stage is done, in one go, from times that were taken anyway: nothing is kept open across an
 `await`. A request that is not sampled and fails is kept nevertheless: the responder makes the
-spans of the stages behind it from the times that the request carries.
+spans of the stages behind it from the times that the request carries. Only a flood of failures is
+not kept whole, since it would be the traces that then stop the process.
 
 Nothing here knows the SDK; `headrace.telemetry.trace_export` makes spans of what is written.
 """
@@ -23,6 +24,8 @@ from headrace.errors import Code
 from headrace.log.port import TopicPartition
 from headrace.messages import Batch, Failure, Request
 from headrace.telemetry import span_attributes as attributes_of
+from headrace.telemetry.allowance import Allowance
+from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import (
     AFTER_THE_FACT,
     Answering,
@@ -40,6 +43,12 @@ from headrace.trace import (
     new_trace,
     parse_traceparent,
 )
+
+KEPT_AT_ONCE = 1000
+KEPT_PER_S = 200.0
+"""How many failures are kept that were not sampled: at once, and in the long run. Each costs a
+quarter of a millisecond.
+"""
 
 REPLY_TOPIC = "(reply topic)"
 """Stands in a span's name for topics that callers choose, since a name must have few values."""
@@ -81,8 +90,12 @@ class Tracing:
         write: takes each span.
     """
 
-    def __init__(self, write: Callable[[FinishedSpan], None], settings: Settings) -> None:
+    def __init__(
+        self, write: Callable[[FinishedSpan], None], settings: Settings, metrics: Metrics
+    ) -> None:
         self._write = write
+        self._metrics = metrics
+        self._kept = Allowance(KEPT_AT_ONCE, KEPT_PER_S)
         self._ratio = settings.telemetry.sample_ratio
         # A system that the conventions do not list gets a name of its own.
         self._system = "headrace" if settings.kafka is None else "kafka"
@@ -176,9 +189,12 @@ class Tracing:
                 attributes = attributes_of.executor(request, trace.run, trace.runs)
                 self._leave(Stage.EXECUTOR, request, now_us, attributes, trace.runs)
 
-    def keep(self, request: Request) -> None:
+    def keep(self, request: Request, now_us: int) -> None:
         """A request has failed: it gets its trace now if it has none."""
         if request.trace is not None:
+            return
+        if not self._kept.take(now_us):
+            self._metrics.trace_failures_unkept.inc()
             return
         header = request.envelope.traceparent
         parent = (None if header is None else parse_traceparent(header)) or new_trace()

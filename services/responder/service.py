@@ -214,7 +214,7 @@ class ResponderService:
         failure = request.failure
         assert failure is not None
         if self._tracing is not None:
-            self._tracing.keep(request)
+            self._tracing.keep(request, now_us)
         return NewRecord(
             request.key,
             encode_error(request, failure),

@@ -80,7 +80,7 @@ def tracing_spans(settings: Settings | None = None) -> Iterator[tuple[Tracing, S
     metrics = Metrics(CollectorRegistry())
     export = TraceExport(exporter, "headrace", "headrace", metrics)
     try:
-        yield Tracing(export.write, settings or tracing_settings()), spans
+        yield Tracing(export.write, settings or tracing_settings(), metrics), spans
     finally:
         export.close()
         spans.all = exporter.get_finished_spans()
@@ -145,7 +145,7 @@ def answer(tracing: Tracing, requests: Sequence[Request], to: TopicPartition = R
     """Through the responder."""
     for request in requests:
         if request.failure is not None:
-            tracing.keep(request)
+            tracing.keep(request, T + 3200)
     tracing.answered(requests, to, Answering(T + 3200, T + 3300, T + 4000, T + 4100))
 
 

@@ -321,6 +321,18 @@ def test_a_missed_deadline_is_kept() -> None:
     assert [len(spans.of(stage)) for stage in STAGES] == [1, 1, 1, 1]
 
 
+def test_a_flood_of_failures_is_kept_in_part() -> None:
+    """The first thousand, and after a second two hundred more."""
+    requests = [make_traced(None) for _ in range(2500)]
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, _):
+        tracing.ingested(requests, T + 1000)
+        for number, request in enumerate(requests):
+            request.fail(FAILED)
+            tracing.keep(request, T if number < 1500 else T + 1_000_000)
+
+    assert sum(request.trace is not None for request in requests) == 1200
+
+
 def test_what_ingest_refuses_has_no_spans_of_later_stages() -> None:
     """A kept refusal was at ingest and at the responder, and there is its dead letter."""
     request = make_traced(None)
