@@ -96,6 +96,14 @@ class Plan(NamedTuple):
     show_default=True,
     help="Of the medians, candidate to current.",
 )
+@click.option(
+    "--min-recorded",
+    type=_SHARE,
+    default=1.0,
+    show_default=True,
+    metavar="SHARE",
+    help="Of requests, with a recorded answer.",
+)
 @click.option("--top-k", type=click.IntRange(min=1), default=DEFAULT_TOP_K, show_default=True)
 @click.option(
     "--concurrency",
@@ -130,6 +138,7 @@ def command(
     min_top1: float | None,
     max_code_changes: float | None,
     max_latency_ratio: float,
+    min_recorded: float,
     top_k: int,
     concurrency: int,
     report_file: Path | None,
@@ -163,7 +172,13 @@ def command(
         concurrency,
     )
     thresholds = Thresholds(
-        margin, max_difference, max_mismatched, min_top1, max_code_changes, max_latency_ratio
+        margin,
+        max_difference,
+        max_mismatched,
+        min_top1,
+        max_code_changes,
+        max_latency_ratio,
+        min_recorded,
     )
     _tell(plan, run(_compare(settings, plan)), thresholds, report_file, in_json)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 460, 220
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 38
+LEFT, RIGHT, TOP, BOTTOM = 46, 22, 12, 38
 POINTS = 200
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -9, 3
 
@@ -55,7 +55,7 @@ def magnitudes(series: Mapping[str, Sequence[float]], title: str, limit: float |
     highest = max(float(each.max()) for each in counts.values())
     parts = [*_frame(title, "share of requests")]
     parts += _x_tick(_across(0.5 / bins), "equal")
-    for exponent in range(LOWEST_EXPONENT, HIGHEST_EXPONENT, 3):
+    for exponent in range(LOWEST_EXPONENT + 3, HIGHEST_EXPONENT, 3):
         parts += _x_tick(_across((exponent - LOWEST_EXPONENT + 1) / bins), f"1e{exponent}")
     for share in (0.0, 0.5, 1.0):
         parts += _y_tick(share, f"{share * highest:.0%}")

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from headrace.log.port import Record
-from headrace.replay.compare.answers import Measured, compare_answers
+from headrace.replay.compare.answers import MISSING, Measured, compare_answers
 from headrace.replay.compare.asking import Asked, Subject
 from headrace.replay.compare.latency import Latencies
 from headrace.replay.compare.tally import PairTally, WorstCase, WorstCases
@@ -34,10 +34,12 @@ class Comparison:
         reference, again, other: how long the answers took of the reference, of the second run,
             and of the candidate.
         reference_is_recorded: it was not run here, and its times are another machine's.
+        missing: requests whose answer was not recorded; they are in nothing else.
     """
 
     top_k: int = DEFAULT_TOP_K
     reference_is_recorded: bool = False
+    missing: int = 0
     candidate: PairTally = field(default_factory=PairTally)
     noise: PairTally | None = None
     reference: Latencies = field(default_factory=Latencies)
@@ -47,6 +49,9 @@ class Comparison:
 
     def add(self, asked: Asked) -> None:
         """Compare the answers to one request."""
+        if asked.reference.code == MISSING:
+            self.missing += 1
+            return
         self.reference.add(asked.reference)
         self.other.add(asked.candidate)
         if asked.again is not None:
@@ -71,11 +76,10 @@ class Comparison:
 
     def sides(self) -> Sides:
         """What is judged. Times are only compared with those of a model that ran here."""
+        again = None if self.noise is None else self.again
         if not self.reference_is_recorded:
-            again = None if self.noise is None else self.again
             return Sides(self.candidate, self.noise, self.other, self.reference, again)
-        current = None if self.noise is None else self.again
-        return Sides(self.candidate, self.noise, self.other, current)
+        return Sides(self.candidate, self.noise, self.other, again, missing=self.missing)
 
 
 async def compare(

@@ -18,7 +18,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--line);
   vertical-align: top; }
 th { color: var(--soft); font-weight: 500; } td.n, th.n { text-align: right; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 16px; }
+.plots { margin-top: 12px; display: grid; gap: 16px;
+  grid-template-columns: repeat(auto-fill, minmax(380px, 1fr)); }
 figure { margin: 0; padding: 10px; background: var(--card); border-radius: 8px; }
 svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 11px; }
 svg .axis { fill: none; stroke: var(--soft); } svg .grid { stroke: var(--line); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,8 +23,12 @@ def summary(
     return {
         "verdict": "same" if is_same(findings) else "different",
         "requests": comparison.candidate.count,
+        "missing": comparison.missing,
         "top_k": comparison.top_k,
-        "findings": [finding._asdict() for finding in findings],
+        "findings": [
+            {name: _finite(value) for name, value in finding._asdict().items()}
+            for finding in findings
+        ],
         "candidate": _pair(comparison.candidate),
         "noise": None if noise is None else _pair(noise),
         "latency_us": {name: _latency(each) for name, each in sides_of(comparison).items()},
@@ -80,9 +85,9 @@ def _output(output: OutputTally) -> dict[str, Any]:
     return found
 
 
-def _finite(value: float) -> float | str:
+def _finite(value: Any) -> Any:
     """JSON has no infinity."""
-    return value if value != float("inf") else "Infinity"
+    return "Infinity" if value == math.inf else value
 
 
 def _latency(latencies: Latencies) -> dict[str, Any]:
@@ -122,7 +127,8 @@ def _shown(case: WorstCase, name: str) -> str:
         return f"{left.dtype}{list(left.shape)} became {right.dtype}{list(right.shape)}"
     places = (left != right).reshape(-1).nonzero()[0]
     first = int(places[0])
-    return f"{left.flat[first]!r:.60} became {right.flat[first]!r:.60} at {first}"
+    before, after = (each.reshape(-1)[first : first + 1].tolist()[0] for each in (left, right))
+    return f"{before!r:.60} became {after!r:.60} at {first}"
 
 
 def number(value: float) -> str:

@@ -27,7 +27,7 @@ LATENCY_KINDS = ("compute", "end_to_end")
 LATENCY_SLACK_US = 200.0
 """A median that is later by less than this is not slower, whatever the ratio."""
 
-LATENCY_COUNT = 20
+LATENCY_COUNT = 50
 """With fewer answers, latencies are shown and not judged."""
 
 
@@ -42,6 +42,8 @@ class Thresholds:
         min_top1: the share of rows whose largest element stays in its place.
         max_code_changes: the share of requests that end with another code.
         max_latency_ratio: of the medians, candidate to current.
+        min_recorded: the share of requests whose answer was recorded, where the reference is
+            recorded answers.
     """
 
     margin: float = 4.0
@@ -50,6 +52,7 @@ class Thresholds:
     min_top1: float | None = None
     max_code_changes: float | None = None
     max_latency_ratio: float = 1.5
+    min_recorded: float = 1.0
 
 
 class Finding(NamedTuple):
@@ -72,18 +75,24 @@ class Finding(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """All that is judged; `noise` and `current` are None where the current model was not run."""
+    """All that is judged; `noise` and what is current are None where the current model was not
+    run. `missing` counts the requests whose answer was not recorded.
+    """
 
     candidate: PairTally
     noise: PairTally | None
     candidate_latencies: Latencies
     current_latencies: Latencies | None
     again_latencies: Latencies | None = None
+    missing: int = 0
 
 
 def judge(sides: Sides, thresholds: Thresholds) -> list[Finding]:
     """All that was judged, what passed included. No request is not the same as no difference."""
-    findings = [_compared(sides.candidate), _code_changes(sides, thresholds)]
+    findings = [_compared(sides.candidate)]
+    if sides.missing:
+        findings.append(_recorded(sides, thresholds))
+    findings.append(_code_changes(sides, thresholds))
     for name, output in sides.candidate.outputs.items():
         noise = None if sides.noise is None else sides.noise.outputs.get(name)
         findings += _judge_output(f"output {name}", output, noise, thresholds)
@@ -99,6 +108,13 @@ def is_same(findings: Sequence[Finding]) -> bool:
 def _compared(candidate: PairTally) -> Finding:
     count = candidate.count
     return Finding("requests", "compared", count, None, 1, count >= 1, at_least=True)
+
+
+def _recorded(sides: Sides, thresholds: Thresholds) -> Finding:
+    share = sides.candidate.count / (sides.candidate.count + sides.missing)
+    limit = thresholds.min_recorded
+    measure = "share with a recorded answer"
+    return Finding("requests", measure, share, None, limit, share >= limit, at_least=True)
 
 
 def _code_changes(sides: Sides, thresholds: Thresholds) -> Finding:
@@ -165,4 +181,5 @@ def _judge_latency(sides: Sides, thresholds: Thresholds) -> Iterator[Finding]:
             limit *= max(noise, 1.0 / noise)
         later_us = candidate.p50_us - current.p50_us
         passed = ratio <= limit or later_us < LATENCY_SLACK_US
-        yield Finding("latency", f"median {kind}, ratio", ratio, noise, limit, passed)
+        measure = f"median {kind.replace('_', ' ')}, ratio"
+        yield Finding("latency", measure, ratio, noise, limit, passed)

@@ -1,0 +1,282 @@
+"""`headrace replay --compare` finds what was planted, and nothing where nothing was."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import onnxruntime
+import pytest
+from click.testing import Result
+
+from headrace.codec import encode_request
+from headrace.replay.recording import Recorded, identity
+from headrace.tensors import from_array
+from tests.support.command_line import Call
+from tests.support.comparing import (
+    REQUESTS,
+    capture,
+    digit_requests,
+    one_weight_by_one_percent,
+    plant,
+    slowed,
+    swapped,
+)
+from tests.support.responder import answer
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """A capture of requests to the digits."""
+    return capture(tmp_path / "requests.capture", digit_requests())
+
+
+@pytest.fixture
+def current(tmp_path: Path) -> Path:
+    """The digits as they are."""
+    return plant(tmp_path / "current")
+
+
+def _run(call: Call, recording: Path, *options: object) -> tuple[Result, dict[str, Any]]:
+    words = ["replay", "--compare", "--file", recording, *options, "--json"]
+    result = call(*map(str, words))
+    assert result.exit_code in (0, 1), result.stderr
+    return result, json.loads(result.stdout)
+
+
+def _failed(found: dict[str, Any]) -> set[tuple[str, str]]:
+    return {(each["subject"], each["measure"]) for each in found["findings"] if not each["passed"]}
+
+
+def test_an_identical_candidate_passes(call: Call, recording: Path, current: Path) -> None:
+    """Deadlines that passed long ago play no part; all three answered everything."""
+    result, found = _run(call, recording, "--models", current, "--candidate", current)
+
+    assert (result.exit_code, found["verdict"], _failed(found)) == (0, "same", set())
+    assert found["requests"] == REQUESTS
+    assert found["candidate"]["codes"] == [["ok", "ok", REQUESTS]]
+    assert found["noise"]["outputs"]["label"]["exact"] == REQUESTS
+    answered = {name: each["end_to_end"]["answers"] for name, each in found["latency_us"].items()}
+    assert answered == {"current": REQUESTS, "current again": REQUESTS, "candidate": REQUESTS}
+
+
+def test_a_weight_changed_by_one_percent_is_found(
+    call: Call, recording: Path, current: Path, tmp_path: Path
+) -> None:
+    """Scores are further apart than noise and rounding allow, though 1 label of 120 changes."""
+    candidate = plant(tmp_path / "candidate", output_weight=one_weight_by_one_percent)
+
+    result, found = _run(call, recording, "--models", current, "--candidate", candidate)
+
+    assert (result.exit_code, found["verdict"]) == (1, "different")
+    assert ("output probabilities", "largest difference") in _failed(found)
+    assert found["candidate"]["outputs"]["label"]["mismatched"] == 1
+
+
+def test_swapped_labels_are_found(
+    call: Call, recording: Path, current: Path, tmp_path: Path
+) -> None:
+    """In the labels, in the scores, and in which score is the largest."""
+    candidate = plant(tmp_path / "candidate", output_weight=swapped, output_bias=swapped)
+
+    result, found = _run(call, recording, "--models", current, "--candidate", candidate)
+
+    assert result.exit_code == 1
+    assert _failed(found) >= {
+        ("output label", "share that differs"),
+        ("output probabilities", "largest difference"),
+        ("output probabilities", "top-1 agreement"),
+    }
+    assert "became" in found["worst"][0]["differs"]
+
+
+def test_a_slower_candidate_is_found(
+    call: Call, recording: Path, current: Path, tmp_path: Path
+) -> None:
+    """By the ratio of medians, while its outputs are the same."""
+    candidate = slowed(tmp_path / "candidate", 0.02)
+
+    result, found = _run(call, recording, "--models", current, "--candidate", candidate)
+
+    assert result.exit_code == 1
+    assert _failed(found) == {
+        ("latency", "median compute, ratio"),
+        ("latency", "median end to end, ratio"),
+    }
+    assert found["latency_us"]["candidate"]["compute"]["p50_us"] >= 20_000
+
+
+def test_the_worst_requests_command_replays_it_alone(
+    call: Call, recording: Path, current: Path, tmp_path: Path
+) -> None:
+    """As it stands in the report: one request, the same difference."""
+    candidate = plant(tmp_path / "candidate", output_weight=swapped, output_bias=swapped)
+    _, found = _run(call, recording, "--models", current, "--candidate", candidate)
+    worst = found["worst"][0]
+
+    result = call(*worst["command"].split()[1:], "--json")
+
+    alone = json.loads(result.stdout)
+    assert (result.exit_code, alone["requests"]) == (1, 1)
+    assert alone["worst"][0]["request"] == worst["request"]
+    assert alone["worst"][0]["differs"].split(":")[0] == worst["differs"].split(":")[0]
+
+
+def test_codes_that_change_are_found(call: Call, tmp_path: Path, current: Path) -> None:
+    """A candidate that lacks the model refuses what the current one answers."""
+    recording = capture(tmp_path / "few.capture", digit_requests(4))
+    other = plant(tmp_path / "other")
+    (other / "digits").rename(other / "numbers")
+
+    result, found = _run(call, recording, "--models", current, "--candidate", other)
+
+    assert result.exit_code == 1
+    assert found["candidate"]["codes"] == [["ok", "UNKNOWN_MODEL", 4]]
+    assert found["worst"][0]["differs"].startswith("ok became UNKNOWN_MODEL: model_name")
+
+
+def test_requests_that_both_refuse_are_the_same(call: Call, tmp_path: Path, current: Path) -> None:
+    """What was wrong with a recorded request is wrong with it for all."""
+    value = encode_request("application/msgpack", "digits", {"pixels": np.ones((1, 9))})
+    recording = capture(tmp_path / "bad.capture", [Recorded("t", 0, 0, 0, None, value, [])])
+
+    result, found = _run(call, recording, "--models", current, "--candidate", current)
+
+    assert result.exit_code == 0
+    assert found["candidate"]["codes"] == [["INVALID_TENSOR", "INVALID_TENSOR", 1]]
+
+
+def test_nothing_recorded_is_no_pass(call: Call, tmp_path: Path, current: Path) -> None:
+    """A selection that meets nothing must not look like a good candidate."""
+    recording = capture(tmp_path / "empty.capture", digit_requests(2))
+
+    result, found = _run(
+        call, recording, "--model", "other", "--models", current, "--candidate", current
+    )
+
+    assert (result.exit_code, found["requests"]) == (1, 0)
+
+
+def test_a_version_is_compared_with_the_one_that_requests_name(
+    call: Call, tmp_path: Path, current: Path
+) -> None:
+    """Requests that name version 1 are answered by the candidate's version 2 all the same."""
+    plant(current, 2, output_weight=swapped, output_bias=swapped)
+    recording = capture(tmp_path / "named.capture", digit_requests(10, version="2"))
+
+    served, _ = _run(call, recording, "--models", current, "--candidate-version", 1)
+    same, found = _run(
+        call, recording, "--models", current, "--candidate-version", 2, "--current-version", 2
+    )
+
+    assert (served.exit_code, same.exit_code) == (1, 0)
+    assert found["candidate"]["codes"] == [["ok", "ok", 10]]
+
+
+def test_the_version_that_is_served_is_no_candidate(call: Call, current: Path) -> None:
+    """It would be compared with itself; the mend is named."""
+    recording = capture(current.parent / "few.capture", digit_requests(1))
+    words = ("--file", str(recording), "--models", str(current), "--candidate-version", "1")
+
+    result = call("replay", "--compare", *words)
+
+    assert result.exit_code == 2
+    assert "--current-version" in result.stderr
+
+
+def test_thresholds_of_the_users_decide(
+    call: Call, recording: Path, current: Path, tmp_path: Path
+) -> None:
+    """Over the noise floor."""
+    candidate = plant(tmp_path / "candidate", output_weight=one_weight_by_one_percent)
+    sides = ("--models", current, "--candidate", candidate)
+    lenient = ("--max-mismatched", 0.01, "--min-top1", 0.99, "--max-difference")
+
+    allowed, _ = _run(call, recording, *sides, *lenient, 0.01)
+    refused, _ = _run(call, recording, *sides, *lenient, 1e-9)
+
+    assert (allowed.exit_code, refused.exit_code) == (0, 1)
+
+
+def _recorded_answers(tmp_path: Path, repository: Path) -> Path:
+    """What the digits of a repository answer to `digit_requests`, as a capture file."""
+    session = onnxruntime.InferenceSession(repository / "digits" / "1" / "model.onnx")
+    answers = []
+    for number, request in enumerate(digit_requests(20)):
+        assert request.value is not None
+        message = msgspec.msgpack.decode(request.value)
+        pixels = np.frombuffer(message["inputs"][0]["data"], np.float32).reshape(1, 64)
+        names = ["probabilities", "label"]
+        tensors = [
+            from_array(name, array)
+            for name, array in zip(names, session.run(names, {"pixels": pixels}), strict=True)
+        ]
+        value = answer(
+            outputs=[
+                {**tensor._asdict(), "shape": list(tensor.shape), "data": bytes(tensor.data)}
+                for tensor in tensors
+            ]
+        )
+        headers = [("x-request", identity(request).encode())]
+        answers.append(Recorded("t.responses", 0, number, number, None, value, headers))
+    return capture(tmp_path / "answers.capture", answers)
+
+
+def test_recorded_answers_stand_in_for_a_run(
+    call: Call, recording: Path, current: Path, tmp_path: Path
+) -> None:
+    """What was answered then is the reference, the current model's distance from it the noise;
+    latency is judged against the run, not against the times of another machine.
+    """
+    answers = _recorded_answers(tmp_path, current)
+    other = plant(tmp_path / "other", output_weight=swapped, output_bias=swapped)
+    options = ("--limit", 20, "--models", current, "--answers-file", answers)
+
+    same, found = _run(call, recording, *options, "--candidate", current)
+    different, _ = _run(call, recording, *options, "--candidate", other)
+    alone, by_itself = _run(call, recording, *options, "--candidate", current, "--without-current")
+
+    assert _failed(found) == set()
+    assert (same.exit_code, different.exit_code, alone.exit_code) == (0, 1, 0)
+    assert found["candidate"]["codes"] == [["ok", "ok", 20]]
+    assert set(found["latency_us"]) == {"recorded", "current", "candidate"}
+    assert by_itself["noise"] is None
+    assert "latency" not in {each["subject"] for each in by_itself["findings"]}
+
+
+def test_a_request_without_a_recorded_answer_is_told(
+    call: Call, recording: Path, current: Path, tmp_path: Path
+) -> None:
+    """It is compared with nothing; a pass needs every one, or a user who says how many."""
+    answers = _recorded_answers(tmp_path, current)
+
+    result, found = _run(
+        call, recording, "--limit", 30, "--models", current, "--answers-file", answers,
+        "--candidate", current,
+    )  # fmt: skip
+
+    assert (result.exit_code, found["requests"], found["missing"]) == (1, 20, 10)
+    assert _failed(found) == {("requests", "share with a recorded answer")}
+
+
+def test_the_report_is_a_page_of_its_own(
+    call: Call, recording: Path, current: Path, tmp_path: Path
+) -> None:
+    """Well-formed, with plots, and it names nothing outside of itself."""
+    candidate = plant(tmp_path / "candidate", output_weight=swapped, output_bias=swapped)
+    page = tmp_path / "report.html"
+
+    _run(call, recording, "--models", current, "--candidate", candidate, "--report", page)
+
+    text = page.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    assert len(root.findall(".//svg")) == 3
+    assert not re.findall(r"https?:|//|@import|url\(|<script|<link|\ssrc=|\shref=", text)
+    command = root.find(".//code")
+    assert command is not None
+    assert (command.text or "").startswith("headrace replay --compare --file ")

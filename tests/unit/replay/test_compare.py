@@ -1,0 +1,264 @@
+"""How answers are compared and judged: statistics on arrays, without I/O."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+from xml.etree import ElementTree
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.replay.compare.answers import Measured, compare_answers
+from headrace.replay.compare.arrays import ArrayDifference, compare_arrays
+from headrace.replay.compare.asking import Asked
+from headrace.replay.compare.plots import cumulative, magnitudes
+from headrace.replay.compare.report import Subjects, report
+from headrace.replay.compare.run import Comparison
+from headrace.replay.compare.summary import describe, summary
+from headrace.replay.compare.tally import WorstCase, WorstCases
+from headrace.replay.compare.verdict import Thresholds, is_same, judge
+from headrace.replay.recording import Recorded
+
+K = 2
+
+
+def _scores(*rows: list[float], dtype: Any = np.float32) -> NDArray[Any]:
+    return np.array(rows, dtype=dtype)
+
+
+def _answer(scores: NDArray[Any], label: int = 1, compute_us: int = 1000) -> Measured:
+    outputs = {"scores": scores, "label": np.array([label])}
+    return Measured("ok", "", outputs, 5, compute_us, compute_us + 500)
+
+
+def _compared(
+    candidate: Measured,
+    *,
+    count: int = 60,
+    again: Measured | None = None,
+    reference: Measured | None = None,
+) -> Comparison:
+    comparison = Comparison(K)
+    current = reference or _answer(_scores([1.0, 2.0, 3.0]))
+    for number in range(count):
+        request = Recorded("<t>", 0, number, number, None, None, [])
+        comparison.add(Asked(request, current, again or current, candidate))
+    return comparison
+
+
+def _failed(comparison: Comparison, thresholds: Thresholds | None = None) -> list[str]:
+    findings = judge(comparison.sides(), thresholds or Thresholds())
+    return [f"{each.subject}: {each.measure}" for each in findings if not each.passed]
+
+
+def test_equal_arrays_are_exact() -> None:
+    """NaN is equal to NaN, and infinity to itself."""
+    array = _scores([1.0, math.nan, math.inf])
+
+    found = compare_arrays(array, array.copy(), K)
+
+    assert found.exact
+    assert (found.max_abs, found.mean_abs, found.cosine, found.top1) == (0.0, 0.0, 1.0, 1.0)
+
+
+def test_differences_are_those_of_the_elements() -> None:
+    """Largest and mean; the scale is the reference's."""
+    found = compare_arrays(_scores([3.0, 4.0]), _scores([3.0, 5.0]), K)
+
+    assert (found.max_abs, found.mean_abs, found.scale) == (1.0, 0.5, 4.0)
+    assert found.cosine == pytest.approx(29 / (5 * math.sqrt(34)))
+
+
+@pytest.mark.parametrize("other", [math.nan, math.inf, -math.inf])
+def test_a_number_that_becomes_none_is_infinitely_far(other: float) -> None:
+    """So that no threshold lets it pass."""
+    assert compare_arrays(_scores([1.0, 2.0]), _scores([1.0, other]), K).max_abs == math.inf
+
+
+def test_agreement_is_counted_by_rows() -> None:
+    """Top-1 by the place of the largest; top-k by the places that both have, in any order."""
+    left = _scores([3.0, 2.0, 1.0, 0.0], [3.0, 2.0, 1.0, 0.0])
+    right = _scores([2.0, 3.0, 1.0, 0.0], [3.0, 0.0, 1.0, 2.0])
+
+    found = compare_arrays(left, right, K)
+
+    assert (found.top1, found.topk) == (0.5, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (np.array([1, 2]), np.array([1, 3])),
+        (np.array([b"cat"], dtype=object), np.array([b"dog"], dtype=object)),
+        (np.zeros(2, np.float32), np.zeros(3, np.float32)),
+        (np.zeros(2, np.float32), np.zeros(2, np.float64)),
+    ],
+)
+def test_what_is_no_float_of_one_shape_is_compared_exactly(
+    left: NDArray[Any], right: NDArray[Any]
+) -> None:
+    """Integers, texts, other shapes and other datatypes."""
+    assert compare_arrays(left, right, K) == ArrayDifference(exact=False)
+    assert compare_arrays(left, left.copy(), K).exact
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-300, 1e300])
+def test_cosine_holds_at_the_ends_of_the_numbers(value: float) -> None:
+    """Squares neither overflow nor vanish; two zeros point the same way."""
+    array = np.array([value, value])
+
+    assert compare_arrays(array, array, K).cosine == pytest.approx(1.0)
+
+
+def test_an_output_that_one_side_lacks_differs() -> None:
+    """Whichever side it is."""
+    with_two, with_one = _answer(_scores([1.0, 2.0])), Measured("ok")
+
+    assert not compare_answers(with_two, with_one, K).exact
+    assert not compare_answers(with_one, with_two, K).exact
+
+
+def test_a_candidate_within_rounding_passes() -> None:
+    """A batch of another size rounds otherwise; the noise floor need not have met it."""
+    close = _scores([1.0, 2.0, 3.0 + 2e-5])
+
+    assert _failed(_compared(_answer(close))) == []
+
+
+def test_a_float_beyond_noise_and_rounding_fails() -> None:
+    """One percent of one score."""
+    assert _failed(_compared(_answer(_scores([1.0, 2.0, 3.03])))) == [
+        "output scores: largest difference"
+    ]
+
+
+def test_noise_widens_what_is_allowed() -> None:
+    """By its margin: what the current model does to itself is not held against the candidate."""
+    again = _answer(_scores([1.0, 2.0, 3.01]))
+    candidate = _answer(_scores([1.0, 2.0, 3.03]))
+
+    assert _failed(_compared(candidate, again=again)) == []
+    assert _failed(_compared(candidate, again=again), Thresholds(margin=2.0)) != []
+
+
+def test_half_precision_may_round_by_more() -> None:
+    """A few of its own steps."""
+    bfloat16 = ml_dtypes.bfloat16
+    reference = _answer(_scores([1.0, 2.0], dtype=bfloat16))
+    candidate = _answer(_scores([1.0, 2.015625], dtype=bfloat16))
+
+    assert _failed(_compared(candidate, reference=reference)) == []
+
+
+def test_another_label_fails() -> None:
+    """Labels are exact."""
+    found = _failed(_compared(_answer(_scores([1.0, 2.0, 3.0]), label=2)))
+
+    assert found == ["output label: share that differs"]
+
+
+def test_another_code_fails() -> None:
+    """And hides the outputs, of which there are none to compare."""
+    assert _failed(_compared(Measured("MODEL_FAILED", "out of range"))) == [
+        "answers: share with another code"
+    ]
+
+
+def test_a_slower_median_fails_and_a_few_answers_are_not_judged() -> None:
+    """Compute and end to end; a median of a handful says nothing."""
+    slow = _answer(_scores([1.0, 2.0, 3.0]), compute_us=3000)
+
+    assert _failed(_compared(slow)) == [
+        "latency: median compute, ratio",
+        "latency: median end to end, ratio",
+    ]
+    assert _failed(_compared(slow, count=10)) == []
+
+
+def test_a_small_delay_is_not_slower_whatever_its_ratio() -> None:
+    """30 µs in place of 10 µs is what a timer shows, not a model."""
+    reference = _answer(_scores([1.0]), compute_us=10)
+    candidate = _answer(_scores([1.0]), compute_us=30)
+
+    assert _failed(_compared(candidate, reference=reference)) == []
+
+
+def test_noisy_latency_widens_what_is_allowed() -> None:
+    """Two runs of the same model that differ by half cannot tell another one apart by less."""
+    again = _answer(_scores([1.0, 2.0, 3.0]), compute_us=2000)
+    candidate = _answer(_scores([1.0, 2.0, 3.0]), compute_us=2500)
+
+    assert _failed(_compared(candidate, again=again)) == []
+
+
+def test_nothing_compared_is_no_pass() -> None:
+    """Which would be the easiest way to get one."""
+    assert _failed(Comparison()) == ["requests: compared"]
+
+
+def test_the_worst_are_kept_and_told() -> None:
+    """Other codes before other labels before larger differences; equal ones not at all."""
+    reference = _answer(_scores([1.0, 2.0, 3.0]))
+    others = [
+        _answer(_scores([1.0, 2.0, 3.1])),
+        reference,
+        Measured("INTERNAL", "lost"),
+        _answer(_scores([1.0, 2.0, 3.0]), label=7),
+        _answer(_scores([1.0, 2.0, 3.5])),
+    ]
+    worst = WorstCases(kept=3)
+    for offset, other in enumerate(others):
+        difference = compare_answers(reference, other, K)
+        worst.add(WorstCase("t", 0, offset, "m", difference, reference, other))
+
+    assert [describe(case) for case in worst.sorted()] == [
+        "ok became INTERNAL: lost",
+        "label: 1 became 7 at 0",
+        "scores differs by up to 0.5",
+    ]
+
+
+def test_the_page_escapes_what_it_is_told() -> None:
+    """Names come from records, and records from anybody."""
+    comparison = _compared(Measured("<b>", "<script>alert(1)</script>"))
+    findings = judge(comparison.sides(), Thresholds())
+
+    page = report(comparison, findings, Subjects("<a>", "&", "'"), lambda case: "<run>")
+
+    assert ElementTree.fromstring(page).tag == "html"
+    assert "<script>" not in page
+    assert "&lt;t&gt;/0/0" in page
+
+
+def test_the_summary_is_json_of_all_that_was_found() -> None:
+    """Infinity, which JSON lacks, is its name."""
+    comparison = _compared(_answer(_scores([1.0, 2.0, math.nan])))
+    findings = judge(comparison.sides(), Thresholds())
+
+    found = summary(comparison, findings, lambda case: "run")
+
+    assert found["verdict"] == "different"
+    assert not is_same(findings)
+    assert found["candidate"]["outputs"]["scores"]["max_abs"] == "Infinity"
+    assert found["latency_ratio"]["compute"] == 1.0
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_plots_of_nothing_are_not_drawn() -> None:
+    """An empty frame would look like a measurement."""
+    assert cumulative({"candidate": []}, "x") == ""
+    assert magnitudes({"candidate": []}, "x", 1.0) == ""
+
+
+def test_extreme_values_stay_within_the_plot() -> None:
+    """Zero, the smallest and the infinite ones have their places."""
+    drawn = magnitudes({"candidate": [0.0, 1e-30, 1e30, math.inf]}, "x", 1e-40)
+
+    svg = ElementTree.fromstring(drawn[: drawn.index("<p ")])
+    xs = [float(each.attrib["x"]) for each in svg.iter("rect")]
+    assert xs
+    assert all(46 <= x < 460 - 22 for x in xs)
