@@ -6,7 +6,12 @@ import platform
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -30,7 +35,11 @@ def show(state: ProcessState) -> None:
 
 
 def show_interpreter(registry: CollectorRegistry) -> None:
-    """Have the metrics show CPU, memory, files and garbage collection, once in a process."""
+    """Have the metrics show CPU, memory, files and garbage collection, once in a process.
+
+    The client library's `_created` series are left out: they would double what is rare.
+    """
+    disable_created_metrics()
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
 
