@@ -22,6 +22,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import STAGES, Stage
 from tests.support.models import digits
+from tests.support.python_models import add_python_model
 from tests.support.spans import Spans, id_of, parent_of, role_of, tracing_spans
 
 TOGETHER = (STAGES,)
@@ -140,3 +141,53 @@ async def test_only_the_failure_among_those_not_sampled_is_kept(
     path = _of(spans, bad)
     assert set(path) == {"ingest", "responder", "send"}
     assert [path[role][1] for role in ("ingest", "responder")] == [tuple(bad), path["ingest"][0]]
+
+
+async def _double(client: Client, caller: Caller, value: float) -> object:
+    """The answer, or the error that it was."""
+    x = np.full((1, 1), value, np.float32)
+    try:
+        return await client.infer("model", {"x": x}, headers=[caller.header()])
+    except InferenceError as error:
+        return error
+
+
+async def test_a_bisected_batch_shows_who_was_at_fault(settings: Settings) -> None:
+    """Eight run together and fail; the one at fault ends in an error after runs of 8, 4, 2, 1."""
+    add_python_model(
+        settings.models.repository,
+        "if (x == 13).any(): raise ValueError('thirteen')",
+        config="max_batch_size = 8\nmax_queue_delay_ms = 5000",
+    )
+    values = [1, 2, 13, 4, 5, 6, 7, 8]
+    with tracing_spans(settings) as (tracing, spans):
+        async with _served(settings, TOGETHER, tracing) as client:
+            await asyncio.gather(*map(_double, [client] * 8, CALLERS, values))
+
+    executors = {id_of(span)[0]: span for span in spans.of("executor")}
+    guilty = executors.pop(CALLERS[values.index(13)].trace_id)
+    assert (guilty.attributes or {})["error.type"] == "MODEL_FAILED"
+    assert all(span.status.is_ok for span in executors.values())
+    runs = {id_of(span): span for span in spans.of("run")}
+    of_guilty = [runs[link.context.trace_id, link.context.span_id] for link in guilty.links]
+    assert [len(run.links) for run in of_guilty] == [8, 4, 2, 1]
+    assert [(run.attributes or {})["headrace.batch.reason"] for run in of_guilty] == [
+        "full",
+        "bisected",
+        "bisected",
+        "bisected",
+    ]
+    assert {span.status.is_ok for span in of_guilty} == {False}
+
+
+async def test_a_run_that_is_tried_again_says_how_often(settings: Settings) -> None:
+    """The attempts stand on the run's span and on the request's."""
+    add_python_model(
+        settings.models.repository, "if len(self.calls) == 1: raise Retriable('in a moment')"
+    )
+    with tracing_spans(settings) as (tracing, spans):
+        async with _served(settings, TOGETHER, tracing) as client:
+            await _double(client, CALLERS[0], 1)
+
+    for role in ("run", "executor"):
+        assert (spans.one(role).attributes or {})["headrace.run.attempts"] == 2
