@@ -1,0 +1,34 @@
+"""How old the oldest unanswered record is."""
+
+from __future__ import annotations
+
+from headrace.flow.ages import MAX_MARKS, Ages
+
+
+def test_nothing_read_has_no_age() -> None:
+    """And neither has a partition where everything is answered."""
+    ages = Ages()
+    assert ages.oldest_ms(0) is None
+    ages.note(9, 1000)
+    assert ages.oldest_ms(10) is None
+
+
+def test_the_chunk_with_the_lowest_unanswered_offset_counts() -> None:
+    """It is as old as its first record until its last one is answered."""
+    ages = Ages()
+    ages.note(9, 1000)
+    ages.note(19, 2000)
+    assert [ages.oldest_ms(base) for base in (0, 9, 10, 19)] == [1000, 1000, 2000, 2000]
+
+
+def test_many_chunks_take_bounded_memory_and_never_look_younger() -> None:
+    """Neighbours become one, with the age of the older."""
+    ages = Ages()
+    for chunk in range(10 * MAX_MARKS):
+        ages.note(chunk, chunk)
+        oldest_ms = ages.oldest_ms(0)
+        assert oldest_ms == 0
+    for base in range(0, 10 * MAX_MARKS, 7):
+        oldest_ms = ages.oldest_ms(base)
+        assert oldest_ms is not None
+        assert oldest_ms <= base
