@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +25,7 @@ from headrace.deadletters.transforming import load_transform
 from headrace.errors import ConfigurationError
 from headrace.log.opening import open_log
 from headrace.log.port import Log
+from headrace.replay.capture import CaptureWriter
 from headrace.topics import Topic
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -172,26 +173,56 @@ def _tally(tally: Tally, order: Order) -> dict[str, Any]:
 @click.option("--pending", is_flag=True, help="Without those that were redriven.")
 @click.option(
     "--output",
-    type=click.File("w", encoding="utf-8"),
+    type=click.File("w", encoding="utf-8", lazy=True),
     default="-",
     help="A file.  [default: stdout]",
 )
+@click.option(
+    "--capture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write a capture file instead, as `headrace replay --file` reads it.",
+)
 @pass_settings
-def export(settings: Settings, selection: Selection, pending: bool, output: TextIO) -> None:
+def export(
+    settings: Settings,
+    selection: Selection,
+    *,
+    pending: bool,
+    output: TextIO,
+    capture: Path | None,
+) -> None:
     """Write dead letters as JSON lines: what `show --json` has, one letter a line.
 
     Key, value and the values of headers are in base64.
     """
-    count = run(_export(settings, selection, pending, output))
+    with ExitStack() as stack:
+        if capture is None:
+
+            def write(letter: Letter, redriven: bool) -> None:
+                output.write(json.dumps(full(letter, redriven)) + "\n")
+        else:
+            source = settings.topic(Topic.DEAD_LETTERS)
+            writer = stack.enter_context(CaptureWriter(capture, source))
+
+            def write(letter: Letter, redriven: bool) -> None:
+                writer.add([letter.record])
+
+        count = run(_export(settings, selection, pending, write))
     click.echo(f"{count} dead letters written", err=True)
 
 
-async def _export(settings: Settings, selection: Selection, pending: bool, output: TextIO) -> int:
+async def _export(
+    settings: Settings,
+    selection: Selection,
+    pending: bool,
+    write: Callable[[Letter, bool], None],
+) -> int:
     count = 0
     async with aclosing(_letters(settings, selection)) as letters:
         async for letter, redriven in letters:
             if not (pending and redriven):
-                output.write(json.dumps(full(letter, redriven)) + "\n")
+                write(letter, redriven)
                 count += 1
     return count
 

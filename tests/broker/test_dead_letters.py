@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -67,10 +68,9 @@ async def _requests(settings: Settings) -> list[Record]:
         return await records_of(log, settings.topic(Topic.REQUESTS), 2)
 
 
-def _json(result: Result) -> dict[str, object]:
+def _json(result: Result) -> Any:
     assert result.exit_code == 0, result.stderr
-    found: dict[str, object] = json.loads(result.stdout)
-    return found
+    return json.loads(result.stdout)
 
 
 def test_a_letter_of_a_strict_limit_is_answered_once_the_limit_is_raised(
@@ -100,10 +100,10 @@ def test_letters_are_listed_shown_and_exported(settle: Settle, call: Call) -> No
     pending = _json(call("dlq", "list", "--json", "--pending", "--since", "1h"))
     shown = call("dlq", "show", f"{settings.topic(Topic.DEAD_LETTERS)}/1/1").stdout
     exported = call("dlq", "export", "--stage", "ingest")
+    captured = call("dlq", "export", "--pending", "--capture", "letters.capture")
+    counted = _json(call("replay", "--file", "letters.capture", "--dry-run", "--json"))
 
-    letters = listed["letters"]
-    assert isinstance(letters, list)
-    assert [letter["redriven"] for letter in letters] == [False, True, False]
+    assert [letter["redriven"] for letter in listed["letters"]] == [False, True, False]
     assert listed["counts"] == {"TOO_LARGE": 3}
     assert pending["total"] == 2
     assert "input pixels FP32 [8, 64]" in shown
@@ -111,6 +111,8 @@ def test_letters_are_listed_shown_and_exported(settle: Settle, call: Call) -> No
     assert exported.exit_code == 0, exported.stderr
     lines = [json.loads(line) for line in exported.stdout.splitlines()]
     assert [line["letter"].rpartition("/")[2] for line in lines] == ["0", "1", "2"]
+    assert captured.stderr.splitlines()[-1] == "2 dead letters written"
+    assert [(each["partition"], each["records"]) for each in counted] == [(1, 2)]
 
 
 def test_a_dry_run_and_a_transform_of_the_users(settle: Settle, call: Call, tmp_path: Path) -> None:
