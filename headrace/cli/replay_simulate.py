@@ -42,6 +42,7 @@ class SimulationJob(NamedTuple):
             where nothing else says how long batches take; None for the settings'.
         service_times: by model, or under "" for all others.
         answers: a topic, or a capture file.
+        steady: batches of one size all take the same time.
         asked: the scenarios.
     """
 
@@ -50,6 +51,7 @@ class SimulationJob(NamedTuple):
     service_times: Mapping[str, ServiceTime]
     answers: str | Path | None
     overhead_us: float
+    steady: bool
     asked: Sequence[Scenario]
 
 
@@ -128,6 +130,7 @@ def _given_times(
     metavar="US",
     help="What a batch costs its instance besides the model's run.",
 )
+@click.option("--steady", is_flag=True, help="All batches of a size take the median of it.")
 @click.option(
     "--rate-factor",
     "rate_factors",
@@ -173,6 +176,7 @@ def command(
     answers_file: Path | None,
     models: Path | None,
     overhead_us: float,
+    steady: bool,
     rate_factors: tuple[float, ...],
     instances: tuple[int, ...],
     max_batch_sizes: tuple[int, ...],
@@ -203,6 +207,7 @@ def command(
         service_times,
         recorded,
         overhead_us,
+        steady,
         scenarios(rate_factors, instances, max_batch_sizes, max_queue_delays_ms),
     )
     _tell(run(simulated(settings, job)), report_file, in_json)
@@ -278,4 +283,6 @@ async def _times(
     if job.models is not None:
         for model in sorted((wanted & models.keys()) - times.keys()):
             times[model] = measure(models[model])
+    if job.steady:
+        times = {model: each.steady() for model, each in times.items()}
     return {model: each.later(job.overhead_us) for model, each in times.items()}

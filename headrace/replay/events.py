@@ -77,6 +77,11 @@ class Arrivals(NamedTuple):
     kind: NDArray[np.int64]
     kinds: tuple[Kind, ...]
 
+    def chosen(self, places: NDArray[np.bool_] | slice) -> Arrivals:
+        """Some of them."""
+        at_us, rows, size_bytes, timeout_us, kind = (column[places] for column in self[:5])
+        return Arrivals(at_us, rows, size_bytes, timeout_us, kind, self.kinds)
+
     def faster(self, factor: float) -> Arrivals:
         """The same at `factor` times the rate: gaps are shorter, timeouts are not."""
         if not len(self.at_us):

@@ -31,7 +31,7 @@ def measure(version: ModelVersion, measure_s: float = MEASURE_S) -> ServiceTime:
     backend.load()
     try:
         backend.warm_up()
-        points = []
+        runs: dict[int, list[float]] = {}
         for rows in _sizes(version.max_batch_size):
             inputs = sized_inputs(version.signature, version.config, version.directory, rows)
             times_us: list[float] = []
@@ -42,14 +42,16 @@ def measure(version: ModelVersion, measure_s: float = MEASURE_S) -> ServiceTime:
                 began_s = time.perf_counter()
                 backend.run(inputs)
                 times_us.append((time.perf_counter() - began_s) * 1e6)
-            points.append(Point(rows, median(times_us), len(times_us)))
+            runs[rows] = times_us
     except ConfigurationError:
         raise
     except Exception as error:  # a model may raise anything
         raise ConfigurationError(f"{version.name}/{version.version}: {error}") from error
     finally:
         backend.unload()
-    return ServiceTime(points)
+    return ServiceTime(
+        [Point(rows, median(times_us), len(times_us)) for rows, times_us in runs.items()]
+    ).spread(runs)
 
 
 def _sizes(limit: int) -> Iterator[int]:

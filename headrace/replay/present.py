@@ -49,9 +49,7 @@ def only(arrivals: Arrivals, wanted: Collection[str]) -> tuple[Arrivals, dict[st
         if kind.model not in wanted:
             others[kind.model] = others.get(kind.model, 0) + count
     places = [place for place, kind in enumerate(arrivals.kinds) if kind.model in wanted]
-    kept = np.isin(arrivals.kind, places)
-    at_us, rows, size_bytes, timeout_us, kinds = (column[kept] for column in arrivals[:5])
-    return Arrivals(at_us, rows, size_bytes, timeout_us, kinds, arrivals.kinds), others
+    return arrivals.chosen(np.isin(arrivals.kind, places)), others
 
 
 def served_now(

@@ -21,6 +21,7 @@ from headrace.log.port import Record
 from headrace.replay.recording import Recording
 from headrace.replies import last_header
 
+_RATIOS = 1001
 ENOUGH = 5
 """A batch size that was seen less often is left out, where there are others."""
 
@@ -42,12 +43,21 @@ class ServiceTime:
     Args:
         points: known sizes.
         line: t0 and a; None for the least squares of the points, each as often as it was seen.
+        ratios: of single runs to S of their sizes; what `drawn` draws from.
+        overhead_us: what every batch costs besides, always the same.
 
     Raises:
         ValueError: neither points nor a line, or negative times.
     """
 
-    def __init__(self, points: Sequence[Point], line: tuple[float, float] | None = None) -> None:
+    def __init__(
+        self,
+        points: Sequence[Point],
+        line: tuple[float, float] | None = None,
+        *,
+        ratios: Sequence[float] = (),
+        overhead_us: float = 0.0,
+    ) -> None:
         if not points and line is None:
             raise ValueError("expected points or a line")
         known = sorted(points)
@@ -57,10 +67,27 @@ class ServiceTime:
         self.points = tuple(known)
         self._rows = [each.rows for each in known]
         self._us = list(accumulate((each.us for each in known), max))
+        self._ratios = tuple(ratios)
+        self._overhead_us = overhead_us
 
     def __call__(self, rows: int) -> int:
         """At least one microsecond."""
-        return max(1, round(self._us_of(rows)))
+        return max(1, round(self._us_of(rows) + self._overhead_us))
+
+    def drawn(self, rows: int, chance: float) -> int:
+        """S(b) of one run; `chance`, from 0 up to 1, says which one. Without ratios all are S."""
+        ratio = self._ratios[int(chance * len(self._ratios))] if self._ratios else 1.0
+        return max(1, round(self._us_of(rows) * ratio + self._overhead_us))
+
+    def spread(self, runs: Mapping[int, Sequence[float]]) -> ServiceTime:
+        """The same, with the ratios of single runs, by batch size in microseconds."""
+        ratios = [us / max(self._us_of(rows), 1e-3) for rows in runs for us in runs[rows]]
+        kept = np.quantile(ratios, np.linspace(0, 1, min(len(ratios), _RATIOS))).tolist()
+        return self._with(ratios=kept)
+
+    def steady(self) -> ServiceTime:
+        """The same without ratios: every run takes S."""
+        return self._with(ratios=())
 
     def _us_of(self, rows: int) -> float:
         at = bisect_left(self._rows, rows)
@@ -77,12 +104,22 @@ class ServiceTime:
 
     def later(self, overhead_us: float) -> ServiceTime:
         """The same, with a time that every batch costs besides."""
-        points = [each._replace(us=each.us + overhead_us) for each in self.points]
-        return ServiceTime(points, (self.t0_us + overhead_us, self.a_us))
+        return self._with(overhead_us=self._overhead_us + overhead_us)
+
+    def _with(
+        self, *, ratios: Sequence[float] | None = None, overhead_us: float | None = None
+    ) -> ServiceTime:
+        return ServiceTime(
+            self.points,
+            (self.t0_us, self.a_us),
+            ratios=self._ratios if ratios is None else ratios,
+            overhead_us=self._overhead_us if overhead_us is None else overhead_us,
+        )
 
     def __str__(self) -> str:
         known = ", ".join(f"S({each.rows})={each.us:.0f}" for each in self.points)
-        return f"{self.t0_us:.0f} + {self.a_us:.1f} b us" + (f" ({known})" if known else "")
+        text = f"{self.t0_us:.0f} + {self.a_us:.1f} b us" + (f" ({known})" if known else "")
+        return text + (f" + {self._overhead_us:.0f} us" if self._overhead_us else "")
 
 
 def _fitted(points: Sequence[Point]) -> tuple[float, float]:
@@ -154,11 +191,16 @@ async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
         raise ConfigurationError(
             f"{answers.name}: expected answers with compute_us and batch_size, got none"
         )
-    return {model: ServiceTime(_points(by_rows)) for model, by_rows in seen.items()}
+    return {model: fitted(by_rows) for model, by_rows in seen.items()}
 
 
-def _points(by_rows: Mapping[int, Sequence[int]]) -> list[Point]:
-    points = [Point(rows, median(times), len(times)) for rows, times in by_rows.items()]
+def fitted(runs: Mapping[int, Sequence[float]]) -> ServiceTime:
+    """S(b) of single runs, in microseconds by batch size, and their spread."""
+    return ServiceTime(_points(runs)).spread(runs)
+
+
+def _points(runs: Mapping[int, Sequence[float]]) -> list[Point]:
+    points = [Point(rows, median(times), len(times)) for rows, times in runs.items()]
     # A batch of b rows has up to b answers that all tell of the same run.
     often = [each for each in points if each.seen >= ENOUGH * each.rows]
     return often or points

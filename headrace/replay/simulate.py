@@ -6,6 +6,7 @@ it leaves out.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,6 +20,9 @@ from headrace.replay.service_times import ServiceTime
 PolicyFactory: TypeAlias = Callable[[Callable[[str, str], Limits]], Policy]
 """Makes the batcher's rules from the limits of each model's version. It is handed in, since the
 rules belong to a service, and what is below the services does not know them."""
+
+SEED = 1
+"""Of what chance decides: which of a model's recorded runs a simulated one is like."""
 
 PROBABILITIES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
 """Of the latencies in an outcome."""
@@ -143,9 +147,10 @@ def simulate(
     faster = arrivals.faster(scenario.rate_factor)
     times = {model: each.service_time for (model, _), each in changed.items()}
     policy = make_policy(lambda name, version: changed[name, version].limits)
+    chance = random.Random(SEED).random  # noqa: S311 - the same for every scenario, no secret
     farm = Farm(
         {key: each.instances for key, each in changed.items()},
-        lambda model, rows: times[model](rows),
+        lambda model, rows: times[model].drawn(rows, chance()),
     )
     return _outcome(scenario, faster, changed, Simulation(faster, policy, farm).run())
 

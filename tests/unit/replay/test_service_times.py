@@ -64,6 +64,16 @@ def test_an_overhead_is_added_to_every_batch() -> None:
     assert [later(rows) for rows in (1, 2, 3)] == [150, 250, 350]
 
 
+def test_a_run_is_like_one_of_those_that_were_seen() -> None:
+    """Every size has the spread of all; what a batch costs besides has none."""
+    service_time = ServiceTime([Point(1, 100), Point(2, 200)]).spread({1: [50, 100], 2: [600]})
+    later = service_time.later(10)
+
+    assert [later.drawn(4, chance) for chance in (0.0, 0.5, 0.999)] == [210, 410, 1210]
+    assert later(4) == 410
+    assert later.steady().drawn(4, 0.999) == 410
+
+
 @pytest.mark.parametrize(
     ("text", "model", "us"),
     [("1000+50", "", 1100), ("digits=60+1.5", "digits", 63), ("a=b=7", "a=b", 7)],
