@@ -8,14 +8,20 @@ serves as well.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client.core import CounterMetricFamily, Exemplar, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from headrace.telemetry.catalogue import Spec
+
+
+def _nothing() -> None:
+    pass
 
 
 class BulkCounter(Collector):
@@ -78,12 +84,27 @@ class BulkHistogram(Collector):
         self._spec = spec
         self._bounds = tuple(bounds)
         self._series: dict[tuple[str, ...], _Series] = {}
+        self._before_reading: Callable[[], None] = _nothing
+
+    def before_reading(self, fill: Callable[[], None]) -> None:
+        """Have somebody who still holds values bring them, whenever the histogram is read."""
+        self._before_reading = fill
 
     def observe(self, labels: tuple[str, ...], value: float, times: int = 1) -> None:
         """Count a value, as often as it came."""
         series = self._series.get(labels) or self._add(labels)
         series.counts[bisect_left(self._bounds, value)] += times
         series.total += value * times
+
+    def observe_all(self, labels: tuple[str, ...], values: NDArray[np.float64]) -> None:
+        """Count each of many values once."""
+        if not len(values):
+            return
+        series = self._series.get(labels) or self._add(labels)
+        places = np.searchsorted(self._bounds, values, side="left")
+        for place, count in enumerate(np.bincount(places).tolist()):
+            series.counts[place] += count
+        series.total += float(values.sum())
 
     def show(self, labels: tuple[str, ...], value: float, trace_id: str, at_s: float) -> None:
         """Keep a value that was counted as the example of its bucket.
@@ -100,6 +121,7 @@ class BulkHistogram(Collector):
 
     def totals(self) -> list[dict[str, Any]]:
         """Count and sum of every series, for `/status`."""
+        self._before_reading()
         names = self._spec.labels
         return [
             {
@@ -120,6 +142,7 @@ class BulkHistogram(Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Called by a scrape."""
+        self._before_reading()
         family = self._family()
         for labels, series in self._series.items():
             cumulated = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -22,9 +22,10 @@ from headrace.log.port import Fenced
 from headrace.messages import Batch, Request
 from headrace.telemetry.bulk import BulkCounter, BulkHistogram
 from headrace.telemetry.catalogue import CATALOGUE, ROWS, SECONDS
+from headrace.telemetry.request_times import RequestTimes
 
 _FAILED = frozenset({Code.MODEL_FAILED, Code.INTERNAL})
-_times = attrgetter("model", "version", "timestamp_ms", "ingested_us", "formed_us")
+_model_version = attrgetter("model", "version")
 
 _TIMES = (
     *("request_duration", "log_wait", "queue_wait", "batch_wait"),
@@ -60,6 +61,11 @@ class Metrics:
         self._batches = self._bulk_counter("batches")
         self._rows = self._bulk_counter("rows")
         self._durations = {name: self._bulk(f"{name}_seconds", SECONDS) for name in _TIMES}
+        self._times = RequestTimes(
+            self._durations["request_duration"],
+            self._durations["log_wait"],
+            self._durations["queue_wait"],
+        )
         self._slack = self._bulk("answer_slack_seconds", SECONDS)
         self._batch_rows = self._bulk("batch_rows", ROWS)
         self._commit = self._bulk("commit_duration_seconds", SECONDS)
@@ -110,23 +116,22 @@ class Metrics:
             now_us: when they were acknowledged.
         """
         fine = [request for request in requests if request.failure is None]
-        # Requests of a chunk were read together and ran together: few times are different.
-        for (model, version, *times), count in Tally(map(_times, fine)).items():
+        counts = Tally(map(_model_version, fine))
+        for (model, version), count in counts.items():
             self._requests.add((model, version, "ok", "ok"), count)
-            self._observe_times(model, times, now_us, count)
         if len(fine) != len(requests):
-            self._failed([each for each in requests if each.failure is not None], now_us)
-        for model, count in Tally(map(_known_model, requests)).items():
-            answer_s = max(0, now_us - began_us) / 1e6
-            self._durations["answer_duration"].observe((model,), answer_s, count)
-        for request in requests:
-            if request.envelope.deadline_ms:
-                slack_s = max(0.0, request.envelope.deadline_ms / 1e3 - now_us / 1e6)
-                self._slack.observe((_known_model(request),), slack_s)
-            if request.trace is not None:
-                self._show(request, now_us)
+            self._failed([each for each in requests if each.failure is not None])
+        answer_s = max(0, now_us - began_us) / 1e6
+        for model, of_model in _by_model(requests, counts).items():
+            self._times.note(model, of_model, now_us)
+            self._durations["answer_duration"].observe((model,), answer_s, len(of_model))
+        for request in [each for each in requests if each.envelope.deadline_ms]:
+            slack_s = max(0.0, request.envelope.deadline_ms / 1e3 - now_us / 1e6)
+            self._slack.observe((_known_model(request),), slack_s)
+        for request in [each for each in requests if each.trace is not None]:
+            self._show(request, now_us)
 
-    def _failed(self, requests: Sequence[Request], now_us: int) -> None:
+    def _failed(self, requests: Sequence[Request]) -> None:
         for request in requests:
             failure = request.failure
             assert failure is not None
@@ -136,21 +141,6 @@ class Metrics:
                 self._expired.labels(failure.stage).inc()
             elif outcome == "refused":
                 self._refused.labels(failure.stage, failure.code).inc()
-            times = (request.timestamp_ms, request.ingested_us, request.formed_us)
-            self._observe_times(model, times, now_us, 1)
-
-    def _observe_times(self, model: str, times: Sequence[int], now_us: int, count: int) -> None:
-        labels = (model,)
-        timestamp_ms, ingested_us, formed_us = times
-        written_us = timestamp_ms * 1000
-        # The clocks of machines differ: no time is taken for less than none.
-        self._durations["request_duration"].observe(
-            labels, max(0, now_us - written_us) / 1e6, count
-        )
-        self._durations["log_wait"].observe(labels, max(0, ingested_us - written_us) / 1e6, count)
-        if formed_us:
-            queued_s = max(0, formed_us - ingested_us) / 1e6
-            self._durations["queue_wait"].observe(labels, queued_s, count)
 
     def _show(self, request: Request, now_us: int) -> None:
         """Make a sampled request the example of its buckets."""
@@ -229,3 +219,22 @@ class Metrics:
 def _known_model(request: Request) -> str:
     """A version stands there only once the request was bound to a model that exists."""
     return request.model if request.version else ""
+
+
+def _by_model(
+    requests: Sequence[Request], counts: Mapping[tuple[str, str], int]
+) -> dict[str, Sequence[Request]]:
+    """Requests by the model that they are counted under; most chunks have but one.
+
+    Args:
+        requests: a chunk.
+        counts: those among them that have not failed, by model and version.
+    """
+    if len(counts) == 1:
+        (((model, _), count),) = counts.items()
+        if count == len(requests):
+            return {model: requests}
+    found: dict[str, list[Request]] = {}
+    for request in requests:
+        found.setdefault(_known_model(request), []).append(request)
+    return dict(found)
