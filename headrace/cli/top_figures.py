@@ -20,7 +20,9 @@ OUTCOMES = ("ok", "expired", "refused", "failed")
 
 
 class ModelFigures(Struct):
-    """One version of a model; figures are those of all versions of its name."""
+    """One version of a model. Rows and runs are counted by model: they are those of all versions
+    that are ready.
+    """
 
     name: str
     version: str
@@ -109,7 +111,7 @@ def counters(status: Status) -> Counter[str]:
     for request in totals.requests:
         found[request.outcome] += request.count
         found["answers"] += request.count
-        found[f"answers {request.model}"] += request.count
+        found[f"answers {request.model}/{request.version}"] += request.count
     for batch in totals.batches:
         found["batches"] += batch.count
         found[f"closed {batch.reason}"] += batch.count
@@ -204,18 +206,18 @@ def _closed(change: Change, status: Status) -> dict[str, float]:
 
 def _model_figures(change: Change, model: Model) -> ModelFigures:
     off = f"batching off: {model.batching_off}" if model.batching_off else ""
+    rows, runs = f"rows {model.name}", f"compute_duration {model.name}"
+    ready = model.state == "ready"
     return ModelFigures(
         name=model.name,
         version=model.version,
         state=model.state,
         remarks=[remark for remark in (model.reason, off) if remark],
         figures={
-            "answers_per_s": change.rate(f"answers {model.name}"),
-            "rows_per_s": change.rate(f"rows {model.name}"),
-            "rows_of_a_run": change.ratio(
-                f"rows {model.name}", f"compute_duration {model.name} count"
-            ),
-            "run_s": change.mean_s(f"compute_duration {model.name}"),
+            "answers_per_s": change.rate(f"answers {model.name}/{model.version}"),
+            "rows_per_s": change.rate(rows) if ready else None,
+            "rows_of_a_run": change.ratio(rows, f"{runs} count") if ready else None,
+            "run_s": change.mean_s(runs) if ready else None,
             "largest_batch": model.max_batch_size,
         },
     )

@@ -83,6 +83,7 @@ class RequestCount(Struct):
     """Answers with one outcome."""
 
     model: str
+    version: str
     outcome: str
     count: int
 

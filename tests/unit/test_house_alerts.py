@@ -43,6 +43,14 @@ def test_alert_is_made_to_fire(rule: dict[str, Any]) -> None:
     assert f'alertname="{rule["alert"]}", alertstate="firing"' in cases
 
 
+def test_page_lists_every_alert_with_its_severity() -> None:
+    """The table of the document is the rules', in their order."""
+    page = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(Headrace\w+)` \| (\w+) \|", page, flags=re.MULTILINE)
+
+    assert listed == [(rule["alert"], rule["labels"]["severity"]) for rule in rules()]
+
+
 def test_runbooks_send_nobody_to_an_alert_that_is_not_there() -> None:
     """An alert that a runbook names is one of these."""
     named = {name for rule in rules() for name in re.findall(r"\bHeadrace[A-Z]\w+", str(rule))}

@@ -84,6 +84,21 @@ def test_means_are_those_between_the_looks() -> None:
     assert stages["executor"]["run_s"] == pytest.approx(0.001)
 
 
+def test_a_version_that_failed_has_no_rows() -> None:
+    """What the other version of its model runs is not shown as its own."""
+
+    def second(answer: Answer) -> None:
+        two_seconds_later(answer)
+        failed = {"name": "digits", "version": "2", "state": "failed", "reason": "no such file"}
+        answer["models"].append(failed)
+
+    first, other = figures(second).models
+
+    assert (first.figures["answers_per_s"], first.figures["rows_per_s"]) == (32.0, 32.0)
+    assert (other.figures["answers_per_s"], other.figures["rows_per_s"]) == (0.0, None)
+    assert other.remarks == ["no such file"]
+
+
 def test_reasons_are_shares_of_the_batches_between_the_looks() -> None:
     """One was full and one was idle."""
     assert figures().closed == {"full": 0.5, "idle": 0.5}
