@@ -32,6 +32,9 @@ from headrace.topics import STAGES, Stage
 
 log = structlog.get_logger(__name__)
 
+LAST_COMMIT_S = 1.0
+"""For what is settled when the drain's time is over; without an answer it is repeated elsewhere."""
+
 
 class Pipeline:
     """The stages of one process.
@@ -136,8 +139,12 @@ class Pipeline:
             segment.source.stop_reading()
         _, late = await asyncio.wait(running, timeout=self._settings.limits.drain_timeout_s)
         if late:
-            for segment in self._segments:
-                await segment.abandon()
+            try:
+                async with asyncio.timeout(LAST_COMMIT_S):
+                    for segment in self._segments:
+                        await segment.abandon()
+            except TimeoutError:
+                log.warning(Event.DRAIN_INCOMPLETE, reason="the last commit was not answered")
             for task in late:
                 task.cancel()
 

@@ -25,7 +25,7 @@ async def test_a_second_process_joins_and_leaves_under_load(tmp_path: Path) -> N
         async def load() -> None:
             while not stop.is_set():
                 await caller.send(20)
-                await asyncio.sleep(0)
+                await eventually(lambda: caller.sent - caller.answered() < 500)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(load())
@@ -107,3 +107,25 @@ async def test_a_broker_that_goes_and_comes_back_is_waited_for(tmp_path: Path) -
         log.faults.force_rebalance("headrace")
         await caller.send(200)
         await eventually(lambda: _all_there(caller))
+
+
+async def test_a_stop_does_not_wait_for_a_broker_that_hangs(tmp_path: Path) -> None:
+    """The drain has one deadline: a last commit that nobody answers is given up soon after it."""
+    settings = settings_of(tmp_path, drain_timeout_s=0.2)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    pipeline, stop = Pipeline(settings, log), Stop()
+    running = asyncio.create_task(pipeline.run(stop))
+    await asyncio.wait_for(pipeline.ready.wait(), 10)
+    await caller.send(100)
+    await caller.all_answered()
+    log.faults.hold_commits()
+    await caller.send(100)
+    log.faults.take_down(hang=True)
+    stop.ask()
+
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await asyncio.wait_for(running, 20)
+
+    assert loop.time() - began_s < 4

@@ -130,9 +130,12 @@ class Caller:
 
     async def all_answered(self, deadline_s: float = 30.0) -> None:
         """Wait until there are as many answers as requests."""
-        await eventually(
-            lambda: self.answered() >= self.sent, deadline_s=deadline_s, what="answers"
-        )
+        try:
+            await eventually(lambda: self.answered() >= self.sent, deadline_s=deadline_s)
+        except AssertionError:
+            raise AssertionError(
+                f"{self.answered()} answers to {self.sent} requests after {deadline_s} s"
+            ) from None
 
     async def check(self) -> Counter[int]:
         """Every answer is right; returns how often each request was answered."""
