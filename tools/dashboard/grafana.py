@@ -173,7 +173,7 @@ def _timeseries(panel: Panel) -> dict[str, Any]:
         else {"type": "linear"},
     }
     defaults: dict[str, Any] = {"unit": panel.unit, "custom": custom}
-    if not panel.logarithmic:
+    if not (panel.logarithmic or panel.signed):
         defaults["min"] = 0
     return {
         "fieldConfig": {"defaults": defaults, "overrides": []},

@@ -38,6 +38,12 @@ READING = Row(
             ),
         ),
         Panel(
+            "Records in flight",
+            "Read and not answered; a record of batches is a whole batch.",
+            "short",
+            (Query(total("headrace_in_flight_records", "topic"), "{{topic}}"),),
+        ),
+        Panel(
             "Commits",
             "How long one takes.",
             "s",
@@ -106,6 +112,11 @@ PARTITIONS = Row(
         ),
         _by_partition(
             "Answered above the lowest unanswered one", "", "headrace_partition_answered_records"
+        ),
+        _by_partition(
+            "Ranges of the answered set",
+            "They are what the commit's metadata lists.",
+            "headrace_partition_answered_ranges",
         ),
         _by_partition(
             "Metadata of the commit",
@@ -196,6 +207,21 @@ PROCESSES = Row(
             (Query(worst("headrace_live", "instance"), "{{instance}}"),),
         ),
         Panel("Ready", "", "short", (Query(worst("headrace_ready", "instance"), "{{instance}}"),)),
+        Panel(
+            "Traces",
+            "Spans that the collector has taken, and what was lost.",
+            "ops",
+            tuple(
+                Query(rate(f"headrace_trace_{metric}"), metric.replace("_", " "))
+                for metric in (
+                    "spans",
+                    "spans_dropped",
+                    "links_dropped",
+                    "export_failures",
+                    "failures_unkept",
+                )
+            ),
+        ),
         Panel(
             "Log lines left out",
             "Too many of their kind came.",

@@ -21,6 +21,7 @@ class Panel(NamedTuple):
         limits: from which value on a stat is orange, and red; the other way round where
             `low_is_bad`.
         exemplars: show points that lead to traces.
+        signed: values may be below 0, so the axis does not begin there.
     """
 
     title: str
@@ -34,6 +35,7 @@ class Panel(NamedTuple):
     low_is_bad: bool = False
     logarithmic: bool = False
     exemplars: bool = False
+    signed: bool = False
 
 
 class Row(NamedTuple):

@@ -50,6 +50,11 @@ def worst(metric: str, by: str = "", more: str = "") -> str:
     return f"{_over('max', by)} ({selected(metric, more)})"
 
 
+def least(metric: str, by: str = "") -> str:
+    """The lowest value of a gauge."""
+    return f"{_over('min', by)} ({selected(metric)})"
+
+
 def total(metric: str, by: str = "", more: str = "") -> str:
     """The values of a gauge together."""
     return f"{_over('sum', by)} ({selected(metric, more)})"

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from tools.dashboard.panels import Panel, Query, Row
-from tools.dashboard.queries import mean, quantile, quantiles, rate, selected, share, total, worst
+from tools.dashboard.queries import (
+    least,
+    mean,
+    quantile,
+    quantiles,
+    rate,
+    selected,
+    share,
+    total,
+    worst,
+)
 
 
 def _stat(
@@ -187,7 +197,13 @@ BATCHES = Row(
             "",
             "short",
             (Query(total("headrace_waiting_requests", "instance"), "{{instance}}"),),
-            width=4,
+        ),
+        Panel(
+            "Nearest deadline of what waits for a batch",
+            "Below 0, it is late already.",
+            "s",
+            (Query(least("headrace_deadline_slack_seconds", "instance"), "{{instance}}"),),
+            signed=True,
         ),
         Panel(
             "Models",
@@ -195,7 +211,7 @@ BATCHES = Row(
             "none",
             (Query(f"{worst('headrace_model_state', 'model, version, state, instance')} == 1"),),
             kind="table",
-            width=4,
+            width=16,
         ),
     ),
 )
