@@ -10,7 +10,7 @@ from headrace.replay.compare.style import STYLE
 from headrace.replay.service_times import ServiceTime
 from headrace.replay.simulate import Outcome
 
-_WIDTH, _ROW, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 22, 250, 20, 8, 34
+_WIDTH, _ROW, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 22, 250, 40, 8, 34
 _CURVE_WIDTH, _CURVE_HEIGHT = 460, 240
 _CURVE_STEPS = 64
 _SHOWN = ((0.5, "p50"), (0.9, "p90"), (0.99, "p99"))
