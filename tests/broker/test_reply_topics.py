@@ -93,9 +93,7 @@ async def _caller(kafka: LocalKafka, name: str) -> AsyncIterator[Caller]:
     await headrace(["topics", "create"], settings)
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap_servers)
     await admin.start()
-    await admin.create_topics(
-        [NewTopic(f"{name}.mine", 3, 1), NewTopic(f"elsewhere-{name}", 1, 1)]
-    )
+    await admin.create_topics([NewTopic(f"{name}.mine", 3, 1), NewTopic(f"elsewhere-{name}", 1, 1)])
     await admin.close()
     producer = AIOKafkaProducer(bootstrap_servers=kafka.bootstrap_servers)
     consumer = AIOKafkaConsumer(
