@@ -30,9 +30,9 @@ from headrace.codec import decode_response, encode_request
 from headrace.config import KafkaSettings, Settings, make_settings
 from headrace.errors import ConfigurationError, HeadraceError, Rejected, Retriable
 from headrace.exchange import Exchange
-from headrace.log.opening import open_log
 from headrace.log.port import Log, NewRecord, Record
 from headrace.messages import ErrorResponse, Parameter
+from headrace.opening import open_log
 from headrace.replies import ClientClosed
 
 __all__ = ["Client", "ClientClosed", "InferenceError", "InferenceTimeout", "Response"]

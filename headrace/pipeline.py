@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.flow.lifecycle import Stop, stop_on_signals
-from headrace.log.opening import open_log
 from headrace.log.port import Log
 from headrace.models.registry import Models
+from headrace.opening import open_log
 from headrace.segment import Segment, segments
 from headrace.telemetry.collector import open_tracing
 from headrace.telemetry.flood import Flood

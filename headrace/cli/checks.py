@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.config import KafkaSettings, Settings
 from headrace.errors import ConfigurationError, HeadraceError
-from headrace.log.opening import open_log
 from headrace.log.port import LogAuthenticationFailed, TopicInfo
+from headrace.models.onnx_backend import find_runtime
+from headrace.opening import open_log
 from headrace.topic_plan import RECORD_OVERHEAD_BYTES, compare, plan_topics
 from headrace.topics import Topic
 
@@ -197,12 +198,11 @@ def _check_model(model: FoundModel) -> Iterator[Finding]:
 def check_device(settings: Settings) -> list[Finding]:
     """Whether ONNX Runtime is there, and what runs on the device that the settings name."""
     try:
-        import onnxruntime
+        release, providers = find_runtime()
     except ImportError as error:
         mend = 'install "headrace[cpu]" or "headrace[gpu]"'
         return [Finding("device", Health.ERROR, f"onnxruntime: {error}", mend)]
-    providers: list[str] = onnxruntime.get_available_providers()
-    found = f"onnxruntime {onnxruntime.__version__} with {', '.join(providers)}"
+    found = f"onnxruntime {release} with {', '.join(providers)}"
     device = settings.executor.device
     if device != "cpu" and CUDA not in providers:
         return [

@@ -23,8 +23,8 @@ from headrace.deadletters.remembering import recall
 from headrace.deadletters.showing import full, paragraphs, summary
 from headrace.deadletters.transforming import load_transform
 from headrace.errors import ConfigurationError
-from headrace.log.opening import open_log
 from headrace.log.port import Log
+from headrace.opening import open_log
 from headrace.replay.capture import CaptureWriter
 from headrace.topics import Topic
 

@@ -18,7 +18,7 @@ from headrace.cli.settings import pass_settings
 from headrace.client import Client, Response
 from headrace.codec import bytes_to_data
 from headrace.config import Settings
-from headrace.log.opening import open_log
+from headrace.opening import open_log
 from headrace.tensors import datatype_of, from_array
 
 SHOWN_ELEMENTS = 1000

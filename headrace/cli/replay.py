@@ -20,7 +20,7 @@ from headrace.cli.selection_options import (
 )
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
-from headrace.log.opening import open_log
+from headrace.opening import open_log
 from headrace.replay.jobs import (
     Replayed,
     Source,

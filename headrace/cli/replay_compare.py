@@ -17,7 +17,7 @@ from headrace.cli.selection_options import chosen_source, require_broker, select
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.log.opening import open_log
+from headrace.opening import open_log
 from headrace.replay.compare.asking import RecordedSubject, Subject, load_answers
 from headrace.replay.compare.report import Subjects, report
 from headrace.replay.compare.run import DEFAULT_CONCURRENCY, DEFAULT_TOP_K, Comparison, compare

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.config import ModelSettings, Settings
-from headrace.log.opening import open_log
 from headrace.log.port import Producer
+from headrace.opening import open_log
 from headrace.pipeline import Pipeline, running
 from headrace.replay.answers import OnAnswer, into_pipeline
 from headrace.replay.jobs import Source, Watch, now_ms

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from headrace.config import ModelSettings, Settings
 from headrace.errors import ConfigurationError
 from headrace.exchange import Exchange
-from headrace.log.opening import open_log
 from headrace.models.repository import FoundModel, Repository
+from headrace.opening import open_log
 from headrace.pipeline import Pipeline, running
 from headrace.replay.compare.asking import PipelineSubject
 from headrace.telemetry.logs import configure_logging

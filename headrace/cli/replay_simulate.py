@@ -16,9 +16,9 @@ from headrace.cli.settings import pass_settings
 from headrace.cli.simulation_table import HEADINGS, cells, curve, table
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.log.opening import open_log
 from headrace.log.port import Log
 from headrace.models.version import ModelVersion
+from headrace.opening import open_log
 from headrace.replay.arrivals import read_arrivals
 from headrace.replay.events import Limits, Policy
 from headrace.replay.jobs import Source

@@ -12,8 +12,8 @@ from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
-from headrace.log.opening import open_log
 from headrace.log.port import TopicInfo
+from headrace.opening import open_log
 from headrace.topic_plan import (
     CLEANUP_POLICY,
     MAX_MESSAGE_BYTES,

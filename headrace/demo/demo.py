@@ -24,7 +24,7 @@ from headrace.demo.tally import Result, Tally
 from headrace.demo.traffic import Traffic
 from headrace.demo.view import View, open_view
 from headrace.local_kafka import LocalKafka
-from headrace.log.opening import open_log
+from headrace.opening import open_log
 from headrace.pipeline import Pipeline, running
 from headrace.topic_plan import plan_topics
 

@@ -173,6 +173,15 @@ class OnnxBackend:
         self._options = None
 
 
+def find_runtime() -> tuple[str, list[str]]:
+    """The release of the installed ONNX Runtime, and the execution providers that it was built
+    with, which says nothing of the devices that are there. Raises `ImportError`.
+    """
+    import onnxruntime
+
+    return onnxruntime.__version__, onnxruntime.get_available_providers()
+
+
 _FATAL = 4  # errors come as exceptions; ONNX Runtime would write each to stderr as well
 
 

@@ -181,6 +181,4 @@ def _labels_alone(images: Any) -> list[int]:
     import onnxruntime
 
     session = onnxruntime.InferenceSession(DEMO / "models" / "digits" / "1" / "model.onnx")
-    return [
-        int(session.run(["label"], {"pixels": image.reshape(1, 64)})[0][0]) for image in images
-    ]
+    return [int(session.run(["label"], {"pixels": image.reshape(1, 64)})[0][0]) for image in images]

@@ -15,8 +15,8 @@ from headrace.codec import decode_response
 from headrace.codec.client import Answer
 from headrace.config import Settings
 from headrace.local_kafka import LocalKafka
-from headrace.log.opening import open_log
 from headrace.log.port import Record, TopicPartition
+from headrace.opening import open_log
 from headrace.pipeline import Pipeline, running
 from headrace.topics import Topic
 from tests.support.command_line import Call

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.config import Settings, make_settings
 from headrace.local_kafka import LocalKafka
-from headrace.log.opening import open_log
 from headrace.log.port import NewRecord, TopicPartition
+from headrace.opening import open_log
 from headrace.pipeline import Pipeline, running
 from headrace.topics import Topic
 from tests.support.command_line import Call

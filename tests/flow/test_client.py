@@ -12,7 +12,7 @@ import pytest
 
 from headrace.client import Client, InferenceError
 from headrace.config import make_settings
-from headrace.log.opening import open_log
+from headrace.opening import open_log
 from headrace.pipeline import Pipeline, running
 from tests.support.models import digits
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.client import Client
 from headrace.config import make_settings
-from headrace.log.opening import open_log
+from headrace.opening import open_log
 from headrace.pipeline import Pipeline, running
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics

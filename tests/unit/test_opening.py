@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.config import make_settings
 from headrace.log.kafka import KafkaLog
-from headrace.log.opening import open_log
+from headrace.opening import open_log
 from headrace.topics import Topic
 
 
