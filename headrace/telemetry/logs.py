@@ -112,7 +112,8 @@ def configure_logging(level: str, stream: TextIO | None = None) -> Flood:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=True,
+        # Loggers follow the configuration of the moment; none is called for each request.
+        cache_logger_on_first_use=False,
     )
     root = logging.getLogger()
     for old in root.handlers[:]:
