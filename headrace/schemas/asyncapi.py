@@ -206,7 +206,7 @@ def _request_headers() -> _Node:
         "x-priority": {
             "type": "string",
             "pattern": "^-?[0-9]{1,3}$",
-            "description": f"Between -{MAX_PRIORITY} and {MAX_PRIORITY}; a larger one is more urgent.",
+            "description": f"Between -{MAX_PRIORITY} and {MAX_PRIORITY}; larger: more urgent.",
         },
         "x-tenant": _text("On whose behalf."),
         "x-model": _text("A model's name, or name/version."),
