@@ -199,6 +199,8 @@ async def test_a_failed_request_is_among_the_last_errors(settings: Settings) -> 
     async with serving(settings) as served:
         with pytest.raises(InferenceError):
             await served.client.infer("digits", {"pixels": np.ones((1, 63), np.float32)})
+        # The line is written when the answer is acknowledged, which the caller may see first.
+        await eventually(served.pipeline.state.recent_errors.entries, deadline_s=5.0)
         (entry,) = served.pipeline.state.recent_errors.entries()
         assert (entry["event"], entry["code"]) == ("request.refused", "INVALID_TENSOR")
         assert len(entry["trace_id"]) == 32
