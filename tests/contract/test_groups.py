@@ -261,6 +261,7 @@ async def test_a_commit_carries_its_metadata(
 ) -> None:
     """Offset and text come back through the member and from outside; None where nothing was."""
     committed, other = await make_topic(2)
+    await write_to(log, committed, *TEN)  # a member that did not seek may start at its commit
     listener = RecordingListener()
     async with log.member(unique_name, [unique_name], listener) as member, polling(member, []):
         await eventually(lambda: listener.held == {committed, other})
