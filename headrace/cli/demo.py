@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 import click
@@ -39,6 +40,9 @@ def command(kafka: bool, seconds: float) -> None:
         click.echo(f"headrace: {line}", err=True)
 
     configure_logging("warning")
+    # A broker that has just started makes it complain once of what it then tries again; what
+    # really fails is missing among the answers.
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     outcome = run(run_demo(seconds, say, kafka=kafka))
     for line in report(outcome.result, outcome.reasons):
