@@ -14,16 +14,9 @@ from typing import Self
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
+from headrace.log.errors import LogAuthenticationFailed, TopicForbidden
 from headrace.log.partitioner import partition_for_key
-from headrace.log.port import (
-    Log,
-    LogAuthenticationFailed,
-    NewRecord,
-    Producer,
-    Record,
-    TopicForbidden,
-    TopicPartition,
-)
+from headrace.log.port import Log, NewRecord, Producer, Record, TopicPartition
 from headrace.replies import CORRELATION_ID, ClientClosed, Replies
 from headrace.topics import Topic
 

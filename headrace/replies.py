@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from headrace.errors import HeadraceError
-from headrace.log.port import Consumer, Log, OffsetOutOfRange, Record, TopicPartition
+from headrace.log.errors import OffsetOutOfRange
+from headrace.log.port import Consumer, Log, Record, TopicPartition
 
 CORRELATION_ID = "kafka_correlationId"
 

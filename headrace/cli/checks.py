@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.config import KafkaSettings, Settings
 from headrace.errors import ConfigurationError, HeadraceError
-from headrace.log.port import LogAuthenticationFailed, TopicInfo
+from headrace.log.errors import LogAuthenticationFailed
+from headrace.log.port import TopicInfo
 from headrace.models.onnx_backend import find_runtime
 from headrace.opening import open_log
 from headrace.topic_plan import RECORD_OVERHEAD_BYTES, compare, plan_topics

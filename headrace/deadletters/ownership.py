@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from headrace.deadletters.reading import POLL_TIMEOUT_S
 from headrace.errors import Retriable
-from headrace.log.port import Consumer, LogUnavailable, TopicPartition
+from headrace.log.errors import LogUnavailable
+from headrace.log.port import Consumer, TopicPartition
 
 JOIN_TIMEOUT_S = 120.0
 """A member that was killed holds up the group until its session ends."""

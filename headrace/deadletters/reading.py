@@ -8,14 +8,8 @@ from typing import NamedTuple
 
 from headrace.deadletters.letter import Letter, Selection, parse_letter
 from headrace.errors import ConfigurationError
-from headrace.log.port import (
-    Consumer,
-    Log,
-    LogUnavailable,
-    OffsetOutOfRange,
-    Record,
-    TopicPartition,
-)
+from headrace.log.errors import LogUnavailable, OffsetOutOfRange
+from headrace.log.port import Consumer, Log, Record, TopicPartition
 
 POLL_TIMEOUT_S = 0.2
 POLL_MAX_RECORDS = 200

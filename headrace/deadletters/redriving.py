@@ -31,15 +31,7 @@ from headrace.deadletters.sending import send_once
 from headrace.deadletters.transforming import Transform
 from headrace.flow.answered import Progress
 from headrace.log.partitioner import partition_for_key
-from headrace.log.port import (
-    Committed,
-    Consumer,
-    Log,
-    NewRecord,
-    Producer,
-    Record,
-    TopicPartition,
-)
+from headrace.log.port import Committed, Consumer, Log, NewRecord, Producer, Record, TopicPartition
 from headrace.topics import Topic
 
 CHUNK = 100

@@ -16,7 +16,8 @@ import structlog
 
 from headrace.errors import Retriable
 from headrace.flow.inflight import Ledger
-from headrace.log.port import Committed, Consumer, Fenced, TopicPartition
+from headrace.log.errors import Fenced
+from headrace.log.port import Committed, Consumer, TopicPartition
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import PartitionSnapshot

@@ -18,7 +18,8 @@ from headrace.flow.inflight import LedgerReceipt
 from headrace.flow.pool import TaskPool
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
-from headrace.log.port import LogRefused, NewRecord, Producer, Record, TopicPartition
+from headrace.log.errors import LogRefused
+from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.messages import Failure, Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics

@@ -8,15 +8,8 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
 from headrace.errors import Rejected, Retriable
-from headrace.log.port import (
-    LogRefused,
-    NewRecord,
-    Producer,
-    RecordTooLarge,
-    TopicForbidden,
-    TopicPartition,
-    UnknownPartition,
-)
+from headrace.log.errors import LogRefused, RecordTooLarge, TopicForbidden, UnknownPartition
+from headrace.log.port import NewRecord, Producer, TopicPartition
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 

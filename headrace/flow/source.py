@@ -28,7 +28,8 @@ from headrace.flow.committing import COMMIT_RETRY_S, Committer, Companion
 from headrace.flow.inflight import Assignment, Budget, Ledger
 from headrace.flow.positions import go_on_in_range, starting_progress
 from headrace.flow.view import Parts, partition_snapshots, source_snapshot
-from headrace.log.port import Consumer, Log, OffsetOutOfRange, Record, TopicPartition
+from headrace.log.errors import OffsetOutOfRange
+from headrace.log.port import Consumer, Log, Record, TopicPartition
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import SourceSnapshot

@@ -17,6 +17,7 @@ from aiokafka.client import AIOKafkaClient
 
 from headrace.config import KafkaSettings
 from headrace.log import kafka_requests as requests
+from headrace.log.errors import LogUnavailable
 from headrace.log.kafka_closing import close_client
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_consumer import KafkaReader
@@ -26,7 +27,6 @@ from headrace.log.kafka_producer import KafkaProducer
 from headrace.log.port import (
     Committed,
     Consumer,
-    LogUnavailable,
     Producer,
     RebalanceListener,
     TopicInfo,

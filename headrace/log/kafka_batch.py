@@ -10,8 +10,9 @@ from typing import Any, Final
 from aiokafka.producer.message_accumulator import BatchBuilder
 
 from headrace.errors import HeadraceError
+from headrace.log.errors import RecordRefused, RecordTooLarge
 from headrace.log.kafka_topics import Rules
-from headrace.log.port import NewRecord, RecordRefused, RecordTooLarge, TopicPartition
+from headrace.log.port import NewRecord, TopicPartition
 
 MAX_BATCH_BYTES: Final = 256 * 1024
 """One batch is under way per partition, so this over the round trip is a partition's throughput."""

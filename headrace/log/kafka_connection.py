@@ -14,10 +14,10 @@ from aiokafka.protocol.metadata import MetadataRequest
 
 from headrace.config import KafkaSettings
 from headrace.errors import ConfigurationError, HeadraceError
+from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
 from headrace.log.kafka_closing import close_client, hang_up
 from headrace.log.kafka_errors import answered
 from headrace.log.kafka_security import security_options, tls_error, tls_reason
-from headrace.log.port import LogAuthenticationFailed, LogUnavailable
 
 RETRY_BACKOFF_S: Final = 0.1
 METADATA_MAX_AGE_MS: Final = 60_000

@@ -15,20 +15,18 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.consumer.fetcher import OffsetResetStrategy
 from aiokafka.errors import KafkaError
 
-from headrace.log.kafka_closing import close_consumer
-from headrace.log.kafka_connection import Connection
-from headrace.log.kafka_errors import answered, in_port_words
-from headrace.log.kafka_requests import partition_counts
-from headrace.log.port import (
-    Committed,
+from headrace.log.errors import (
     Fenced,
     LogAuthenticationFailed,
     LogRefused,
     OffsetOutOfRange,
-    Record,
-    TopicPartition,
     UnknownPartition,
 )
+from headrace.log.kafka_closing import close_consumer
+from headrace.log.kafka_connection import Connection
+from headrace.log.kafka_errors import answered, in_port_words
+from headrace.log.kafka_requests import partition_counts
+from headrace.log.port import Committed, Record, TopicPartition
 
 REBALANCE_TIMEOUT_MS: Final = 30_000
 """How long the group waits for a member to finish `on_revoked` and join again."""

@@ -10,7 +10,7 @@ import aiokafka.errors as kafka_errors
 from aiokafka.errors import KafkaError
 
 from headrace.errors import HeadraceError
-from headrace.log.port import (
+from headrace.log.errors import (
     Fenced,
     LogAuthenticationFailed,
     LogRefused,

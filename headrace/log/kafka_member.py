@@ -19,10 +19,11 @@ from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssigno
 from aiokafka.errors import KafkaError
 from aiokafka.structs import OffsetAndMetadata
 
+from headrace.log.errors import Fenced
 from headrace.log.kafka_connection import RETRY_BACKOFF_S, Connection
 from headrace.log.kafka_consumer import REBALANCE_TIMEOUT_MS, KafkaConsumer, theirs
 from headrace.log.kafka_requests import fetch_committed
-from headrace.log.port import Committed, Fenced, RebalanceListener, TopicPartition
+from headrace.log.port import Committed, RebalanceListener, TopicPartition
 
 
 class KafkaMember(KafkaConsumer):

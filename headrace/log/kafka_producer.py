@@ -14,19 +14,13 @@ from types import TracebackType
 from typing import Final, Self
 
 from headrace.errors import HeadraceError
+from headrace.log.errors import LogUnavailable, RecordRefused, RecordTooLarge
 from headrace.log.kafka_batch import Batch
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered
 from headrace.log.kafka_sender import Sender, wait_ended
 from headrace.log.kafka_topics import QUESTION_S, KnownTopics, Rules
-from headrace.log.port import (
-    LogUnavailable,
-    NewRecord,
-    RecordRefused,
-    RecordTooLarge,
-    Run,
-    TopicPartition,
-)
+from headrace.log.port import NewRecord, Run, TopicPartition
 
 _FLUSH_S: Final = 3.0
 

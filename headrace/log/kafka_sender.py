@@ -24,11 +24,11 @@ from tenacity import (
 )
 
 from headrace.errors import HeadraceError
+from headrace.log.errors import LogRefused, LogUnavailable, RecordRefused, TopicForbidden
 from headrace.log.kafka_batch import MAX_BATCH_BYTES, Batch
 from headrace.log.kafka_closing import close_producer
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered, in_port_words
-from headrace.log.port import LogRefused, LogUnavailable, RecordRefused, TopicForbidden
 
 _MAX_REQUEST_BYTES: Final = 16 * 1024 * 1024
 _RETIRE_S: Final = 2.0

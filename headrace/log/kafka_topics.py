@@ -10,16 +10,16 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient
 
-from headrace.log.kafka_connection import RETRY_BACKOFF_S
-from headrace.log.kafka_errors import answered
-from headrace.log.kafka_requests import partition_counts, topic_configs
-from headrace.log.port import (
+from headrace.log.errors import (
     LogAuthenticationFailed,
     LogUnavailable,
     TopicForbidden,
-    TopicPartition,
     UnknownPartition,
 )
+from headrace.log.kafka_connection import RETRY_BACKOFF_S
+from headrace.log.kafka_errors import answered
+from headrace.log.kafka_requests import partition_counts, topic_configs
+from headrace.log.port import TopicPartition
 
 QUESTION_S: Final = 1.0
 _ABSENT_FOR_S: Final = 1.0

@@ -1,7 +1,8 @@
 """The log as Headrace sees it: records in partitions, groups, producers, a little administration.
 
 Two adapters implement these protocols: `headrace.log.kafka` and `headrace.log.memory`. The
-suite in `tests/contract` runs on both and is the definition of how they behave.
+suite in `tests/contract` runs on both and is the definition of how they behave. What they raise is
+in `headrace.log.errors`.
 
 Rules of use, which hold for both:
 
@@ -19,8 +20,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeAlias
-
-from headrace.errors import Code, Fatal, Rejected, Retriable
 
 Headers: TypeAlias = Sequence[tuple[str, bytes | None]]
 
@@ -86,67 +85,6 @@ class TopicInfo(NamedTuple):
     name: str
     partitions: int
     config: Mapping[str, str]
-
-
-class LogUnavailable(Retriable):
-    """No broker answered in time; what was asked may or may not have happened."""
-
-
-class LogAuthenticationFailed(Fatal):
-    """The broker refused our credentials, or we its certificate."""
-
-
-class LogRefused(Fatal):
-    """The broker refuses what was asked and would refuse it again; the message says what."""
-
-
-class RecordTooLarge(Rejected):
-    """The topic takes no record, or no batch, of this size."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(Code.TOO_LARGE, message)
-
-
-class RecordRefused(Rejected):
-    """The topic takes no such record: one without a key, say, where it is compacted."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(Code.INVALID_REQUEST, message)
-
-
-class UnknownPartition(Rejected):
-    """There is no such topic, or it has no such partition; asking again will not make one."""
-
-    def __init__(self, partition: TopicPartition, partitions: int) -> None:
-        got = "there is no such topic" if partitions == 0 else f"it has {partitions} partitions"
-        super().__init__(
-            Code.INVALID_REQUEST, f"{partition}: expected a topic with this partition, but {got}"
-        )
-        self.partition = partition
-
-
-class TopicForbidden(Rejected):
-    """The broker lets us neither write to the topic nor, perhaps, know of it."""
-
-    def __init__(self, topic: str) -> None:
-        super().__init__(Code.INVALID_REQUEST, f"not allowed to write to topic {topic}")
-        self.topic = topic
-
-
-class OffsetOutOfRange(Retriable):
-    """A position lies outside what the log still holds; `poll` raises it until one seeks.
-
-    Args:
-        positions: the partitions that it concerns, and where each one stood.
-    """
-
-    def __init__(self, message: str, positions: Mapping[TopicPartition, int] | None = None) -> None:
-        super().__init__(message)
-        self.positions = dict(positions or {})
-
-
-class Fenced(Retriable):
-    """Another producer with the same transactional id, or a newer generation, took over."""
 
 
 class RebalanceListener(Protocol):
@@ -252,6 +190,17 @@ class Consumer(Protocol):
         """Seconds since the log last answered this consumer; 0.0 for the embedded log."""
         ...
 
+    async def is_member(self) -> bool:
+        """Ask the group whether it still counts us in, in our generation (a Heartbeat).
+
+        False: we are a zombie, and all that we hold is void. It is what tells, after a producer
+        was fenced, whether the broker ended our transaction or another owner took over.
+
+        Raises:
+            LogUnavailable: no answer within the deadline.
+        """
+        ...
+
     async def close(self) -> None:
         """Leave the group and let go of all sockets, within a few seconds even with no broker."""
         ...
@@ -311,6 +260,61 @@ class Producer(Protocol):
     ) -> None: ...
 
 
+class TransactionalProducer(Protocol):
+    """Seals records and offsets together: a `read_committed` reader sees all of them, or none.
+
+    Entering fences: a former producer of the same id is refused from then on, and the
+    transaction that it left open has ended before entering returns, so that the group's
+    committed offsets, read afterwards, are the last that it sealed.
+
+    Raises (on entering):
+        LogUnavailable: see the port's other calls.
+        LogRefused: the broker's access rules, or a broker without transactions.
+    """
+
+    async def seal(
+        self,
+        records: Mapping[TopicPartition, Sequence[NewRecord]],
+        offsets: Mapping[TopicPartition, Committed],
+    ) -> None:
+        """One transaction: the records, each acknowledged, then the offsets, then the end.
+
+        Either may be empty. One call at a time.
+
+        After any exception the producer is of no more use: nothing of the transaction will be
+        visible, unless its outcome is unknown. Close it and enter a successor with its id, which
+        ends what is open; the committed offsets then say what became of it.
+
+        Raises:
+            RecordTooLarge: one of the records, or a batch that they made, is too large: one that
+                is sealed alone tells which.
+            RecordRefused: a record without a key, for a topic that is compacted.
+            UnknownPartition: a topic was deleted, or never had the partition.
+            TopicForbidden: the broker's access rules.
+            Fenced: another producer with this id was entered, or the broker ended the
+                transaction for taking too long; `Consumer.is_member` tells which.
+            LogUnavailable: no answer in time; the outcome is unknown.
+            LogRefused: the group may not be committed for, or a metadata text is too long.
+        """
+        ...
+
+    async def partitions_for(self, topic: str) -> int | None:
+        """See `Producer`."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the sockets; an open transaction is left to the successor to end."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
 class Log(Protocol):
     """Where consumers and producers come from. The parts it gives are not yet started:
     enter them with `async with`.
@@ -331,6 +335,10 @@ class Log(Protocol):
 
     def producer(self) -> Producer:
         """An idempotent producer."""
+        ...
+
+    def transactional_producer(self, transactional_id: str, group: str) -> TransactionalProducer:
+        """A producer that seals records together with offsets of one consumer group."""
         ...
 
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from headrace.errors import ConfigurationError
-from headrace.log.port import Consumer, Log, LogUnavailable, Record, TopicPartition
+from headrace.log.errors import LogUnavailable
+from headrace.log.port import Consumer, Log, Record, TopicPartition
 from headrace.replay.recording import CHUNK_RECORDS, Recording, Span
 from headrace.replay.selection import Selection, Window
 from headrace.replay.timeline import Timeline

@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter
 
 from headrace.errors import Code, Retriable
-from headrace.log.port import Fenced
+from headrace.log.errors import Fenced
 from headrace.messages import Batch, Request
 from headrace.telemetry.bulk import BulkCounter, BulkHistogram
 from headrace.telemetry.catalogue import CATALOGUE, ROWS, SECONDS

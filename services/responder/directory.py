@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from headrace.errors import Retriable
-from headrace.log.port import Producer, TopicForbidden
+from headrace.log.errors import TopicForbidden
+from headrace.log.port import Producer
 from headrace.messages import Request
 from headrace.telemetry.logs import Event
 

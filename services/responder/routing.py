@@ -6,7 +6,8 @@ import re
 
 from headrace.config import Settings
 from headrace.errors import Code
-from headrace.log.port import TopicForbidden, TopicPartition
+from headrace.log.errors import TopicForbidden
+from headrace.log.port import TopicPartition
 from headrace.messages import Envelope, Failure, Request
 from headrace.topics import Stage, Topic
 

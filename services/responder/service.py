@@ -19,13 +19,8 @@ from headrace.flow.endings import deadline_passed
 from headrace.flow.origins import Origins
 from headrace.flow.pool import TaskPool
 from headrace.flow.sending import deliver, too_large
-from headrace.log.port import (
-    NewRecord,
-    Producer,
-    RecordTooLarge,
-    TopicForbidden,
-    TopicPartition,
-)
+from headrace.log.errors import RecordTooLarge, TopicForbidden
+from headrace.log.port import NewRecord, Producer, TopicPartition
 from headrace.messages import Failure, Request
 from headrace.services.responder.directory import TopicDirectory
 from headrace.services.responder.routing import Routes, choose_partition, misrouted

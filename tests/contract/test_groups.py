@@ -7,16 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.log.port import (
-    Committed,
-    Consumer,
-    Fenced,
-    Log,
-    LogRefused,
-    Record,
-    TopicInfo,
-    TopicPartition,
-)
+from headrace.log.errors import Fenced, LogRefused
+from headrace.log.port import Committed, Consumer, Log, Record, TopicInfo, TopicPartition
 from tests.contract.conftest import MakeTopic
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, read, values, write_to

@@ -6,16 +6,8 @@ import asyncio
 
 import pytest
 
-from headrace.log.port import (
-    Committed,
-    Fenced,
-    Log,
-    LogRefused,
-    NewRecord,
-    OffsetOutOfRange,
-    Record,
-    TopicPartition,
-)
+from headrace.log.errors import Fenced, LogRefused, OffsetOutOfRange
+from headrace.log.port import Committed, Log, NewRecord, Record, TopicPartition
 from tests.contract.conftest import MakeTopic
 from tests.support.conditions import eventually
 from tests.support.logs import read, values, write, write_to

@@ -6,15 +6,8 @@ import time
 
 import pytest
 
-from headrace.log.port import (
-    Log,
-    NewRecord,
-    RecordRefused,
-    RecordTooLarge,
-    Run,
-    TopicPartition,
-    UnknownPartition,
-)
+from headrace.log.errors import RecordRefused, RecordTooLarge, UnknownPartition
+from headrace.log.port import Log, NewRecord, Run, TopicPartition
 from tests.contract.conftest import MakeTopic
 from tests.support.logs import read, values, write, write_to
 

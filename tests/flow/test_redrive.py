@@ -12,8 +12,9 @@ from headrace.codec.client import Answer
 from headrace.deadletters import Order, Redrive, Selection, read_letters
 from headrace.deadletters.ownership import RedriveUnderWay
 from headrace.errors import ConfigurationError
+from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.port import LogUnavailable, NewRecord, TopicPartition
+from headrace.log.port import NewRecord, TopicPartition
 from headrace.pipeline import Pipeline, running
 from headrace.topics import Topic
 from tests.support.conditions import eventually

@@ -7,19 +7,15 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from headrace.log.memory import MemoryLog
-from headrace.log.port import (
-    Committed,
+from headrace.log.errors import (
     Fenced,
     LogUnavailable,
-    NewRecord,
     OffsetOutOfRange,
-    Record,
     TopicForbidden,
-    TopicInfo,
-    TopicPartition,
     UnknownPartition,
 )
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Committed, NewRecord, Record, TopicInfo, TopicPartition
 from tests.support.clock import ManualClock
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, read, values, write, write_to

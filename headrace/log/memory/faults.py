@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from headrace.log.errors import LogUnavailable
 from headrace.log.memory.group import Group
 from headrace.log.memory.topics import Topics
-from headrace.log.port import LogUnavailable, TopicPartition
+from headrace.log.port import TopicPartition
 
 
 class Faults:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from headrace.log.errors import Fenced, LogRefused
 from headrace.log.memory.assignors import Assignor
-from headrace.log.port import Committed, Fenced, LogRefused, TopicPartition
+from headrace.log.port import Committed, TopicPartition
 
 MAX_METADATA_CHARACTERS = 4096  # Kafka's offset.metadata.max.bytes, which counts characters
 

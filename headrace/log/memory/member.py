@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Self
 
+from headrace.log.errors import Fenced
 from headrace.log.memory.faults import Faults
 from headrace.log.memory.group import Group
 from headrace.log.memory.reader import MemoryReader
 from headrace.log.memory.topics import Topics
-from headrace.log.port import Committed, Fenced, RebalanceListener, TopicPartition
+from headrace.log.port import Committed, RebalanceListener, TopicPartition
 
 _CLOSE_TIMEOUT_S = 3.0  # for a listener's call that is under way when the member closes
 

@@ -9,17 +9,11 @@ from types import TracebackType
 from typing import Self
 
 from headrace.errors import Rejected
+from headrace.log.errors import RecordRefused, RecordTooLarge, TopicForbidden
 from headrace.log.memory.faults import Faults
 from headrace.log.memory.partition import FRAMING_BYTES, payload_bytes
 from headrace.log.memory.topics import Topic, Topics
-from headrace.log.port import (
-    NewRecord,
-    RecordRefused,
-    RecordTooLarge,
-    Run,
-    TopicForbidden,
-    TopicPartition,
-)
+from headrace.log.port import NewRecord, Run, TopicPartition
 
 # As the Kafka adapter has it, so that what is sent travels in several runs here as well.
 _BATCH_BYTES = 256 * 1024

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from headrace.log.errors import Fenced, LogRefused, OffsetOutOfRange
 from headrace.log.memory.faults import Faults
 from headrace.log.memory.partition import Partition, StoredRecord
 from headrace.log.memory.topics import Topics
-from headrace.log.port import Committed, Fenced, LogRefused, OffsetOutOfRange, TopicPartition
+from headrace.log.port import Committed, TopicPartition
 
 
 class MemoryReader:

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from headrace.log.errors import UnknownPartition
 from headrace.log.memory.partition import Partition
-from headrace.log.port import TopicInfo, TopicPartition, UnknownPartition
+from headrace.log.port import TopicInfo, TopicPartition
 
 _LEGAL_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
 # Kafka's own defaults, of the settings that the embedded log has: a record's size is checked,

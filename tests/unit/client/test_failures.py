@@ -11,15 +11,10 @@ import pytest
 from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
+from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.reader import MemoryReader
-from headrace.log.port import (
-    LogAuthenticationFailed,
-    LogUnavailable,
-    NewRecord,
-    Record,
-    TopicPartition,
-)
+from headrace.log.port import NewRecord, Record, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.responder import Responder, answer, echo, refusal

@@ -16,8 +16,9 @@ from headrace.flow.batch_edges import BatchFeed, BatchOutlet
 from headrace.flow.channel import PullChannel
 from headrace.flow.edges import item_inlet, item_outlet, refuse, result_inlet, result_outlet
 from headrace.flow.source import Source, SourceSettings
+from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
-from headrace.log.port import LogRefused, TopicInfo, TopicPartition
+from headrace.log.port import TopicInfo, TopicPartition
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage

@@ -9,19 +9,15 @@ import pytest
 
 from headrace.flow import sending
 from headrace.flow.sending import deliver, too_large
-from headrace.log.memory import MemoryLog
-from headrace.log.port import (
+from headrace.log.errors import (
     LogRefused,
-    NewRecord,
-    Record,
     RecordRefused,
     RecordTooLarge,
-    Run,
     TopicForbidden,
-    TopicInfo,
-    TopicPartition,
     UnknownPartition,
 )
+from headrace.log.memory import MemoryLog
+from headrace.log.port import NewRecord, Record, Run, TopicInfo, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.logs import read
 

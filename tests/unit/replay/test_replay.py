@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.log.port import LogUnavailable, Record, Run
+from headrace.log.errors import LogUnavailable
+from headrace.log.port import Record, Run
 from headrace.replay.pacing import FixedRate, OriginalSpacing, Pace, Unpaced
 from headrace.replay.recording import identity
 from headrace.replay.replay import Replay

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.errors import Code
-from headrace.log.port import Fenced, LogUnavailable
+from headrace.log.errors import Fenced, LogUnavailable
 from headrace.messages import Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
