@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
 
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory.group import Group
 from headrace.log.memory.topics import Topics
+from headrace.log.memory.transactions import Transactions
 from headrace.log.port import TopicPartition
+
+
+class SealFault(Enum):
+    """How one seal ends, after its records and offsets were written."""
+
+    UNKNOWN_BUT_COMMITTED = auto()
+    """It commits, and its caller is told `LogUnavailable`."""
+    UNKNOWN_AND_OPEN = auto()
+    """It stays open until a successor enters, and its caller is told `LogUnavailable`."""
+    TIMED_OUT = auto()
+    """The broker aborts it for taking too long, and its caller is told `Fenced`."""
 
 
 class Faults:
@@ -17,14 +31,20 @@ class Faults:
     Args:
         topics: the log's topics.
         groups: the log's consumer groups, by name.
+        transactions: the log's transactions.
         request_timeout_s: how long a request hangs when the broker does not answer.
     """
 
     def __init__(
-        self, topics: Topics, groups: Mapping[str, Group], request_timeout_s: float
+        self,
+        topics: Topics,
+        groups: Mapping[str, Group],
+        transactions: Transactions,
+        request_timeout_s: float,
     ) -> None:
         self._topics = topics
         self._groups = groups
+        self._transactions = transactions
         self._request_timeout_s = request_timeout_s
         self._hangs = False
         self._down_since: float | None = None
@@ -34,6 +54,9 @@ class Faults:
         self._postponed: dict[asyncio.Future[None], Callable[[], None]] = {}
         self._commits_flow = asyncio.Event()
         self._commits_flow.set()
+        self._seals_flow = asyncio.Event()
+        self._seals_flow.set()
+        self._seal_faults: deque[SealFault] = deque()
         self._held: list[asyncio.Future[None]] | None = None
         self._acknowledgements_to_lose = 0
         self._forbidden: dict[str, bool] = {}
@@ -93,6 +116,33 @@ class Faults:
 
     def release_commits(self) -> None:
         self._commits_flow.set()
+
+    def spoil_seals(self, *faults: SealFault) -> None:
+        """Let the next seals end like this, one after the other; those after them end well."""
+        self._seal_faults.extend(faults)
+
+    def hold_seals(self) -> None:
+        """Keep transactions open, with all that they wrote, until `release_seals`."""
+        self._seals_flow.clear()
+
+    def release_seals(self) -> None:
+        self._seals_flow.set()
+
+    def time_out_transaction(self, transactional_id: str) -> None:
+        """Abort the open transaction of an id, as a broker does after the transaction timeout."""
+        self._transactions.time_out(transactional_id)
+
+    def let_offsets_lag(self) -> None:
+        """Show what is sealed from now on as committed only once its producer has a successor.
+
+        Kafka does so for some milliseconds, while it writes the markers.
+        """
+        self._transactions.offsets_lag = True
+
+    def let_offsets_catch_up(self) -> None:
+        """Undo `let_offsets_lag`."""
+        self._transactions.offsets_lag = False
+        self._transactions.show_all_offsets()
 
     def members(self, group: str) -> Sequence[str]:
         """The member ids of a group, in the order in which they joined."""
@@ -168,6 +218,14 @@ class Faults:
         """`answered`, for a commit."""
         await _passed(self._commits_flow, self._request_timeout_s)
         await self.answered()
+
+    async def seals_flow(self) -> None:
+        """Wait as long as seals are held, up to the request timeout."""
+        await _passed(self._seals_flow, self._request_timeout_s)
+
+    def next_seal_fault(self) -> SealFault | None:
+        """What is to go wrong with the seal that is about to commit."""
+        return self._seal_faults.popleft() if self._seal_faults else None
 
     def postpone(self, write: Callable[[], None]) -> asyncio.Future[None]:
         """The acknowledgement of a run that was sent while no broker answers."""

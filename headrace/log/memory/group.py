@@ -111,6 +111,11 @@ class Group:
         member = self._members.get(member_id)
         return member is None or (self.deadline is not None and not member.joined)
 
+    def counts_in(self, member_id: str, generation: int, now: float) -> bool:
+        """Whether a member belongs to the group, in the generation that it thinks is current."""
+        self.expire(now)
+        return member_id in self._members and generation == self.generation
+
     def share(self, member_id: str) -> frozenset[TopicPartition]:
         """What the current generation gives a member."""
         return self._members[member_id].share
@@ -133,12 +138,7 @@ class Group:
             LogRefused: an offset's metadata is longer than Kafka takes.
         """
         self.expire(now)
-        for partition, committed in offsets.items():
-            if len(committed.metadata) > MAX_METADATA_CHARACTERS:
-                raise LogRefused(
-                    f"{partition}: metadata: expected up to {MAX_METADATA_CHARACTERS} "
-                    f"characters, got {len(committed.metadata)}"
-                )
+        require_short_metadata(offsets)
         member = self._members.get(member_id)
         if member is None:
             raise Fenced(f"{member_id} is no member any more: its session was lost")
@@ -171,3 +171,13 @@ class Group:
             member.share = frozenset(shares[name])
             member.joined = False
             member.notify()
+
+
+def require_short_metadata(offsets: Mapping[TopicPartition, Committed]) -> None:
+    """Raises `LogRefused` where an offset's metadata is longer than Kafka takes."""
+    for partition, committed in offsets.items():
+        if len(committed.metadata) > MAX_METADATA_CHARACTERS:
+            raise LogRefused(
+                f"{partition}: metadata: expected up to {MAX_METADATA_CHARACTERS} "
+                f"characters, got {len(committed.metadata)}"
+            )

@@ -14,7 +14,9 @@ from headrace.log.memory.group import Group
 from headrace.log.memory.member import MemoryMember
 from headrace.log.memory.producer import MemoryProducer
 from headrace.log.memory.reader import MemoryReader
+from headrace.log.memory.sealing import MemoryTransactionalProducer
 from headrace.log.memory.topics import Topics
+from headrace.log.memory.transactions import Transactions
 from headrace.log.port import Committed, RebalanceListener, TopicInfo, TopicPartition
 
 
@@ -54,7 +56,8 @@ class MemoryLog:
         self._rebalance_timeout_s = rebalance_timeout_s
         self._assignor = ASSIGNORS[assignor]
         self._now_ms = now_ms
-        self.faults = Faults(self._topics, self._groups, request_timeout_s)
+        self._transactions = Transactions(self._group)
+        self.faults = Faults(self._topics, self._groups, self._transactions, request_timeout_s)
 
     def member(
         self, group: str, topics: Sequence[str], listener: RebalanceListener
@@ -66,6 +69,17 @@ class MemoryLog:
 
     def producer(self) -> MemoryProducer:
         return MemoryProducer(self._topics, self.faults, self._now_ms)
+
+    def transactional_producer(
+        self, transactional_id: str, group: str
+    ) -> MemoryTransactionalProducer:
+        return MemoryTransactionalProducer(
+            self._topics,
+            self.faults,
+            self._transactions,
+            (transactional_id, group),
+            self._now_ms,
+        )
 
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
         await self.faults.answered()

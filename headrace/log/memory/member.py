@@ -64,6 +64,15 @@ class MemoryMember(MemoryReader):
         await self._faults.answered()
         return {name: self._group.committed.get(name) for name in partitions}
 
+    async def is_member(self) -> bool:
+        await self._faults.answered()
+        if self._member_id is None:
+            return False
+        is_member = self._group.counts_in(self._member_id, self._generation, _now())
+        if not is_member:
+            self._group_news.set()  # so it learns that its session was lost
+        return is_member
+
     async def close(self) -> None:
         """Leave the group; `on_revoked` is not called: drain and commit before."""
         following, self._following = self._following, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -74,14 +74,34 @@ class Partition:
         self._dropped = 0  # how many at the front of the list are trimmed but not yet cut off
         self._held_bytes = 0
         self._watchers: set[Callable[[], None]] = set()
+        self._open: dict[Hashable, list[tuple[int, int]]] = {}  # offsets, by transaction
+
+    @property
+    def stable_end(self) -> int:
+        """The offset before which no transaction is open (Kafka's last stable offset)."""
+        if not self._open:
+            return self.end
+        return min(spans[0][0] for spans in self._open.values())
 
     @property
     def held_bytes(self) -> int:
         """What the records take, their objects included."""
         return self._held_bytes
 
-    def append(self, records: Sequence[NewRecord], sizes: Sequence[int], now_ms: int) -> None:
-        """Add records, with the `payload_bytes` of each, at the end and wake the watchers."""
+    def append(
+        self,
+        records: Sequence[NewRecord],
+        sizes: Sequence[int],
+        now_ms: int,
+        transaction: Hashable | None = None,
+    ) -> None:
+        """Add records, with the `payload_bytes` of each, at the end and wake the watchers.
+
+        Those of a transaction, and all after them, are not read before it has ended.
+        """
+        if transaction is not None:
+            span = (self.end, self.end + len(records))
+            self._open.setdefault(transaction, []).append(span)
         topic, partition = self.name
         self._records += [
             StoredRecord(
@@ -99,13 +119,26 @@ class Partition:
         self._sizes += sizes
         self._held_bytes += sum(sizes) + _OBJECT_BYTES * len(records)
         self._retain()
-        for wake in self._watchers:
-            wake()
+        self._wake()
+
+    def end_transaction(self, transaction: Hashable, *, commit: bool) -> None:
+        """End an open transaction: its records are kept, or leave a gap. A marker follows."""
+        spans = self._open.pop(transaction)
+        if not commit:
+            for start, stop in spans:
+                self._remove(start, stop)
+        self.skip(1)
+        self._wake()
 
     def read(self, offset: int, max_records: int) -> Sequence[StoredRecord]:
-        """Up to `max_records` from `offset` on; `offset` must not be below `begin`."""
+        """Up to `max_records` from `offset` on, below the stable end; `offset` must not be
+        below `begin`.
+        """
         start = self._index(offset)
-        return self._records[start : start + max_records]
+        stop = start + max_records
+        if self._open:
+            stop = min(stop, self._index(self.stable_end))
+        return self._records[start:stop]
 
     def trim(self, before_offset: int) -> None:
         """Drop what lies below `before_offset`, as retention does.
@@ -127,9 +160,13 @@ class Partition:
 
     def offset_at(self, timestamp_ms: int) -> int | None:
         """The first offset whose timestamp is at or after the given one."""
+        stable_end = self.stable_end
         for index in range(self._dropped, len(self._records)):
-            if self._records[index].timestamp >= timestamp_ms:
-                return self._records[index].offset
+            record = self._records[index]
+            if record.offset >= stable_end:
+                break
+            if record.timestamp >= timestamp_ms:
+                return record.offset
         return None
 
     def watch(self, wake: Callable[[], None]) -> None:
@@ -138,6 +175,18 @@ class Partition:
 
     def unwatch(self, wake: Callable[[], None]) -> None:
         self._watchers.discard(wake)
+
+    def _wake(self) -> None:
+        for wake in self._watchers:
+            wake()
+
+    def _remove(self, start_offset: int, stop_offset: int) -> None:
+        start = max(self._index(start_offset), self._dropped)
+        stop = max(self._index(stop_offset), start)
+        gone = self._sizes[start:stop]
+        self._held_bytes -= sum(gone) + _OBJECT_BYTES * len(gone)
+        del self._records[start:stop]
+        del self._sizes[start:stop]
 
     def _index(self, offset: int) -> int:
         records = self._records
@@ -153,7 +202,12 @@ class Partition:
             return
         excess = self._held_bytes - self._retention_bytes
         index = self._dropped
-        while excess > 0 and index < len(self._records) - 1:
+        stable_end = self.stable_end
+        while (
+            excess > 0
+            and index < len(self._records) - 1
+            and self._records[index].offset < stable_end
+        ):
             excess -= self._sizes[index] + _OBJECT_BYTES
             index += 1
         self.begin = self._records[index].offset

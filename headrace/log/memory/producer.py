@@ -50,13 +50,13 @@ class MemoryProducer:
         topic = self._topics.topic_of(partition)
         where = topic.partitions[partition.partition]
         runs = []
-        for start, stop in _batches(sizes, min(topic.max_message_bytes, _BATCH_BYTES)):
+        for start, stop in batch_bounds(sizes, topic.max_message_bytes):
             batch, batch_sizes = records[start:stop], sizes[start:stop]
-            refusal = self._refusal(topic, batch, batch_sizes)
-            if refusal is None:
+            refused = self._refusal(topic, batch, batch_sizes)
+            if refused is None:
                 acknowledged = self._write(partial(where.append, batch, batch_sizes))
             else:
-                acknowledged = _failed(refusal)
+                acknowledged = _failed(refused)
             runs.append(Run(stop - start, acknowledged))
         return runs
 
@@ -96,7 +96,7 @@ class MemoryProducer:
     ) -> Rejected | None:
         if self._faults.is_forbidden(topic.info.name):
             return TopicForbidden(topic.info.name)
-        return _refusal(topic, batch, sizes)
+        return refusal(topic, batch, sizes)
 
     def _write(self, write: Callable[[int], None]) -> asyncio.Future[None]:
         if not self._faults.is_down:
@@ -108,7 +108,7 @@ class MemoryProducer:
         return future
 
 
-def _refusal(topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]) -> Rejected | None:
+def refusal(topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]) -> Rejected | None:
     """Why a topic does not take a batch; only one of a single record can be too large."""
     size, limit = sizes[0] + FRAMING_BYTES, topic.max_message_bytes
     if len(batch) == 1 and size > limit:
@@ -125,8 +125,9 @@ def _failed(error: Exception) -> asyncio.Future[None]:
     return future
 
 
-def _batches(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+def batch_bounds(sizes: Sequence[int], max_message_bytes: int) -> Iterator[tuple[int, int]]:
     """Where a chunk is cut: a batch passes the limit only if a single record does."""
+    limit = min(max_message_bytes, _BATCH_BYTES)
     start, filled = 0, 0
     for index, size in enumerate(sizes):
         framed = size + FRAMING_BYTES

@@ -95,7 +95,7 @@ class MemoryReader:
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, int]:
         await self._faults.answered()
-        return {name: self._topics.partition(name).end for name in partitions}
+        return {name: self._topics.partition(name).stable_end for name in partitions}
 
     async def offsets_for_times(
         self, timestamps_ms: Mapping[TopicPartition, int]
@@ -110,6 +110,9 @@ class MemoryReader:
         """0.0, unless a fault made the log unavailable: then the seconds since."""
         return self._faults.down_for_s()
 
+    async def is_member(self) -> bool:
+        return False
+
     async def close(self) -> None:
         """Let go of the partitions; a poll that waits ends, and later ones raise."""
         self._is_closed = True
@@ -120,7 +123,7 @@ class MemoryReader:
     async def __aenter__(self) -> Self:
         await self._faults.answered()
         self._faults.watch(self._news.set)
-        self._take_up({name: self._topics.partition(name).end for name in self._requested})
+        self._take_up({name: self._topics.partition(name).stable_end for name in self._requested})
         self._gate_is_open = True
         return self
 
@@ -156,7 +159,8 @@ class MemoryReader:
         self._require_positions_in_range(turns)  # before any position moves
         for name in turns:
             partition, position = self._reading[name], self._positions[name]
-            if position == partition.end:
+            stable_end = partition.stable_end
+            if position >= stable_end:
                 continue
             records = partition.read(position, max_records)
             if records:
@@ -164,7 +168,7 @@ class MemoryReader:
                 self._positions[name] = records[-1].offset + 1
                 max_records -= len(records)
             else:
-                self._positions[name] = partition.end  # what is left is a gap
+                self._positions[name] = stable_end  # what is left is a gap
             if not max_records:
                 break
         if found:
