@@ -1,0 +1,218 @@
+"""What a history must not hold. Pure: it knows nothing of how the history came about.
+
+The rules, for requests that the log holds and answers that a `read_committed` reader saw:
+
+- *lost*: a request without an answer.
+- *doubled*: a request with more answers than the guarantee allows. Exactly once allows one. At
+  least once allows a further one only where a fault explains it: between the timestamps of two
+  consecutive answers (both included) lies some part of a fault that can take a partition from
+  its owner before what it answered is committed, and that hit a process with the responder, or
+  the brokers. A process that joins, leaves or is redeployed in order explains nothing.
+- *invented*: an answer to a request that nobody sent.
+- *crossed*: an answer with another request's outputs, correlation id or partition.
+- *wrong*: an answer whose status is none of those that the request may have.
+- *overtaken*: where order is asked for, a first answer that stands behind that of a later request
+  of its partition, or of its partition and key.
+- *unfinished*: a commit that covers a request which had no answer by then.
+- *retreated*: a committed base below one that was committed before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from tests.chaos.history import (
+    NO_NUMBER,
+    Answered,
+    Committed,
+    Fault,
+    FaultKind,
+    History,
+    Identity,
+    Sent,
+)
+
+OK = "ok"
+RESPONDER = "responder"
+EXPLAINING = frozenset(
+    {
+        FaultKind.KILLED,
+        FaultKind.CRASHED,
+        FaultKind.FROZEN,
+        FaultKind.LOST_PARTITION,
+        FaultKind.BROKER_RESTARTED,
+        FaultKind.CONNECTIONS_CUT,
+    }
+)
+
+
+class Breach(StrEnum):
+    """Which rule was broken."""
+
+    LOST = "lost"
+    DOUBLED = "doubled"
+    INVENTED = "invented"
+    CROSSED = "crossed"
+    WRONG = "wrong"
+    OVERTAKEN = "overtaken"
+    UNFINISHED = "unfinished"
+    RETREATED = "retreated"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What was promised of the run."""
+
+    guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
+    order: Literal["none", "key", "partition"] = "none"
+
+
+class Finding(NamedTuple):
+    """A broken rule, the requests that it concerns, and what is wrong in one sentence."""
+
+    breach: Breach
+    requests: tuple[Identity, ...]
+    sentence: str
+
+
+def check(history: History, promise: Promise) -> list[Finding]:
+    """Every breach of the promise in the history, by request."""
+    sent = {request.identity: request for request in history.sent}
+    answers: dict[Identity, list[Answered]] = defaultdict(list)
+    for answer in history.answered:
+        answers[answer.identity].append(answer)
+    found = [
+        *_lost(sent, answers),
+        *_doubled(history.faults, answers, promise),
+        *_misaddressed(sent, history.answered),
+        *_overtaken(sent, history.answered, promise),
+        *_unfinished(sent, answers, history.committed),
+        *_retreated(history.committed),
+    ]
+    return sorted(found, key=lambda finding: (finding.requests, finding.breach))
+
+
+def duplicates(history: History) -> int:
+    """How many answers there are beyond the first of each request."""
+    return len(history.answered) - len({answer.identity for answer in history.answered})
+
+
+def explains(fault: Fault, first_ms: int, second_ms: int) -> bool:
+    """Whether a fault can be why a request was answered at both these times."""
+    return (
+        fault.kind in EXPLAINING
+        and (not fault.stages or RESPONDER in fault.stages)
+        and fault.began_ms <= second_ms
+        and first_ms <= fault.ended_ms
+    )
+
+
+def _lost(sent: dict[Identity, Sent], answers: dict[Identity, list[Answered]]) -> Iterator[Finding]:
+    for identity in sent:
+        if identity not in answers:
+            yield Finding(Breach.LOST, (identity,), f"request {identity} has no answer")
+
+
+def _doubled(
+    faults: Sequence[Fault], answers: dict[Identity, list[Answered]], promise: Promise
+) -> Iterator[Finding]:
+    for identity, all_of_one in answers.items():
+        if len(all_of_one) == 1:
+            continue
+        times = sorted(answer.at_ms for answer in all_of_one)
+        if promise.guarantee == "exactly_once":
+            sentence = f"request {identity} has {len(times)} answers"
+        elif all(any(explains(fault, *pair) for fault in faults) for pair in pairwise(times)):
+            continue
+        else:
+            sentence = f"request {identity} has {len(times)} answers, and no fault explains them"
+        yield Finding(Breach.DOUBLED, (identity,), sentence)
+
+
+def _misaddressed(sent: dict[Identity, Sent], answered: Sequence[Answered]) -> Iterator[Finding]:
+    """Invented, crossed or wrong."""
+    for answer in answered:
+        identity = answer.identity
+        request = sent.get(identity)
+        if request is None:
+            sentence = f"an answer to request {identity}, which nobody sent"
+            yield Finding(Breach.INVENTED, (identity,), sentence)
+            continue
+        if foreign := _foreign(request, answer):
+            sentence = f"the answer to request {identity} has {foreign}"
+            yield Finding(Breach.CROSSED, (identity,), sentence)
+        if answer.status not in request.statuses:
+            expected = " or ".join(request.statuses)
+            sentence = f"request {identity} expected {expected}, got {answer.status}"
+            yield Finding(Breach.WRONG, (identity,), sentence)
+
+
+def _foreign(request: Sent, answer: Answered) -> str:
+    """What of an answer belongs to another request; empty for nothing."""
+    expected_output = request.number if answer.status == OK else NO_NUMBER
+    if answer.number != request.number:
+        return f"correlation id {answer.number} in the place of {request.number}"
+    if answer.output != expected_output:
+        return f"output {answer.output} in the place of {expected_output}"
+    if answer.partition != request.partition:
+        return f"partition {answer.partition} in the place of {request.partition}"
+    return ""
+
+
+def _overtaken(
+    sent: dict[Identity, Sent], answered: Sequence[Answered], promise: Promise
+) -> Iterator[Finding]:
+    if promise.order == "none":
+        return
+    furthest: dict[tuple[int, str], Identity] = {}
+    seen: set[Identity] = set()
+    for answer in sorted(answered, key=lambda each: (each.partition, each.offset)):
+        identity = answer.identity
+        if identity in seen or identity not in sent:
+            continue
+        seen.add(identity)
+        lane = (identity.partition, sent[identity].key if promise.order == "key" else "")
+        ahead = furthest.get(lane)
+        if ahead is not None and ahead > identity:
+            sentence = f"request {identity} was overtaken by {ahead}"
+            yield Finding(Breach.OVERTAKEN, (identity, ahead), sentence)
+        else:
+            furthest[lane] = identity
+
+
+def _unfinished(
+    sent: dict[Identity, Sent],
+    answers: dict[Identity, list[Answered]],
+    committed: Sequence[Committed],
+) -> Iterator[Finding]:
+    """The first commit that covers a request, against its first answer."""
+    waiting: dict[int, list[Identity]] = defaultdict(list)
+    for identity in sent:
+        waiting[identity.partition].append(identity)
+    for commit in sorted(committed):
+        left = []
+        for identity in waiting[commit.partition]:
+            if not commit.covers(identity.offset):
+                left.append(identity)
+            elif min((each.at_ms for each in answers.get(identity, ())), default=None) is None:
+                sentence = f"a commit covers request {identity}, which has no answer"
+                yield Finding(Breach.UNFINISHED, (identity,), sentence)
+            elif min(each.at_ms for each in answers[identity]) > commit.at_ms:
+                sentence = f"a commit covered request {identity} before it was answered"
+                yield Finding(Breach.UNFINISHED, (identity,), sentence)
+        waiting[commit.partition] = left
+
+
+def _retreated(committed: Sequence[Committed]) -> Iterator[Finding]:
+    bases: dict[int, int] = {}
+    for commit in sorted(committed):
+        base = bases.get(commit.partition, 0)
+        if commit.base < base:
+            sentence = f"the base of partition {commit.partition} fell from {base} to {commit.base}"
+            yield Finding(Breach.RETREATED, (Identity(commit.partition, commit.base),), sentence)
+        bases[commit.partition] = max(base, commit.base)

@@ -1,0 +1,183 @@
+"""What clients, readers and nemeses saw of one run, as plain events that can be kept in a file.
+
+All times are epoch milliseconds of one machine's clock: those of answers are the timestamps that
+their records carry, so that they can be laid beside what the nemeses did.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+NO_NUMBER = -1
+"""In the place of a number that an answer does not carry."""
+
+
+class Identity(NamedTuple):
+    """A request: the partition and offset of its record on the requests topic."""
+
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.partition}/{self.offset}"
+
+
+class Sent(NamedTuple):
+    """A request that the log holds.
+
+    Attributes:
+        number: the caller's name for it; its input, and so its right output, follow from it.
+        statuses: what its answer's `x-status` may say.
+    """
+
+    at_ms: int
+    number: int
+    partition: int
+    offset: int
+    key: str
+    statuses: tuple[str, ...]
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.partition, self.offset)
+
+
+class Answered(NamedTuple):
+    """An answer that a `read_committed` reader saw.
+
+    Attributes:
+        partition: where the answer stands on the responses topic, as does `offset`.
+        request_partition: from its `x-request`, as is `request_offset`.
+        number: from its correlation id.
+        output: the number that its outputs tell of; `NO_NUMBER` for an error.
+    """
+
+    at_ms: int
+    partition: int
+    offset: int
+    request_partition: int
+    request_offset: int
+    number: int
+    output: int
+    status: str
+
+    @property
+    def identity(self) -> Identity:
+        """The request that it says it answers."""
+        return Identity(self.request_partition, self.request_offset)
+
+
+class FaultKind(StrEnum):
+    """What befell the system; the last three are orderly, and excuse nothing."""
+
+    KILLED = "killed"
+    CRASHED = "crashed"
+    FROZEN = "frozen"
+    LOST_PARTITION = "lost its partitions"
+    BROKER_RESTARTED = "broker restarted"
+    CONNECTIONS_CUT = "connections cut"
+    JOINED = "joined"
+    LEFT = "left"
+    REDEPLOYED = "redeployed"
+
+
+class Fault(NamedTuple):
+    """Something that was done to the system, or happened to it.
+
+    Attributes:
+        ended_ms: when its effect was over: a killed process reaped, a frozen one told that it
+            had lost its partitions, a broker reachable again.
+        stages: of the process that was hit; empty where all are.
+    """
+
+    began_ms: int
+    ended_ms: int
+    kind: FaultKind
+    stages: tuple[str, ...]
+
+
+class Committed(NamedTuple):
+    """What the group had committed of one source partition.
+
+    Attributes:
+        at_ms: when the coordinator's answer had come.
+        answered: ranges above the base, each from the first up to, and without, the second.
+    """
+
+    at_ms: int
+    partition: int
+    base: int
+    answered: tuple[tuple[int, int], ...]
+
+    def covers(self, offset: int) -> bool:
+        """Whether it says that the request at this offset is answered."""
+        return offset < self.base or any(start <= offset < stop for start, stop in self.answered)
+
+
+Happening: TypeAlias = Sent | Answered | Fault | Committed
+_KINDS: dict[str, type[Happening]] = {
+    kind.__name__: kind for kind in (Sent, Answered, Fault, Committed)
+}
+
+
+@dataclass
+class History:
+    """The events of one run; each list in the order in which its writer saw them."""
+
+    sent: list[Sent] = field(default_factory=list)
+    answered: list[Answered] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    committed: list[Committed] = field(default_factory=list)
+
+    def add(self, happening: Happening) -> None:
+        """Append to the list of its kind."""
+        if isinstance(happening, Sent):
+            self.sent.append(happening)
+        elif isinstance(happening, Answered):
+            self.answered.append(happening)
+        elif isinstance(happening, Fault):
+            self.faults.append(happening)
+        else:
+            self.committed.append(happening)
+
+    def __iter__(self) -> Iterator[Happening]:
+        yield from self.sent
+        yield from self.answered
+        yield from self.faults
+        yield from self.committed
+
+    def save(self, path: Path) -> None:
+        """One line of JSON for each event: its kind, then its fields in order."""
+        with path.open("w", encoding="utf-8") as file:
+            for happening in self:
+                file.write(json.dumps([type(happening).__name__, *happening]) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> History:
+        """The inverse of `save`."""
+        with path.open(encoding="utf-8") as file:
+            return cls.of(_happening(*json.loads(line)) for line in file)
+
+    @classmethod
+    def of(cls, happenings: Iterable[Happening]) -> History:
+        """A history of these events."""
+        history = cls()
+        for happening in happenings:
+            history.add(happening)
+        return history
+
+
+def _happening(kind: str, *fields: Any) -> Happening:
+    """An event from what JSON has kept of it."""
+    if kind == "Sent":
+        return Sent(*fields[:-1], tuple(fields[-1]))
+    if kind == "Fault":
+        return Fault(fields[0], fields[1], FaultKind(fields[2]), tuple(fields[3]))
+    if kind == "Committed":
+        return Committed(*fields[:-1], tuple((start, stop) for start, stop in fields[-1]))
+    return _KINDS[kind](*fields)

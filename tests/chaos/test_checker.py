@@ -1,0 +1,157 @@
+"""The checker is itself checked: right histories pass, and every planted fault is found."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chaos.checker import Breach, Promise, check, duplicates
+from tests.chaos.histories import PLANTS, Planted, draw
+from tests.chaos.history import Answered, Committed, Fault, FaultKind, History, Sent
+from tests.chaos.story import tell
+
+PROMISES = [
+    Promise(guarantee, order)
+    for guarantee in ("at_least_once", "exactly_once")
+    for order in ("none", "key", "partition")
+]
+promises = st.sampled_from(PROMISES)
+seeds = st.integers(0, 2**32)
+sizes = st.integers(12, 60)
+
+
+@given(seeds, st.integers(0, 60), promises)
+def test_a_right_history_passes(seed: int, requests: int, promise: Promise) -> None:
+    """Nothing is found where nothing is wrong, whatever the guarantee and the order."""
+    assert check(draw(random.Random(seed), requests, promise), promise) == []
+
+
+@pytest.mark.parametrize("breach", [each for each in PLANTS if each is not Breach.OVERTAKEN])
+@given(seed=seeds, requests=sizes, promise=promises)
+def test_a_planted_fault_is_found(
+    breach: Breach, seed: int, requests: int, promise: Promise
+) -> None:
+    """The breach is found, and laid to the request that it was planted in."""
+    rng = random.Random(seed)
+    planted = PLANTS[breach](draw(rng, requests, promise), rng)
+
+    found = check(planted.history, promise)
+
+    assert (breach, planted.request) in [(each.breach, each.requests[0]) for each in found]
+
+
+@given(seeds, sizes, st.sampled_from([each for each in PROMISES if each.order != "none"]))
+def test_a_planted_overtaking_is_found(seed: int, requests: int, promise: Promise) -> None:
+    """Two answers the wrong way round are found where order was asked for."""
+    planted = _overtaken(seed, requests, promise)
+
+    overtaken = [
+        each.requests[0]
+        for each in check(planted.history, promise)
+        if each.breach is Breach.OVERTAKEN
+    ]
+
+    assert planted.request in overtaken
+
+
+@given(seeds, sizes)
+def test_overtaking_is_nothing_where_no_order_was_asked_for(seed: int, requests: int) -> None:
+    """The same history passes without a promise of order."""
+    planted = _overtaken(seed, requests, Promise("exactly_once", "partition"))
+
+    assert check(planted.history, Promise("exactly_once")) == []
+
+
+def _overtaken(seed: int, requests: int, promise: Promise) -> Planted:
+    rng = random.Random(seed)
+    return PLANTS[Breach.OVERTAKEN](draw(rng, requests, promise), rng)
+
+
+def _twice(*faults: Fault) -> History:
+    """One request, answered at 10 ms and at 30 ms."""
+    answer = Answered(10, 0, 0, 0, 0, 7, 7, "ok")
+    again = answer._replace(at_ms=30, offset=1)
+    return History([Sent(0, 7, 0, 0, "", ("ok",))], [answer, again], list(faults))
+
+
+@pytest.mark.parametrize(
+    ("fault", "explained"),
+    [
+        (Fault(20, 20, FaultKind.KILLED, ("executor", "responder")), True),
+        (Fault(5, 10, FaultKind.FROZEN, ("responder",)), True),
+        (Fault(30, 50, FaultKind.BROKER_RESTARTED, ()), True),
+        (Fault(5, 9, FaultKind.KILLED, ("responder",)), False),
+        (Fault(31, 50, FaultKind.CONNECTIONS_CUT, ()), False),
+        (Fault(20, 20, FaultKind.KILLED, ("ingest",)), False),
+        (Fault(20, 20, FaultKind.REDEPLOYED, ()), False),
+    ],
+)
+def test_only_a_fault_between_the_answers_explains_a_repetition(
+    fault: Fault, explained: bool
+) -> None:
+    """Kind, process and time all have to fit, and under exactly once nothing is excused."""
+    history = _twice(fault)
+
+    assert (check(history, Promise()) == []) is explained
+    assert [each.breach for each in check(history, Promise("exactly_once"))] == [Breach.DOUBLED]
+
+
+def test_every_repetition_wants_a_fault_of_its_own_time() -> None:
+    """A third answer long after the fault is not excused by what excused the second."""
+    history = _twice(Fault(20, 20, FaultKind.KILLED, ("responder",)))
+    history.add(history.answered[-1]._replace(at_ms=90, offset=2))
+
+    assert [each.breach for each in check(history, Promise())] == [Breach.DOUBLED]
+    assert duplicates(history) == 2
+
+
+def test_the_story_of_a_lost_request_is_short_and_in_order() -> None:
+    """It tells of the request, of the commits around it and of the faults meanwhile: no more."""
+    history = History.of(
+        [
+            Sent(1000, 7, 0, 3, "", ("ok",)),
+            Sent(1001, 8, 0, 4, "", ("ok",)),
+            Answered(1500, 0, 0, 0, 4, 8, 8, "ok"),
+            Fault(500, 900, FaultKind.FROZEN, ("ingest",)),
+            Fault(1200, 1210, FaultKind.KILLED, ("responder",)),
+            Fault(3000, 3000, FaultKind.KILLED, ("responder",)),
+            Committed(900, 0, 2, ()),
+            Committed(1100, 0, 3, ()),
+            Committed(2000, 0, 5, ()),
+            Committed(2500, 0, 5, ()),
+        ]
+    )
+    lost = next(each for each in check(history, Promise()) if each.breach is Breach.LOST)
+
+    assert tell(history, lost).splitlines() == [
+        "lost: request 0/3 has no answer",
+        "     0.000 s  request 0/3 (number 7) is written",
+        "     0.100 s  the commit of partition 0, base 3 and 0 above it, does not cover 0/3",
+        "     0.200 s  killed (responder)",
+        "     0.210 s  killed (responder): over",
+        "     1.000 s  the commit of partition 0, base 5 and 0 above it, covers 0/3",
+    ]
+
+
+@given(seeds, st.integers(0, 60), promises)
+def test_every_finding_has_a_story(seed: int, requests: int, promise: Promise) -> None:
+    """Whatever is found, its story begins with the finding."""
+    rng = random.Random(seed)
+    history = draw(rng, max(requests, 12), promise)
+    plant = PLANTS[rng.choice(list(PLANTS))]
+    planted = plant(history, rng)
+
+    for finding in check(planted.history, promise):
+        assert tell(planted.history, finding).startswith(f"{finding.breach}: {finding.sentence}")
+
+
+def test_a_history_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Saving and loading changes nothing."""
+    history = draw(random.Random(1), 40, Promise())
+    history.save(tmp_path / "history.jsonl")
+
+    assert History.load(tmp_path / "history.jsonl") == history
