@@ -369,8 +369,8 @@ class Batch:
     """Requests of one model, version and shape class that run together.
 
     Attributes:
-        reason: why it closed: `full`, `idle`, `delay`, `bytes` or `drain`; `bisected`, when it
-            is one half of a batch that failed.
+        reason: why it closed: `full`, `idle`, `just_in_time`, `delay`, `bytes` or `drain`;
+            `bisected`, when it is one half of a batch that failed.
         rows: of all requests together.
     """
 

@@ -11,7 +11,7 @@ import structlog
 
 from headrace.codec import decode_batch, encode_batch
 from headrace.errors import Rejected
-from headrace.flow.channel import Outlet, PullChannel
+from headrace.flow.channel import Ask, Outlet, PullChannel
 from headrace.flow.edges import refuse
 from headrace.flow.endings import rejection
 from headrace.flow.inflight import Assignment
@@ -148,6 +148,6 @@ class BatchFeed:
         receipt.parts = len(batch.requests)
         return batch
 
-    def _next(self, key: ModelKey | None, _at_once: bool) -> Batch | None:
+    def _next(self, key: ModelKey | None, _ask: Ask) -> Batch | None:
         queue = self._ready.get(key) if key is not None else None
         return queue.popleft() if queue else None

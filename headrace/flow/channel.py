@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -94,17 +94,34 @@ class ChannelWriter(Generic[T]):
             channel.writer_closed()
 
 
+class Ask(NamedTuple):
+    """How one who pulls asks.
+
+    Attributes:
+        at_once: it will not come again, so that nothing must be held back.
+        close_at_us: it is busy, and can take nothing before this moment (epoch microseconds);
+            until then a piece that can still grow is held back. 0: it is idle.
+    """
+
+    at_once: bool = False
+    close_at_us: int = 0
+
+
+IDLE = Ask()
+
+Supply: TypeAlias = Callable[[K | None, Ask], T | None]
+
+
 class PullChannel(Generic[K, T]):
     """Hands out what `supply` gives, one piece to each puller, as soon as there is one.
 
     Args:
         supply: asked, synchronously, for the next piece for a key, or for any key when it is
             None; answers None while there is none. The owner calls `kick` when that may have
-            changed. Its second argument is true when the one who asks will not come again, so
-            that nothing must be held back.
+            changed; a moment that was asked for, `due_us`, changes it as well.
     """
 
-    def __init__(self, supply: Callable[[K | None, bool], T | None]) -> None:
+    def __init__(self, supply: Supply[K, T]) -> None:
         self._supply = supply
         self._waiting: deque[tuple[Puller[K, T], asyncio.Future[T | None]]] = deque()
         self._closed = asyncio.Event()
@@ -115,7 +132,7 @@ class PullChannel(Generic[K, T]):
 
     def take(self, puller: Puller[K, T]) -> T | None:
         """What there is now, without waiting."""
-        return self._supply(puller.key, puller.released)
+        return self._supply(puller.key, puller.ask)
 
     async def wait(self, puller: Puller[K, T]) -> T | None:
         """Called by pullers."""
@@ -125,18 +142,27 @@ class PullChannel(Generic[K, T]):
         self._waiting.append((puller, waiter))
         return await waiter
 
+    def due_us(self, now_us: int) -> int | None:
+        """The next moment at which one who waits, and is busy until then, wants its piece."""
+        moments = [
+            puller.ask.close_at_us
+            for puller, waiter in self._waiting
+            if puller.ask.close_at_us > now_us and not waiter.done()
+        ]
+        return min(moments, default=None)
+
     def kick(self) -> None:
         """Serve those who wait, the longest waiting first, as far as the supply reaches."""
         left: deque[tuple[Puller[K, T], asyncio.Future[T | None]]] = deque()
-        empty: set[tuple[K | None, bool]] = set()
+        empty: set[tuple[K | None, Ask]] = set()
         for puller, waiter in self._waiting:
             if waiter.done():  # its puller was cancelled
                 continue
-            asked = (puller.key, puller.released)
+            asked = (puller.key, puller.ask)
             piece = None if asked in empty else self._supply(*asked)
             if piece is None:
                 empty.add(asked)
-            if piece is None and not self._closed.is_set() and not puller.released:
+            if piece is None and not self._closed.is_set() and not puller.ask.at_once:
                 left.append((puller, waiter))
             else:
                 waiter.set_result(piece)
@@ -153,25 +179,37 @@ class PullChannel(Generic[K, T]):
 
 
 class Puller(Generic[K, T]):
-    """One who pulls pieces of one key."""
+    """One who pulls pieces of one key, one at a time."""
 
     def __init__(self, channel: PullChannel[K, T], key: K | None) -> None:
         self._channel = channel
         self.key = key
-        self.released = False
+        self.ask = IDLE
 
     def take(self) -> T | None:
         """The next piece if there is one now."""
+        self.ask = Ask(self.ask.at_once)
         return self._channel.take(self)
 
-    async def pull(self) -> T | None:
-        """The next piece; None when there will be no more, or after `release`."""
+    async def pull(self, close_at_us: int = 0) -> T | None:
+        """The next piece; None when there will be no more, or after `release`.
+
+        Args:
+            close_at_us: see `Ask`.
+        """
+        self.ask = Ask(self.ask.at_once, close_at_us)
         piece = self._channel.take(self)
-        if piece is not None or self.released:
+        if piece is not None or self.ask.at_once:
             return piece
         return await self._channel.wait(self)
 
+    def hurry(self) -> None:
+        """It is idle earlier than it said: whoever waits in `pull` gets what there is."""
+        if self.ask.close_at_us:
+            self.ask = Ask(self.ask.at_once)
+            self._channel.kick()
+
     def release(self) -> None:
         """Pull no more than what is there already."""
-        self.released = True
+        self.ask = Ask(at_once=True)
         self._channel.kick()

@@ -8,6 +8,7 @@ from pathlib import Path
 from headrace.models.backend import Backend
 from headrace.models.binding import Binder
 from headrace.models.config import CPU, ModelConfig
+from headrace.models.latency import Latency
 from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.python_backend import PythonBackend
 from headrace.models.repository import FoundModel, FoundVersion, open_version
@@ -35,6 +36,7 @@ class ModelVersion:
         bind: checks a request, see `headrace.models.binding.Binder.bind`.
         transform: makes inputs of a raw payload, see `headrace.models.transforms`.
         max_batch_size: in rows; 1 where batching is off, for the reason `batching_off`.
+        latency: how long its runs take, as far as this process has seen.
         reason: why it failed; empty otherwise.
 
     Raises:
@@ -54,6 +56,7 @@ class ModelVersion:
         self.max_batch_size = model.config.max_batch_size
         self.max_batch_bytes = model.config.max_batch_bytes
         self.max_queue_delay_ms = model.config.max_queue_delay_ms
+        self.latency = Latency()
         self.batching_off = ""
         self.state = State.LOADING
         self.reason = ""

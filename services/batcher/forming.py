@@ -17,6 +17,7 @@ from itertools import count
 from typing import NamedTuple
 
 from headrace.errors import Rejected
+from headrace.flow.channel import IDLE, Ask
 from headrace.flow.endings import VOID, deadline_passed, rejection
 from headrace.messages import Batch, Failure, Request
 from headrace.services.batcher.groups import BatchLimits, Group, ModelQueue
@@ -82,17 +83,18 @@ class Forming:
         if deadline_ms:
             self._note_deadline(_Deadline(deadline_ms * 1000, next(self._order), request))
 
-    def next(self, key: ModelKey | None, now_us: int, *, at_once: bool = False) -> Batch | None:
+    def next(self, key: ModelKey | None, now_us: int, ask: Ask = IDLE) -> Batch | None:
         """The next batch of a model (None: of any), or None while there is none to be closed.
 
         Args:
             key: the model's name and version.
             now_us: epoch microseconds.
-            at_once: do not wait for the model's delay, since nobody will ask again.
+            ask: of an instance that is idle, or will be at a certain time, or asks for the last
+                time, when nothing may wait any longer.
         """
         self.expire(now_us)
-        while (group := self._ripest(key, now_us, at_once or self.draining)) is not None:
-            batch = self._close(group, now_us)
+        while (group := self._ripest(key, now_us, ask)) is not None:
+            batch = self._close(group, now_us, ask)
             if batch is not None:
                 return batch
         return None
@@ -132,15 +134,16 @@ class Forming:
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, entry)
 
-    def _ripest(self, key: ModelKey | None, now_us: int, at_once: bool) -> Group | None:
+    def _ripest(self, key: ModelKey | None, now_us: int, ask: Ask) -> Group | None:
         """Of the groups that may close, the one whose first request has waited longest."""
+        at_once = ask.at_once or self.draining
         keys = list(self._queues) if key is None else [key]
         ripe: list[Group] = []
         for each in keys:
             queue = self._queues.get(each)
             if queue is None:
                 continue
-            group = queue.ripest(now_us, at_once=at_once)
+            group = queue.ripest(now_us, at_once=at_once, full_only=ask.close_at_us > now_us)
             if group is not None:
                 ripe.append(group)
             elif queue.due_us() is None:
@@ -153,13 +156,15 @@ class Forming:
         self._waiting -= 1
         self.ended.append(request)
 
-    def _close(self, group: Group, now_us: int) -> Batch | None:
+    def _close(self, group: Group, now_us: int, ask: Ask) -> Batch | None:
         limits = group.limits
         requests: list[Request] = []
         rows = size_bytes = 0
         reason = "drain" if self.draining else "idle"
         if limits.max_queue_delay_ms and not self.draining:
             reason = "delay"
+        if ask.close_at_us and not self.draining:
+            reason = "just_in_time"
         while (request := group.first()) is not None:
             if requests and rows + request.rows > limits.max_batch_size:
                 reason = "full"

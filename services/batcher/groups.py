@@ -119,16 +119,19 @@ class ModelQueue:
         """The request has failed while it waited."""
         self._groups[request.shape_class].end(request)
 
-    def ripest(self, now_us: int, *, at_once: bool) -> Group | None:
+    def ripest(self, now_us: int, *, at_once: bool, full_only: bool = False) -> Group | None:
         """Of the groups that may close, the one whose first request has waited longest.
 
         Args:
             now_us: groups whose delay is over may close, and full ones.
             at_once: all may.
+            full_only: others may not.
         """
         oldest = self._oldest()
         if oldest is None:
             return None
+        if full_only and not at_once:
+            return oldest.group if oldest.group.is_full else None
         if at_once or oldest.ingested_us + self._delay_us <= now_us:
             return oldest.group
         while self._full:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headrace.flow.channel import Inlet, Outlet, PullChannel
+from headrace.flow.channel import Ask, Inlet, Outlet, PullChannel
 from headrace.messages import Batch, Request
 from headrace.services.batcher.forming import Forming, ModelKey
 from headrace.services.batcher.groups import BatchLimits
@@ -63,23 +63,28 @@ class BatcherService:
             self.pulls.kick()
             self._rouse(self._clock())
 
-    def _supply(self, key: ModelKey | None, at_once: bool) -> Batch | None:
+    def _supply(self, key: ModelKey | None, ask: Ask) -> Batch | None:
         now_us = self._clock()
-        batch = self._forming.next(key, now_us, at_once=at_once)
+        batch = self._forming.next(key, now_us, ask)
         if batch is not None:
             self._metrics.formed(batch)
             if self._tracing is not None:
                 self._tracing.formed(batch, now_us)
-        self._rouse(now_us)
+        self._rouse(now_us, ask.close_at_us if batch is None else 0)
         return batch
 
-    def _rouse(self, now_us: int) -> None:
-        """Wake `_tidy` if there is something for it to do, or earlier than it knows of."""
+    def _rouse(self, now_us: int, wanted_us: int = 0) -> None:
+        """Wake `_tidy` if there is something for it to do, or earlier than it knows of.
+
+        At `wanted_us`, unless it is 0, an instance that is busy until then wants a batch.
+        """
         forming = self._forming
         if forming.ended or (forming.draining and not forming):
             self._changed.set()
             return
         next_us = forming.next_event_us(now_us)
+        if wanted_us > now_us:
+            next_us = wanted_us if next_us is None else min(wanted_us, next_us)
         if next_us is not None and (self._alarm_us is None or next_us < self._alarm_us):
             self._changed.set()
 
@@ -102,7 +107,8 @@ class BatcherService:
 
     async def _wait_changed(self) -> None:
         now_us = self._clock()
-        self._alarm_us = self._forming.next_event_us(now_us)
+        moments = (self._forming.next_event_us(now_us), self.pulls.due_us(now_us))
+        self._alarm_us = min((each for each in moments if each is not None), default=None)
         timeout_s = None if self._alarm_us is None else max(0, self._alarm_us - now_us) / 1e6
         try:
             async with asyncio.timeout(timeout_s):

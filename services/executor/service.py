@@ -260,6 +260,7 @@ class ExecutorService:
         for request in run.requests:
             request.compute_us = run.compute_us
             request.batch_rows = rows
+        version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
         self._metrics.ran(
             version.name,
             rows,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace.errors import Code, Rejected
+from headrace.flow.channel import Ask
 from headrace.messages import Batch, Request
 from headrace.services.batcher.forming import Forming
 from tests.support.work import NOW_US, Limits, make_request, receipt_of
@@ -225,7 +226,7 @@ def test_a_model_that_is_let_go_hands_out_what_would_have_waited() -> None:
     forming.add(make_request())
 
     assert forming.next(("digits", "1"), NOW_US) is None
-    assert forming.next(("digits", "1"), NOW_US, at_once=True) is not None
+    assert forming.next(("digits", "1"), NOW_US, Ask(at_once=True)) is not None
 
 
 def test_the_oldest_goes_first_whatever_its_shape() -> None:

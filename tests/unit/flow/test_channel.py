@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.flow.channel import Channel, PullChannel
+from headrace.flow.channel import Ask, Channel, PullChannel
 
 
 async def settle() -> None:
@@ -85,9 +85,9 @@ class Shelf:
         self.later: dict[str, list[str]] = {}
         self.asked = 0
 
-    def supply(self, key: str | None, at_once: bool) -> str | None:
+    def supply(self, key: str | None, ask: Ask) -> str | None:
         self.asked += 1
-        stores = (self.pieces, self.later) if at_once else (self.pieces,)
+        stores = (self.pieces, self.later) if ask.at_once else (self.pieces,)
         for store in stores:
             for name in [key] if key is not None else list(store):
                 if store.get(name):
@@ -191,3 +191,20 @@ async def test_a_released_puller_takes_what_was_held_back() -> None:
 
     assert await waiting == "one"
     assert [await puller.pull(), await puller.pull()] == ["two", None]
+
+
+async def test_an_instance_that_is_free_early_hurries() -> None:
+    """Whoever waits until a moment gets what is there as soon as it is idle."""
+    shelf = Shelf()
+    pulls: PullChannel[str, str] = PullChannel(
+        lambda key, ask: None if ask.close_at_us else shelf.supply(key, ask)
+    )
+    puller = pulls.puller("a")
+    shelf.pieces["a"] = ["one"]
+    waiting = asyncio.create_task(puller.pull(close_at_us=2000))
+    await settle()
+    assert (waiting.done(), pulls.due_us(1000), pulls.due_us(2000)) == (False, 2000, None)
+
+    puller.hurry()
+
+    assert await waiting == "one"

@@ -202,7 +202,7 @@ async def test_a_record_of_somebody_elses_is_passed_over() -> None:
 def supply(batches: list[Batch]) -> PullChannel[tuple[str, str], Batch]:
     """A pull channel of these batches, closed."""
     pulls: PullChannel[tuple[str, str], Batch] = PullChannel(
-        lambda _key, _at_once: batches.pop(0) if batches else None
+        lambda _key, _ask: batches.pop(0) if batches else None
     )
     pulls.close()
     return pulls

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import Code, Fatal
-from headrace.flow.channel import PullChannel
+from headrace.flow.channel import Ask, PullChannel
 from headrace.messages import Batch, Request
 from headrace.models.registry import Models
 from headrace.models.version import State
@@ -61,7 +61,7 @@ class Bench:
         self.pulls: PullChannel[tuple[str, str], Batch] = PullChannel(self._supply)
         self.executor = ExecutorService(self.pulls, self.answers, self.models, self.instruments)
 
-    def _supply(self, key: tuple[str, str] | None, _at_once: bool) -> Batch | None:
+    def _supply(self, key: tuple[str, str] | None, _ask: Ask) -> Batch | None:
         queue = self._ready.get(key) if key is not None else None
         return queue.popleft() if queue else None
 

@@ -1,0 +1,159 @@
+"""How long runs take is learned from them, whatever else happens on the machine."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.models.latency import MAX_CLASSES, Latency, Point, bucket_of, isotonic
+
+CLASS = (64,)
+
+
+def seeded(us_of: dict[int, int], times: int = 1) -> Latency:
+    """A latency that has seen runs of these sizes."""
+    latency = Latency()
+    for _ in range(times):
+        for rows, us in us_of.items():
+            latency.observe(CLASS, rows, us)
+    return latency
+
+
+def test_nothing_is_predicted_before_a_run() -> None:
+    """What is not known is said to be unknown, and limits nothing."""
+    latency = Latency()
+
+    assert latency.predict_us(CLASS, 4) is None
+    assert latency.rows_per_s(CLASS, 4) is None
+    assert latency.best_rows(CLASS, 32) == 32
+    assert latency.table() == []
+
+
+def test_known_sizes_are_predicted_and_others_lie_between() -> None:
+    """Straight lines join the sizes that were seen; the fitted slope leads out of them."""
+    latency = seeded({2: 1100, 4: 1200, 8: 1400})
+
+    assert [latency.predict_us(CLASS, rows) for rows in (1, 2, 3, 6, 8, 16)] == [
+        1050,
+        1100,
+        1150,
+        1300,
+        1400,
+        1800,
+    ]
+
+
+def test_a_run_that_was_held_up_changes_nothing() -> None:
+    """One run in ten that takes a hundred times as long does not move the median."""
+    latency = Latency()
+    for number in range(200):
+        latency.observe(CLASS, 8, 100_000 if number % 10 == 0 else 1000)
+
+    assert latency.predict_us(CLASS, 8) == 1000
+
+
+@pytest.mark.parametrize(("before_us", "after_us"), [(1000, 3000), (3000, 1000)])
+def test_a_change_is_followed_within_sixteen_runs(before_us: int, after_us: int) -> None:
+    """When runs take longer or shorter from now on, so does the prediction."""
+    latency = seeded({8: before_us}, times=500)
+
+    for _ in range(32):
+        latency.observe(CLASS, 8, after_us)
+
+    assert latency.predict_us(CLASS, 8) == after_us
+
+
+def test_a_larger_batch_is_never_predicted_to_be_quicker() -> None:
+    """Noise between neighbouring sizes is evened out by how often each was seen."""
+    chance = random.Random(3)
+    latency = Latency()
+    for _ in range(400):
+        rows = chance.randint(1, 32)
+        latency.observe(CLASS, rows, round((1000 + 50 * rows) * chance.uniform(0.7, 1.5)))
+
+    times = [latency.predict_us(CLASS, rows) or 0 for rows in range(1, 65)]
+    assert times == sorted(times)
+    assert times[31] == pytest.approx(2600, rel=0.25)
+
+
+def test_what_was_seen_long_ago_yields_to_what_is_seen_now() -> None:
+    """A machine that became slower is slower for the sizes that did not come since."""
+    latency = seeded({16: 1000, 32: 1500}, times=20)
+
+    for _ in range(2000):
+        latency.observe(CLASS, 16, 5000)
+
+    assert latency.predict_us(CLASS, 32) == pytest.approx(5000, rel=0.02)
+
+
+def test_the_best_size_is_found_where_larger_batches_cost_more_per_row() -> None:
+    """As with magika on a CPU: 406 rows a second at 8, and 312 at 64."""
+    magika = {1: 3300, 2: 5500, 4: 10_200, 8: 19_700, 16: 44_400, 32: 97_000, 64: 205_000}
+    latency = seeded(magika, times=3)
+
+    assert latency.best_rows(CLASS, 64) == 8
+    assert latency.rows_per_s(CLASS, 64) == pytest.approx(406, rel=0.01)
+
+
+def test_the_limit_is_the_best_size_where_batching_pays() -> None:
+    """With a fixed cost for each run, more rows are always better."""
+    assert seeded({1: 1050, 8: 1400, 32: 2600}).best_rows(CLASS, 32) == 32
+
+
+def test_a_batch_is_no_larger_than_its_time_allows() -> None:
+    """The size is cut to what is done within the slack, and to one row at worst."""
+    latency = seeded({1: 1050, 8: 1400, 32: 2600})
+
+    assert latency.best_rows(CLASS, 32, slack_us=2000) == 20
+    assert latency.best_rows(CLASS, 32, slack_us=5) == 1
+
+
+def test_an_unknown_shape_is_taken_for_the_nearest_smaller_one() -> None:
+    """A shape that never ran is not refused for what a longer one took."""
+    latency = Latency()
+    latency.observe((16,), 1, 100)
+    latency.observe((128,), 1, 800)
+
+    assert latency.predict_us((100,), 1) == 100
+    assert latency.predict_us((512,), 1) == 800
+    assert latency.predict_us((4,), 1) == 100
+
+
+def test_shapes_without_end_take_bounded_memory() -> None:
+    """The class that was seen longest ago makes room."""
+    latency = Latency()
+    for size in range(10 * MAX_CLASSES):
+        latency.observe((size,), 1, 100)
+        latency.observe((7,), 1, 100)
+
+    assert len(latency.table()) == MAX_CLASSES
+    assert [7] in [entry["shape_class"] for entry in latency.table()]
+
+
+@given(st.integers(1, 100_000))
+def test_a_bucket_is_little_larger_than_what_it_holds(rows: int) -> None:
+    """Sizes up to 64 are exact, and others rounded up by less than a sixteenth."""
+    bucket = bucket_of(rows)
+
+    assert rows <= bucket <= rows * 17 / 16
+    assert bucket_of(bucket) == bucket
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(0.01, 100)), min_size=1, max_size=40))
+def test_isotonic_is_monotone_and_keeps_the_weighted_mean(
+    values: list[tuple[float, float]],
+) -> None:
+    """Pooling adjacent violators moves weight about and loses none of it."""
+    points = [Point(place, us, weight) for place, (us, weight) in enumerate(values, 1)]
+
+    fitted = isotonic(points)
+
+    assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(fitted))
+    total = sum(each.us * each.weight for each in points)
+    assert sum(
+        one * each.weight for one, each in zip(fitted, points, strict=True)
+    ) == pytest.approx(total)
