@@ -169,14 +169,15 @@ def _overtaken(
 ) -> Iterator[Finding]:
     if promise.order == "none":
         return
-    furthest: dict[tuple[int, str], Identity] = {}
+    furthest: dict[tuple[str, int, str], Identity] = {}
     seen: set[Identity] = set()
-    for answer in sorted(answered, key=lambda each: (each.partition, each.offset)):
+    for answer in sorted(answered, key=lambda each: (each.topic, each.partition, each.offset)):
         identity = answer.identity
         if identity in seen or identity not in sent:
             continue
         seen.add(identity)
-        lane = (identity.partition, sent[identity].key if promise.order == "key" else "")
+        key = sent[identity].key if promise.order == "key" else ""
+        lane = (answer.topic, identity.partition, key)
         ahead = furthest.get(lane)
         if ahead is not None and ahead > identity:
             sentence = f"request {identity} was overtaken by {ahead}"

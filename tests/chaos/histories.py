@@ -1,4 +1,4 @@
-"""Right histories, drawn at random, and faults to plant in them; the checker is tested with both."""
+"""Right histories, drawn at random, and faults to plant in them: both to test the checker."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.chaos.history import (
 )
 
 PARTITIONS = 3
+TOPIC = "responses"
 KEYS = ("amber", "birch", "cedar")
 RESPONDER_KILLED = (FaultKind.KILLED, ("executor", "responder"))
 EXPLANATIONS = (RESPONDER_KILLED, (FaultKind.BROKER_RESTARTED, ()), (FaultKind.FROZEN, ()))
@@ -109,6 +110,7 @@ def right_answer(history: History, request: Sent, at_ms: int) -> Answered:
     status = request.statuses[0]
     return Answered(
         at_ms,
+        TOPIC,
         request.partition,
         max(behind, default=-1) + 1,
         *request.identity,

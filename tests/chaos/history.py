@@ -51,13 +51,14 @@ class Answered(NamedTuple):
     """An answer that a `read_committed` reader saw.
 
     Attributes:
-        partition: where the answer stands on the responses topic, as does `offset`.
+        topic: where the answer stands, with its `partition` and `offset` there.
         request_partition: from its `x-request`, as is `request_offset`.
         number: from its correlation id.
         output: the number that its outputs tell of; `NO_NUMBER` for an error.
     """
 
     at_ms: int
+    topic: str
     partition: int
     offset: int
     request_partition: int
@@ -120,9 +121,6 @@ class Committed(NamedTuple):
 
 
 Happening: TypeAlias = Sent | Answered | Fault | Committed
-_KINDS: dict[str, type[Happening]] = {
-    kind.__name__: kind for kind in (Sent, Answered, Fault, Committed)
-}
 
 
 @dataclass
@@ -175,9 +173,10 @@ class History:
 def _happening(kind: str, *fields: Any) -> Happening:
     """An event from what JSON has kept of it."""
     if kind == "Sent":
-        return Sent(*fields[:-1], tuple(fields[-1]))
+        return Sent(*fields)._replace(statuses=tuple(fields[5]))
     if kind == "Fault":
         return Fault(fields[0], fields[1], FaultKind(fields[2]), tuple(fields[3]))
     if kind == "Committed":
-        return Committed(*fields[:-1], tuple((start, stop) for start, stop in fields[-1]))
-    return _KINDS[kind](*fields)
+        ranges = tuple((start, stop) for start, stop in fields[3])
+        return Committed(*fields)._replace(answered=ranges)
+    return Answered(*fields)

@@ -81,7 +81,7 @@ def _told_answer(answer: Answered) -> str:
     output = "" if answer.output == NO_NUMBER else f", output {answer.output}"
     return (
         f"answer {answer.status!r} to {answer.identity} stands at "
-        f"{answer.partition}/{answer.offset} (correlation id {answer.number}{output})"
+        f"{answer.topic}/{answer.partition}/{answer.offset} (correlation id {answer.number}{output})"
     )
 
 

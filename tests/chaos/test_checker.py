@@ -73,7 +73,7 @@ def _overtaken(seed: int, requests: int, promise: Promise) -> Planted:
 
 def _twice(*faults: Fault) -> History:
     """One request, answered at 10 ms and at 30 ms."""
-    answer = Answered(10, 0, 0, 0, 0, 7, 7, "ok")
+    answer = Answered(10, "responses", 0, 0, 0, 0, 7, 7, "ok")
     again = answer._replace(at_ms=30, offset=1)
     return History([Sent(0, 7, 0, 0, "", ("ok",))], [answer, again], list(faults))
 
@@ -115,7 +115,7 @@ def test_the_story_of_a_lost_request_is_short_and_in_order() -> None:
         [
             Sent(1000, 7, 0, 3, "", ("ok",)),
             Sent(1001, 8, 0, 4, "", ("ok",)),
-            Answered(1500, 0, 0, 0, 4, 8, 8, "ok"),
+            Answered(1500, "responses", 0, 0, 0, 4, 8, 8, "ok"),
             Fault(500, 900, FaultKind.FROZEN, ("ingest",)),
             Fault(1200, 1210, FaultKind.KILLED, ("responder",)),
             Fault(3000, 3000, FaultKind.KILLED, ("responder",)),
