@@ -50,6 +50,8 @@ class KafkaSettings(_Group):
     client_rack: str = ""
     request_timeout_ms: Annotated[int, Field(ge=1000)] = 20_000
     session_timeout_ms: Annotated[int, Field(ge=1000)] = 30_000
+    transaction_timeout_ms: Annotated[int, Field(ge=1000)] = 10_000
+    """How long the broker keeps a transaction open; it must exceed the longest answering step."""
     linger_ms: Annotated[int, Field(ge=0)] = 0
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
 
@@ -129,6 +131,16 @@ class ExecutorSettings(_Group):
     instances: Annotated[int, Field(ge=1)] = 1
     intra_op_threads: Annotated[int, Field(ge=0)] = 0
     """Threads of one run; 0 shares the machine's cores between the instances of a model."""
+    io_binding: bool = True
+    """Bind inputs and outputs by address where that can be done; false is the plain path."""
+    experimental_cuda: bool = False
+    """Allow `cuda:N`, whose code has not run on a GPU yet."""
+    ring: bool = False
+    """Send batches through the ring (docs/device.md), on models whose shapes are fixed."""
+    cuda_graphs: bool = False
+    """With `ring`: one CUDA graph for each bucket of rows."""
+    gpu_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
+    """Of ONNX Runtime's arena, for each instance on a GPU; 0 leaves it to the device."""
 
 
 class TelemetrySettings(_Group):

@@ -24,6 +24,8 @@ from headrace.log.kafka_consumer import KafkaReader
 from headrace.log.kafka_errors import answered
 from headrace.log.kafka_member import KafkaMember
 from headrace.log.kafka_producer import KafkaProducer
+from headrace.log.kafka_topics import KnownTopics
+from headrace.log.kafka_transactions import KafkaTransactionalProducer
 from headrace.log.port import (
     Committed,
     Consumer,
@@ -31,6 +33,7 @@ from headrace.log.port import (
     RebalanceListener,
     TopicInfo,
     TopicPartition,
+    TransactionalProducer,
 )
 
 
@@ -48,6 +51,7 @@ class KafkaLog:
         self._made: Connection | None = None
         self._client: AIOKafkaClient | None = None
         self._connecting = asyncio.Lock()
+        self._topics = KnownTopics()  # what all transactional producers know
 
     def __repr__(self) -> str:
         return f"KafkaLog({self._settings.bootstrap_servers!r})"
@@ -69,6 +73,10 @@ class KafkaLog:
     def producer(self) -> Producer:
         """See the port."""
         return KafkaProducer(self._connection)
+
+    def transactional_producer(self, transactional_id: str, group: str) -> TransactionalProducer:
+        """See the port."""
+        return KafkaTransactionalProducer(self._connection, self._topics, transactional_id, group)
 
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
         """See the port. Raises `LogAuthenticationFailed` where we may not see a topic."""

@@ -32,40 +32,32 @@ class Acknowledgement:
         self._ended.result()
 
 
-class Batch:
-    """Records that one produce request carries, and the acknowledgement that they share.
+class Packed:
+    """Records that one produce request carries to a partition, as many as its topic takes.
 
     Args:
         partition: where they go.
         rules: what the topic takes.
         codec: aiokafka's number of the compression.
-        deadline_s: after this the acknowledgement fails, whatever has become of the records.
-        overdue: makes the error for that, and is told of it.
+        is_transactional: whether they belong to a transaction, which the batch itself says.
     """
 
-    __slots__ = ("_codec", "_rules", "_timer", "builder", "ended", "full", "partition")
+    __slots__ = ("_codec", "_is_transactional", "_rules", "builder", "full", "partition")
 
     def __init__(
         self,
         partition: TopicPartition,
         rules: Rules,
         codec: int,
-        deadline_s: float,
-        overdue: Callable[[Batch], HeadraceError],
+        *,
+        is_transactional: bool = False,
     ) -> None:
-        loop = asyncio.get_running_loop()
         self.partition = partition
-        self.ended: asyncio.Future[None] = loop.create_future()
         self.full = False
         self._rules = rules
         self._codec = codec
+        self._is_transactional = is_transactional
         self.builder = self._new_builder()
-        self._timer = loop.call_later(deadline_s, lambda: self.fail(overdue(self)))
-
-    @property
-    def acknowledged(self) -> Acknowledgement:
-        """For one run of the batch."""
-        return Acknowledgement(self.ended)
 
     def take(
         self, records: Sequence[NewRecord], start: int
@@ -104,7 +96,43 @@ class Batch:
         return len(records), None
 
     def _new_builder(self) -> BatchBuilder:
-        return BatchBuilder(min(MAX_BATCH_BYTES, self._rules.limit_bytes), self._codec)
+        return BatchBuilder(
+            min(MAX_BATCH_BYTES, self._rules.limit_bytes),
+            self._codec,
+            is_transactional=self._is_transactional,
+        )
+
+
+class Batch(Packed):
+    """Packed records, and the acknowledgement that they share.
+
+    Args:
+        partition: where they go.
+        rules: what the topic takes.
+        codec: aiokafka's number of the compression.
+        deadline_s: after this the acknowledgement fails, whatever has become of the records.
+        overdue: makes the error for that, and is told of it.
+    """
+
+    __slots__ = ("_timer", "ended")
+
+    def __init__(
+        self,
+        partition: TopicPartition,
+        rules: Rules,
+        codec: int,
+        deadline_s: float,
+        overdue: Callable[[Batch], HeadraceError],
+    ) -> None:
+        super().__init__(partition, rules, codec)
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._timer = loop.call_later(deadline_s, lambda: self.fail(overdue(self)))
+
+    @property
+    def acknowledged(self) -> Acknowledgement:
+        """For one run of the batch."""
+        return Acknowledgement(self.ended)
 
     def succeed(self) -> None:
         """The broker has it."""

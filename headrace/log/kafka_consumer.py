@@ -201,6 +201,10 @@ class KafkaConsumer:
             self._contact = max([self._contact, *(each._last_action for each in connections)])
         return time.monotonic() - self._contact
 
+    async def is_member(self) -> bool:
+        """A free reader is in no group."""
+        return False
+
     # Positions
 
     def assignment(self) -> frozenset[TopicPartition]:

@@ -22,7 +22,7 @@ from aiokafka.structs import OffsetAndMetadata
 from headrace.log.errors import Fenced
 from headrace.log.kafka_connection import RETRY_BACKOFF_S, Connection
 from headrace.log.kafka_consumer import REBALANCE_TIMEOUT_MS, KafkaConsumer, theirs
-from headrace.log.kafka_requests import fetch_committed
+from headrace.log.kafka_requests import fetch_committed, is_counted_in
 from headrace.log.port import Committed, RebalanceListener, TopicPartition
 
 
@@ -121,6 +121,17 @@ class KafkaMember(KafkaConsumer):
 
     def _is_lost(self, partition: TopicPartition) -> bool:
         return partition.topic in self._topics and partition not in self._owned
+
+    async def is_member(self) -> bool:
+        """See the port. False at once where aiokafka has learned already that we are none."""
+        consumer = self._consumer
+        coordinator = consumer._coordinator
+        generation, member_id = coordinator.generation, coordinator.member_id
+        if generation < 0:
+            return False
+        async with self._asking(f"membership in group {self._group}"):
+            counted_in = await is_counted_in(consumer._client, self._group, generation, member_id)
+        return counted_in and coordinator.generation == generation
 
     async def committed(
         self, partitions: Sequence[TopicPartition]

@@ -16,6 +16,7 @@ from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.group import HeartbeatRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from headrace.log.kafka_connection import RETRY_BACKOFF_S
@@ -24,6 +25,7 @@ from headrace.log.port import Committed, TopicInfo, TopicPartition
 
 _TOPIC: Final = 2  # ConfigResource.Type.TOPIC
 _NO_OFFSET: Final = -1
+_NO_MEMBER = (kafka_errors.IllegalGenerationError, kafka_errors.UnknownMemberIdError)
 _ABSENT = (kafka_errors.UnknownTopicOrPartitionError, kafka_errors.InvalidTopicError)
 
 T = TypeVar("T")
@@ -144,6 +146,28 @@ async def fetch_committed(
         if missing:
             raise kafka_errors.NotCoordinatorForGroupError(f"no answer for {sorted(missing)}")
         return found
+
+    return await _retried(attempt)
+
+
+async def is_counted_in(
+    client: AIOKafkaClient, group: str, generation: int, member_id: str
+) -> bool:
+    """Whether a group counts a member in, in this generation, as its coordinator says.
+
+    A member that is asked to join a rebalance is one still: nobody else has its partitions yet.
+    """
+    request = HeartbeatRequest(group, generation, member_id)
+
+    async def attempt() -> bool:
+        node = await client.coordinator_lookup(CoordinationType.GROUP, group)
+        response = await client.send(node, request, group=ConnectionGroup.COORDINATION)
+        error = broker_error(response.error_code, group)
+        if error is None or isinstance(error, kafka_errors.RebalanceInProgressError):
+            return True
+        if isinstance(error, _NO_MEMBER):
+            return False
+        raise error
 
     return await _retried(attempt)
 

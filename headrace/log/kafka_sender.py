@@ -30,7 +30,7 @@ from headrace.log.kafka_closing import close_producer
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered, in_port_words
 
-_MAX_REQUEST_BYTES: Final = 16 * 1024 * 1024
+MAX_REQUEST_BYTES: Final = 16 * 1024 * 1024
 _RETIRE_S: Final = 2.0
 _FIRST_RETRY_S: Final = 0.1
 _LAST_RETRY_S: Final = 1.0
@@ -119,7 +119,7 @@ class Sender:
             enable_idempotence=True,
             compression_type=None if settings.compression == "none" else settings.compression,
             max_batch_size=MAX_BATCH_BYTES,
-            max_request_size=_MAX_REQUEST_BYTES,
+            max_request_size=MAX_REQUEST_BYTES,
             linger_ms=0,  # what lingers is a batch before it is handed over
         )
         self._connection.take_over_bootstrap(producer.client)

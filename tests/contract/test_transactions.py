@@ -1,0 +1,353 @@
+"""Records and offsets sealed together: seen whole or not at all, by one producer of an id."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headrace.log.errors import (
+    Fenced,
+    LogRefused,
+    RecordTooLarge,
+    UnknownPartition,
+)
+from headrace.log.port import (
+    Committed,
+    Log,
+    NewRecord,
+    TopicInfo,
+    TopicPartition,
+    TransactionalProducer,
+)
+from tests.contract.conftest import MakeTopic
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, polling, read, values, write_to
+
+
+def _news(*contents: bytes) -> list[NewRecord]:
+    return [NewRecord(b"key", content) for content in contents]
+
+
+async def _committed(log: Log, group: str, partition: TopicPartition) -> Committed | None:
+    return (await log.committed(group, [partition]))[partition]
+
+
+async def _is_committed(log: Log, group: str, partition: TopicPartition, offset: int) -> None:
+    """Wait for a sealed offset, which Kafka shows some milliseconds after the seal has ended."""
+
+    async def is_there() -> bool:
+        found = await _committed(log, group, partition)
+        return found is not None and found.offset == offset
+
+    await eventually(is_there, what=f"{group} has committed {partition} at {offset}")
+
+
+async def _after_a_successor(log: Log, name: str, partition: TopicPartition) -> Committed | None:
+    """What is committed for the group of this name, as a successor of its producer sees it."""
+    async with log.transactional_producer(name, name):
+        return await _committed(log, name, partition)
+
+
+async def test_records_and_offsets_are_sealed(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """What was sealed is read, and the group's offset stands with its metadata."""
+    answers, source = await make_topic(2)
+    async with (
+        log.reader([answers]) as reader,
+        log.transactional_producer(unique_name, unique_name) as producer,
+    ):
+        await producer.seal({answers: _news(b"a", b"b")}, {source: Committed(7, "v1")})
+        assert values(await read(reader, 2)) == [b"a", b"b"]
+    assert await _after_a_successor(log, unique_name, source) == Committed(7, "v1")
+
+
+async def test_seals_follow_each_other(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+    """One producer seals again and again, over several partitions, in order."""
+    partitions = await make_topic(3)
+    async with (
+        log.reader(partitions) as reader,
+        log.transactional_producer(unique_name, unique_name) as producer,
+    ):
+        for number in range(20):
+            content = str(number).encode()
+            await producer.seal(
+                {each: _news(content) for each in partitions}, {partitions[0]: Committed(number)}
+            )
+        found = await read(reader, 60)
+    for each in partitions:
+        mine = [record for record in found if record.partition == each.partition]
+        assert values(mine) == [str(number).encode() for number in range(20)]
+    assert await _after_a_successor(log, unique_name, partitions[0]) == Committed(19)
+
+
+async def test_records_alone_and_offsets_alone_are_sealed(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Either may be empty, and so may both."""
+    answers, source = await make_topic(2)
+    async with (
+        log.reader([answers]) as reader,
+        log.transactional_producer(unique_name, unique_name) as producer,
+    ):
+        await producer.seal({}, {})
+        await producer.seal({}, {source: Committed(3)})
+        await producer.seal({answers: _news(b"a")}, {})
+        await producer.seal({answers: []}, {source: Committed(4)})
+        assert values(await read(reader, 1)) == [b"a"]
+    assert await _after_a_successor(log, unique_name, source) == Committed(4)
+
+
+async def test_a_marker_takes_an_offset(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+    """The end of a transaction leaves a gap of one in every partition that it wrote to."""
+    (answers,) = await make_topic()
+    async with (
+        log.reader([answers]) as reader,
+        log.transactional_producer(unique_name, unique_name) as producer,
+    ):
+        await producer.seal({answers: _news(b"a", b"b")}, {})
+        await producer.seal({answers: _news(b"c")}, {})
+        assert [record.offset for record in await read(reader, 3)] == [0, 1, 3]
+        ends = await reader.end_offsets([answers])
+    assert ends == {answers: 5}
+
+
+async def test_offsets_of_two_topics_go_in_one_seal(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """One group, several topics: as a responder does that reads results of requests."""
+    (source,) = await make_topic()
+    other = TopicPartition(f"{unique_name}-other", 0)
+    await log.create_topics([TopicInfo(other.topic, 1, {})], replication_factor=1)
+    async with log.transactional_producer(unique_name, unique_name) as producer:
+        await producer.seal({}, {source: Committed(5, "v1"), other: Committed(9)})
+    await _after_a_successor(log, unique_name, source)
+    assert await log.committed(unique_name, [source, other]) == {
+        source: Committed(5, "v1"),
+        other: Committed(9),
+    }
+
+
+async def test_a_successor_fences(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+    """Once another producer of the id has entered, the former one seals nothing any more."""
+    answers, source = await make_topic(2)
+    async with (
+        log.reader([answers]) as reader,
+        log.transactional_producer(unique_name, unique_name) as former,
+        log.transactional_producer(unique_name, unique_name) as successor,
+    ):
+        with pytest.raises(Fenced):
+            await former.seal({answers: _news(b"zombie")}, {source: Committed(99)})
+        await successor.seal({answers: _news(b"mine")}, {source: Committed(1)})
+        assert values(await read(reader, 1)) == [b"mine"]
+    assert await _after_a_successor(log, unique_name, source) == Committed(1)
+
+
+async def test_a_fenced_producer_seals_no_offsets_either(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """A zombie that has only offsets to seal is refused as well."""
+    (source,) = await make_topic()
+    async with (
+        log.transactional_producer(unique_name, unique_name) as former,
+        log.transactional_producer(unique_name, unique_name),
+    ):
+        with pytest.raises(Fenced):
+            await former.seal({}, {source: Committed(99)})
+    assert await _committed(log, unique_name, source) is None
+
+
+async def test_other_ids_are_not_fenced(log: Log, make_topic: MakeTopic, unique_name: str) -> None:
+    """Producers of different ids seal side by side, also into one partition."""
+    (answers,) = await make_topic()
+    async with (
+        log.reader([answers]) as reader,
+        log.transactional_producer(f"{unique_name}-1", unique_name) as one,
+        log.transactional_producer(f"{unique_name}-2", unique_name) as two,
+    ):
+        await asyncio.gather(
+            *(each.seal({answers: _news(b"v")}, {}) for each in (one, two)),
+        )
+        await one.seal({answers: _news(b"v")}, {})
+        assert len(await read(reader, 3)) == 3
+
+
+async def test_entering_shows_what_was_sealed_last(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Committed offsets that are read after a successor entered are never old, 100 times."""
+    (source,) = await make_topic()
+    seen: list[Committed | None] = []
+    for number in range(1, 101):
+        async with log.transactional_producer(unique_name, unique_name) as producer:
+            seen.append(await _committed(log, unique_name, source))
+            await producer.seal({}, {source: Committed(number)})
+    assert seen == [None, *map(Committed, range(1, 100))]
+
+
+async def test_a_refused_record_hides_all(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """With one record too large nothing of its seal is seen: no other record, and no offset."""
+    answers, source = await make_topic(2, max_message_bytes="2000")
+    async with log.reader([answers]) as reader:
+        async with log.transactional_producer(unique_name, unique_name) as producer:
+            with pytest.raises(RecordTooLarge):
+                await producer.seal({answers: _news(b"small", b"x" * 5000)}, {source: Committed(7)})
+        async with log.transactional_producer(unique_name, unique_name) as successor:
+            assert await _committed(log, unique_name, source) is None
+            await successor.seal({answers: _news(b"after")}, {source: Committed(1)})
+        assert values(await read(reader, 1)) == [b"after"]
+
+
+async def test_many_small_records_keep_within_the_topics_limit(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """The limit is one of batches: 50 answers that pass it together travel in several."""
+    (answers,) = await make_topic(max_message_bytes="2000")
+    contents = [str(number).encode() * 50 for number in range(50)]
+    async with (
+        log.reader([answers]) as reader,
+        log.transactional_producer(unique_name, unique_name) as producer,
+    ):
+        await producer.seal({answers: _news(*contents)}, {})
+        assert values(await read(reader, 50)) == contents
+
+
+async def test_a_partition_that_is_not_there_is_refused(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """It is named, and nothing else of the seal is seen."""
+    (answers,) = await make_topic()
+    stranger = TopicPartition(f"{unique_name}-missing", 0)
+    async with log.transactional_producer(unique_name, unique_name) as producer:
+        with pytest.raises(UnknownPartition, match=str(stranger)):
+            await producer.seal({stranger: _news(b"a")}, {answers: Committed(7)})
+    assert await _after_a_successor(log, unique_name, answers) is None
+
+
+async def test_metadata_that_is_too_long_is_refused(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """4,097 characters fail the seal, and its records are not seen."""
+    answers, source = await make_topic(2)
+    async with log.reader([answers]) as reader:
+        async with log.transactional_producer(unique_name, unique_name) as producer:
+            with pytest.raises(LogRefused):
+                await producer.seal({answers: _news(b"hidden")}, {source: Committed(7, "x" * 4097)})
+        async with log.transactional_producer(unique_name, unique_name) as successor:
+            await successor.seal({answers: _news(b"seen")}, {source: Committed(8, "x" * 4096)})
+        assert values(await read(reader, 1)) == [b"seen"]
+    assert await _after_a_successor(log, unique_name, source) == Committed(8, "x" * 4096)
+
+
+async def test_a_failed_producer_is_of_no_more_use(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """It says so itself, so that nobody seals after a failed seal by mistake."""
+    (answers,) = await make_topic(max_message_bytes="2000")
+    async with log.transactional_producer(unique_name, unique_name) as producer:
+        with pytest.raises(RecordTooLarge):
+            await producer.seal({answers: _news(b"x" * 5000)}, {})
+        with pytest.raises(RuntimeError):
+            await producer.seal({answers: _news(b"small")}, {})
+
+
+async def test_an_unfinished_seal_is_ended_by_a_successor(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Whether a seal that was broken off counts, the offsets say, and the records agree."""
+    answers, source = await make_topic(2)
+    async with log.reader([answers]) as reader:
+        for number in range(1, 11):
+            async with log.transactional_producer(unique_name, unique_name) as producer:
+                at = await _committed(log, unique_name, source)
+                done = 0 if at is None else at.offset
+                sealing = asyncio.create_task(
+                    producer.seal(
+                        {answers: _news(str(done).encode())}, {source: Committed(done + 1)}
+                    ),
+                    name="seal",
+                )
+                await asyncio.wait([sealing], timeout=0.0005 * number)
+                sealing.cancel()
+                await asyncio.wait([sealing])
+        last = await _after_a_successor(log, unique_name, source)
+        count = 0 if last is None else last.offset
+        await write_to(log, answers, b"end")
+        found = values(await read(reader, count + 1))
+    assert found == [*(str(number).encode() for number in range(count)), b"end"]
+
+
+async def test_a_producer_knows_the_partitions_of_topics(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """As the other producer does; None for a topic that is not there."""
+    await make_topic(3)
+    async with log.transactional_producer(unique_name, unique_name) as producer:
+        assert await producer.partitions_for(unique_name) == 3
+        assert await producer.partitions_for(f"{unique_name}-missing") is None
+
+
+async def test_many_producers_enter_side_by_side(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Twelve partitions that are assigned at once have their producers within two seconds."""
+    partitions = await make_topic(12)
+
+    async def enter(partition: TopicPartition) -> TransactionalProducer:
+        name = f"{unique_name}.{partition.partition}"
+        return await log.transactional_producer(name, unique_name).__aenter__()
+
+    async with asyncio.timeout(2.0):
+        producers = await asyncio.gather(*map(enter, partitions))
+    await asyncio.gather(*(each.close() for each in producers))
+
+
+async def test_a_member_knows_that_it_is_one(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """While it holds its partitions in the current generation the group counts it in."""
+    partitions = await make_topic(2)
+    listener = RecordingListener()
+    async with log.member(unique_name, [unique_name], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held == set(partitions))
+        assert await member.is_member()
+
+
+async def test_a_fence_leaves_membership_alone(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """A producer that lost its id to another says nothing about the group."""
+    (partition,) = await make_topic()
+    listener = RecordingListener()
+    async with log.member(unique_name, [unique_name], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held == {partition})
+        async with (
+            log.transactional_producer(unique_name, unique_name) as former,
+            log.transactional_producer(unique_name, unique_name),
+        ):
+            with pytest.raises(Fenced):
+                await former.seal({partition: _news(b"a")}, {})
+            assert await member.is_member()
+
+
+async def test_a_reader_is_no_member(log: Log, make_topic: MakeTopic) -> None:
+    """It is in no group that could count it in."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        assert not await reader.is_member()
+
+
+async def test_sealed_offsets_are_where_a_group_goes_on(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """A member starts at the offset that was sealed for its group."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, *(str(number).encode() for number in range(10)))
+    async with log.transactional_producer(unique_name, unique_name) as producer:
+        await producer.seal({}, {partition: Committed(8)})
+    await _is_committed(log, unique_name, partition, 8)
+    async with log.member(unique_name, [unique_name], RecordingListener()) as member:
+        assert values(await read(member, 2)) == [b"8", b"9"]
