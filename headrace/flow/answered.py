@@ -80,6 +80,19 @@ class Progress:
         """The answered ranges above the base, in order, none touching another."""
         return list(zip(self._starts, self._stops, strict=True))
 
+    def unanswered(self, stop: int) -> list[Range]:
+        """What is not answered below `stop`, in order."""
+        found: list[Range] = []
+        position = self.base
+        for start, end in self.ranges:
+            if start >= stop:
+                break
+            found.append((position, start))
+            position = end
+        if position < stop:
+            found.append((position, stop))
+        return found
+
     def cover(self, previous: int, offset: int) -> None:
         """Count `offset` as answered, and all that lies between it and `previous` as absent."""
         self._add(previous + 1, offset + 1)
