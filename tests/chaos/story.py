@@ -79,9 +79,10 @@ def _told_sent(request: Sent) -> str:
 
 def _told_answer(answer: Answered) -> str:
     output = "" if answer.output == NO_NUMBER else f", output {answer.output}"
+    where = f"{answer.topic}/{answer.partition}/{answer.offset}"
     return (
-        f"answer {answer.status!r} to {answer.identity} stands at "
-        f"{answer.topic}/{answer.partition}/{answer.offset} (correlation id {answer.number}{output})"
+        f"answer {answer.status!r} to {answer.identity} stands at {where} "
+        f"(correlation id {answer.number}{output})"
     )
 
 

@@ -1,0 +1,103 @@
+"""`python -m tests.chaos --seeds 20`: one line for each seed, and the stories of what broke."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import click
+
+from tests.chaos.checker import duplicates
+from tests.chaos.cluster import running_cluster
+from tests.chaos.deployment import FORMS
+from tests.chaos.story import tell
+from tests.chaos.trial import Outcome, Trial, draw_trial, run_trial
+
+Guarantee = Literal["at_least_once", "exactly_once"]
+Order = Literal["none", "key", "partition"]
+GUARANTEES: tuple[Guarantee, ...] = get_args(Guarantee)
+STORIES = 3
+"""Of one seed; where much is broken, the rest tell the same."""
+
+
+@click.command()
+@click.option("--seeds", default=20, show_default=True, help="How many.")
+@click.option("--first-seed", default=1, show_default=True, help="The others follow it.")
+@click.option("--requests", default=5000, show_default=True, help="Of each seed.")
+@click.option("--form", type=click.Choice(list(FORMS)), help="Drawn by the seed if not given.")
+@click.option("--guarantee", type=click.Choice(GUARANTEES), help="In turns if not given.")
+@click.option("--order", type=click.Choice(get_args(Order)), default="none", show_default=True)
+@click.option("--keep", type=click.Path(path_type=Path), help="Where failures are kept.")
+def main(
+    seeds: int,
+    first_seed: int,
+    requests: int,
+    form: str | None,
+    guarantee: Guarantee | None,
+    order: Order,
+    keep: Path | None,
+) -> None:
+    """Run seeds on a local Kafka; exit code 1 if any promise was broken.
+
+    The history and the logs of a seed that failed are kept.
+    """
+    # The harness's own clients tell of every broker that restarts, which is what it does to them.
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
+    drawn = (
+        draw_trial(seed, guarantee or GUARANTEES[seed % 2], form or "", order)._replace(
+            requests=requests
+        )
+        for seed in range(first_seed, first_seed + seeds)
+    )
+    outcomes = asyncio.run(run(drawn, keep or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))))
+    click.echo(summary(outcomes))
+    sys.exit(0 if all(outcome.passed for outcome in outcomes) else 1)
+
+
+async def run(trials: Iterable[Trial], keep: Path) -> list[Outcome]:
+    """Run all of them on one broker."""
+    outcomes: list[Outcome] = []
+    async with running_cluster() as cluster:
+        for trial in trials:
+            directory = keep / f"seed-{trial.seed}"
+            outcome = await run_trial(trial, cluster, directory)
+            outcomes.append(outcome)
+            click.echo(str(outcome))
+            if outcome.passed:
+                shutil.rmtree(directory)
+            else:
+                for line in report(outcome, directory):
+                    click.echo(line)
+    return outcomes
+
+
+def report(outcome: Outcome, directory: Path) -> Iterator[str]:
+    """Keep the history, and tell the first stories."""
+    history = directory / "history.jsonl"
+    outcome.history.save(history)
+    yield f"  kept: {history}"
+    for finding in outcome.findings[:STORIES]:
+        yield "  " + tell(outcome.history, finding).replace("\n", "\n  ")
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """All seeds in one line."""
+    requests = sum(len(outcome.history.sent) for outcome in outcomes)
+    answers = sum(len(outcome.history.answered) for outcome in outcomes)
+    repeated = sum(duplicates(outcome.history) for outcome in outcomes)
+    failed = [str(outcome.trial.seed) for outcome in outcomes if not outcome.passed]
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    return (
+        f"{len(outcomes)} seeds, {requests} requests, {answers} answers, {repeated} repeated, "
+        f"{seconds:.0f} s; failed: {', '.join(failed) or 'none'}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The callers: who asks, who reads the answers, and who looks at what is committed.
+
+They come to the broker directly, past the proxy, since what they write down is the truth that the
+checker goes by. A request counts as sent when the log holds it: that is read back at the end, and
+held against what was acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import TopicPartition as KafkaPartition
+from aiokafka.errors import KafkaError
+
+from headrace.config import KafkaSettings
+from headrace.errors import Retriable
+from headrace.flow.answered import Progress
+from headrace.log.kafka import KafkaLog
+from headrace.log.port import TopicPartition
+from tests.chaos.history import NO_NUMBER, Answered, Committed, History, Sent
+from tests.chaos.members import now_ms
+from tests.chaos.workload import PARTITIONS, Question, number_told
+
+BURST = 400
+LOOK_AGAIN_S = 0.25
+POLL_MS = 100
+READ_BACK_DEADLINE_S = 30.0
+
+
+class Sender:
+    """Sends questions in bursts of random sizes, so many a second on the whole."""
+
+    def __init__(self, bootstrap: str, topic: str, reply_topic: str) -> None:
+        self._bootstrap = bootstrap
+        self._topic = topic
+        self._reply_topic = reply_topic
+        self.acknowledged: set[int] = set()
+
+    async def send(
+        self, questions: Sequence[Question], per_second: float, rng: random.Random
+    ) -> None:
+        """All of them; returns when each is acknowledged, or given up by the client."""
+        producer = AIOKafkaProducer(bootstrap_servers=self._bootstrap, enable_idempotence=True)
+        sent: list[tuple[int, asyncio.Future[Any]]] = []
+        await producer.start()
+        try:
+            place = 0
+            while place < len(questions):
+                burst = questions[place : place + rng.randint(1, BURST)]
+                place += len(burst)
+                sent += [(each.number, await self._send(producer, each)) for each in burst]
+                await asyncio.sleep(len(burst) / per_second)
+            await producer.flush()
+        finally:
+            await producer.stop()
+        outcomes = await asyncio.gather(*[each for _, each in sent], return_exceptions=True)
+        for (number, _), outcome in zip(sent, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                self.acknowledged.add(number)
+            elif not isinstance(outcome, KafkaError):
+                raise outcome
+
+    async def _send(self, producer: AIOKafkaProducer, question: Question) -> asyncio.Future[Any]:
+        headers = [("kafka_correlationId", str(question.number).encode())]
+        if question.replies:
+            headers.append(("kafka_replyTopic", self._reply_topic.encode()))
+        future: asyncio.Future[Any] = await producer.send(
+            self._topic,
+            key=question.key.encode(),
+            value=question.value,
+            partition=question.partition,
+            headers=headers,
+        )
+        return future
+
+
+async def read_back(
+    bootstrap: str, topic: str, questions: Sequence[Question], acknowledged: set[int]
+) -> list[Sent]:
+    """What the log holds of the questions.
+
+    Raises:
+        AssertionError: the log lost an acknowledged record or holds one twice; not our fault.
+    """
+    by_number = {question.number: question for question in questions}
+    found: list[Sent] = []
+    async with reading(bootstrap, [topic]) as consumer, asyncio.timeout(READ_BACK_DEADLINE_S):
+        ends = await consumer.end_offsets(list(consumer.assignment()))
+        while sum(ends.values()) > len(found):
+            polled = await consumer.getmany(timeout_ms=POLL_MS)
+            for record in (record for records in polled.values() for record in records):
+                number = int(dict(record.headers)["kafka_correlationId"])
+                question = by_number[number]
+                where = (record.partition, record.offset)
+                found.append(
+                    Sent(record.timestamp, number, *where, question.key, question.statuses)
+                )
+    numbers = {each.number for each in found}
+    assert numbers >= acknowledged, f"the broker lost {sorted(acknowledged - numbers)[:5]}"
+    assert len(numbers) == len(found), "the broker holds a request twice"
+    return found
+
+
+@asynccontextmanager
+async def reading(bootstrap: str, topics: Sequence[str]) -> AsyncIterator[AIOKafkaConsumer]:
+    """A `read_committed` reader of whole topics from their beginning, in no group."""
+    consumer = AIOKafkaConsumer(
+        bootstrap_servers=bootstrap,
+        auto_offset_reset="earliest",
+        isolation_level="read_committed",
+        request_timeout_ms=5000,
+    )
+    await consumer.start()
+    try:
+        consumer.assign(
+            [KafkaPartition(topic, number) for topic in topics for number in range(PARTITIONS)]
+        )
+        yield consumer
+    finally:
+        await consumer.stop()
+
+
+async def read_answers(bootstrap: str, topics: Sequence[str], history: History) -> None:
+    """Write down every answer as it comes, until cancelled."""
+    async with reading(bootstrap, topics) as consumer:
+        while True:
+            polled = await consumer.getmany(timeout_ms=POLL_MS)
+            for record in (record for records in polled.values() for record in records):
+                history.add(_answered(record))
+
+
+def _answered(record: Any) -> Answered:
+    headers = dict(record.headers)
+    _, partition, offset = headers["x-request"].decode().rsplit("/", 2)
+    return Answered(
+        record.timestamp,
+        record.topic,
+        record.partition,
+        record.offset,
+        int(partition),
+        int(offset),
+        int(headers.get("kafka_correlationId", NO_NUMBER)),
+        number_told(record.value),
+        headers["x-status"].decode(),
+    )
+
+
+async def watch_commits(bootstrap: str, group: str, topic: str, history: History) -> None:
+    """Write down what the group has committed whenever it has changed, until cancelled."""
+    partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
+    settings = KafkaSettings(bootstrap_servers=bootstrap, request_timeout_ms=3000)
+    known: dict[TopicPartition, Progress] = {}
+    async with KafkaLog(settings) as log:
+        while True:
+            try:
+                found = await log.committed(group, partitions)
+            except Retriable:  # a broker that restarts; what it missed it sees the next time
+                found = {}
+            at_ms = now_ms()
+            for partition, committed in found.items():
+                progress = None if committed is None else Progress.from_committed(committed)
+                if progress is not None and known.get(partition) != progress:
+                    known[partition] = progress
+                    base, ranges = progress.base, tuple(progress.ranges)
+                    history.add(Committed(at_ms, partition.partition, base, ranges))
+            await asyncio.sleep(LOOK_AGAIN_S)

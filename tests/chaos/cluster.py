@@ -1,0 +1,55 @@
+"""A Kafka of one node: the system reaches it through a proxy, the harness by a way of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from headrace.local_kafka import LocalKafka
+from headrace.local_kafka.ports import free_port
+from tests.support.tcp_proxy import HOST, TcpProxy
+
+PROPERTIES = {"group.min.session.timeout.ms": "1000"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One broker, and the proxy in front of its second listener.
+
+    Attributes:
+        direct: the bootstrap server for the harness: clients that write down what is true.
+        proxied: the bootstrap server for the system under test; the broker sends its clients on
+            to the proxy as well.
+    """
+
+    kafka: LocalKafka
+    proxy: TcpProxy
+    direct: str
+    proxied: str
+
+
+@asynccontextmanager
+async def running_cluster() -> AsyncIterator[Cluster]:
+    """A broker that is stopped, with its proxy, when the context is left."""
+    taken: set[int] = set()
+    ports = []
+    for _ in range(3):
+        ports.append(free_port(taken, HOST))
+        taken.add(ports[-1])
+    direct, controller, behind = ports
+    async with TcpProxy(behind) as proxy:
+        listeners = {"PLAINTEXT": direct, "PROXIED": behind, "CONTROLLER": controller}
+        advertised = {"PLAINTEXT": direct, "PROXIED": proxy.port}
+        properties = PROPERTIES | {
+            "listeners": _addresses(listeners),
+            "advertised.listeners": _addresses(advertised),
+            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in listeners),
+            "controller.quorum.voters": f"1@{HOST}:{controller}",
+        }
+        async with LocalKafka(port=direct, properties=properties) as kafka:
+            yield Cluster(kafka, proxy, f"{HOST}:{direct}", f"{HOST}:{proxy.port}")
+
+
+def _addresses(ports: dict[str, int]) -> str:
+    return ",".join(f"{name}://{HOST}:{port}" for name, port in ports.items())

@@ -1,0 +1,160 @@
+"""`headrace run` under a supervisor that starts it again, as an operator's would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import headrace.local_kafka
+from tests.chaos.history import Fault, FaultKind, History
+from tests.support.conditions import eventually
+
+HEADRACE = Path(sys.executable).parent / "headrace"
+DIE_WITH_PARENT = Path(headrace.local_kafka.__file__).with_name("die_with_parent.py")
+READY = '"process.ready"'
+READY_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 20.0
+RESTART_AFTER_S = 0.2
+
+
+def now_ms() -> int:
+    """The time that histories are written in: that of records' timestamps."""
+    return time.time_ns() // 1_000_000
+
+
+class Member:
+    """One process that is started again whenever it ends unasked.
+
+    Args:
+        stages: as on the command line.
+        environment: settings, as `HEADRACE_…` variables.
+        output: what its lives print goes to `<output>-<life>.log`.
+        history: where the faults of this process are written down.
+
+    Attributes:
+        crashes: lives that nobody ended, each with its exit code and where its output is.
+    """
+
+    def __init__(
+        self, stages: str, environment: dict[str, str], output: Path, history: History
+    ) -> None:
+        self.stages = tuple(stages.split(","))
+        self._command = [str(HEADRACE), "run", stages]
+        self._environment = {
+            **{name: value for name, value in os.environ.items() if "HEADRACE" not in name},
+            **environment,
+            "HEADRACE_TELEMETRY__HTTP_PORT": "0",
+        }
+        self._output = output
+        self._history = history
+        self._process: asyncio.subprocess.Process | None = None
+        self._lives = count(1)
+        self._log = output
+        self._stopping = False
+        self._ended_by_us = False
+        self._ended = asyncio.Event()
+        self.crashes: list[str] = []
+
+    async def run(self) -> None:
+        """Keep it running until `stop`; a cancelled one is killed."""
+        try:
+            while not self._stopping:
+                await self._live()
+                if not self._stopping:
+                    await asyncio.sleep(RESTART_AFTER_S)
+        finally:
+            self._ended.set()
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
+
+    async def _live(self) -> None:
+        """One life."""
+        self._ended_by_us = False
+        self._log = self._output.with_name(f"{self._output.name}-{next(self._lives)}.log")
+        with self._log.open("wb") as log:
+            shim = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid())]
+            self._process = await asyncio.create_subprocess_exec(
+                *shim,
+                *self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        code = await self._process.wait()
+        if not self._ended_by_us:
+            at_ms = now_ms()
+            self._history.add(Fault(at_ms, at_ms, FaultKind.CRASHED, self.stages))
+            self.crashes.append(f"{','.join(self.stages)} ended with {code}: see {self._log}")
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this life has said so."""
+        process = self._process
+        return (
+            process is not None
+            and process.returncode is None
+            and READY in self._log.read_text(encoding="utf-8", errors="replace")
+        )
+
+    async def wait_ready(self) -> None:
+        """Until it serves."""
+        await eventually(
+            lambda: self.is_ready,
+            deadline_s=READY_DEADLINE_S,
+            what=f"{self._log} to say {READY}",
+            recheck_s=0.05,
+        )
+
+    async def kill(self) -> None:
+        """As a crash would (SIGKILL); the supervisor starts the next life."""
+        began_ms = now_ms()
+        if self._process is not None and self._process.returncode is None:
+            await self._end(signal.SIGKILL)
+            self._history.add(Fault(began_ms, now_ms(), FaultKind.KILLED, self.stages))
+
+    async def redeploy(self) -> None:
+        """Ask it to end (SIGTERM); the supervisor starts the next life."""
+        began_ms = now_ms()
+        await self._end(signal.SIGTERM)
+        self._history.add(Fault(began_ms, now_ms(), FaultKind.REDEPLOYED, self.stages))
+
+    def freeze(self) -> None:
+        """Hold it (SIGSTOP): it notices nothing, and is not noticed to be gone for a while."""
+        self._send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on (SIGCONT), unaware of what happened meanwhile."""
+        self._send(signal.SIGCONT)
+
+    async def stop(self) -> None:
+        """End it for good, cleanly."""
+        self._stopping = True
+        await self._end(signal.SIGTERM)
+        async with asyncio.timeout(STOP_DEADLINE_S):
+            await self._ended.wait()
+
+    def _send(self, number: signal.Signals) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.send_signal(number)
+
+    async def _end(self, number: signal.Signals) -> None:
+        process = self._process
+        self._ended_by_us = True
+        self._send(number)
+        if process is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                await process.wait()
+        except TimeoutError:
+            self.crashes.append(f"{','.join(self.stages)} did not end: see {self._log}")
+            process.kill()

@@ -1,0 +1,223 @@
+"""One seed: a system under load, struck as the seed has it, and what the checker says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from headrace.config import KafkaSettings, Settings, make_settings
+from headrace.log.kafka import KafkaLog
+from headrace.log.port import TopicInfo
+from headrace.topic_plan import plan_topics
+from headrace.topics import Topic
+from tests.chaos.checker import Finding, Promise, check, duplicates
+from tests.chaos.clients import Sender, read_answers, read_back, watch_commits
+from tests.chaos.cluster import Cluster
+from tests.chaos.deployment import FORMS, Deployment
+from tests.chaos.history import History, Identity
+from tests.chaos.nemeses import SESSION_TIMEOUT_S, Plan, Target, draw_plan, strike
+from tests.chaos.workload import PARTITIONS, REPLIES, add_models, ask
+from tests.support.conditions import eventually
+
+ANSWERED_DEADLINE_S = 60.0
+COMMITTED_DEADLINE_S = 20.0
+LATECOMERS_S = 1.0
+"""How long answers are still read after each request has one: a repetition may follow."""
+STRIKES_S = 10.0
+
+
+class Trial(NamedTuple):
+    """What is tried.
+
+    Attributes:
+        seed: decides what is not said here: the requests, the nemeses, and when they strike.
+    """
+
+    seed: int
+    form: str
+    promise: Promise
+    requests: int = 5000
+
+    @property
+    def name(self) -> str:
+        """Of its topics, its group and its files."""
+        guarantee = self.promise.guarantee.replace("_", "-")
+        order = "" if self.promise.order == "none" else f"-{self.promise.order}"
+        return f"chaos-{self.seed}-{self.form}-{guarantee}{order}-{time.time_ns() % 10**6}"
+
+
+class Outcome(NamedTuple):
+    """What came of a trial.
+
+    Attributes:
+        crashes: processes that ended, or did not end, without being made to.
+        stuck: why the system did not come to rest; empty if it did.
+    """
+
+    trial: Trial
+    strikes: str
+    history: History
+    findings: list[Finding]
+    crashes: list[str]
+    stuck: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every promise was kept."""
+        return not (self.findings or self.crashes or self.stuck)
+
+    def __str__(self) -> str:
+        trial = self.trial
+        breaches = sorted({finding.breach for finding in self.findings})
+        verdict = ", ".join([*breaches, *self.crashes, *filter(None, [self.stuck])]) or "ok"
+        return (
+            f"seed {trial.seed:<6} {trial.form:<6} {trial.promise.guarantee:<14} "
+            f"order {trial.promise.order:<10} {len(self.history.sent):>6} requests "
+            f"{duplicates(self.history):>4} repeated {self.seconds:5.1f} s  "
+            f"{verdict}  [{self.strikes}]"
+        )
+
+
+def draw_trial(
+    seed: int,
+    guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once",
+    form: str = "",
+    order: Literal["none", "key", "partition"] = "none",
+) -> Trial:
+    """What the seed draws of what is not said."""
+    drawn = random.Random(f"form {seed}").choice(list(FORMS))
+    return Trial(seed, form or drawn, Promise(guarantee, order))
+
+
+async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
+    """Start, load, strike, let it come to rest, stop and check."""
+    began_s = time.monotonic()
+    rng = random.Random(trial.seed)
+    plan = draw_plan(rng, STRIKES_S)
+    history = History()
+    add_models(directory / "models")
+    settings = _settings(trial, cluster, directory)
+    async with _watched(cluster, settings, history), asyncio.TaskGroup() as supervisors:
+        deployment = Deployment(_environment(settings), directory, history, supervisors)
+        try:
+            await deployment.start(trial.form)
+            target = Target(deployment, cluster, history, rng)
+            stuck = await _load_and_strike(trial, target, plan, settings)
+            stuck = stuck or await _come_to_rest(history)
+            await deployment.stop()
+        finally:
+            deployment.abandon()
+    return Outcome(
+        trial,
+        " ".join("+".join(each.name for each in round_) for round_ in plan),
+        history,
+        check(history, trial.promise),
+        deployment.crashes,
+        stuck,
+        time.monotonic() - began_s,
+    )
+
+
+def _settings(trial: Trial, cluster: Cluster, directory: Path) -> Settings:
+    return make_settings(
+        {
+            "namespace": trial.name,
+            "kafka": {
+                "bootstrap_servers": cluster.proxied,
+                "session_timeout_ms": int(SESSION_TIMEOUT_S * 1000),
+                "request_timeout_ms": 5000,
+            },
+            "topics": {"partitions": PARTITIONS},
+            "delivery": {"guarantee": trial.promise.guarantee, "order": trial.promise.order},
+            "limits": {"drain_timeout_s": 3.0},
+            "models": {"repository": directory / "models"},
+        }
+    )
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """The same settings for a process, as variables."""
+    changed = settings.model_dump(mode="json", exclude_unset=True)
+    variables = {"HEADRACE_NAMESPACE": settings.namespace}
+    for group, values in changed.items():
+        if isinstance(values, dict):
+            for name, value in values.items():
+                variables[f"HEADRACE_{group}__{name}".upper()] = str(value)
+    return variables
+
+
+@asynccontextmanager
+async def _watched(cluster: Cluster, settings: Settings, history: History) -> AsyncIterator[None]:
+    """The topics are there, and answers and commits are written down."""
+    topics = plan_topics(settings)
+    replies = TopicInfo(f"{settings.namespace}.{REPLIES}", PARTITIONS, {})
+    async with KafkaLog(KafkaSettings(bootstrap_servers=cluster.direct)) as log:
+        await log.create_topics([*topics.values(), replies], replication_factor=1)
+    answers = [topics[Topic.RESPONSES].name, replies.name]
+    requests = topics[Topic.REQUESTS].name
+    async with asyncio.TaskGroup() as tasks:
+        watching = [
+            tasks.create_task(read_answers(cluster.direct, answers, history), name="chaos-reader"),
+            tasks.create_task(
+                watch_commits(cluster.direct, settings.namespace, requests, history),
+                name="chaos-commits",
+            ),
+        ]
+        yield
+        for task in watching:
+            task.cancel()
+
+
+async def _load_and_strike(trial: Trial, target: Target, plan: Plan, settings: Settings) -> str:
+    """Both at once; then the history is told what the log holds. Returns what went wrong."""
+    questions = [
+        ask(number, random.Random(f"{trial.seed} {number}")) for number in range(trial.requests)
+    ]
+    takes_s = sum(max(each.takes_s for each in round_) for round_ in plan)
+    topic = settings.topic(Topic.REQUESTS)
+    sender = Sender(target.cluster.direct, topic, f"{settings.namespace}.{REPLIES}")
+    sending = sender.send(questions, trial.requests / takes_s, random.Random(trial.seed))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(sending, name="chaos-sender")
+        striking = tasks.create_task(strike(target, plan), name="chaos-strikes")
+    target.history.sent += await read_back(
+        target.cluster.direct, topic, questions, sender.acknowledged
+    )
+    return striking.result()
+
+
+async def _come_to_rest(history: History) -> str:
+    """Until each request has its answer and the commits say so; what is amiss if they never do."""
+    sent = {request.identity for request in history.sent}
+
+    def unanswered() -> set[Identity]:
+        return sent - {answer.identity for answer in history.answered}
+
+    def uncommitted() -> set[Identity]:
+        last = {commit.partition: commit for commit in history.committed}
+        return {
+            each
+            for each in sent
+            if each.partition not in last or not last[each.partition].covers(each.offset)
+        }
+
+    stuck = await _until_none(unanswered, ANSWERED_DEADLINE_S)
+    stuck = stuck or await _until_none(uncommitted, COMMITTED_DEADLINE_S)
+    await asyncio.sleep(LATECOMERS_S)
+    return stuck
+
+
+async def _until_none(wanting: Callable[[], set[Identity]], deadline_s: float) -> str:
+    try:
+        await eventually(lambda: not wanting(), deadline_s=deadline_s, recheck_s=0.1)
+    except AssertionError:
+        left = sorted(wanting())
+        if left:
+            return f"{len(left)} {wanting.__name__} after {deadline_s:.0f} s, first {left[0]}"
+    return ""

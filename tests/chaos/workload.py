@@ -1,0 +1,115 @@
+"""What is asked, and how an answer tells which question it belongs to.
+
+Requests are numbered. Two models do with a number what the reader can undo, so that outputs that
+went to another request are seen: one is quick and runs on ONNX Runtime, one sleeps a little, so
+that batches overtake each other and much is in flight when something happens. Some requests are
+wrong, and must be told so.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+
+from tests.chaos.history import NO_NUMBER
+from tests.support.models import add_version, digits
+
+PARTITIONS = 4
+KEYS = 40
+REPLIES = "replies"
+QUICK, SLOW = "digits", "slow"
+SLOW_MODEL = '''"""Gives back a number, after a sleep that depends on it."""
+
+import time
+
+import numpy as np
+
+
+class Model:
+    inputs = [("x", "FP64", (-1, 1))]
+    outputs = [("y", "FP64", (-1, 1))]
+
+    def run(self, inputs):
+        x = inputs["x"]
+        time.sleep((5 + np.max(x) % 25) / 1000)
+        return {"y": x * 2.0}
+'''
+
+
+class Question(NamedTuple):
+    """One request as it will be sent.
+
+    Attributes:
+        statuses: what its answer may say.
+        replies: its answer goes to a topic that it names.
+    """
+
+    number: int
+    partition: int
+    key: str
+    value: bytes
+    statuses: tuple[str, ...]
+    replies: bool
+
+
+def add_models(repository: Path) -> None:
+    """Write both models."""
+    add_version(repository, QUICK, 1, digits())
+    directory = repository / SLOW / "1"
+    directory.mkdir(parents=True)
+    (directory / "model.py").write_text(SLOW_MODEL)
+    config = 'backend = "python"\nmax_batch_size = 8\n'
+    (repository / SLOW / "model.toml").write_text(config)
+
+
+def ask(number: int, rng: random.Random) -> Question:
+    """A question, of one kind or another."""
+    kind = rng.random()
+    statuses = ("ok",)
+    if kind < 0.3:
+        value = _request(SLOW, "x", np.array([[number]], np.float64))
+    elif kind < 0.95:
+        pixels = np.zeros((1, 64), np.float32)
+        pixels[0, 0] = number
+        value = _request(QUICK, "pixels", pixels)
+    elif kind < 0.98:
+        value = _request(QUICK, "pixels", np.zeros((1, 63), np.float32))
+        statuses = ("INVALID_TENSOR",)
+    else:
+        value = _request("unheard-of", "pixels", np.zeros((1, 64), np.float32))
+        statuses = ("UNKNOWN_MODEL",)
+    key = f"key-{rng.randrange(KEYS)}"
+    partition = rng.randrange(PARTITIONS)
+    return Question(number, partition, key, value, statuses, rng.random() < 0.1)
+
+
+def _request(model: str, name: str, array: np.ndarray[Any, Any]) -> bytes:
+    datatype = {"float32": "FP32", "float64": "FP64"}[array.dtype.name]
+    tensor = {
+        "name": name,
+        "datatype": datatype,
+        "shape": list(array.shape),
+        "data": array.tobytes(),
+    }
+    packed: bytes = msgpack.packb({"model_name": model, "inputs": [tensor]})
+    return packed
+
+
+def number_told(value: bytes) -> int:
+    """The number of the question whose outputs an answer carries; `NO_NUMBER` for an error, and
+    -2 for outputs that no number leads to.
+    """
+    answer = msgpack.unpackb(value)
+    if "outputs" not in answer:
+        return NO_NUMBER
+    output = answer["outputs"][0]
+    if output["name"] == "y":
+        doubled = np.frombuffer(output["data"], np.float64)
+        return int(doubled[0]) // 2
+    scores = np.frombuffer(output["data"], np.float32)
+    number = int(scores[1])
+    return number if np.array_equal(scores, np.arange(10, dtype=np.float32) * number) else -2

@@ -1,0 +1,117 @@
+"""A TCP proxy on the loopback, to make a network as bad as a test wants it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+_CHUNK_BYTES = 64 * 1024
+HOST = "127.0.0.1"
+
+
+class TcpProxy:
+    """Passes bytes between its clients and one address.
+
+    It listens from `open` to `close`, or while it is entered; where it leads may be said later,
+    since a broker has to know the proxy's port before it can tell its own.
+
+    Attributes:
+        port: where it listens; 0 before it is open.
+        upstream: the port on the loopback where connections are passed on to.
+        delay_s: how long each piece is held, each way.
+    """
+
+    def __init__(self, upstream: int = 0) -> None:
+        self.port = 0
+        self.upstream = upstream
+        self.delay_s = 0.0
+        self._refusing = False
+        self._passing = asyncio.Event()
+        self._passing.set()
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def open(self, port: int = 0) -> None:
+        """Listen; on any free port, if none is given."""
+        self._server = await asyncio.start_server(self._accept, HOST, port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        """Listen no longer, and cut all connections."""
+        if self._server is not None:
+            self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """End all connections that there are, in the middle of whatever they carry."""
+        connections = list(self._connections)
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    def pause(self) -> None:
+        """Pass nothing on, and keep connections open: a network that swallows everything."""
+        self._passing.clear()
+
+    def resume(self) -> None:
+        """Undo `pause`: what was held goes on."""
+        self._passing.set()
+
+    def refuse(self) -> None:
+        """Hang up on new connections; those that there are stay."""
+        self._refusing = True
+
+    def accept(self) -> None:
+        """Undo `refuse`."""
+        self._refusing = False
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.current_task()
+        assert connection is not None
+        self._connections.add(connection)
+        try:
+            if not self._refusing:
+                await self._connect(reader, writer)
+        except (OSError, asyncio.CancelledError):
+            pass  # one end has hung up, or `cut` has: both look the same to the other end
+        finally:
+            self._connections.discard(connection)
+            writer.transport.abort()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(HOST, self.upstream)
+        try:
+            ways = [
+                asyncio.create_task(self._pass(reader, back), name="proxy-there"),
+                asyncio.create_task(self._pass(there, writer), name="proxy-back"),
+            ]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
+        finally:
+            back.transport.abort()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One way, until its sender is done or the connection is cut."""
+        while piece := await reader.read(_CHUNK_BYTES):
+            if self.delay_s:
+                await asyncio.sleep(self.delay_s)
+            await self._passing.wait()
+            writer.write(piece)
+            await writer.drain()
