@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,24 @@ if TYPE_CHECKING:
     from headrace.models.signature import Signature
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+
+class Placed(dict[str, npt.NDArray[np.generic]]):
+    """Inputs that lie in memory which is filled again and again.
+
+    The same object comes for every run of its shapes from its place, so that a backend can keep
+    with it what it has prepared for these addresses. What it returns from a run must not be a
+    view of them.
+
+    Attributes:
+        bound: the backend's own; None at first.
+    """
+
+    __slots__ = ("bound",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bound: Any = None
 
 
 class ModelFailed(HeadraceError):
@@ -46,6 +64,10 @@ class Backend(Protocol):
         """
         ...
 
+    def adopt(self, signature: Signature) -> None:
+        """Go by this signature from now on: trying the model out showed more than its file says."""
+        ...
+
     def warm_up(self) -> None:
         """Run once for each size that will be used often, so that the first request is not slow.
 
@@ -59,7 +81,7 @@ class Backend(Protocol):
 
         Args:
             inputs: by name, little-endian, C-contiguous, with the batch dimension first where
-                the model has one. `BYTES` inputs are object arrays of bytes.
+                the model has one. `BYTES` inputs are object arrays of bytes. See `Placed`.
 
         Raises:
             Retriable: the same run may succeed later.

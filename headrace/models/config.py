@@ -58,10 +58,22 @@ class ModelConfig(_Group):
     max_batch_bytes: Annotated[int, Field(ge=1)] = 8 * 1024 * 1024
     batch_tolerance: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """How far a batched answer may be from the unbatched one, of the output's scale."""
+    batch_probe: bool = True
+    """Ask the model at load whether its rows may share runs; otherwise it is taken for granted."""
     device: Device = "cpu"
     instances: Annotated[int, Field(ge=1)] = 1
     intra_op_threads: Annotated[int, Field(ge=0)] = 0
     """Threads of one run; 0 shares the machine's cores between the instances."""
+    io_binding: bool = True
+    """Bind inputs and outputs by address where that can be done; false is the plain path."""
+    experimental_cuda: bool = False
+    """Allow `cuda:N`, whose code has not run on a GPU yet."""
+    ring: bool = False
+    """Send batches through the ring, if the shapes are fixed."""
+    cuda_graphs: bool = False
+    """With `ring`: one CUDA graph for each bucket of rows."""
+    gpu_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
+    """Of ONNX Runtime's arena on a GPU; 0 leaves it to the device."""
     providers: tuple[Provider, ...] = ()
     """ONNX Runtime's execution providers, the first choice first; none: by `device`."""
     provider_options: dict[Provider, dict[str, str | int | float | bool]] = {}
@@ -75,6 +87,7 @@ class ModelConfig(_Group):
     """What makes inputs of a payload that is neither MessagePack nor JSON."""
     inputs: tuple[DeclaredTensor, ...] = ()
     outputs: tuple[DeclaredTensor, ...] = ()
+    _declared: frozenset[str] = frozenset()
 
     @model_validator(mode="after")
     def _values_agree(self) -> Self:
@@ -91,7 +104,13 @@ class ModelConfig(_Group):
 
     def _device_faults(self) -> list[str]:
         on_cuda = self.device != "cpu"
-        faults = [
+        faults = []
+        if on_cuda and not self.experimental_cuda:
+            faults.append(
+                f"device {self.device}: expected experimental_cuda = true beside it, here or in "
+                "[executor], since the code for GPUs is experimental; got false"
+            )
+        faults += [
             f"provider_options.{name}: expected one of the providers in use, "
             f"{', '.join(self.execution_providers)}"
             for name in self.provider_options
@@ -109,6 +128,10 @@ class ModelConfig(_Group):
                 "inputs, outputs: expected only with backend = python; an ONNX file has its own"
             ]
         return []
+
+    def declares(self, key: str) -> bool:
+        """Whether the model's own file says it, rather than the settings or a default."""
+        return key in self._declared
 
     @property
     def execution_providers(self) -> tuple[str, ...]:
@@ -140,13 +163,15 @@ def make_model_config(
     """A configuration from plain values over the settings. Raises `ConfigurationError`."""
     defaults = settings.batching.model_dump() | settings.executor.model_dump()
     try:
-        return ModelConfig.model_validate(defaults | dict(values))
+        config = ModelConfig.model_validate(defaults | dict(values))
     except ValidationError as error:
         faults = (
             f"{origin}: {_key(fault['loc'])}{fault['msg'].removeprefix('Value error, ')}"
             for fault in error.errors(include_url=False, include_input=False)
         )
         raise ConfigurationError("\n".join(dict.fromkeys(faults))) from error
+    config._declared = frozenset(values)
+    return config
 
 
 def _key(location: tuple[int | str, ...]) -> str:

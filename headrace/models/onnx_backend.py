@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.models.backend import Arrays
+from headrace.models.backend import Arrays, Placed
 from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
+from headrace.models.onnx_binding import UNBOUND, Binding, Outlets
 from headrace.models.outputs import check_outputs
 from headrace.models.signature import Signature, TensorSpec
 from headrace.models.warmup import warm_up
@@ -45,6 +46,11 @@ class OnnxBackend:
         specs = signature.inputs + signature.outputs
         self._texts = [spec for spec in specs if spec.datatype == "BYTES"]
         self._bound = any(spec.datatype == "BF16" for spec in specs)
+        self._outlets = (
+            Outlets(signature)
+            if config.io_binding and config.execution_providers == (CPU,)
+            else None
+        )
 
     @property
     def signature(self) -> Signature:
@@ -108,6 +114,11 @@ class OnnxBackend:
         options |= self._config.provider_options.get(provider, {})  # type: ignore[call-overload]
         return {name: _text(value) for name, value in options.items()}
 
+    def adopt(self, signature: Signature) -> None:
+        self._signature = signature
+        if self._outlets is not None:
+            self._outlets = Outlets(signature)
+
     def warm_up(self) -> None:
         self._batching_fault = warm_up(self.run, self._signature, self._config, self._directory)
 
@@ -115,6 +126,23 @@ class OnnxBackend:
         if self._options.terminate:
             # A cancel that came after its run had ended must not end this one.
             self._options = _run_options()
+        if isinstance(inputs, Placed) and self._outlets is not None:
+            return self._run_placed(inputs, self._outlets)
+        return self._run(inputs)
+
+    def _run_placed(self, inputs: Placed, outlets: Outlets) -> Arrays:
+        """Run on addresses that were bound once; the first run of them shows what to bind."""
+        if inputs.bound is None:
+            outputs = self._run(inputs)
+            inputs.bound = outlets.bind(self._session, inputs, outputs)
+            return outputs
+        if inputs.bound is UNBOUND:
+            return self._run(inputs)
+        bound: Binding = inputs.bound
+        self._session.run_with_iobinding(bound.binding, self._options)
+        return {name: array.copy() for name, array in bound.outputs.items()}
+
+    def _run(self, inputs: Arrays) -> Arrays:
         feeds = self._decoded(inputs) if self._texts else inputs
         outputs = self._run_bound(feeds) if self._bound else self._run_plain(feeds)
         rows = len(inputs[self._signature.inputs[0].name]) if self._signature.batched else 1

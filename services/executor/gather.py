@@ -10,22 +10,38 @@ from numpy.typing import NDArray
 from headrace.messages import Request, Tensor
 from headrace.models.backend import Arrays
 from headrace.models.signature import Signature
+from headrace.services.executor.blocks import HostBlock
 from headrace.tensors import DATATYPES, from_array, split_rows, to_array
 
+IN_PLACE_FROM_BYTES = 65536
+"""A single request's bytes of this size are run where they lie: a copy would cost more than to
+bind them."""
 
-def gather(requests: Sequence[Request], signature: Signature) -> dict[str, NDArray[np.generic]]:
+
+def gather(
+    requests: Sequence[Request], signature: Signature, block: HostBlock | None = None
+) -> dict[str, NDArray[np.generic]]:
     """The inputs of one run, each request's rows after the other's.
 
-    The requests are of one shape class. A single request's bytes are used where they lie; those
-    of several are copied once.
+    The requests are of one shape class. The rows of several are copied once, into the block if
+    there is one and they have a place in it; a large single request is not copied at all.
     """
-    first = requests[0]
-    if len(requests) == 1:
-        return {tensor.name: to_array(tensor) for tensor in first.inputs}
+    alone = len(requests) == 1
+    if block is not None and not (alone and requests[0].size_bytes >= IN_PLACE_FROM_BYTES):
+        placed = block.gather(requests)
+        if placed is not None:
+            return placed
+    if alone:
+        return {tensor.name: to_array(tensor) for tensor in requests[0].inputs}
+    return _joined(requests, signature)
+
+
+def _joined(requests: Sequence[Request], signature: Signature) -> dict[str, NDArray[np.generic]]:
+    """In memory of their own."""
     rows = sum(request.rows for request in requests)
     arrays: dict[str, NDArray[np.generic]] = {}
     for place, spec in enumerate(signature.inputs):
-        head = first.inputs[place]
+        head = requests[0].inputs[place]
         datatype = DATATYPES[spec.datatype]
         if datatype.itemsize == 0:
             parts = [to_array(request.inputs[place]) for request in requests]

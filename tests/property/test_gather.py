@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.messages import Request
+from headrace.models.backend import Placed
 from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.services.executor.blocks import HostBlock
 from headrace.services.executor.gather import gather, scatter
 from headrace.tensors import DATATYPES, to_array
 from tests.support.work import make_request
@@ -83,6 +85,22 @@ def test_together_gives_what_alone_gives(datatype: str, data: st.DataObject) -> 
 
     assert [outputs_of(request) for request in requests] == alone
     assert all(request.inputs == () for request in requests)
+
+
+@pytest.mark.parametrize("datatype", sorted(set(DATATYPES) - {"BYTES"}))
+@given(data=st.data())
+def test_in_a_block_lies_what_would_lie_elsewhere(datatype: str, data: st.DataObject) -> None:
+    """To the bit, one batch after another, whatever was there before."""
+    signature = signature_of(datatype)
+    block = HostBlock(signature, rows=4, limit_bytes=65536)
+    for requests in data.draw(st.lists(batches(datatype), min_size=1, max_size=4)):
+        expected = gather(requests, signature)
+        placed = gather(requests, signature, block)
+
+        assert isinstance(placed, Placed)
+        assert {name: (array.shape, array.tobytes()) for name, array in placed.items()} == {
+            name: (array.shape, array.tobytes()) for name, array in expected.items()
+        }
 
 
 @given(batches("FP32"))

@@ -11,6 +11,7 @@ from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.models.config import ModelConfig, make_model_config, read_model_config
 
+CUDA = {"experimental_cuda": True}
 SETTINGS = make_settings({"batching": {"max_batch_size": 16}, "executor": {"instances": 2}})
 
 
@@ -65,15 +66,20 @@ def test_all_faults_are_told_at_once() -> None:
             "providers: CUDAExecutionProvider first does not fit device cpu",
         ),
         (
-            {"providers": ["CPUExecutionProvider"], "device": "cuda:0"},
+            {"providers": ["CPUExecutionProvider"], "device": "cuda:0", **CUDA},
             "providers: CPUExecutionProvider first does not fit device cuda:0",
         ),
         (
             {"backend": "python", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1]}]},
             "inputs, outputs: expected both or neither",
         ),
+        (
+            {"device": "cuda:0"},
+            "device cuda:0: expected experimental_cuda = true beside it, here or in [executor], "
+            "since the code for GPUs is experimental; got false",
+        ),
     ],
-    ids=["range", "options", "providers", "device", "half a signature"],
+    ids=["range", "options", "providers", "device", "half a signature", "experimental"],
 )
 def test_values_that_do_not_agree_are_refused(values: dict[str, Any], fault: str) -> None:
     """What each value allows alone may not go together."""
@@ -98,10 +104,11 @@ def test_unknown_datatype_is_refused() -> None:
     ("values", "providers"),
     [
         ({}, ("CPUExecutionProvider",)),
-        ({"device": "cuda:1"}, ("CUDAExecutionProvider",)),
+        ({"device": "cuda:1", **CUDA}, ("CUDAExecutionProvider",)),
         (
             {
                 "device": "cuda:0",
+                **CUDA,
                 "providers": ["TensorrtExecutionProvider", "CUDAExecutionProvider"],
             },
             ("TensorrtExecutionProvider", "CUDAExecutionProvider"),

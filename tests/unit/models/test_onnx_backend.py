@@ -22,6 +22,8 @@ from headrace.models.signature import read_onnx_signature
 from headrace.tensors import DATATYPES
 from tests.support import models
 
+CUDA = {"device": "cuda:0", "experimental_cuda": True}
+
 Make = Callable[..., OnnxBackend]
 
 
@@ -229,7 +231,7 @@ def test_provider_that_is_not_installed_is_refused(make: Make) -> None:
     with pytest.raises(
         ConfigurationError, match="expected TensorrtExecutionProvider for device cuda:0; the inst"
     ):
-        make(models.digits(), device="cuda:0", providers=["TensorrtExecutionProvider"]).load()
+        make(models.digits(), **CUDA, providers=["TensorrtExecutionProvider"]).load()
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
@@ -245,7 +247,7 @@ def test_session_that_is_silently_on_the_cpu_is_refused(
     with pytest.raises(
         ConfigurationError, match=r"expected to run on CUDAExecutionProvider \(cuda:0\), got CPUEx"
     ):
-        make(models.digits(), device="cuda:0").load()
+        make(models.digits(), **CUDA).load()
 
 
 def test_threads_are_shared_between_instances(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,4 +256,4 @@ def test_threads_are_shared_between_instances(monkeypatch: pytest.MonkeyPatch) -
     assert intra_op_threads(ModelConfig(instances=2)) == 4
     assert intra_op_threads(ModelConfig(instances=9)) == 1
     assert intra_op_threads(ModelConfig(intra_op_threads=3)) == 3
-    assert intra_op_threads(ModelConfig(device="cuda:0")) == 1
+    assert intra_op_threads(ModelConfig(device="cuda:0", experimental_cuda=True)) == 1

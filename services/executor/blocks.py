@@ -1,0 +1,127 @@
+"""Host blocks: the memory that the rows of an instance's batches are gathered into.
+
+An instance has two, which take turns, so that the next batch can be gathered while one computes.
+A block has a part for each input, sized by the model's tensors, and is not allocated again once
+the largest batch has been seen. For each number of rows and shape it hands out the same arrays
+each time (`headrace.models.backend.Placed`), so that a backend binds their addresses once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.messages import Request
+from headrace.models.backend import Placed
+from headrace.models.signature import Signature
+from headrace.tensors import DATATYPES
+
+TURNS = 2
+_REMEMBERED = 256
+_ALIGNMENT_BYTES = 64
+_COPY_EACH_BYTES = 4096
+"""Tensors of this size are copied one by one; smaller ones are joined first, which costs less."""
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+class _Place(NamedTuple):
+    arrays: Placed
+    parts: tuple[memoryview, ...]
+
+
+class HostBlock:
+    """Memory for the inputs of one batch.
+
+    Args:
+        signature: of a model whose inputs are all of fixed size, see `fits`.
+        rows: of the largest batch.
+        limit_bytes: a part never grows beyond it; what is larger has no place here.
+    """
+
+    def __init__(self, signature: Signature, rows: int, limit_bytes: int) -> None:
+        self._names = [spec.name for spec in signature.inputs]
+        self._datatypes = [DATATYPES[spec.datatype] for spec in signature.inputs]
+        self._batched = signature.batched
+        self._limit_bytes = limit_bytes
+        self._places: dict[Shapes, _Place] = {}
+        self._memory = [
+            _aligned(min(limit_bytes, _known_bytes(spec.shape, datatype.itemsize, rows)))
+            for spec, datatype in zip(signature.inputs, self._datatypes, strict=True)
+        ]
+
+    @staticmethod
+    def fits(signature: Signature) -> bool:
+        """Whether elements of all inputs have a size that is known beforehand."""
+        return all(DATATYPES[spec.datatype].itemsize for spec in signature.inputs)
+
+    def gather(self, requests: Sequence[Request]) -> Placed | None:
+        """The inputs of one run, each request's rows after the other's; None: no place for them.
+
+        What was gathered here before is gone.
+
+        Args:
+            requests: of one shape class, checked against the signature.
+        """
+        shapes = self._shapes_of(requests)
+        place = self._places.get(shapes) or self._lay_out(shapes)
+        if place is None:
+            return None
+        for position, part in enumerate(place.parts):
+            contents = [request.inputs[position].data for request in requests]
+            if len(contents[0]) < _COPY_EACH_BYTES:
+                part[:] = b"".join(contents)
+                continue
+            start = 0
+            for content in contents:
+                stop = start + len(content)
+                part[start:stop] = content
+                start = stop
+        return place.arrays
+
+    def _shapes_of(self, requests: Sequence[Request]) -> Shapes:
+        first = requests[0].inputs
+        if not self._batched:
+            return tuple([tensor.shape for tensor in first])
+        rows = sum([request.rows for request in requests])
+        return tuple([(rows, *tensor.shape[1:]) for tensor in first])
+
+    def _lay_out(self, shapes: Shapes) -> _Place | None:
+        """The arrays of a batch whose shapes are new here."""
+        arrays = Placed()
+        parts: list[memoryview] = []
+        for position, shape in enumerate(shapes):
+            datatype = self._datatypes[position]
+            size_bytes = math.prod(shape) * datatype.itemsize
+            if size_bytes > self._limit_bytes:
+                return None
+            if size_bytes > self._memory[position].size:
+                self._grow(position, size_bytes)
+            memory = self._memory[position][:size_bytes]
+            arrays[self._names[position]] = memory.view(datatype.dtype).reshape(shape)
+            parts.append(memory.data)
+        if len(self._places) >= _REMEMBERED:
+            self._places.clear()
+        place = self._places[shapes] = _Place(arrays, tuple(parts))
+        return place
+
+    def _grow(self, position: int, size_bytes: int) -> None:
+        larger = max(size_bytes, 2 * self._memory[position].size)
+        self._memory[position] = _aligned(min(self._limit_bytes, larger))
+        self._places.clear()
+
+
+def _known_bytes(shape: Sequence[int], itemsize: int, rows: int) -> int:
+    """Of the largest batch; of what has free dimensions besides, as if each were 1."""
+    return rows * itemsize * math.prod(size for size in shape[1:] if size > 0)
+
+
+def _aligned(size_bytes: int) -> NDArray[np.uint8]:
+    """Memory that begins where vector instructions like it best."""
+    memory = np.empty(size_bytes + _ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT_BYTES
+    return memory[start : start + size_bytes]

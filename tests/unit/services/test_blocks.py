@@ -1,0 +1,111 @@
+"""Host blocks: where the rows of a batch are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.messages import Request
+from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.services.executor.blocks import HostBlock
+from tests.support.work import make_request
+
+SIGNATURE = make_signature(
+    [TensorSpec("x", "FP32", (-1, 4)), TensorSpec("n", "INT64", (-1, -1))],
+    [TensorSpec("y", "FP32", (-1, 4))],
+)
+
+
+def request(first: float, rows: int = 1, width: int = 2) -> Request:
+    """Rows of `x`, counted up from `first`, and zeros of `n`."""
+    x = np.arange(first, first + 4 * rows, dtype=np.float32).reshape(rows, 4)
+    return make_request(rows=rows, inputs={"x": x, "n": np.zeros((rows, width), np.int64)})
+
+
+def rows_of(requests: Sequence[Request]) -> NDArray[Any]:
+    """What `x` must be."""
+    return np.concatenate(
+        [np.frombuffer(one.inputs[0].data, np.float32).reshape(-1, 4) for one in requests]
+    )
+
+
+@pytest.fixture
+def block() -> HostBlock:
+    """Room for 8 rows."""
+    return HostBlock(SIGNATURE, rows=8, limit_bytes=1024)
+
+
+def test_rows_stand_one_after_another(block: HostBlock) -> None:
+    """In the order of the requests, of which one has two rows."""
+    requests = [request(0), request(10, rows=2), request(30)]
+    arrays = block.gather(requests)
+    assert arrays is not None
+    np.testing.assert_array_equal(arrays["x"], rows_of(requests))
+
+
+def test_large_tensors_are_copied_one_by_one() -> None:
+    """With the same result as small ones, which are joined first."""
+    wide = make_signature([TensorSpec("x", "UINT8", (-1, 5000))], [TensorSpec("y", "FP32", (-1,))])
+    rows = [np.full((1, 5000), value, np.uint8) for value in range(3)]
+    arrays = HostBlock(wide, rows=3, limit_bytes=20_000).gather(
+        [make_request(inputs={"x": row}) for row in rows]
+    )
+    assert arrays is not None
+    np.testing.assert_array_equal(arrays["x"], np.concatenate(rows))
+
+
+def test_arrays_of_the_same_shapes_are_the_same(block: HostBlock) -> None:
+    """A backend can bind their addresses once."""
+    first = block.gather([request(0), request(5)])
+    second = block.gather([request(7), request(9)])
+    assert second is first
+
+
+def test_arrays_of_other_shapes_are_others(block: HostBlock) -> None:
+    """They lie in the same memory."""
+    narrow, wide = block.gather([request(0)]), block.gather([request(0, width=3)])
+    assert narrow is not None
+    assert wide is not None
+    assert wide is not narrow
+    assert wide["x"].ctypes.data == narrow["x"].ctypes.data
+
+
+def test_block_is_not_allocated_again_for_the_largest_batch() -> None:
+    """It has room from the beginning where the model says how large a row is."""
+    fixed = make_signature([TensorSpec("x", "FP32", (-1, 4))], [TensorSpec("y", "FP32", (-1,))])
+    block = HostBlock(fixed, rows=8, limit_bytes=1024)
+    before = [memory.ctypes.data for memory in block._memory]
+    block.gather([make_request(rows=8, inputs={"x": np.zeros((8, 4), np.float32)})])
+    assert [memory.ctypes.data for memory in block._memory] == before
+
+
+def test_block_grows_where_sizes_are_free(block: HostBlock) -> None:
+    """To what came, so that the next of that size finds room."""
+    arrays = block.gather([request(0, width=100)])
+    assert arrays is not None
+    assert arrays["n"].shape == (1, 100)
+
+
+def test_batch_over_the_limit_has_no_place(block: HostBlock) -> None:
+    """A block takes no more memory than a batch may have."""
+    assert block.gather([request(0, width=1000)]) is None
+
+
+def test_inputs_begin_at_a_cache_line(block: HostBlock) -> None:
+    """Vector instructions are quicker there."""
+    arrays = block.gather([request(0)])
+    assert arrays is not None
+    assert {array.ctypes.data % 64 for array in arrays.values()} == {0}
+
+
+@pytest.mark.parametrize(("datatype", "fits"), [("FP32", True), ("BYTES", False)])
+def test_only_elements_of_known_size_have_a_block(datatype: str, fits: bool) -> None:
+    """Strings are objects, each of its own size."""
+    signature: Signature = make_signature(
+        [TensorSpec("x", datatype, (-1, 4))], [TensorSpec("y", "FP32", (-1,))]
+    )
+    assert HostBlock.fits(signature) is fits
