@@ -109,6 +109,16 @@ class KafkaLog:
         async with self._asking(f"committed offsets of group {group}") as client:
             return await requests.fetch_committed(client, group, partitions)
 
+    async def commit(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """See the port."""
+        async with self._asking(f"commit for group {group}") as client:
+            await requests.commit_without_members(client, group, offsets)
+
+    async def remove_member(self, group: str, member_id: str) -> bool:
+        """See the port."""
+        async with self._asking(f"member {member_id} of group {group}") as client:
+            return await requests.remove_member(client, group, member_id)
+
     @asynccontextmanager
     async def _asking(self, what: str) -> AsyncIterator[AIOKafkaClient]:
         """A connected client to ask, within the deadline."""

@@ -201,6 +201,11 @@ class KafkaConsumer:
             self._contact = max([self._contact, *(each._last_action for each in connections)])
         return time.monotonic() - self._contact
 
+    @property
+    def member_id(self) -> str:
+        """A free reader is nobody in any group."""
+        return ""
+
     async def is_member(self) -> bool:
         """A free reader is in no group."""
         return False

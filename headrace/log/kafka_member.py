@@ -122,6 +122,11 @@ class KafkaMember(KafkaConsumer):
     def _is_lost(self, partition: TopicPartition) -> bool:
         return partition.topic in self._topics and partition not in self._owned
 
+    @property
+    def member_id(self) -> str:
+        """See the port."""
+        return str(self._consumer._coordinator.member_id)
+
     async def is_member(self) -> bool:
         """See the port. False at once where aiokafka has learned already that we are none."""
         consumer = self._consumer

@@ -15,8 +15,8 @@ import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
-from aiokafka.protocol.commit import OffsetFetchRequest
-from aiokafka.protocol.group import HeartbeatRequest
+from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from headrace.log.kafka_connection import RETRY_BACKOFF_S
@@ -146,6 +146,51 @@ async def fetch_committed(
         if missing:
             raise kafka_errors.NotCoordinatorForGroupError(f"no answer for {sorted(missing)}")
         return found
+
+    return await _retried(attempt)
+
+
+async def commit_without_members(
+    client: AIOKafkaClient, group: str, offsets: Mapping[TopicPartition, Committed]
+) -> None:
+    """Commit as one who assigns partitions to itself does: a broker takes it from anybody as long
+    as the group is empty.
+    """
+    if not offsets:
+        return
+    commits: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for (topic, number), (offset, metadata) in offsets.items():
+        commits[topic].append((number, offset, metadata))
+    request = OffsetCommitRequest(
+        group,
+        OffsetCommitRequest.DEFAULT_GENERATION_ID,
+        "",
+        OffsetCommitRequest.DEFAULT_RETENTION_TIME,
+        list(commits.items()),
+    )
+
+    async def attempt() -> None:
+        node = await client.coordinator_lookup(CoordinationType.GROUP, group)
+        response = await client.send(node, request, group=ConnectionGroup.COORDINATION)
+        for topic, answers in response.topics:
+            for number, code in answers:
+                if (error := broker_error(code, f"{topic}/{number}")) is not None:
+                    raise error
+
+    await _retried(attempt)
+
+
+async def remove_member(client: AIOKafkaClient, group: str, member_id: str) -> bool:
+    """Leave a group in a member's name; False when it was not in it."""
+    request = LeaveGroupRequest(group, member_id)
+
+    async def attempt() -> bool:
+        node = await client.coordinator_lookup(CoordinationType.GROUP, group)
+        response = await client.send(node, request, group=ConnectionGroup.COORDINATION)
+        error = broker_error(response.error_code, group)
+        if error is not None and not isinstance(error, _NO_MEMBER):
+            raise error
+        return error is None
 
     return await _retried(attempt)
 

@@ -190,6 +190,11 @@ class Consumer(Protocol):
         """Seconds since the log last answered this consumer; 0.0 for the embedded log."""
         ...
 
+    @property
+    def member_id(self) -> str:
+        """Who we are in the group, by its coordinator's name for us; empty while we are nobody."""
+        ...
+
     async def is_member(self) -> bool:
         """Ask the group whether it still counts us in, in our generation (a Heartbeat).
 
@@ -355,6 +360,29 @@ class Log(Protocol):
         self, group: str, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
         """What any group has committed, without being a member of it."""
+        ...
+
+    async def commit(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """Commit for a group that has no members.
+
+        Raises:
+            LogUnavailable: no answer within the deadline; the outcome is unknown.
+            Fenced: the group has members, and only they may commit.
+            LogRefused: a metadata text is too long.
+        """
+        ...
+
+    async def remove_member(self, group: str, member_id: str) -> bool:
+        """Take a member out of a group, so that nobody waits for its session to end.
+
+        A member that is alive all the same loses what it has, and joins again.
+
+        Returns:
+            False when the group did not count it in any more.
+
+        Raises:
+            LogUnavailable: no answer within the deadline.
+        """
         ...
 
     async def close(self) -> None:

@@ -151,6 +151,13 @@ class Group:
             raise Fenced(f"not assigned to {member_id}: {', '.join(map(str, strangers))}")
         self.committed.update(offsets)
 
+    def commit_without_members(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """Commit for a group that nobody is in; raises as `commit` does."""
+        require_short_metadata(offsets)
+        if self._members:
+            raise Fenced("the group has members, and only they may commit")
+        self.committed.update(offsets)
+
     def _begin(self, now: float) -> None:
         if self.deadline is not None:
             return

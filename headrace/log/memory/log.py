@@ -102,6 +102,16 @@ class MemoryLog:
         committed = self._groups[group].committed if group in self._groups else {}
         return {name: committed.get(name) for name in partitions}
 
+    async def commit(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
+        await self.faults.commit_answered()
+        self._group(group).commit_without_members(offsets)
+
+    async def remove_member(self, group: str, member_id: str) -> bool:
+        await self.faults.answered()
+        there = member_id in self._group(group).members
+        self._group(group).evict(member_id, asyncio.get_running_loop().time())
+        return there
+
     async def close(self) -> None:
         """Nothing to let go of: the records stay as long as this object does."""
 

@@ -64,6 +64,10 @@ class MemoryMember(MemoryReader):
         await self._faults.answered()
         return {name: self._group.committed.get(name) for name in partitions}
 
+    @property
+    def member_id(self) -> str:
+        return self._member_id or ""
+
     async def is_member(self) -> bool:
         await self._faults.answered()
         if self._member_id is None:

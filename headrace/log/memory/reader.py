@@ -110,6 +110,10 @@ class MemoryReader:
         """0.0, unless a fault made the log unavailable: then the seconds since."""
         return self._faults.down_for_s()
 
+    @property
+    def member_id(self) -> str:
+        return ""
+
     async def is_member(self) -> bool:
         return False
 

@@ -1,0 +1,68 @@
+"""What can be done to a group without being a member: commit for an empty one, remove a member."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.log.errors import Fenced, LogRefused
+from headrace.log.port import Committed, Log
+from tests.contract.conftest import MakeTopic
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, polling
+
+
+async def test_an_empty_group_keeps_what_anybody_commits(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Offsets and metadata are there for whoever asks, partition by partition."""
+    first, second = await make_topic(2)
+    await log.commit(unique_name, {first: Committed(3, "three"), second: Committed(0)})
+    await log.commit(unique_name, {first: Committed(2, "two")})
+
+    found = await log.committed(unique_name, [first, second])
+
+    assert found == {first: Committed(2, "two"), second: Committed(0)}
+
+
+async def test_a_group_with_members_takes_no_commit_from_outside(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Only a member knows what its generation has done."""
+    (partition,) = await make_topic()
+    listener = RecordingListener()
+    async with log.member(unique_name, [unique_name], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held == {partition})
+        with pytest.raises(Fenced):
+            await log.commit(unique_name, {partition: Committed(1)})
+
+
+async def test_metadata_from_outside_is_bounded(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Kafka's limit holds whoever commits."""
+    (partition,) = await make_topic()
+    with pytest.raises(LogRefused):
+        await log.commit(unique_name, {partition: Committed(1, "m" * 4097)})
+
+
+async def test_a_member_that_is_removed_is_one_no_more(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Its id counts for nothing from then on; being alive, it joins again under another."""
+    (partition,) = await make_topic()
+    listener = RecordingListener()
+    async with log.member(unique_name, [unique_name], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held == {partition})
+        former = member.member_id
+
+        removed = [await log.remove_member(unique_name, former) for _ in range(2)]
+
+        assert removed == [True, False]
+        await eventually(lambda: member.member_id not in {"", former})
+
+
+async def test_a_reader_is_nobody(log: Log, make_topic: MakeTopic) -> None:
+    """It is in no group, and has no name in one."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        assert reader.member_id == ""
