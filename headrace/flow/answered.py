@@ -33,6 +33,12 @@ _MAX_BODY_BYTES = (MAX_METADATA_CHARACTERS - 2) * 6 // 8
 MAX_RANGES = _MAX_BODY_BYTES * 4
 """More than this many ranges fit in neither form: in a bitmap a range takes two bits or more."""
 
+SAFE_SPAN_OFFSETS = 16_384
+"""Whatever of so many offsets is answered fits, as a bitmap, with a poll or two to spare."""
+
+SAFE_UNANSWERED = 400
+"""With so few offsets unanswered there are hardly more ranges, which fit as run lengths."""
+
 Range = tuple[int, int]
 """Offsets from the first up to, and without, the second."""
 
@@ -121,13 +127,34 @@ class Progress:
             self.base = max(self.base, stops[reached - 1])
             del starts[:reached], stops[:reached]
 
+    def copy(self) -> Progress:
+        """Another one that stands where this one does."""
+        other = Progress(self.base)
+        other._starts, other._stops = self._starts[:], self._stops[:]
+        return other
+
+    def unite(self, other: Progress) -> None:
+        """Count as answered what `other` does as well."""
+        self._add(self.base, other.base)
+        for start, stop in other.ranges:
+            self._add(start, stop)
+
     def committable(self) -> Committed:
         """What may be committed now. Where not all ranges fit, the highest are left out, and
         would be answered once more after a change of owner.
         """
+        return self._committable()[0]
+
+    def committable_whole(self) -> Committed | None:
+        """The same; None where not all ranges fit."""
+        committable, ranges = self._committable()
+        return committable if ranges == len(self._starts) else None
+
+    def _committable(self) -> tuple[Committed, int]:
+        """And how many ranges are in it."""
         starts, stops = self._starts[:MAX_RANGES], self._stops[:MAX_RANGES]
-        ranges = list(zip(starts, stops, strict=True))
-        return Committed(self.base, encode_ranges(self.base, ranges))
+        text, kept = _encode(self.base, list(zip(starts, stops, strict=True)))
+        return Committed(self.base, text), kept
 
     @classmethod
     def from_committed(cls, committed: Committed) -> Progress:
@@ -135,16 +162,31 @@ class Progress:
         return cls(committed.offset, decode_ranges(committed.offset, committed.metadata))
 
 
+def may_outgrow(span: int, unanswered: int) -> bool:
+    """Whether what becomes answered might no longer fit beside the offset.
+
+    Args:
+        span: offsets from the base up to the last one that was read.
+        unanswered: how many of them are not answered: the ranges lie between these.
+    """
+    return span >= SAFE_SPAN_OFFSETS and unanswered >= SAFE_UNANSWERED
+
+
 def encode_ranges(base: int, ranges: Sequence[Range]) -> str:
     """As many of the ranges as fit, from the lowest on; empty text for none."""
+    return _encode(base, ranges)[0]
+
+
+def _encode(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
+    """The text, and how many of the ranges are in it."""
     if not ranges:
-        return ""
+        return "", 0
     runs, in_runs = _encode_runs(base, ranges)
     if in_runs < len(ranges):
         bitmap, in_bitmap = _encode_bitmap(base, ranges)
         if in_bitmap > in_runs:
-            return "1b" + bitmap
-    return "1r" + runs if in_runs else ""
+            return "1b" + bitmap, in_bitmap
+    return ("1r" + runs, in_runs) if in_runs else ("", 0)
 
 
 def decode_ranges(base: int, metadata: str) -> list[Range]:

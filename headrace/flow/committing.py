@@ -16,6 +16,8 @@ import structlog
 
 from headrace.errors import Retriable
 from headrace.flow.inflight import Ledger
+from headrace.flow.sealing import Sealing
+from headrace.flow.signal import Signal
 from headrace.log.errors import Fenced
 from headrace.log.port import Committed, Consumer, TopicPartition
 from headrace.telemetry.logs import Event
@@ -25,6 +27,8 @@ from headrace.telemetry.snapshots import PartitionSnapshot
 log = structlog.get_logger(__name__)
 
 COMMIT_INTERVAL_S = 0.05
+SEAL_INTERVAL_S = 1.0
+"""Where answers carry their own commits, what they leave over has time."""
 COMMIT_RETRY_S = 0.5
 COMMIT_AGAIN_S = 3600.0
 """What has not changed is committed again this often: a broker forgets what a group commits on a
@@ -49,16 +53,25 @@ class Committer:
     """Commits what a ledger and its companion say.
 
     Args:
-        settled: set whenever there may be something new to commit.
+        settled: given whenever there may be something new to commit.
+        sealing: given for exactly once, where commits go by transactions, most of them with
+            answers: left is only what no answer carries.
 
     Attributes:
         failures: commits that failed, from the beginning; `last_failure` says why the last did.
     """
 
     def __init__(
-        self, ledger: Ledger, companion: Companion | None, metrics: Metrics, settled: asyncio.Event
+        self,
+        ledger: Ledger,
+        companion: Companion | None,
+        metrics: Metrics,
+        settled: Signal,
+        sealing: Sealing | None = None,
     ) -> None:
         self._ledger = ledger
+        self._sealing = sealing
+        self._interval_s = COMMIT_INTERVAL_S if sealing is None else SEAL_INTERVAL_S
         self._companion = companion
         self._metrics = metrics
         self._settled = settled
@@ -80,11 +93,11 @@ class Committer:
             if time.monotonic() >= again_s:
                 again_s = time.monotonic() + COMMIT_AGAIN_S
                 self._forget_committed()
-            pause_s = COMMIT_INTERVAL_S
+            pause_s = self._interval_s
             if not await self.commit(consumer):
                 pause_s = COMMIT_RETRY_S
             elif not self._committable():
-                await self._wait_settled(again_s - time.monotonic())
+                await self._settled.wait(again_s - time.monotonic())
             await asyncio.sleep(max(pause_s, self._encoding_s * _SHARE_OF_LOOP))
 
     async def commit(
@@ -110,8 +123,7 @@ class Committer:
             if self._pending_since_s is None:
                 self._pending_since_s = time.monotonic()
             try:
-                with self._metrics.commit():
-                    await consumer.commit(offsets)
+                await self._write(consumer, offsets)
             except Fenced as error:
                 # The group has moved on: a rebalance is coming, and these are not ours any more.
                 log.warning(Event.COMMIT_REFUSED, reason=str(error))
@@ -120,10 +132,18 @@ class Committer:
                 log.warning(Event.COMMIT_FAILED, reason=str(error))
                 return self._failed(error)
             self._pending_since_s = None
-            self._ledger.was_committed(offsets)
-            if self._companion is not None:
-                self._companion.was_committed(offsets)
             return True
+
+    async def _write(self, consumer: Consumer, offsets: dict[TopicPartition, Committed]) -> None:
+        if self._sealing is not None:
+            for number in sorted({partition.partition for partition in offsets}):
+                await self._sealing.seal_rest(number)
+            return
+        with self._metrics.commit():
+            await consumer.commit(offsets)
+        self._ledger.was_committed(offsets)
+        if self._companion is not None:
+            self._companion.was_committed(offsets)
 
     def _failed(self, error: Retriable) -> bool:
         self.failures += 1
@@ -142,11 +162,3 @@ class Committer:
         self._ledger.forget_committed()
         if self._companion is not None:
             self._companion.forget_committed()
-
-    async def _wait_settled(self, timeout_s: float) -> None:
-        self._settled.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._settled.wait()
-        except TimeoutError:
-            pass

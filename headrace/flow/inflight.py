@@ -54,7 +54,8 @@ class Assignment:
 
     Attributes:
         epoch: counts the assignments of this process.
-        last_delivered: the offset of the record read last, or the base less one.
+        last_delivered: the offset of the record admitted last, or the base less one.
+        last_read: likewise, of the record read last.
         in_flight: records read and not settled.
         ages: of what was read.
         void: the partition was revoked.
@@ -67,6 +68,7 @@ class Assignment:
         "epoch",
         "in_flight",
         "last_delivered",
+        "last_read",
         "notify",
         "partition",
         "progress",
@@ -87,6 +89,7 @@ class Assignment:
         self.budget = budget
         self.notify = notify
         self.last_delivered = progress.base - 1
+        self.last_read = progress.base - 1
         self.in_flight = 0
         self.ages = Ages()
         self.committed = NEVER_COMMITTED

@@ -44,6 +44,10 @@ class Origins:
             self._claimed.pop(partition, None)
             self._committed.pop(TopicPartition(self._topic, partition), None)
 
+    def progress(self, partition: int) -> Progress | None:
+        """What is answered of a source partition; None when it is not ours."""
+        return self._progress.get(partition)
+
     def claim(self, partition: int, offset: int) -> bool:
         """True for the one who may answer this origin now; False: it is answered, or being so."""
         progress = self._progress.get(partition)

@@ -5,17 +5,18 @@ ready queue → the stage receives it, admits it and works on it → its receipt
 committer, in the background, commits the base and what is answered above it. Commits are never
 awaited on the path of a record, and there is at most one under way.
 
-On assignment: read what is committed, seek to its base, and only then let records in. On
-revocation: let nothing more in, give what is in flight until the drain deadline, commit, and void
-the rest. Reading pauses while the budget is exceeded; polling never does.
+On assignment: read what is committed, seek to its base, and only then let records in. For exactly
+once the partitions' former owners are fenced before that. On revocation: let nothing more in, give
+what is in flight until the drain deadline, commit, and void the rest. Reading pauses while the
+budget is exceeded; polling never does.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -24,9 +25,14 @@ import structlog
 from headrace.errors import Retriable
 from headrace.flow.answered import Progress
 from headrace.flow.backlog import Backlog
-from headrace.flow.committing import COMMIT_RETRY_S, Committer, Companion
+from headrace.flow.books import Books
+from headrace.flow.committing import COMMIT_RETRY_S, Committer
 from headrace.flow.inflight import Assignment, Budget, Ledger
+from headrace.flow.origins import Origins
+from headrace.flow.pausing import Pauses
 from headrace.flow.positions import go_on_in_range, starting_progress
+from headrace.flow.sealing import Sealing
+from headrace.flow.signal import Signal
 from headrace.flow.view import Parts, partition_snapshots, source_snapshot
 from headrace.log.errors import OffsetOutOfRange
 from headrace.log.port import Consumer, Log, Record, TopicPartition
@@ -42,6 +48,10 @@ PAUSED_POLL_S = 0.01
 MAX_POLL_RECORDS = 512
 RETRY_S = 0.5
 CLOSE_TIMEOUT_S = 2.0
+MAX_REVOCATION_S = 25.0
+"""Draining and the last commit together: the group waits 30 s for a member to let go."""
+LAST_COMMIT_S = 2.0
+"""What the last commit gets of the time for a revocation, at most."""
 RECORD_OVERHEAD_BYTES = 1024
 """Charged for every record that waits, beside its value: many small ones are large as well."""
 
@@ -62,6 +72,9 @@ class SourceSettings:
         progress_group: whose committed offsets say where to start; ours, except for an ingest
             without its responder.
         commits: whether settled work is committed here.
+        requests: the topic whose progress is kept here; the one that is read, unless results are.
+        exactly_once: answers are sealed with what they commit.
+        shares: each partition gets but its share of the budget.
     """
 
     topic: str
@@ -70,6 +83,9 @@ class SourceSettings:
     commits: bool
     budget_bytes: int
     drain_timeout_s: float
+    requests: str = ""
+    exactly_once: bool = False
+    shares: bool = False
 
 
 class Source:
@@ -77,6 +93,8 @@ class Source:
 
     Attributes:
         ledger: of what was read.
+        books: of what is answered.
+        sealing: for exactly once, where answers are given here.
         reading: gets on with every poll.
         assigned: set when the group has assigned partitions for the first time, be it none.
     """
@@ -86,18 +104,28 @@ class Source:
         log_: Log,
         settings: SourceSettings,
         metrics: Metrics,
-        companion: Companion | None = None,
+        companion: Origins | None = None,
     ) -> None:
         self._log = log_
         self._settings = settings
         self._metrics = metrics
         self._companion = companion
         self.ledger = Ledger(Budget(settings.budget_bytes), self._on_settled)
+        requests = settings.requests or settings.topic
+        self.books = Books(self.ledger, companion, requests, settings.topic)
+        self.sealing = (
+            Sealing(log_, self.books, settings.group, metrics, self._on_lost)
+            if settings.exactly_once and settings.commits
+            else None
+        )
+        seals = settings.exactly_once and requests == settings.topic
+        self._pauses = Pauses(self.ledger, seals=seals, shares=settings.shares)
+        self._revocations: list[Callable[[], None]] = []
         self._ready: deque[Delivery] = deque()
         self._ready_bytes = 0
         self._arrived = asyncio.Event()
-        self._settled = asyncio.Event()
-        self._committer = Committer(self.ledger, companion, metrics, self._settled)
+        self._settled = Signal()
+        self._committer = Committer(self.ledger, companion, metrics, self._settled, self.sealing)
         self._backlog = Backlog(self._unanswered)
         self.reading = Activity(f"reader of {settings.topic}", READER_LIMIT_S)
         self.assigned = asyncio.Event()
@@ -105,8 +133,6 @@ class Source:
         self._closing = False
         self._reading = False
         self._leaving: frozenset[TopicPartition] = frozenset()
-        self._paused: frozenset[TopicPartition] = frozenset()
-        self._pause_reason = ""
         self._stack = AsyncExitStack()
         self._consumer: Consumer
         self._opened = False
@@ -123,9 +149,11 @@ class Source:
             # Nobody cancels a poll: it is let end, as far as that does not take too long.
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self._reading:
-                    await self._wait_settled(POLL_TIMEOUT_S)
+                    await self._settled.wait(POLL_TIMEOUT_S)
         except TimeoutError:
             log.warning(Event.READING_CUT_OFF)
+        if self.sealing is not None:
+            await self.sealing.release()
         await self._stack.aclose()
 
     async def run(self) -> None:
@@ -139,13 +167,16 @@ class Source:
                 if self._settings.commits:
                     committing = self._committer.run(self._consumer)
                     beside.append(tasks.create_task(committing, name="source-committer"))
+                elif self._settings.exactly_once:
+                    watching = self._pauses.watch(self._log, self._settings.progress_group)
+                    beside.append(tasks.create_task(watching, name="source-progress"))
                 await self._read()
                 for task in beside:
                     task.cancel()
         finally:
             self.reading.end()
             self._reading = False
-            self._settled.set()
+            self._settled.give()
 
     async def receive(self) -> Delivery | None:
         """The next records of some partition; None when reading has stopped and none are left."""
@@ -172,9 +203,15 @@ class Source:
         deadline = loop.time() + deadline_s
         await self._drain(None, deadline_s)
         if self._settings.commits:
-            while not await self._committer.commit(self._consumer) and loop.time() < deadline:
-                await self._wait_settled(COMMIT_RETRY_S)
+            # The last commit is tried in any case, and not for long.
+            async with self._last_commit(max(deadline, loop.time() + LAST_COMMIT_S)):
+                while not await self._committer.commit(self._consumer) and loop.time() < deadline:
+                    await self._settled.wait(COMMIT_RETRY_S)
         self._closing = True
+
+    def when_revoked(self, call: Callable[[], None]) -> None:
+        """Call this whenever receipts have become void."""
+        self._revocations.append(call)
 
     @property
     def is_assigned(self) -> bool:
@@ -198,7 +235,7 @@ class Source:
                 backlog=self._backlog,
                 waiting_bytes=self._ready_bytes,
                 commits=settings.commits,
-                paused=self._pause_reason,
+                paused=self._pauses.reason,
                 last_contact_s=self.last_contact_s() if self._opened else 0.0,
             )
         )
@@ -221,7 +258,8 @@ class Source:
                 if assignment is None or self._stopping or partition in self._leaving:
                     continue
                 self._ready.append(Delivery(assignment, records))
-                assignment.ages.note(records[-1].offset, records[0].timestamp)
+                assignment.last_read = records[-1].offset
+                assignment.ages.note(assignment.last_read, records[0].timestamp)
                 self._ready_bytes += _size(records)
             if self._ready:
                 self._arrived.set()
@@ -229,9 +267,10 @@ class Source:
                 await asyncio.sleep(0)
 
     async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
-        if not self._regulate():
-            return await self._consumer.poll(POLL_TIMEOUT_S, MAX_POLL_RECORDS)
-        await self._wait_settled(PAUSED_POLL_S)
+        if not self._pauses.regulate(self._consumer, self._ready_bytes, stopping=self._stopping):
+            timeout_s = PAUSED_POLL_S if self._pauses.paused else POLL_TIMEOUT_S
+            return await self._consumer.poll(timeout_s, MAX_POLL_RECORDS)
+        await self._settled.wait(PAUSED_POLL_S)
         return await self._consumer.poll(0, MAX_POLL_RECORDS)
 
     async def _go_on_in_range(self, error: OffsetOutOfRange) -> None:
@@ -245,32 +284,16 @@ class Source:
         else:
             self._metrics.skipped.inc(skipped)
 
-    def _regulate(self) -> bool:
-        """Pause or resume as the budget says; True while paused."""
-        budget = self.ledger.budget
-        # What was polled and not yet admitted is charged as well, but only here.
-        budget.used_bytes += self._ready_bytes
-        wanted = budget.exceeded or self._stopping
-        budget.used_bytes -= self._ready_bytes
-        self._pause_reason = ("drain" if self._stopping else "budget") if wanted else ""
-        assigned = self._consumer.assignment()
-        if wanted:
-            if fresh := assigned - self._paused:
-                self._consumer.pause(sorted(fresh))
-            self._paused = assigned
-        elif self._paused:
-            self._consumer.resume(sorted(self._paused & assigned))
-            self._paused = frozenset()
-        return wanted
-
     # --- assignment ------------------------------------------------------------------------
 
     async def on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
-        """Read what is committed, seek there, and open the partitions."""
-        self._paused -= set(partitions)
+        """Fence the former owners for exactly once, read what is committed, seek there, open."""
+        self._pauses.assigned_anew()
         self._leaving = frozenset()
         while not self._closing:
             try:
+                if self.sealing is not None:
+                    await self.sealing.fence(self._consumer, [p.partition for p in partitions])
                 progresses = await self._load(partitions)
                 if self._companion is not None:
                     await self._companion.assigned(
@@ -291,17 +314,39 @@ class Source:
         log.info(Event.ASSIGNED, partitions=[str(p) for p in partitions])
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
-        """Finish what is in flight within the drain deadline, commit it, void the rest."""
+        """Finish what is in flight, commit it, both within one deadline; void the rest."""
         self._leaving = frozenset(partitions)
         self._drop_ready(self._leaving)
-        await self._drain(partitions, self._settings.drain_timeout_s)
+        deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
+        drain_s = min(self._settings.drain_timeout_s, MAX_REVOCATION_S - LAST_COMMIT_S)
+        await self._drain(partitions, drain_s)
         if self._settings.commits:
-            await self._committer.commit(self._consumer, self._leaving)
+            async with self._last_commit(deadline):
+                await self._committer.commit(self._consumer, self._leaving)
+        self._void(partitions)
+        if self.sealing is not None:
+            await self.sealing.release([p.partition for p in partitions])
+        log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
+
+    def _on_lost(self) -> None:
+        self._drop_ready(None)
+        self._void([assignment.partition for assignment in self.ledger.assignments])
+
+    def _void(self, partitions: Sequence[TopicPartition]) -> None:
         for partition in partitions:
             self.ledger.revoke(partition)
         if self._companion is not None:
             self._companion.revoked([p.partition for p in partitions])
-        log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
+        for call in self._revocations:
+            call()
+
+    @asynccontextmanager
+    async def _last_commit(self, deadline: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            log.warning(Event.COMMIT_FAILED, reason="the last commit was not answered in time")
 
     async def _load(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, Progress]:
         if self._settings.progress_group == self._settings.group:
@@ -328,21 +373,13 @@ class Source:
 
     def _on_settled(self) -> None:
         self._backlog.settled += 1
-        self._settled.set()
-
-    async def _wait_settled(self, timeout_s: float) -> None:
-        self._settled.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._settled.wait()
-        except TimeoutError:
-            pass
+        self._settled.give()
 
     async def _drain(self, partitions: Sequence[TopicPartition] | None, deadline_s: float) -> None:
         try:
             async with asyncio.timeout(deadline_s):
                 while self.ledger.in_flight(partitions):
-                    await self._wait_settled(deadline_s)
+                    await self._settled.wait(deadline_s)
         except TimeoutError:
             log.warning(Event.DRAIN_INCOMPLETE, in_flight=self.ledger.in_flight(partitions))
 

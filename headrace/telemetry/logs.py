@@ -47,6 +47,8 @@ class Event(StrEnum):
 
     MODEL_READY = "model.ready"
     MODEL_FAILED = "model.failed"
+    MODEL_CONTRADICTED = "model.contradicted"
+    MODEL_BATCHING_DECIDED = "model.batching_decided"
     MODELS_RELOADED = "models.reloaded"
     MODELS_RELOAD_FAILED = "models.reload_failed"
     MODELS_RELOAD_REFUSED = "models.reload_refused"
@@ -58,9 +60,14 @@ class Event(StrEnum):
     RECORDS_SKIPPED = "records.skipped"
     POSITION_BEYOND_END = "position.beyond_end"
     READING_CUT_OFF = "reading.cut_off"
+    PROGRESS_UNKNOWN = "progress.unknown"
     END_UNKNOWN = "end_offsets.unknown"
     COMMIT_FAILED = "commit.failed"
     COMMIT_REFUSED = "commit.refused"
+    SEAL_FAILED = "seal.failed"
+    SEAL_DELAYED = "seal.delayed"
+    SEAT_LEFT_OPEN = "seal.left_open"
+    LOST = "partitions.lost"
     SEND_FAILED = "send.failed"
     SEND_RETRIED = "send.retried"
 

@@ -221,7 +221,7 @@ async def test_reading_pauses_over_the_budget_and_resumes(log: MemoryLog) -> Non
     """Bytes in flight are bounded, and what is settled makes room."""
     await fill(log, 500)
     async with reading(log, budget_bytes=1000) as stage:
-        await eventually(lambda: stage.source._paused)
+        await eventually(lambda: stage.source._pauses.paused)
         await fill(log, 500)
         await eventually(lambda: stage.offsets)
         before = len(stage.offsets)
@@ -237,7 +237,7 @@ async def test_small_records_that_wait_are_counted_as_what_they_take(log: Memory
         running = tasks.create_task(source.run())
         await source.assigned.wait()
         await write_to(log, ONE, *[b""] * 5000)
-        await eventually(lambda: source._paused)
+        await eventually(lambda: source._pauses.paused)
 
         assert sum(len(delivery.records) for delivery in source._ready) <= 1024
         await source.close_down(0)
@@ -312,7 +312,7 @@ async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) ->
     """Records that are gone are skipped; what follows closes the gap."""
     await fill(log, 3)
     async with reading(log, budget_bytes=20) as stage:
-        await eventually(lambda: stage.source._paused and len(stage.offsets) == 3)
+        await eventually(lambda: stage.source._pauses.paused and len(stage.offsets) == 3)
         await fill(log, 10)
         log.faults.trim(ONE, 8)
         stage.settle_all()

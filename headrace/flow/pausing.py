@@ -1,0 +1,132 @@
+"""Which partitions are not read for now, and why.
+
+All of them pause at a stop (`drain`) and over the byte budget (`budget`). One alone pauses where it
+holds so much that reading of it has to wait, while the others go on:
+
+- `metadata` (exactly once): an answer whose offset does not fit into the commit's metadata cannot
+  be sealed. Well before it comes to that, nothing more is read of the partition.
+- `order`: answers that wait for an earlier one are held, and one record that is stuck could fill
+  the whole budget with them. So each partition gets an equal share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import structlog
+
+from headrace.errors import Retriable
+from headrace.flow.answered import SAFE_SPAN_OFFSETS, Progress, may_outgrow
+from headrace.flow.inflight import Assignment, Ledger
+from headrace.log.port import Consumer, Log, TopicPartition
+from headrace.telemetry.logs import Event
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 0.2
+
+
+class Pauses:
+    """Pauses partitions and resumes them.
+
+    Args:
+        ledger: of what is read.
+        seals: whether metadata bounds what may be read.
+        shares: whether each partition gets but its share of the budget.
+
+    Attributes:
+        paused: the partitions that are.
+        reason: why, of all or of some; empty while all are read.
+    """
+
+    def __init__(self, ledger: Ledger, *, seals: bool, shares: bool) -> None:
+        self._ledger = ledger
+        self._seals = seals
+        self._shares = shares
+        self._elsewhere: dict[TopicPartition, Progress] = {}
+        self.paused: frozenset[TopicPartition] = frozenset()
+        self.reason = ""
+
+    def regulate(self, consumer: Consumer, waiting_bytes: int, *, stopping: bool) -> bool:
+        """Pause or resume as the budget says; True while all partitions are paused.
+
+        Args:
+            consumer: of the partitions.
+            waiting_bytes: of what was polled and is not admitted yet.
+            stopping: nothing more shall be read.
+        """
+        budget = self._ledger.budget
+        # What was polled and not yet admitted is charged as well, but only here.
+        budget.used_bytes += waiting_bytes
+        wanted = budget.exceeded or stopping
+        budget.used_bytes -= waiting_bytes
+        assigned = consumer.assignment()
+        if wanted:
+            paused = assigned
+            self.reason = "drain" if stopping else "budget"
+        else:
+            crowded = self._crowded()
+            paused = assigned & crowded.keys()
+            self.reason = next((crowded[each] for each in paused), "")
+        if fresh := paused - self.paused:
+            consumer.pause(sorted(fresh))
+        if freed := (self.paused & assigned) - paused:
+            consumer.resume(sorted(freed))
+        self.paused = paused
+        return wanted
+
+    def assigned_anew(self) -> None:
+        """A rebalance forgets pauses."""
+        self.paused = frozenset()
+        self._elsewhere.clear()
+
+    def _crowded(self) -> Mapping[TopicPartition, str]:
+        """Why, of the partitions that are to be paused alone."""
+        if not (self._seals or self._shares):
+            return {}
+        assignments = self._ledger.assignments
+        found = {each.partition: "metadata" for each in assignments if self._outgrows(each)}
+        if self._shares:
+            found |= {each.partition: "order" for each in assignments if self._exceeds(each)}
+        return found
+
+    def _outgrows(self, assignment: Assignment) -> bool:
+        if not self._seals:
+            return False
+        progress = self._elsewhere.get(assignment.partition, assignment.progress)
+        span = assignment.last_read + 1 - progress.base
+        if span < SAFE_SPAN_OFFSETS:
+            return False
+        return may_outgrow(span, span - progress.answered_above[0])
+
+    def _exceeds(self, assignment: Assignment) -> bool:
+        """By the number of records: bytes are counted for all partitions together."""
+        budget, records = self._ledger.budget, self._ledger.in_flight()
+        if not records:
+            return False
+        used_bytes = budget.used_bytes * assignment.in_flight / records
+        return used_bytes * len(self._ledger.assignments) >= budget.limit_bytes
+
+    async def watch(self, log_: Log, group: str) -> None:
+        """Look now and then at what another process has committed for our partitions.
+
+        Until cancelled. It costs nothing while none of them has much on the way.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            crowded = [each.partition for each in self._ledger.assignments if self._is_long(each)]
+            if not crowded:
+                continue
+            try:
+                committed = await log_.committed(group, crowded)
+            except Retriable as error:
+                log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
+                continue
+            for partition, found in committed.items():
+                if found is not None:
+                    self._elsewhere[partition] = Progress.from_committed(found)
+
+    def _is_long(self, assignment: Assignment) -> bool:
+        progress = self._elsewhere.get(assignment.partition, assignment.progress)
+        return assignment.last_read - progress.base >= SAFE_SPAN_OFFSETS // 4
