@@ -280,6 +280,30 @@ async def test_an_unfinished_seal_is_ended_by_a_successor(
     assert found == [*(str(number).encode() for number in range(count)), b"end"]
 
 
+async def test_a_seal_that_meets_a_successor_counts_whole_or_not_at_all(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """A zombie that seals while its successor enters is fenced, or was first; both ends agree."""
+    answers, source = await make_topic(2)
+    zombies = 0
+    async with log.reader([answers]) as reader:
+        for number in range(1, 11):
+            async with log.transactional_producer(unique_name, unique_name) as former:
+                sealing = asyncio.create_task(
+                    former.seal({answers: _news(b"%d" % number)}, {source: Committed(number)}),
+                    name="seal",
+                )
+                async with log.transactional_producer(unique_name, unique_name):
+                    at = await _committed(log, unique_name, source)
+                    await asyncio.wait([sealing])
+                    sealed = sealing.exception() is None
+                    assert (at == Committed(number)) == sealed
+            zombies += not sealed
+        await write_to(log, answers, b"end")
+        found = await read(reader, 11 - zombies)
+    assert len(found) == 11 - zombies
+
+
 async def test_a_producer_knows_the_partitions_of_topics(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:

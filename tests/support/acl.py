@@ -16,9 +16,16 @@ AUTHORIZER: Final[Mapping[str, str]] = {
 }
 """Broker settings: everything is allowed on what no rule is about."""
 
-_TOPIC = 2
 _LITERAL = 3
 _ALLOW = 3
+
+
+class Resource(IntEnum):
+    """What a rule is about. Source: `org.apache.kafka.common.resource.ResourceType`."""
+
+    TOPIC = 2
+    GROUP = 3
+    TRANSACTIONAL_ID = 5
 
 
 class Operation(IntEnum):
@@ -30,12 +37,17 @@ class Operation(IntEnum):
     DESCRIBE = 8
 
 
-async def allow_only(bootstrap_servers: str, topic: str, operation: Operation) -> None:
-    """Allow everybody this on a topic, and with that nothing else."""
+async def allow_only(
+    bootstrap_servers: str,
+    name: str,
+    operation: Operation,
+    resource: Resource = Resource.TOPIC,
+) -> None:
+    """Allow everybody this on a resource, and with that nothing else."""
     admin = AIOKafkaAdminClient(bootstrap_servers=bootstrap_servers)
     await admin.start()
     try:
-        request = CreateAclsRequest(_TOPIC, topic, _LITERAL, "User:*", "*", operation, _ALLOW)
+        request = CreateAclsRequest(resource, name, _LITERAL, "User:*", "*", operation, _ALLOW)
         response = await admin._client.send(admin._client.get_random_node(), request)
         ((code, message),) = response.creation_responses
         if code:

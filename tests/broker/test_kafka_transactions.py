@@ -1,0 +1,160 @@
+"""What only a real broker does to transactions: time-outs, refusals, answers that never come."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from aiokafka.protocol.group import LeaveGroupRequest
+
+from headrace.config import KafkaSettings
+from headrace.local_kafka import LocalKafka
+from headrace.log.errors import Fenced, LogRefused, LogUnavailable, TopicForbidden
+from headrace.log.kafka import KafkaLog
+from headrace.log.kafka_member import KafkaMember
+from headrace.log.kafka_transactions import KafkaTransactionalProducer
+from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
+from tests.support.acl import AUTHORIZER, Operation, Resource, allow_only
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, polling, read, values
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No exception that nobody retrieved, and no task that was destroyed while pending."""
+    yield
+    gc.collect()
+    complaints = [each.getMessage() for each in caplog.records if each.name == "asyncio"]
+    assert complaints == []
+
+
+@pytest.fixture
+async def log(kafka: LocalKafka) -> AsyncIterator[KafkaLog]:
+    """The shared broker, with a transaction timeout that passes soon."""
+    settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers, transaction_timeout_ms=1000)
+    async with KafkaLog(settings) as log:
+        yield log
+
+
+@pytest.fixture
+async def partitions(log: KafkaLog, unique_name: str) -> tuple[TopicPartition, TopicPartition]:
+    """Where answers go, and where requests come from."""
+    await log.create_topics([TopicInfo(unique_name, 2, {})], replication_factor=1)
+    return TopicPartition(unique_name, 0), TopicPartition(unique_name, 1)
+
+
+async def test_a_transaction_that_the_broker_ended_is_no_loss_of_membership(
+    log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
+) -> None:
+    """Its producer is fenced as by a successor, and the group tells the difference."""
+    answers, _ = partitions
+    listener = RecordingListener()
+    producer = log.transactional_producer(unique_name, unique_name)
+    assert isinstance(producer, KafkaTransactionalProducer)
+    async with (
+        log.member(unique_name, [unique_name], listener) as member,
+        polling(member, []),
+        log.reader([answers]) as reader,
+        producer,
+    ):
+        await eventually(lambda: listener.held)
+        theirs = producer._usable()
+        await theirs.begin_transaction()
+        await (await theirs.send(unique_name, b"late", partition=0))
+
+        async def is_aborted() -> bool:
+            return await reader.end_offsets([answers]) == {answers: 2}
+
+        await eventually(is_aborted, what="the record and its marker are behind the stable end")
+        with pytest.raises(Fenced):
+            async with producer._in_port_words():
+                await theirs.commit_transaction()
+        assert await member.is_member()
+
+
+async def test_a_member_that_was_removed_is_none(
+    log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
+) -> None:
+    """The group says so before the member's own heartbeat has noticed."""
+    listener = RecordingListener()
+    member = log.member(unique_name, [unique_name], listener)
+    assert isinstance(member, KafkaMember)
+    async with member, polling(member, []):
+        await eventually(lambda: listener.held == set(partitions))
+        coordinator = member._consumer._coordinator
+        await coordinator._send_req(LeaveGroupRequest(unique_name, coordinator.member_id))
+        assert not await member.is_member()
+
+
+async def test_a_timeout_that_the_broker_does_not_allow_is_refused(
+    kafka: LocalKafka, unique_name: str
+) -> None:
+    """Entering says which error it is, instead of trying on."""
+    settings = KafkaSettings(
+        bootstrap_servers=kafka.bootstrap_servers, transaction_timeout_ms=3_600_000
+    )
+    async with KafkaLog(settings) as log:
+        with pytest.raises(LogRefused, match="InvalidTransactionTimeout"):
+            await log.transactional_producer(unique_name, unique_name).__aenter__()
+
+
+@pytest.mark.slow
+async def test_a_seal_without_an_answer_has_an_unknown_outcome(
+    kafka_installed: None, unique_name: str
+) -> None:
+    """It ends by its deadline; once a broker answers, a successor finds all of it or nothing."""
+    async with LocalKafka() as cluster:
+        settings = KafkaSettings(
+            bootstrap_servers=cluster.bootstrap_servers, transaction_timeout_ms=1000
+        )
+        async with KafkaLog(settings) as log:
+            await log.create_topics([TopicInfo(unique_name, 2, {})], replication_factor=1)
+            answers, source = TopicPartition(unique_name, 0), TopicPartition(unique_name, 1)
+            reader = log.reader([answers])
+            former = log.transactional_producer(unique_name, unique_name)
+            async with reader, former:
+                await former.seal({}, {source: Committed(1)})
+                cluster.pause_node()
+                with pytest.raises(LogUnavailable):
+                    await former.seal({answers: [NewRecord(None, b"a")]}, {source: Committed(2)})
+                cluster.resume_node()
+                async with log.transactional_producer(unique_name, unique_name) as successor:
+                    at = (await log.committed(unique_name, [source]))[source]
+                    await successor.seal({answers: [NewRecord(None, b"b")]}, {})
+                expected = [b"b"] if at == Committed(1) else [b"a", b"b"]
+                assert values(await read(reader, len(expected))) == expected
+
+
+@pytest.fixture
+async def guarded(kafka_installed: None) -> AsyncIterator[KafkaLog]:
+    """A broker with access rules: a topic, a group and an id that may be seen and not used."""
+    async with LocalKafka(properties=AUTHORIZER) as cluster:
+        servers = cluster.bootstrap_servers
+        async with KafkaLog(KafkaSettings(bootstrap_servers=servers)) as log:
+            topics = [TopicInfo(name, 1, {}) for name in ("open", "readable")]
+            await log.create_topics(topics, replication_factor=1)
+            await allow_only(servers, "readable", Operation.READ)
+            await allow_only(servers, "closed", Operation.DESCRIBE, Resource.GROUP)
+            await allow_only(servers, "closed", Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
+            yield log
+
+
+async def test_what_access_rules_forbid_is_said(guarded: KafkaLog) -> None:
+    """An id refuses entering; a group and a topic refuse their seal; a successor works on."""
+    open_topic, readable = TopicPartition("open", 0), TopicPartition("readable", 0)
+    record = [NewRecord(None, b"v")]
+    with pytest.raises(LogRefused, match="TransactionalIdAuthorizationFailed"):
+        await guarded.transactional_producer("closed", "open").__aenter__()
+    async with guarded.transactional_producer("open", "closed") as producer:
+        with pytest.raises(LogRefused, match="GroupAuthorizationFailed"):
+            await producer.seal({open_topic: record}, {open_topic: Committed(1)})
+    async with guarded.transactional_producer("open", "open") as producer:
+        with pytest.raises(TopicForbidden, match="readable"):
+            await producer.seal({readable: record, open_topic: record}, {})
+    async with guarded.reader([open_topic]) as reader:
+        async with guarded.transactional_producer("open", "open") as producer:
+            await producer.seal({open_topic: record}, {})
+        assert values(await read(reader, 1)) == [b"v"]

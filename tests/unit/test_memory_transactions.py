@@ -1,0 +1,235 @@
+"""The embedded log's transactions: what stays hidden, what is aborted, and what tests can break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from headrace.log.errors import Fenced, LogUnavailable, TopicForbidden
+from headrace.log.memory import MemoryLog, SealFault
+from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, polling, read, values, write_to
+
+ANSWERS = TopicPartition("answers", 0)
+SOURCE = TopicPartition("source", 0)
+ID = "group.source.0"
+ONE = {ANSWERS: [NewRecord(b"k", b"one")]}
+AT_ONE = {SOURCE: Committed(1)}
+
+
+@pytest.fixture
+async def log() -> MemoryLog:
+    """A log with a topic of answers and one of requests."""
+    log = MemoryLog()
+    topics = [TopicInfo(each.topic, 1, {}) for each in (ANSWERS, SOURCE)]
+    await log.create_topics(topics, replication_factor=1)
+    return log
+
+
+@asynccontextmanager
+async def held_seal(log: MemoryLog) -> AsyncIterator[asyncio.Task[None]]:
+    """A seal that has written everything and not ended yet; it is let go at the end."""
+    async with log.transactional_producer(ID, "group") as producer:
+        log.faults.hold_seals()
+        sealing = asyncio.create_task(producer.seal(ONE, AT_ONE), name="seal")
+        await asyncio.sleep(0)
+        try:
+            yield sealing
+        finally:
+            log.faults.release_seals()
+            await asyncio.wait([sealing])
+
+
+async def committed(log: MemoryLog) -> Committed | None:
+    return (await log.committed("group", [SOURCE]))[SOURCE]
+
+
+async def test_an_open_transaction_is_invisible(log: MemoryLog) -> None:
+    """Neither a reader nor the group sees anything of it before it ends."""
+    async with log.reader([ANSWERS]) as reader, held_seal(log):
+        assert not await reader.poll(0.0, 10)
+        assert await committed(log) is None
+
+
+async def test_an_open_transaction_holds_up_what_comes_after(log: MemoryLog) -> None:
+    """Readers stop at the last stable offset, although later records are acknowledged."""
+    async with log.reader([ANSWERS]) as reader:
+        async with held_seal(log):
+            await write_to(log, ANSWERS, b"later")
+            assert not await reader.poll(0.0, 10)
+            assert await reader.end_offsets([ANSWERS]) == {ANSWERS: 0}
+        assert values(await read(reader, 2)) == [b"one", b"later"]
+
+
+async def test_an_open_transaction_is_not_found_by_time(log: MemoryLog) -> None:
+    """Offsets are looked up by time below the last stable offset only."""
+    async with held_seal(log), log.reader([ANSWERS]) as reader:
+        assert await reader.offsets_for_times({ANSWERS: 0}) == {ANSWERS: None}
+
+
+async def test_a_reader_that_enters_meanwhile_sees_the_end_of_it(log: MemoryLog) -> None:
+    """It starts at the last stable offset, so that what the transaction holds is read."""
+    async with held_seal(log) as sealing, log.reader([ANSWERS]) as reader:
+        log.faults.release_seals()
+        await sealing
+        assert values(await read(reader, 1)) == [b"one"]
+
+
+async def test_a_successor_aborts_what_is_open(log: MemoryLog) -> None:
+    """The records leave a gap, the offsets never count, and the former producer is fenced."""
+    async with log.reader([ANSWERS]) as reader:
+        async with (
+            held_seal(log) as sealing,
+            log.transactional_producer(ID, "group") as successor,
+        ):
+            assert await committed(log) is None
+            log.faults.release_seals()
+            with pytest.raises(Fenced):
+                await sealing
+            await successor.seal({ANSWERS: [NewRecord(b"k", b"two")]}, AT_ONE)
+        (record,) = await read(reader, 1)
+    assert (record.value, record.offset) == (b"two", 2)  # after the aborted record and its marker
+
+
+async def test_a_reader_passes_over_a_partition_of_aborted_records(log: MemoryLog) -> None:
+    """Its position goes past them, so that nobody waits for what never comes."""
+    async with held_seal(log), log.transactional_producer(ID, "group"):
+        pass
+    async with log.reader([ANSWERS]) as reader:
+        reader.seek(ANSWERS, 0)
+        assert not await reader.poll(0.0, 10)
+        assert await reader.position(ANSWERS) == 2
+
+
+async def test_a_transaction_that_takes_too_long_is_aborted(log: MemoryLog) -> None:
+    """The broker fences its producer; the group knows nothing of that."""
+    listener = RecordingListener()
+    async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held)
+        async with held_seal(log) as sealing:
+            log.faults.time_out_transaction(ID)
+            log.faults.release_seals()
+            with pytest.raises(Fenced):
+                await sealing
+        assert await member.is_member()
+    assert await committed(log) is None
+
+
+async def test_only_an_open_transaction_can_time_out(log: MemoryLog) -> None:
+    """A test that expects one where there is none is told so."""
+    async with log.transactional_producer(ID, "group"):
+        with pytest.raises(ValueError, match="expected an open transaction"):
+            log.faults.time_out_transaction(ID)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "after"),
+    [
+        (SealFault.UNKNOWN_BUT_COMMITTED, LogUnavailable, Committed(1)),
+        (SealFault.UNKNOWN_AND_OPEN, LogUnavailable, None),
+        (SealFault.TIMED_OUT, Fenced, None),
+    ],
+)
+async def test_a_spoilt_seal(
+    log: MemoryLog, fault: SealFault, error: type[Exception], after: Committed | None
+) -> None:
+    """What its caller hears, and what a successor finds committed."""
+    log.faults.spoil_seals(fault)
+    async with log.transactional_producer(ID, "group") as producer:
+        with pytest.raises(error):
+            await producer.seal(ONE, AT_ONE)
+    async with log.transactional_producer(ID, "group"):
+        assert await committed(log) == after
+
+
+async def test_seals_after_the_spoilt_ones_end_well(log: MemoryLog) -> None:
+    """A fault is used up by one seal."""
+    log.faults.spoil_seals(SealFault.UNKNOWN_AND_OPEN)
+    async with log.transactional_producer(ID, "group") as producer:
+        with pytest.raises(LogUnavailable):
+            await producer.seal(ONE, AT_ONE)
+    async with log.transactional_producer(ID, "group") as producer:
+        await producer.seal(ONE, AT_ONE)
+    assert await committed(log) == Committed(1)
+
+
+async def test_committed_offsets_may_lag_until_a_successor_enters(log: MemoryLog) -> None:
+    """Who reads them before entering reads an old value, as may happen on Kafka."""
+    log.faults.let_offsets_lag()
+    async with log.transactional_producer(ID, "group") as producer:
+        await producer.seal(ONE, AT_ONE)
+    assert await committed(log) is None
+    async with log.transactional_producer(ID, "group"):
+        assert await committed(log) == Committed(1)
+
+
+async def test_lagging_offsets_catch_up(log: MemoryLog) -> None:
+    """Without a successor they are seen once the fault is over."""
+    log.faults.let_offsets_lag()
+    async with log.transactional_producer(ID, "group") as producer:
+        await producer.seal(ONE, AT_ONE)
+    log.faults.let_offsets_catch_up()
+    assert await committed(log) == Committed(1)
+
+
+async def test_a_seal_without_a_broker_has_an_unknown_outcome(log: MemoryLog) -> None:
+    """It raises `LogUnavailable`, and nothing was written."""
+    async with log.transactional_producer(ID, "group") as producer:
+        log.faults.take_down()
+        with pytest.raises(LogUnavailable):
+            await producer.seal(ONE, AT_ONE)
+    log.faults.bring_back()
+    async with log.reader([ANSWERS]) as reader:
+        assert await reader.end_offsets([ANSWERS]) == {ANSWERS: 0}
+
+
+async def test_a_forbidden_topic_hides_the_whole_seal(log: MemoryLog) -> None:
+    """Access rules refuse one of its topics: nothing of it is seen."""
+    log.faults.forbid(ANSWERS.topic)
+    async with log.transactional_producer(ID, "group") as producer:
+        with pytest.raises(TopicForbidden, match=ANSWERS.topic):
+            await producer.seal(ONE, AT_ONE)
+    async with log.transactional_producer(ID, "group"):
+        assert await committed(log) is None
+
+
+async def test_a_member_that_was_evicted_is_none(log: MemoryLog) -> None:
+    """A stalled process that was thrown out without noticing hears it from the group."""
+    listener = RecordingListener()
+    async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held)
+        (member_id,) = log.faults.members("group")
+        log.faults.expire_session("group", member_id, noticed=False)
+        assert not await member.is_member()
+
+
+async def test_a_member_that_is_asked_to_join_again_is_one_still(log: MemoryLog) -> None:
+    """Until the rebalance has ended nobody else has its partitions."""
+    answer: list[bool] = []
+
+    async def ask(_: object) -> None:
+        answer.append(await member.is_member())
+
+    listener = RecordingListener(revoked=ask)
+    async with log.member("group", [SOURCE.topic], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held)
+        log.faults.force_rebalance("group")
+        await eventually(lambda: listener.assignments == 2)
+    assert answer == [True]
+
+
+async def test_retention_leaves_an_open_transaction_alone() -> None:
+    """What is not read yet for good reason is not trimmed, however much comes after it."""
+    log = MemoryLog(retention_bytes=2000)
+    topics = [TopicInfo(each.topic, 1, {}) for each in (ANSWERS, SOURCE)]
+    await log.create_topics(topics, replication_factor=1)
+    async with log.reader([ANSWERS]) as reader:
+        async with held_seal(log):
+            for _ in range(10):
+                await write_to(log, ANSWERS, b"x" * 500)
+            assert await reader.beginning_offsets([ANSWERS]) == {ANSWERS: 0}
+        assert values(await read(reader, 1))[0] == b"one"
