@@ -13,15 +13,19 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from statistics import median
 from typing import Any, NamedTuple, Self
 
 import structlog
 
 from headrace.errors import ConfigurationError, Fatal, HeadraceError
+from headrace.messages import Request
 from headrace.models.backend import Arrays, Backend
 from headrace.models.user_code import describe
+from headrace.services.executor.blocks import TURNS, HostBlock
+from headrace.services.executor.gather import gather
 from headrace.telemetry.logs import Event
 
 INLINE_BELOW_US = 200
@@ -56,10 +60,36 @@ class Inline:
         )
 
 
-class _Call(NamedTuple):
-    work: Callable[[], Any]
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[Any]
+class Room(NamedTuple):
+    """How much memory the inputs of a batch may have: for so many rows, and never more bytes."""
+
+    rows: int
+    limit_bytes: int
+
+
+class Call:
+    """Something for the thread to do, after what it was given before.
+
+    Attributes:
+        done: its result, on the loop.
+        compute_us: how long it took, when it is done.
+    """
+
+    __slots__ = ("compute_us", "done", "loop", "work")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[Any] = self.loop.create_future()
+        self.compute_us = 0
+        # A failure that nobody waits for any more, of a run cut short, is no news to anyone.
+        self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+
+def load_and_warm_up(backend: Backend) -> None:
+    """What every backend needs before its first run."""
+    backend.load()
+    backend.warm_up()
 
 
 class Instance:
@@ -70,15 +100,27 @@ class Instance:
         name: of the thread.
         max_execution_s: a run that takes longer is taken for hung and ended.
         may_inline: the backend may run on the event loop's thread as well.
+        prepare: makes the backend ready, on its thread.
+        room: of the blocks that batches are gathered into; None: of each batch's own.
     """
 
     def __init__(
-        self, backend: Backend, name: str, *, max_execution_s: float, may_inline: bool
+        self,
+        backend: Backend,
+        name: str,
+        *,
+        max_execution_s: float,
+        may_inline: bool,
+        prepare: Callable[[Backend], None] = load_and_warm_up,
+        room: Room | None = None,
     ) -> None:
         self._backend = backend
         self._max_execution_s = max_execution_s
         self._may_inline = may_inline
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._prepare = prepare
+        self._room = room
+        self._blocks: cycle[HostBlock | None] = cycle((None,))
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._inline = Inline()
         self._inline_since_s = 0.0
@@ -93,19 +135,20 @@ class Instance:
     async def __aenter__(self) -> Self:
         self._thread.start()
         try:
-            await self._call(self._backend.load)
-            await self._call(self._backend.warm_up)
+            await self._call(lambda: self._prepare(self._backend)).done
         except BaseException as error:
             await self._end()
             if isinstance(error, HeadraceError) or not isinstance(error, Exception):
                 raise
             raise ConfigurationError(f"{self._thread.name}: {describe(error)}") from error
+        signature = self._backend.signature
+        if self._room is not None and HostBlock.fits(signature):
+            blocks = [HostBlock(signature, *self._room) for _ in range(TURNS)]
+            self._blocks = cycle(blocks)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        unloading = self._call(self._backend.unload)
-        # How it fares is of no interest to anybody who is still there.
-        unloading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._call(self._backend.unload)
         await self._end()
 
     async def _end(self) -> None:
@@ -116,6 +159,15 @@ class Instance:
         self._backend.cancel()
         await asyncio.to_thread(self._thread.join, CANCEL_GRACE_S)
 
+    @property
+    def is_quick(self) -> bool:
+        """The next run is made on the loop: it would not go on while another one computes."""
+        return self._may_inline and self._inline.allowed
+
+    def gather(self, requests: Sequence[Request]) -> Arrays:
+        """The inputs of a run of them together, which hold until the one after next is gathered."""
+        return gather(requests, self._backend.signature, next(self._blocks))
+
     async def run(self, inputs: Arrays) -> Arrays:
         """Run once; `compute_us` tells afterwards how long it took.
 
@@ -124,59 +176,61 @@ class Instance:
             Fatal: it did not even end when told to.
             Exception: whatever the backend raises.
         """
+        if self.is_quick:
+            try:
+                return self._on_the_loop(inputs)
+            except _CutOffError:
+                log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._thread.name)
+                self._may_inline = False
+            finally:
+                self._inline.observe(self.compute_us)
+        return await self.finish(self.begin(inputs))
+
+    def begin(self, inputs: Arrays) -> Call:
+        """Begin a run on the thread. There is none other under way."""
+        return self._call(lambda: self._backend.run(inputs))
+
+    async def finish(self, call: Call) -> Arrays:
+        """Wait for a run that was begun. See `run`."""
         try:
-            if self._may_inline and self._inline.allowed:
-                try:
-                    return self._on_the_loop(inputs)
-                except _CutOffError:
-                    log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._thread.name)
-                    self._may_inline = False
-            return await self._bounded(inputs)
+            return await self._bounded(call)
         finally:
-            self._inline.observe(self.compute_us)
+            self.compute_us = call.compute_us
+            self._inline.observe(call.compute_us)
 
     def _on_the_loop(self, inputs: Arrays) -> Arrays:
         """Run here and now; the thread, which is idle meanwhile, watches how long it takes."""
         self._inline_since_s = time.monotonic()
+        began = time.perf_counter_ns()
         try:
-            return self._timed(inputs)
+            return self._backend.run(inputs)
         except Exception as error:
             if self._cut_off:
                 raise _CutOffError from error
             raise
         finally:
+            self.compute_us = (time.perf_counter_ns() - began) // 1000
             self._inline_since_s = 0.0
             self._cut_off = False
 
-    def _timed(self, inputs: Arrays) -> Arrays:
-        began = time.perf_counter_ns()
-        try:
-            return self._backend.run(inputs)
-        finally:
-            self.compute_us = (time.perf_counter_ns() - began) // 1000
-
-    async def _bounded(self, inputs: Arrays) -> Arrays:
-        running = self._call(lambda: self._timed(inputs))
-        done, _ = await asyncio.wait([running], timeout=self._max_execution_s)
+    async def _bounded(self, call: Call) -> Arrays:
+        done, _ = await asyncio.wait([call.done], timeout=self._max_execution_s)
         if done:
-            return running.result()  # type: ignore[no-any-return]  # a future of anything
+            return call.done.result()  # type: ignore[no-any-return]  # a future of anything
         self._backend.cancel()
-        done, _ = await asyncio.wait([running], timeout=CANCEL_GRACE_S)
+        done, _ = await asyncio.wait([call.done], timeout=CANCEL_GRACE_S)
         if not done:
             raise Fatal(
                 f"{self._thread.name}: a run did not end {CANCEL_GRACE_S} s after it was cancelled"
             )
         raise TimeoutError(f"the run took longer than max_execution_s = {self._max_execution_s}")
 
-    def _call(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-        # A failure that nobody waits for any more, of a run cut short, is no news to anyone.
-        done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        self._calls.put(_Call(work, loop, done))
-        return done
+    def _call(self, work: Callable[[], Any]) -> Call:
+        call = Call(work)
+        self._calls.put(call)
+        return call
 
-    def _next_call(self) -> _Call | None:
+    def _next_call(self) -> Call | None:
         if not self._may_inline:
             return self._calls.get()
         while True:
@@ -193,6 +247,7 @@ class Instance:
         while (call := self._next_call()) is not None:
             result: Any = None
             error: Exception | None = None
+            began = time.perf_counter_ns()
             try:
                 result = call.work()
             except StopIteration as raised:  # which no future takes
@@ -201,6 +256,7 @@ class Instance:
                 error = raised
             except BaseException as raised:  # noqa: BLE001 - a model must not end the process
                 error = _as_error(raised)
+            call.compute_us = (time.perf_counter_ns() - began) // 1000
             try:
                 call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
             except RuntimeError:  # the loop is closed: nobody waits any more
