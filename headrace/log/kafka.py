@@ -29,6 +29,7 @@ from headrace.log.kafka_transactions import KafkaTransactionalProducer
 from headrace.log.port import (
     Committed,
     Consumer,
+    GroupMember,
     Producer,
     RebalanceListener,
     TopicInfo,
@@ -113,6 +114,11 @@ class KafkaLog:
         """See the port."""
         async with self._asking(f"commit for group {group}") as client:
             await requests.commit_without_members(client, group, offsets)
+
+    async def members(self, group: str) -> Sequence[GroupMember]:
+        """See the port."""
+        async with self._asking(f"members of group {group}") as client:
+            return await requests.members(client, group)
 
     async def remove_member(self, group: str, member_id: str) -> bool:
         """See the port."""

@@ -14,14 +14,18 @@ from typing import Any, Final, TypeVar
 import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 from aiokafka.errors import KafkaError
-from aiokafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
+from aiokafka.protocol.admin import (
+    CreateTopicsRequest,
+    DescribeConfigsRequest,
+    DescribeGroupsRequest,
+)
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
 from headrace.log.kafka_connection import RETRY_BACKOFF_S
 from headrace.log.kafka_errors import broker_error
-from headrace.log.port import Committed, TopicInfo, TopicPartition
+from headrace.log.port import Committed, GroupMember, TopicInfo, TopicPartition
 
 _TOPIC: Final = 2  # ConfigResource.Type.TOPIC
 _NO_OFFSET: Final = -1
@@ -178,6 +182,21 @@ async def commit_without_members(
                     raise error
 
     await _retried(attempt)
+
+
+async def members(client: AIOKafkaClient, group: str) -> Sequence[GroupMember]:
+    """Who is in a group, as its coordinator says."""
+    request = DescribeGroupsRequest([group])
+
+    async def attempt() -> Sequence[GroupMember]:
+        node = await client.coordinator_lookup(CoordinationType.GROUP, group)
+        response = await client.send(node, request, group=ConnectionGroup.COORDINATION)
+        ((code, _, _state, _type, _protocol, found, *_),) = response.groups
+        if (error := broker_error(code, group)) is not None:
+            raise error
+        return [GroupMember(*member[:3]) for member in found]
+
+    return await _retried(attempt)
 
 
 async def remove_member(client: AIOKafkaClient, group: str, member_id: str) -> bool:

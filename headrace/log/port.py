@@ -87,6 +87,14 @@ class TopicInfo(NamedTuple):
     config: Mapping[str, str]
 
 
+class GroupMember(NamedTuple):
+    """Who is in a consumer group, as its coordinator knows it."""
+
+    member_id: str
+    client_id: str
+    host: str
+
+
 class RebalanceListener(Protocol):
     """Told of assignments. Both calls are awaited inside the rebalance: keep them short."""
 
@@ -370,6 +378,10 @@ class Log(Protocol):
             Fenced: the group has members, and only they may commit.
             LogRefused: a metadata text is too long.
         """
+        ...
+
+    async def members(self, group: str) -> Sequence[GroupMember]:
+        """Who is in a group now; nobody where there is no such group. Raises `LogUnavailable`."""
         ...
 
     async def remove_member(self, group: str, member_id: str) -> bool:

@@ -61,6 +61,19 @@ async def test_a_member_that_is_removed_is_one_no_more(
         await eventually(lambda: member.member_id not in {"", former})
 
 
+async def test_the_members_of_a_group_are_told(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """Nobody at first, then who has joined, with the id that it knows itself by."""
+    (partition,) = await make_topic()
+    assert not await log.members(unique_name)
+    listener = RecordingListener()
+    async with log.member(unique_name, [unique_name], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held == {partition})
+        (found,) = await log.members(unique_name)
+        assert (found.member_id, found.client_id) == (member.member_id, "headrace")
+
+
 async def test_a_reader_is_nobody(log: Log, make_topic: MakeTopic) -> None:
     """It is in no group, and has no name in one."""
     (partition,) = await make_topic()

@@ -17,7 +17,13 @@ from headrace.log.memory.reader import MemoryReader
 from headrace.log.memory.sealing import MemoryTransactionalProducer
 from headrace.log.memory.topics import Topics
 from headrace.log.memory.transactions import Transactions
-from headrace.log.port import Committed, RebalanceListener, TopicInfo, TopicPartition
+from headrace.log.port import (
+    Committed,
+    GroupMember,
+    RebalanceListener,
+    TopicInfo,
+    TopicPartition,
+)
 
 
 def wall_clock_ms() -> int:
@@ -105,6 +111,11 @@ class MemoryLog:
     async def commit(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
         await self.faults.commit_answered()
         self._group(group).commit_without_members(offsets)
+
+    async def members(self, group: str) -> Sequence[GroupMember]:
+        """See the port. All members are of this process."""
+        await self.faults.answered()
+        return [GroupMember(each, "headrace", "") for each in self.faults.members(group)]
 
     async def remove_member(self, group: str, member_id: str) -> bool:
         await self.faults.answered()
