@@ -11,9 +11,11 @@ from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError
+from headrace.models.preparing import Preparation
 from headrace.models.registry import Models
 from headrace.models.repository import checksum_of
 from headrace.models.signature import TensorSpec
+from headrace.models.verdict import Batching
 from headrace.models.version import ModelVersion, State
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -101,13 +103,13 @@ def _require(models: Models, name: str) -> None:
 
 def _try_out(models: Models, version: ModelVersion) -> None:
     backend = version.new_backend()
+    preparation = Preparation(version)
     try:
-        backend.load()
-        backend.warm_up()
+        preparation.prepare(backend)
     except HeadraceError as error:
         models.mark_failed(version, str(error))
     else:
-        models.mark_ready(version, batching_fault=backend.batching_fault)
+        models.mark_ready(version, preparation.verdict)
     finally:
         backend.unload()
 
@@ -119,7 +121,8 @@ def _found(state: str) -> str:
 
 def _line(entry: dict[str, Any]) -> str:
     name = "/".join(part for part in (entry["name"], entry["version"]) if part)
-    remarks = [remark for remark in (entry["reason"], _batching(entry)) if remark]
+    found = [entry["reason"], _batching(entry), entry.get("contradiction"), _measured(entry)]
+    remarks = [remark for remark in found if remark]
     return f"{name}: {entry['state']}" + "".join(
         f"\n  {line}" for remark in remarks for line in remark.splitlines()
     )
@@ -128,6 +131,18 @@ def _line(entry: dict[str, Any]) -> str:
 def _batching(entry: dict[str, Any]) -> str:
     reason = entry.get("batching_off")
     return f"batching is off: {reason}" if reason else ""
+
+
+def _measured(entry: dict[str, Any]) -> str:
+    """What a probe that found the model batchable has seen."""
+    batching = entry.get("batching")
+    if not batching or batching["verdict"] != Batching.BATCHABLE or batching["rounding"] is None:
+        return ""
+    return (
+        f"batchable: rows do not change each other; alone and batched differ by "
+        f"{batching['rounding']:.1e} of the output's scale ({batching['tolerance']:.0e} is "
+        f"tolerated), with {batching['seen_with']}"
+    )
 
 
 def _described(version: ModelVersion) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class ModelConfig(_Group):
     max_batch_bytes: Annotated[int, Field(ge=1)] = 8 * 1024 * 1024
     batch_tolerance: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """How far a batched answer may be from the unbatched one, of the output's scale."""
-    batch_probe: bool = True
-    """Ask the model at load whether its rows may share runs; otherwise it is taken for granted."""
+    probe: bool = True
+    """Try the model out at load: whether rows may share a run, and how long runs take."""
     device: Device = "cpu"
     instances: Annotated[int, Field(ge=1)] = 1
     intra_op_threads: Annotated[int, Field(ge=0)] = 0

@@ -8,11 +8,16 @@ from headrace.models.signature import Signature
 from headrace.tensors import datatype_of
 
 
+class RowsMismatch(ModelFailed):
+    """An output has not one row for each row that ran."""
+
+
 def check_outputs(signature: Signature, outputs: Arrays, rows: int) -> None:
     """See that all outputs are there, have their datatype, and a row for each row that ran.
 
     Raises:
-        ModelFailed: naming the output, what was expected and what came.
+        RowsMismatch: of that row for each row.
+        ModelFailed: of everything else; naming the output, what was expected and what came.
     """
     for spec in signature.outputs:
         array = outputs.get(spec.name)
@@ -26,7 +31,7 @@ def check_outputs(signature: Signature, outputs: Arrays, rows: int) -> None:
         if datatype != spec.datatype:
             raise ModelFailed(f"output {spec.name}: expected {spec.datatype}, got {datatype}")
         if signature.batched and (not array.ndim or array.shape[0] != rows):
-            raise ModelFailed(
+            raise RowsMismatch(
                 f"output {spec.name}: expected {rows} rows in dimension 0, "
                 f"got shape {list(array.shape)}"
             )

@@ -105,6 +105,9 @@ class PythonBackend:
             raise ConfigurationError(f"{path}: expected a method run(inputs), got none")
         self._model = model
 
+    def adopt(self, signature: Signature) -> None:
+        self._signature = signature
+
     def warm_up(self) -> None:
         if not hasattr(self._model, "warm_up"):
             self._batching_fault = warm_up(self.run, self._signature, self._config, self._directory)

@@ -17,6 +17,7 @@ from headrace.config import Settings
 from headrace.errors import Code, Rejected
 from headrace.models.opening import Opened, is_outrun, look, relative
 from headrace.models.repository import Repository
+from headrace.models.verdict import Verdict
 from headrace.models.version import ModelVersion, State
 
 LOADING_RETRY_AFTER_MS = 1000
@@ -137,6 +138,8 @@ class Models:
                 "reason": version.reason,
                 "max_batch_size": version.max_batch_size,
                 "batching_off": version.batching_off,
+                "contradiction": version.contradiction,
+                "batching": version.verdict and version.verdict.entry(),
             }
             for version in self.versions()
         ]
@@ -215,8 +218,8 @@ class Models:
         """Be told of changes from now on. Versions that are loading already: `versions`."""
         self._subscribers.append(subscriber)
 
-    def mark_ready(self, version: ModelVersion, *, batching_fault: str = "") -> None:
-        """A version can take requests; with a `batching_fault`, one at a time.
+    def mark_ready(self, version: ModelVersion, verdict: Verdict | None = None) -> None:
+        """A version can take requests, several in a run if the verdict on it does not say no.
 
         Its predecessor of the same number is unloaded; those of other numbers are when all
         versions that are wanted have settled. A version nobody wants any more stays aside.
@@ -224,8 +227,8 @@ class Models:
         model = self._models.get(version.name)
         if model is None or model.selected.get(version.version) is not version:
             return
-        if batching_fault:
-            version.switch_batching_off(batching_fault)
+        if verdict is not None:
+            version.judge(verdict)
         version.state, version.reason = State.READY, ""
         previous = model.serving.get(version.version)
         model.serving[version.version] = version

@@ -46,6 +46,7 @@ class Signature(NamedTuple):
         batched: dimension 0 of every input and output is the batch.
         utf8: elements of `BYTES` inputs must be UTF-8, as the strings of ONNX are.
         unbatched_reason: why `batched` is false; empty when it is true.
+        precision: the datatype of weights that rounds most; inputs and outputs may hide it.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -53,10 +54,15 @@ class Signature(NamedTuple):
     batched: bool
     utf8: bool = False
     unbatched_reason: str = ""
+    precision: str = "FP32"
 
 
 def make_signature(
-    inputs: Iterable[TensorSpec], outputs: Iterable[TensorSpec], *, utf8: bool = False
+    inputs: Iterable[TensorSpec],
+    outputs: Iterable[TensorSpec],
+    *,
+    utf8: bool = False,
+    precision: str = "FP32",
 ) -> Signature:
     """A signature, with the decision whether dimension 0 is the batch.
 
@@ -71,7 +77,12 @@ def make_signature(
         if len(set(names)) < len(names):
             raise ConfigurationError(f"{kind}: expected distinct names, got {', '.join(names)}")
     reason = _unbatched_reason(inputs, outputs)
-    return Signature(inputs, outputs, not reason, utf8, reason)
+    return Signature(inputs, outputs, not reason, utf8, reason, precision)
+
+
+def unbatched(signature: Signature, reason: str) -> Signature:
+    """The same of a model whose dimension 0 is not the batch after all."""
+    return signature._replace(batched=False, unbatched_reason=reason)
 
 
 def read_onnx_signature(path: Path) -> Signature:
@@ -97,9 +108,16 @@ def read_onnx_signature(path: Path) -> Signature:
             [_read(value, "input") for value in graph.input if value.name not in constants],
             [_read(value, "output") for value in graph.output],
             utf8=True,
+            precision=_precision(graph),
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
+
+
+def _precision(graph: onnx.GraphProto) -> str:
+    """What the weights are kept in; converters to fp16 like to keep fp32 inputs and outputs."""
+    kept = {tensor.data_type for tensor in graph.initializer}
+    return next((name for name in ("BF16", "FP16") if DATATYPES[name].onnx in kept), "FP32")
 
 
 def _read(value: onnx.ValueInfoProto, kind: str) -> TensorSpec:

@@ -39,5 +39,8 @@ def load_attribute(path: Path, name: str) -> Any:
 
 def describe(error: BaseException) -> str:
     """An exception in one line: its class and its text."""
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - an error may even fail to say what it is
+        text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

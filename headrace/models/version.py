@@ -12,7 +12,9 @@ from headrace.models.latency import Latency
 from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.python_backend import PythonBackend
 from headrace.models.repository import FoundModel, FoundVersion, open_version
+from headrace.models.signature import Signature, unbatched
 from headrace.models.transforms import make_transform
+from headrace.models.verdict import TRIAL_ROWS, Batching, Verdict
 
 
 class State(StrEnum):
@@ -36,6 +38,8 @@ class ModelVersion:
         bind: checks a request, see `headrace.models.binding.Binder.bind`.
         transform: makes inputs of a raw payload, see `headrace.models.transforms`.
         max_batch_size: in rows; 1 where batching is off, for the reason `batching_off`.
+        verdict: whether its requests may share runs; None while nobody has asked.
+        contradiction: between what `model.toml` declares and the verdict; empty otherwise.
         latency: how long its runs take, as far as this process has seen.
         reason: why it failed; empty otherwise.
 
@@ -58,12 +62,14 @@ class ModelVersion:
         self.max_queue_delay_ms = model.config.max_queue_delay_ms
         self.latency = Latency()
         self.batching_off = ""
+        self.contradiction = ""
+        self.verdict: Verdict | None = None
         self.state = State.LOADING
         self.reason = ""
         if self.max_batch_size == 1:
             self.batching_off = "max_batch_size is 1"
         elif not self.signature.batched:
-            self.switch_batching_off(self.signature.unbatched_reason)
+            self.judge(Verdict(Batching.NOT_BATCHABLE, self.signature.unbatched_reason))
 
     def __repr__(self) -> str:
         return f"<ModelVersion {self.name}/{self.version} {self.state}>"
@@ -77,12 +83,38 @@ class ModelVersion:
         """
         return self.config.backend == "onnx" and self.config.execution_providers == (CPU,)
 
-    def switch_batching_off(self, reason: str) -> None:
-        """Run each request alone from now on; a request's own rows still run together."""
-        self.max_batch_size = 1
-        self.batching_off = reason
+    @property
+    def on_trial(self) -> bool:
+        """Whether requests decide on batching: they run alone, and some of them together too."""
+        verdict = self.verdict
+        undecided = verdict is not None and verdict.batching is Batching.UNDECIDED
+        return undecided and bool(self.batching_off)
 
-    def new_backend(self) -> Backend:
-        """An instance that is not loaded yet."""
+    def judge(self, verdict: Verdict) -> None:
+        """Let requests share runs or not, by a verdict on the model.
+
+        What `model.toml` declares goes over it, and the contradiction is kept, unless dimension 0
+        is not the batch at all: then there is nothing to declare.
+        """
+        self.verdict, self.contradiction = verdict, ""
+        declared = self.config.max_batch_size
+        if verdict.has_no_batch and self.signature.batched:
+            self.signature = unbatched(self.signature, verdict.reason)
+            self.bind = Binder(self.signature, self.config.range).bind
+        if declared == 1:
+            self.max_batch_size, self.batching_off = 1, "max_batch_size is 1"
+        elif verdict.batching is Batching.BATCHABLE:
+            self.max_batch_size, self.batching_off = declared, ""
+        elif self.config.declares("max_batch_size") and self.signature.batched:
+            if verdict.batching is Batching.NOT_BATCHABLE:
+                self.contradiction = f"max_batch_size is declared as {declared}; {verdict.told}"
+        elif verdict.batching is Batching.UNDECIDED:
+            self.max_batch_size = min(declared, TRIAL_ROWS)
+            self.batching_off = verdict.told
+        else:
+            self.max_batch_size, self.batching_off = 1, verdict.reason
+
+    def new_backend(self, signature: Signature | None = None) -> Backend:
+        """An instance that is not loaded yet, with the version's signature or a better one."""
         backend = PythonBackend if self.config.backend == "python" else OnnxBackend
-        return backend(self.directory, self.config, self.signature)
+        return backend(self.directory, self.config, signature or self.signature)

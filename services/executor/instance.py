@@ -164,9 +164,16 @@ class Instance:
         """The next run is made on the loop: it would not go on while another one computes."""
         return self._may_inline and self._inline.allowed
 
-    def gather(self, requests: Sequence[Request]) -> Arrays:
-        """The inputs of a run of them together, which hold until the one after next is gathered."""
-        return gather(requests, self._backend.signature, next(self._blocks))
+    def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:
+        """The inputs of a run of them together.
+
+        Args:
+            requests: of one shape class.
+            fresh: into the block whose turn it is, where they hold until the fresh batch after
+                next is gathered; otherwise into memory of their own.
+        """
+        block = next(self._blocks) if fresh else None
+        return gather(requests, self._backend.signature, block)
 
     async def run(self, inputs: Arrays) -> Arrays:
         """Run once; `compute_us` tells afterwards how long it took.

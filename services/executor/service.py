@@ -8,7 +8,6 @@ only that request fails.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from contextlib import AsyncExitStack
 
 import structlog
@@ -19,10 +18,12 @@ from headrace.flow.channel import Outlet, PullChannel, Puller
 from headrace.flow.endings import VOID, deadline_passed, rejection
 from headrace.messages import Batch, Failure, Request
 from headrace.models.backend import Arrays
+from headrace.models.preparing import Preparation
 from headrace.models.registry import Change, Models
 from headrace.models.version import ModelVersion, State
-from headrace.services.executor.gather import gather, scatter
-from headrace.services.executor.instance import Instance
+from headrace.services.executor.gather import scatter
+from headrace.services.executor.instance import Instance, Room
+from headrace.services.executor.intake import Intake, Taken
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Run
@@ -100,21 +101,22 @@ class ExecutorService:
         name = f"{version.name}-{version.version}"
         try:
             async with AsyncExitStack() as stack:
-                backends = [version.new_backend() for _ in pullers]
+                preparation = Preparation(version)
                 instances = [
                     await stack.enter_async_context(
                         Instance(
-                            backend,
+                            version.new_backend(preparation.signature),
                             f"{name}-{number}",
                             max_execution_s=version.config.max_execution_s,
                             may_inline=version.may_inline,
+                            prepare=preparation.prepare,
+                            room=_room_of(version),
                         )
                     )
-                    for number, backend in enumerate(backends)
+                    for number in range(len(pullers))
                 ]
-                fault = next((one.batching_fault for one in backends if one.batching_fault), "")
-                self._models.mark_ready(version, batching_fault=fault)
-                log.info(Event.MODEL_READY, model=version.name, version=version.version)
+                self._models.mark_ready(version, preparation.verdict)
+                _tell(version)
                 self._settled(version)
                 async with asyncio.TaskGroup() as tasks:
                     for instance, puller in zip(instances, pullers, strict=True):
@@ -146,33 +148,41 @@ class ExecutorService:
     async def _take_turns(
         self, version: ModelVersion, instance: Instance, puller: Puller[ModelKey, Batch]
     ) -> None:
-        suspects: deque[Batch] = deque()
-        fresh_turn = False
-        while True:
-            if suspects:
-                batch = (puller.take() if fresh_turn else None) or suspects.popleft()
-                fresh_turn = not fresh_turn
-            else:
-                pulled = await puller.pull()
-                if pulled is None:
-                    return
-                batch = pulled
-            finished, halves = await self._run(version, instance, batch)
-            suspects.extend(halves)
-            if finished:
-                if self._tracing is not None:
-                    self._tracing.executed(batch.batch_id, finished, self._clock())
-                await self._answers.send(finished)
+        async with asyncio.TaskGroup() as tasks:
+            intake = Intake(puller, lambda batch: self._gather_ahead(instance, batch), tasks)
+            while (taken := await intake.next()) is not None:
+                finished, halves = await self._run(version, instance, intake, taken)
+                intake.put_aside(halves)
+                if finished:
+                    if self._tracing is not None:
+                        self._tracing.executed(taken.batch.batch_id, finished, self._clock())
+                    await self._answers.send(finished)
+
+    def _gather_ahead(self, instance: Instance, batch: Batch) -> Taken:
+        """Gather a batch while another one computes."""
+        began_us = self._clock()
+        ended, wanted = self._sort_out(batch.requests)
+        arrays: Arrays | None = None
+        try:
+            arrays = instance.gather(wanted) if wanted else None
+        except Exception:  # noqa: BLE001 - it comes again when it is the batch's turn, and is told
+            arrays = None
+        return Taken(batch, ended, wanted, arrays, began_us, self._clock())
 
     async def _run(
-        self, version: ModelVersion, instance: Instance, batch: Batch
+        self, version: ModelVersion, instance: Instance, intake: Intake, taken: Taken
     ) -> tuple[list[Request], list[Batch]]:
         """Run requests together; returns those that are done, and what is to be run apart."""
-        ended, wanted = self._sort_out(batch.requests)
+        batch = taken.batch
+        ended, wanted = self._sort_out(taken.requests)
+        if taken.ended:
+            ended = taken.ended + ended
         if not wanted:
             return ended, []
-        run = Run(batch, wanted, began_us=self._clock())
-        run.failure = failure = await self._compute(version, instance, run)
+        if len(wanted) != len(taken.requests):
+            taken = taken._replace(requests=wanted, arrays=None, fresh=False)
+        run = Run(batch, wanted, taken.began_us or self._clock(), taken.gathered_us)
+        run.failure = failure = await self._compute(version, instance, intake, run, taken)
         run.ended_us = self._clock()
         run.compute_us = instance.compute_us
         if self._tracing is not None:
@@ -191,12 +201,22 @@ class ExecutorService:
             for place, half in enumerate(halves)
         ]
 
-    async def _compute(self, version: ModelVersion, instance: Instance, run: Run) -> Failure | None:
+    async def _compute(
+        self, version: ModelVersion, instance: Instance, intake: Intake, run: Run, taken: Taken
+    ) -> Failure | None:
         """Give each request its outputs, or say why all of them together have none."""
         try:
-            arrays = gather(run.requests, version.signature)
-            run.gathered_us = self._clock()
+            arrays = taken.arrays
+            if arrays is None:
+                arrays = instance.gather(run.requests, fresh=taken.fresh)
+                run.gathered_us = self._clock()
+            if not instance.is_quick:
+                predicted_us = version.latency.predict_us(
+                    run.requests[0].shape_class, sum(request.rows for request in run.requests)
+                )
+                intake.look_ahead(self._clock(), predicted_us)
             outputs = await self._attempt(instance, arrays, run)
+            intake.run_ended()
             scatter(run.requests, version.signature, outputs)
         except Fatal:
             raise
@@ -267,6 +287,31 @@ class ExecutorService:
             wait_us=run.began_us - run.requests[0].formed_us,
             copy_us=run.gathered_us - run.began_us,
             compute_us=run.compute_us,
+        )
+
+
+def _room_of(version: ModelVersion) -> Room | None:
+    """What its batches are gathered into. A model in Python may keep what it is given."""
+    config = version.config
+    if config.backend == "python" or not config.io_binding:
+        return None
+    return Room(config.max_batch_size, config.max_batch_bytes)
+
+
+def _tell(version: ModelVersion) -> None:
+    """Log that a version is ready, and what was found out about it."""
+    log.info(
+        Event.MODEL_READY,
+        model=version.name,
+        version=version.version,
+        batching=version.verdict and version.verdict.told,
+    )
+    if version.contradiction:
+        log.warning(
+            Event.MODEL_CONTRADICTED,
+            model=version.name,
+            version=version.version,
+            reason=version.contradiction,
         )
 
 

@@ -37,9 +37,13 @@ class Model:
 def add_python_model(
     repository: Path, run: str, *, name: str = "model", version: int = 1, config: str = ""
 ) -> None:
-    """Add a model that doubles `x`, after the statements of `run`."""
+    """Add a model that doubles `x`, after the statements of `run`; unless `config` wants it to be
+    asked, it is taken for batchable, since some of these never return.
+    """
     directory = repository / name / str(version)
     directory.mkdir(parents=True)
     body = textwrap.indent(textwrap.dedent(run), " " * 8)
     (directory / "model.py").write_text(f"{HEAD}{body}\n        return {{'y': x * 2}}\n")
+    if "probe" not in config:
+        config += "\nprobe = false"
     (repository / name / "model.toml").write_text(f'backend = "python"\n{config}\n')

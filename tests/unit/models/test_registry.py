@@ -9,6 +9,7 @@ import pytest
 
 from headrace.errors import Code, ConfigurationError
 from headrace.models.registry import Models
+from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import State
 from tests.support.models import add_version, digits, settings_for, unbatched
 from tests.unit.models.executor import Executor, refusal
@@ -126,7 +127,8 @@ def test_fault_at_warm_up_switches_batching_off(tmp_path: Path) -> None:
     """The executor found that larger runs fail."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
-    executor.models.mark_ready(executor.loading(), batching_fault="two rows fail")
+    verdict = Verdict(Batching.NOT_BATCHABLE, "two rows fail")
+    executor.models.mark_ready(executor.loading(), verdict)
     version = executor.models.lookup("digits")
     assert (version.max_batch_size, version.batching_off) == (1, "two rows fail")
 
@@ -175,12 +177,14 @@ def test_status_shows_versions_and_faults(tmp_path: Path, opened: Open) -> None:
         "reason": "",
         "max_batch_size": 32,
         "batching_off": "",
+        "contradiction": "",
+        "batching": None,
     }
 
 
 @pytest.mark.parametrize(
     ("config", "inline"),
-    [("", True), ('device = "cuda:0"', False)],
+    [("", True), ('device = "cuda:0"\nexperimental_cuda = true', False)],
     ids=["cpu", "cuda"],
 )
 def test_only_sessions_on_the_cpu_run_in_any_thread(
@@ -189,3 +193,34 @@ def test_only_sessions_on_the_cpu_run_in_any_thread(
     """CUDA's state belongs to one thread."""
     add_version(tmp_path, "digits", 1, digits(), config)
     assert opened().lookup("digits").may_inline is inline
+
+
+def test_a_declared_batch_size_goes_over_the_verdict(tmp_path: Path) -> None:
+    """The model's file is believed, and what speaks against it is told."""
+    add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 8")
+    executor = Executor(tmp_path)
+    version = executor.loading()
+    executor.models.mark_ready(version, Verdict(Batching.NOT_BATCHABLE, "mates leak"))
+    assert (version.max_batch_size, version.batching_off) == (8, "")
+    assert version.contradiction == ("max_batch_size is declared as 8; not batchable: mates leak")
+
+
+def test_undecided_versions_are_put_on_trial(tmp_path: Path) -> None:
+    """Requests come a few at a time, so that they can decide."""
+    add_version(tmp_path, "digits", 1, digits())
+    executor = Executor(tmp_path)
+    version = executor.loading()
+    executor.models.mark_ready(version, Verdict(Batching.UNDECIDED, "all alike"))
+    assert version.on_trial
+    assert (version.max_batch_size, version.batching_off) == (4, "undecided: all alike")
+
+
+def test_a_model_without_a_batch_takes_its_tensors_as_they_are(tmp_path: Path) -> None:
+    """Declared or not: where two rows are not two answers, dimension 0 is one more dimension."""
+    add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 8")
+    executor = Executor(tmp_path)
+    version = executor.loading()
+    verdict = Verdict(Batching.NOT_BATCHABLE, "one row comes back", has_no_batch=True)
+    executor.models.mark_ready(version, verdict)
+    assert version.max_batch_size == 1
+    assert not version.signature.batched

@@ -152,7 +152,7 @@ async def test_fresh_batches_pass_while_a_failed_one_is_halved(tmp_path: Path) -
         ("raise GeneratorExit", "GeneratorExit"),
         ("raise ValueError('\\udcff')", "ValueError: ?"),
         ("raise type('Mute', (Exception,), {'__str__': None})", "Mute"),
-        ("return {'y': x[:0]}", "ModelFailed"),
+        ("return {'y': x[:0]}", "RowsMismatch"),
         ("return {}", "ModelFailed"),
         ("return None", "ModelFailed"),
     ],

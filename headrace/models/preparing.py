@@ -1,0 +1,83 @@
+"""What a backend goes through before its first request: loaded, tried out, warmed up, timed."""
+
+from __future__ import annotations
+
+import time
+
+from headrace.models.backend import Backend
+from headrace.models.probe import probe
+from headrace.models.samples import Inputs
+from headrace.models.signature import Signature, unbatched
+from headrace.models.verdict import Batching, Verdict
+from headrace.models.version import ModelVersion
+from headrace.models.warmup import all_sizes
+
+TIMING_S = 1.0
+"""What the timed runs of a version may take; one of a size is enough to begin with."""
+
+
+class Preparation:
+    """Prepares the backends of one version, one after the other; the first is asked questions.
+
+    Attributes:
+        signature: of the version's backends, as it has shown itself.
+        verdict: whether the version's requests may share runs; None when nobody asked.
+    """
+
+    def __init__(self, version: ModelVersion) -> None:
+        self._version = version
+        self._is_first = True
+        self.signature = version.signature
+        self.verdict: Verdict | None = None
+
+    def prepare(self, backend: Backend) -> None:
+        """Make a backend ready to run. It blocks; call it on the backend's thread.
+
+        Raises:
+            ConfigurationError: it cannot be loaded, or not even one row can be run.
+        """
+        backend.load()
+        asking = self._is_first and self._version.config.probe
+        if asking:
+            self._try_out(backend)
+        backend.warm_up()
+        fault = backend.batching_fault
+        if fault and not (self.verdict and self.verdict.batching is Batching.NOT_BATCHABLE):
+            self.verdict = Verdict(Batching.NOT_BATCHABLE, fault)
+        if asking:
+            self._time(backend)
+        self._is_first = False
+
+    def _try_out(self, backend: Backend) -> None:
+        version = self._version
+        verdict = probe(backend.run, backend.signature, version.config, version.directory)
+        if verdict.has_no_batch:
+            self.signature = unbatched(version.signature, verdict.reason)
+            backend.adopt(self.signature)
+        self.verdict = verdict
+
+    def _time(self, backend: Backend) -> None:
+        """Let the version's `latency` begin with what is known."""
+        version = self._version
+        end_s = time.monotonic() + TIMING_S
+        signature = backend.signature
+        for rows, inputs in all_sizes(signature, version.config, version.directory):
+            began_s = time.monotonic()
+            if began_s >= end_s:
+                return
+            try:
+                backend.run(inputs)
+            except BaseException:  # noqa: BLE001 - of a model, SystemExit included; requests tell
+                return
+            took_us = int((time.monotonic() - began_s) * 1e6)
+            version.latency.observe(_shape_class(signature, inputs), rows, took_us)
+
+
+def _shape_class(signature: Signature, inputs: Inputs) -> tuple[int, ...]:
+    """As `headrace.models.binding.Bound` has it for a request."""
+    return tuple(
+        size
+        for spec in signature.inputs
+        for axis, size in enumerate(inputs[spec.name].shape)
+        if spec.shape[axis] == -1 and not (signature.batched and axis == 0)
+    )

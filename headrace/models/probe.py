@@ -1,0 +1,281 @@
+"""Batch safety, measured when a model is loaded, before any request shares a run with another.
+
+Three questions, in this order. *Is dimension 0 the batch?* Two rows must give two rows. *Leakage*:
+two rows keep their places in a batch of four while the other two are exchanged for ordinary ones,
+zeros, values 10,000 times as large, half-empty ones and NaN; the answers of the two that stay must
+be the same to the bit, unless repeating the very same batch changes them as well. *Rounding*: a
+row alone and in a batch may differ, since other kernels run, but within the tolerance of the
+precision that the model computes in.
+
+Leakage is a fault of the model (a scale that is taken over the whole batch, statistics of the
+batch, attention across rows); rounding is the arithmetic's. A comparison of alone with batched
+sees both and can tell neither from the other, hence two measurements.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from headrace.errors import HeadraceError
+from headrace.models.agreement import Array, distance, identical, scale_of
+from headrace.models.backend import Arrays
+from headrace.models.config import ModelConfig
+from headrace.models.outputs import RowsMismatch
+from headrace.models.samples import Inputs, distinct_rows, still_row
+from headrace.models.signature import Signature
+from headrace.models.user_code import describe
+from headrace.models.verdict import Batching, Verdict, tolerance_of
+
+ROWS = 4
+BUDGET_S = 5.0
+"""What the probe may take; no run is begun after that, and the verdict is `undecided`."""
+_MATES = slice(1, ROWS - 1)
+_STAYING = (0, ROWS - 1)
+_LARGE = 1e4
+_LONG_TEXT = b"z" * 1000
+
+Run = Callable[[Arrays], Arrays]
+
+
+class _DecidedError(HeadraceError):
+    """Raised inside the probe where it need not go on."""
+
+    def __init__(self, batching: Batching, reason: str, *, has_no_batch: bool = False) -> None:
+        super().__init__(reason)
+        self.verdict = Verdict(batching, reason, has_no_batch=has_no_batch)
+
+
+class _RunFailedError(HeadraceError):
+    """The model raised something."""
+
+
+def probe(run: Run, signature: Signature, config: ModelConfig, directory: Path) -> Verdict:
+    """Ask a loaded model whether its rows may share runs. It blocks for a dozen runs.
+
+    Args:
+        run: of its backend, which checks the outputs against the signature.
+        signature: of the version.
+        config: of the model; with a `max_batch_size` of 1 only the first question is asked.
+        directory: of the version, for its recorded inputs.
+
+    Raises:
+        ConfigurationError: a recorded input does not fit the signature.
+    """
+    if not signature.batched:
+        return Verdict(Batching.NOT_BATCHABLE, signature.unbatched_reason)
+    asking = _Asking(run, signature, config)
+    try:
+        asking.find_rows(directory)
+        asking.ask_for_two_rows()
+        if config.max_batch_size > 1:
+            asking.ask_about_mates()
+            asking.judge_rounding()
+            asking.judge_distinctness()
+    except _DecidedError as decided:
+        verdict = decided.verdict
+    else:
+        verdict = Verdict(Batching.BATCHABLE)
+    return verdict._replace(
+        rounding=asking.rounding, tolerance=asking.tolerance, seen_with=asking.seen_with
+    )
+
+
+class _Asking:
+    """The runs of one probe and what they gave."""
+
+    def __init__(self, run: Run, signature: Signature, config: ModelConfig) -> None:
+        self._run_model = run
+        self._signature = signature
+        self._config = config
+        self._names = [spec.name for spec in signature.outputs]
+        self._end_s = time.monotonic() + BUDGET_S
+        self._rows: Inputs = {}
+        self._spare: Inputs = {}
+        self._alone: list[dict[str, Array]] = []
+        self._batched: dict[str, Array] = {}
+        self._scales: dict[str, float] = {}
+        self.tolerance = tolerance_of(config, signature)
+        self.rounding: float | None = None
+        self.seen_with = ""
+
+    def _run(self, inputs: Inputs) -> dict[str, Array]:
+        if time.monotonic() >= self._end_s:
+            raise _DecidedError(
+                Batching.UNDECIDED, f"{BUDGET_S:.0f} s were not enough to try the model out"
+            )
+        try:
+            outputs = self._run_model(inputs)
+        except RowsMismatch:
+            raise
+        except BaseException as error:  # a model may raise anything, SystemExit included
+            raise _RunFailedError(describe(error)) from error
+        # A backend may use the memory of one run's outputs for the next.
+        return {name: np.array(outputs[name]) for name in self._names}
+
+    def find_rows(self, directory: Path) -> None:
+        """Find rows that the model takes, and run each of them alone."""
+        fault = ""
+        candidates = distinct_rows(self._signature, self._config, directory, ROWS + len(_STAYING))
+        for self.seen_with, rows in candidates:
+            self._rows = {name: array[:ROWS] for name, array in rows.items()}
+            self._spare = {name: array[ROWS:] for name, array in rows.items()}
+            try:
+                self._alone = [
+                    self._run({name: array[place : place + 1] for name, array in rows.items()})
+                    for place in range(ROWS)
+                ]
+            except RowsMismatch as error:
+                raise _no_batch(error) from error
+            except _RunFailedError as error:
+                fault = str(error)
+            else:
+                break
+        else:
+            reason = f"the model fails with {self.seen_with}: {_line(fault)}"
+            raise _DecidedError(Batching.UNDECIDED, reason)
+        for name in self._names:
+            self._scales[name] = max(scale_of(outputs[name]) for outputs in self._alone)
+
+    def ask_for_two_rows(self) -> None:
+        """Two rows in, two rows out."""
+        try:
+            self._run({name: array[:2] for name, array in self._rows.items()})
+        except RowsMismatch as error:
+            raise _no_batch(error) from error
+        except _RunFailedError as error:
+            raise _DecidedError(
+                Batching.NOT_BATCHABLE,
+                f"a run of 2 rows failed with {self.seen_with}: {_line(str(error))}",
+            ) from error
+
+    def ask_about_mates(self) -> None:
+        """Exchange the mates of two rows that stay where they are."""
+        self._batched = self._run(self._rows)
+        noise = self._apart(self._batched, self._run(self._rows))
+        if noise > self.tolerance:
+            raise _DecidedError(
+                Batching.NOT_BATCHABLE,
+                f"two runs of the same batch differ by {noise:.1e} of the output's scale, so that "
+                "nobody can tell what rows do to each other",
+            )
+        for kind, mates in self._mates():
+            batch = {name: array.copy() for name, array in self._rows.items()}
+            for name, array in batch.items():
+                array[_MATES] = mates[name]
+            try:
+                outputs = self._run(batch)
+            except _RunFailedError:  # this kind is nothing that the model takes
+                continue
+            self._judge_leak(kind, outputs, allowed=self.tolerance if noise else 0.0)
+
+    def _judge_leak(self, kind: str, outputs: dict[str, Array], *, allowed: float) -> None:
+        for name in self._names:
+            for place in _STAYING:
+                before, after = self._batched[name][place], outputs[name][place]
+                if identical(before, after):
+                    continue
+                apart = distance(before, after, self._scales[name])
+                if apart > allowed or not allowed:
+                    how = f"changes {_told(apart, before, after)}"
+                    raise _DecidedError(
+                        Batching.NOT_BATCHABLE,
+                        f"mates leak: {name} of a row {how} when the other rows of its batch "
+                        f"are {kind}",
+                    )
+
+    def _mates(self) -> Iterator[tuple[str, Inputs]]:
+        """What the exchanged rows are, each kind with a row for each of them."""
+        still = still_row(self._signature, self._config)
+        floats = {name for name, array in self._rows.items() if array.dtype.kind not in "iubO"}
+        yield "other ones", self._spare
+        yield (
+            "zeros",
+            {name: np.broadcast_to(still[name].flat[0], self._spare[name].shape) for name in still},
+        )
+        yield "10,000 times as large", {name: self._enlarged(name) for name in self._rows}
+        yield (
+            "half empty",
+            {name: _half_empty(self._spare[name], still[name].flat[0]) for name in still},
+        )
+        if floats:
+            yield (
+                "not a number",
+                {
+                    name: np.full_like(array, np.nan) if name in floats else array
+                    for name, array in self._spare.items()
+                },
+            )
+
+    def _enlarged(self, name: str) -> Array:
+        array, limits = self._spare[name], self._config.range.get(name)
+        if array.dtype == object:
+            return np.full_like(array, _LONG_TEXT)
+        if array.dtype.kind in "iub":
+            return array if limits is None else np.full_like(array, limits[1])
+        with np.errstate(over="ignore"):  # fp16 ends at 65,504
+            large = (array.astype(np.float64) * _LARGE).clip(*(limits or (None, None)))
+            return large.astype(array.dtype)
+
+    def judge_rounding(self) -> None:
+        """Compare each row alone with the same row in the batch."""
+        apart = {
+            name: max(
+                distance(alone[name][0], self._batched[name][place], self._scales[name])
+                for place, alone in enumerate(self._alone)
+            )
+            for name in self._names
+        }
+        worst = max(apart, key=apart.__getitem__)
+        self.rounding = apart[worst]
+        if self.rounding > self.tolerance:
+            raise _DecidedError(
+                Batching.NOT_BATCHABLE,
+                f"rounding: {worst} of a row alone and in a batch differ by {self.rounding:.1e} of "
+                f"the output's scale; batch_tolerance is {self.tolerance:.0e}",
+            )
+
+    def judge_distinctness(self) -> None:
+        """Rows that differ and give the same outputs prove nothing."""
+        first = self._alone[0]
+        if all(
+            identical(first[name], outputs[name])
+            for outputs in self._alone[1:]
+            for name in self._names
+        ):
+            raise _DecidedError(Batching.UNDECIDED, "rows that differ give the same outputs")
+
+    def _apart(self, one: dict[str, Array], other: dict[str, Array]) -> float:
+        """How far two runs of the same batch are apart; the least there is where bits differ."""
+        least = 0.0
+        for name in self._names:
+            if not identical(one[name], other[name]):
+                least = max(least, distance(one[name], other[name], self._scales[name]), 5e-324)
+        return least
+
+
+def _no_batch(error: RowsMismatch) -> _DecidedError:
+    return _DecidedError(
+        Batching.NOT_BATCHABLE, f"dimension 0 is not the batch: {error}", has_no_batch=True
+    )
+
+
+def _half_empty(array: Array, empty: object) -> Array:
+    """The second half of each row is empty, as a shorter sequence's is."""
+    cut = array.copy()
+    if cut.ndim > 1:
+        cut[:, (cut.shape[1] + 1) // 2 :] = empty
+    return cut
+
+
+def _told(apart: float, one: Array, other: Array) -> str:
+    if one.shape != other.shape:
+        return f"its shape, {list(one.shape)} to {list(other.shape)},"
+    return f"by {apart:.1e} of the output's scale"
+
+
+def _line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "no reason given"

@@ -1,0 +1,293 @@
+"""The probe: leakage and rounding are told apart, and neither is seen where there is none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from headrace.models import probe as probing
+from headrace.models.backend import Arrays
+from headrace.models.config import make_model_config
+from headrace.models.onnx_backend import OnnxBackend
+from headrace.models.outputs import check_outputs
+from headrace.models.probe import probe
+from headrace.models.signature import Signature, TensorSpec, make_signature, read_onnx_signature
+from headrace.models.verdict import Batching, Verdict, tolerance_of
+from tests.support import models
+from tests.support.models import settings_for
+from tests.support.transformer import transformer
+
+X = TensorSpec("x", "FP32", (-1, 8))
+Y = TensorSpec("y", "FP32", (-1, 8))
+Rule = Callable[[Any], Any]
+
+
+def ask(rule: Rule, directory: Path, signature: Signature | None = None, **config: Any) -> Verdict:
+    """The verdict on a model that makes `y` of `x` by a rule."""
+    signature = signature or make_signature([X], [Y])
+
+    def run(inputs: Arrays) -> Arrays:
+        outputs = {"y": rule(inputs["x"])}
+        check_outputs(signature, outputs, len(inputs["x"]))
+        return outputs
+
+    settings = settings_for(directory)
+    return probe(run, signature, make_model_config(config, settings), directory)
+
+
+def ask_onnx(model: onnx.ModelProto | Path, directory: Path, **config: Any) -> Verdict:
+    """The verdict on an ONNX model."""
+    path = directory / "model.onnx"
+    if isinstance(model, Path):
+        model.replace(path)
+    else:
+        onnx.save(model, path)
+    chosen = make_model_config(config, settings_for(directory))
+    signature = read_onnx_signature(path)
+    backend = OnnxBackend(directory, chosen, signature)
+    backend.load()
+    return probe(backend.run, signature, chosen, directory)
+
+
+def quantised(directory: Path) -> Path:
+    """The transformer, with weights and activations quantised by ONNX Runtime's own tool."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    source, target = directory / "fp32.onnx", directory / "quantised.onnx"
+    onnx.save(transformer(), source)
+    quantize_dynamic(source, target, extra_options={"DefaultTensorType": TensorProto.FLOAT})
+    return target
+
+
+def test_a_transformer_in_fp32_is_batchable(tmp_path: Path) -> None:
+    """Attention looks along a row, never across rows."""
+    verdict = ask_onnx(transformer(), tmp_path)
+    assert verdict.batching is Batching.BATCHABLE
+    assert verdict.rounding is not None
+    assert verdict.rounding <= 1e-4
+
+
+def test_a_dynamically_quantised_transformer_leaks(tmp_path: Path) -> None:
+    """Its scale is taken over the whole batch, so that a row's answer depends on its mates."""
+    verdict = ask_onnx(quantised(tmp_path), tmp_path)
+    assert verdict.batching is Batching.NOT_BATCHABLE
+    assert verdict.reason.startswith("mates leak: hidden of a row changes by ")
+
+
+@pytest.mark.parametrize("datatype", ["BYTES", "BOOL", "BF16", "FP16", "FP64", "INT8", "UINT64"])
+def test_every_datatype_can_be_asked_about(tmp_path: Path, datatype: str) -> None:
+    """Rows are made up of any of them, and compared."""
+    assert ask_onnx(models.identity(datatype), tmp_path).batching is Batching.BATCHABLE
+
+
+@pytest.mark.parametrize(
+    ("leak", "mates"),
+    [
+        (lambda x: x.sum() * 1e-3, "other ones"),
+        (lambda x: np.abs(x).max() > 100, "10,000 times as large"),
+        (lambda x: not x[:, 4:].any(axis=1).all(), "zeros"),
+        (lambda x: (x[:, 4:] == 0).all(axis=1).any() and (x != 0).any(axis=1).all(), "half empty"),
+        (lambda x: np.isnan(x).any(), "not a number"),
+    ],
+)
+def test_a_leak_is_seen_with_the_mates_that_show_it(tmp_path: Path, leak: Rule, mates: str) -> None:
+    """Some models leak only what is large, empty or no number."""
+    verdict = ask(lambda x: x + np.float32(leak(x)), tmp_path)
+    assert verdict.batching is Batching.NOT_BATCHABLE
+    assert verdict.reason.endswith(f"when the other rows of its batch are {mates}")
+
+
+def test_a_leak_below_the_tolerance_is_a_leak(tmp_path: Path) -> None:
+    """One bit is enough: that it is small with these mates says nothing of others."""
+    verdict = ask(lambda x: x + np.float32(1e-6) * x.sum(), tmp_path)
+    assert verdict.reason.startswith("mates leak: y of a row changes by ")
+
+
+def test_rounding_within_the_tolerance_is_no_leak(tmp_path: Path) -> None:
+    """Alone and batched differ a little, and no mate changes anything."""
+    verdict = ask(lambda x: x * np.float32(1 + 1e-5 * (len(x) > 1)), tmp_path)
+    assert verdict.batching is Batching.BATCHABLE
+    assert verdict.rounding == pytest.approx(1e-5, rel=0.1)
+
+
+def test_rounding_beyond_the_tolerance_decides_against_batching(tmp_path: Path) -> None:
+    """The reason names the output, and what is tolerated."""
+    verdict = ask(lambda x: x * np.float32(1 + 1e-3 * (len(x) > 1)), tmp_path)
+    assert verdict.batching is Batching.NOT_BATCHABLE
+    assert verdict.reason.startswith("rounding: y of a row alone and in a batch differ by 1.0e-03")
+    assert verdict.reason.endswith("batch_tolerance is 1e-04")
+
+
+def test_a_declared_tolerance_is_the_one_that_counts(tmp_path: Path) -> None:
+    """Who has given one knows the model."""
+    verdict = ask(lambda x: x * np.float32(1 + 1e-3 * (len(x) > 1)), tmp_path, batch_tolerance=0.01)
+    assert verdict.batching is Batching.BATCHABLE
+
+
+def test_noise_of_the_model_itself_is_no_leak(tmp_path: Path) -> None:
+    """Where the identical batch gives other bits each time, so may one with other mates."""
+    random = np.random.default_rng(1)
+    verdict = ask(lambda x: x + np.float32(1e-6) * random.random(x.shape, np.float32), tmp_path)
+    assert verdict.batching is Batching.BATCHABLE
+
+
+def test_noise_beyond_the_tolerance_decides_against_batching(tmp_path: Path) -> None:
+    """A leak could hide in it."""
+    random = np.random.default_rng(1)
+    verdict = ask(lambda x: x + random.random(x.shape, np.float32), tmp_path)
+    assert verdict.reason.startswith("two runs of the same batch differ by ")
+
+
+def test_the_same_answer_to_everything_proves_nothing(tmp_path: Path) -> None:
+    """Rows that differ have to give outputs that differ."""
+    verdict = ask(np.zeros_like, tmp_path)
+    assert verdict.batching is Batching.UNDECIDED
+    assert verdict.reason == "rows that differ give the same outputs"
+
+
+def test_a_model_that_fails_with_what_is_made_up_is_undecided(tmp_path: Path) -> None:
+    """Its own requests will tell."""
+
+    def choosy(x: Any) -> Any:
+        raise ValueError("no pixels like these")
+
+    verdict = ask(choosy, tmp_path)
+    assert verdict.batching is Batching.UNDECIDED
+    assert verdict.reason == (
+        "the model fails with made-up inputs: ValueError: no pixels like these"
+    )
+
+
+def test_mates_that_the_model_does_not_take_are_passed_over(tmp_path: Path) -> None:
+    """A model may refuse NaN; that is no fault of its batches."""
+
+    def strict(x: Any) -> Any:
+        if np.isnan(x).any():
+            raise ValueError("not a number")
+        return x * 2
+
+    assert ask(strict, tmp_path).batching is Batching.BATCHABLE
+
+
+def test_a_model_that_takes_one_row_only_is_not_batchable(tmp_path: Path) -> None:
+    """The reason is what it raised."""
+
+    def single(x: Any) -> Any:
+        if len(x) > 1:
+            raise ValueError("one at a time")
+        return x
+
+    verdict = ask(single, tmp_path)
+    assert verdict.reason == "a run of 2 rows failed with made-up inputs: ValueError: one at a time"
+    assert not verdict.has_no_batch
+
+
+def test_rows_that_do_not_come_back_are_no_batch(tmp_path: Path) -> None:
+    """Where two rows give one, dimension 0 means something else."""
+    verdict = ask_onnx(models.falsely_batched(), tmp_path)
+    assert verdict.has_no_batch
+    assert verdict.reason.startswith("dimension 0 is not the batch: output y: expected 2 rows")
+
+
+def test_a_fixed_dimension_is_not_even_asked_about(tmp_path: Path) -> None:
+    """The signature says it all."""
+    verdict = ask_onnx(models.unbatched(), tmp_path)
+    assert verdict.reason == "dimension 0 of x is fixed at 4"
+
+
+def test_rows_of_other_shapes_in_company_are_a_leak(tmp_path: Path) -> None:
+    """A batch that is padded to its longest row changes the shape of the others."""
+
+    def longest(x: Any) -> Any:
+        return x[:, : int(np.nanmax(np.abs(x)) // 1) + 1].copy()
+
+    signature = make_signature([X], [TensorSpec("y", "FP32", (-1, -1))])
+    verdict = ask(longest, tmp_path, signature)
+    assert verdict.reason.startswith("mates leak: y of a row changes its shape")
+
+
+def test_recorded_inputs_are_asked_first(tmp_path: Path) -> None:
+    """What is recorded can tell where random values are all alike to the model."""
+    (tmp_path / "warmup").mkdir()
+    np.savez(tmp_path / "warmup" / "one.npz", x=np.full((1, 8), 1000.0, np.float32))
+    np.savez(tmp_path / "warmup" / "two.npz", x=np.full((2, 8), 2000.0, np.float32))
+    verdict = ask(lambda x: x * (np.abs(x) >= 1000), tmp_path)
+    assert (verdict.batching, verdict.seen_with) == (Batching.BATCHABLE, "warmup/one.npz")
+
+
+def test_values_stay_within_their_range(tmp_path: Path) -> None:
+    """Neither made-up rows nor their mates have a value that ingest would refuse."""
+    seen: list[float] = []
+
+    def remember(x: Any) -> Any:
+        seen.extend([float(x.min()), float(x.max())])
+        return x
+
+    verdict = ask(remember, tmp_path, range={"x": [2, 3]})
+    assert verdict.batching is Batching.BATCHABLE
+    assert np.nanmin(seen) >= 2
+    assert np.nanmax(seen) <= 3
+
+
+def test_a_slow_model_is_left_undecided_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No run is begun when the probe's time is over."""
+    now_s = iter(range(1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now_s)))
+    verdict = ask(lambda x: x, tmp_path)
+    assert verdict.batching is Batching.UNDECIDED
+    assert f"{probing.BUDGET_S:.0f} s were not enough" in verdict.reason
+
+
+def test_with_batching_off_only_the_dimension_is_asked_about(tmp_path: Path) -> None:
+    """A leak does no harm there."""
+    verdict = ask(lambda x: x + x.sum(), tmp_path, max_batch_size=1)
+    assert verdict.batching is Batching.BATCHABLE
+    assert verdict.rounding is None
+
+
+def half_precision() -> onnx.ModelProto:
+    """FP32 in and out, with weights in FP16 between, as converters leave it."""
+    weights = helper.make_tensor("w", TensorProto.FLOAT16, [2, 2], [1.0, 0.5, 0.25, 1.0])
+    nodes = [
+        helper.make_node("Cast", ["x"], ["half"], to=TensorProto.FLOAT16),
+        helper.make_node("MatMul", ["half", "w"], ["product"]),
+        helper.make_node("Cast", ["product"], ["y"], to=TensorProto.FLOAT),
+    ]
+    shape: list[int | str | None] = ["batch", 2]
+    return models.make_model(
+        nodes, [("x", TensorProto.FLOAT, shape)], [("y", TensorProto.FLOAT, shape)], [weights]
+    )
+
+
+def test_the_tolerance_goes_by_the_precision_of_the_weights(tmp_path: Path) -> None:
+    """Inputs and outputs in FP32 may have FP16 between them."""
+    assert ask_onnx(half_precision(), tmp_path).tolerance == 1e-2
+
+
+@pytest.mark.parametrize(
+    ("config", "tolerance"),
+    [
+        ({}, 1e-4),
+        ({"device": "cuda:0"}, 1e-2),
+        (
+            {"device": "cuda:0", "provider_options": {"CUDAExecutionProvider": {"use_tf32": 0}}},
+            1e-4,
+        ),
+        ({"device": "cuda:0", "providers": ["TensorrtExecutionProvider"]}, 1e-2),
+    ],
+)
+def test_the_tolerance_goes_by_the_device(
+    tmp_path: Path, config: dict[str, Any], tolerance: float
+) -> None:
+    """A GPU multiplies FP32 as TF32 unless it is told not to."""
+    chosen = make_model_config({"experimental_cuda": True} | config, settings_for(tmp_path))
+    assert tolerance_of(chosen, make_signature([X], [Y])) == tolerance
