@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.flow.batch_edges import BatchFeed, BatchOutlet, ModelKey
-from headrace.flow.channel import Channel, Inlet, Outlet, PullChannel
+from headrace.flow.channel import Channel, Inlet, Outlet, PullChannel, join_lists
 from headrace.flow.edges import (
     item_inlet,
     item_outlet,
@@ -211,7 +211,7 @@ class Segment:
 
     async def _wire_responder(self, producer: Producer) -> _Edge:
         """Returns where the other stages send what has ended."""
-        channel: Channel[Chunk] = Channel()
+        channel: Channel[Chunk] = Channel(join_lists)
         if Stage.RESPONDER not in self._stages:
             outlet = result_outlet(producer, self._settings.topic(Topic.RESULTS), self._metrics)
             self._runs["write-results"] = outlet.run

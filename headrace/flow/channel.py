@@ -1,13 +1,14 @@
 """Memory channels: how two stages of one process are joined.
 
-A `Channel` passes chunks on and holds one; what bounds the work in a process is the byte budget
-at its source, not its channels. A `PullChannel` turns the direction round: a free executor asks
-for the next batch, so that no batch closes before somebody can run it.
+A `Channel` passes chunks on and holds one, which may grow; what bounds the work in a process is
+the byte budget at its source, not its channels. A `PullChannel` turns the direction round: a free
+executor asks for the next batch, so that no batch closes before somebody can run it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -38,10 +39,30 @@ class Outlet(Protocol[T_contra]):
         ...
 
 
-class Channel(Generic[T]):
-    """Joins any number of writers to one reader, one chunk at a time."""
+MAX_JOINED = 512
+JOIN_S = 0.002
+"""A writer that never waits otherwise holds the event loop for so long at most."""
 
-    def __init__(self) -> None:
+
+def join_lists(waiting: list[T], chunk: list[T]) -> bool:
+    """Put a chunk behind the one that waits; False when that would become too long."""
+    if len(waiting) + len(chunk) > MAX_JOINED:
+        return False
+    waiting += chunk
+    return True
+
+
+class Channel(Generic[T]):
+    """Joins any number of writers to one reader, one chunk at a time.
+
+    Args:
+        join: puts a chunk into the one that waits, if it may grow so far: the reader has costs
+            for each chunk, and a small model's batches are small. None: chunks stay apart.
+    """
+
+    def __init__(self, join: Callable[[T, T], bool] | None = None) -> None:
+        self._join = join
+        self._put_s = 0.0
         self._chunk: T | None = None
         self._writers = 0
         self._filled = asyncio.Event()
@@ -67,10 +88,21 @@ class Channel(Generic[T]):
     async def put(self, chunk: T) -> None:
         """Called by writers."""
         while self._chunk is not None:
+            if self._joined(self._chunk, chunk):
+                return
             self._emptied.clear()
             await self._emptied.wait()
         self._chunk = chunk
         self._filled.set()
+        if self._join is not None:
+            self._put_s = time.perf_counter()
+
+    def _joined(self, waiting: T, chunk: T) -> bool:
+        return (
+            self._join is not None
+            and time.perf_counter() - self._put_s < JOIN_S
+            and self._join(waiting, chunk)
+        )
 
     def writer_closed(self) -> None:
         """Called by writers, once each."""

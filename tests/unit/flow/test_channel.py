@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.flow.channel import Ask, Channel, PullChannel
+from headrace.flow.channel import JOIN_S, MAX_JOINED, Ask, Channel, PullChannel, join_lists
 
 
 async def settle() -> None:
@@ -75,6 +75,37 @@ async def test_a_writer_that_gives_up_loses_no_other_chunk() -> None:
     await kept
     with pytest.raises(asyncio.CancelledError):
         await given_up
+
+
+async def test_small_chunks_join_while_they_wait() -> None:
+    """A reader that is behind gets what was written meanwhile as one chunk, up to the bound."""
+    channel: Channel[list[int]] = Channel(join_lists)
+    writer = channel.writer()
+    await writer.send([1])
+    await writer.send([2, 3])
+    too_many = asyncio.create_task(writer.send([4] * MAX_JOINED))
+    await settle()
+
+    assert not too_many.done()
+    assert await channel.receive() == [1, 2, 3]
+    await too_many
+    assert await channel.receive() == [4] * MAX_JOINED
+
+
+async def test_a_chunk_joins_no_more_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is always served at once has to let the reader run now and then."""
+    now_s = 0.0
+    monkeypatch.setattr("headrace.flow.channel.time.perf_counter", lambda: now_s)
+    channel: Channel[list[int]] = Channel(join_lists)
+    writer = channel.writer()
+    await writer.send([1])
+    now_s += JOIN_S
+    later = asyncio.create_task(writer.send([2]))
+    await settle()
+
+    assert not later.done()
+    assert await channel.receive() == [1]
+    await later
 
 
 class Shelf:
