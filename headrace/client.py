@@ -189,8 +189,8 @@ class Client:
             id: your own name for the request, echoed.
             parameters: of the request.
             outputs: the names of those wanted; all when not given.
-            priority: -100 to 100; without effect in this version.
-            tenant: on whose behalf; without effect in this version.
+            priority: -100 to 100; larger goes first, among requests of one tenant.
+            tenant: on whose behalf; tenants who wait for one model get equal shares of it.
             key: of the record; requests of one key go to one partition, others round robin.
             headers: of your own; they travel on to the answer.
 

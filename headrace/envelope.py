@@ -168,6 +168,18 @@ def _partition(value: bytes) -> int:
     return partition
 
 
+def _identity(value: bytes) -> tuple[str, int, int]:
+    topic, slash, place = _text(value).partition("/")
+    partition, second, offset = place.partition("/")
+    if not (topic and slash and second and _is_number(partition) and _is_number(offset)):
+        raise ValueError(f"expected topic/partition/offset, as in x-request, got {_shown(value)}")
+    return topic, int(partition), int(offset)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+
+
 def _too_long(value: bytes) -> NoReturn:
     raise ValueError(f"expected at most {MAX_HEADER_BYTES} bytes, got {len(value)}")
 
@@ -179,7 +191,7 @@ def _shown(value: bytes) -> str:
 _Parse = Callable[[bytes], Any]
 
 # Each header's position among the fields of `parse_envelope`, and how it is read, if it is.
-# The first twelve are those of `Envelope`; the last two are worked into them.
+# The first thirteen are those of `Envelope`; the last two are worked into them.
 _RULES: dict[str, tuple[int, _Parse | None]] = {
     "content-type": (0, _content_type),
     "kafka_correlationId": (1, None),
@@ -190,11 +202,15 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     "x-tenant": (6, _text),
     "traceparent": (9, None),
     "tracestate": (10, None),
-    "x-timeout-ms": (12, _milliseconds),
-    "x-model": (13, _model),
+    "x-cancel": (12, _identity),
+    "x-timeout-ms": (13, _milliseconds),
+    "x-model": (14, _model),
 }
 _DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
-_BLANK: list[Any] = ["", None, None, None, None, 0, "", "", "", None, None, None, None, ("", "")]
+_BLANK: list[Any] = [
+    *("", None, None, None, None, 0, "", "", "", None, None, None, None),
+    *(None, ("", "")),
+]
 
 
 # --- an answer's headers ----------------------------------------------------------------------
@@ -203,6 +219,7 @@ _BLANK: list[Any] = ["", None, None, None, None, 0, "", "", "", None, None, None
 OWN_HEADERS = frozenset(
     {
         "x-attempt",
+        "x-cancel",
         "x-deadline-ms",
         "x-model",
         "x-priority",

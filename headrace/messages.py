@@ -243,6 +243,7 @@ class Envelope(NamedTuple):
         model, version: from `x-model`; empty when absent.
         traceparent, tracestate: as they came.
         fault: what is wrong with the headers, if anything is: the answer is then an error.
+        cancels: topic, partition and offset of the request that the record cancels.
     """
 
     content_type: str = ""
@@ -257,6 +258,7 @@ class Envelope(NamedTuple):
     traceparent: bytes | None = None
     tracestate: bytes | None = None
     fault: str | None = None
+    cancels: tuple[str, int, int] | None = None
 
 
 class Receipt(Protocol):
@@ -369,8 +371,8 @@ class Batch:
     """Requests of one model, version and shape class that run together.
 
     Attributes:
-        reason: why it closed: `full`, `idle`, `just_in_time`, `delay`, `bytes` or `drain`;
-            `bisected`, when it is one half of a batch that failed.
+        reason: why it closed: `full`, `idle`, `just_in_time`, `delay`, `deadline`, `bytes` or
+            `drain`; `bisected`, when it is one half of a batch that failed.
         rows: of all requests together.
     """
 

@@ -37,10 +37,11 @@ from headrace.flow.edges import (
 from headrace.flow.origins import Origins
 from headrace.flow.source import Source, SourceSettings
 from headrace.log.port import Log, Producer, TopicPartition
-from headrace.messages import Batch, Request
+from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.models.registry import Models
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
+from headrace.services.ingest.reading import Rules
 from headrace.services.ingest.service import IngestService
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import ResponderService
@@ -184,12 +185,20 @@ class Segment:
             self.source,
             items.writer(),
             answers.writer(),
-            self._models,
-            self._settings.limits,
+            self._ingest_rules(),
             self._instruments,
         )
         self._runs["ingest"] = ingest.run
         return channel
+
+    def _ingest_rules(self) -> Rules:
+        """With the batcher in the same process, ingest asks it what would come too late."""
+        beside = Stage.BATCHER in self._stages
+        return Rules(self._models, self._settings.limits, self._refusal if beside else None)
+
+    def _refusal(self, envelope: Envelope, now_us: int) -> Failure | None:
+        assert self._batcher is not None
+        return self._batcher.refusal(envelope, now_us)
 
     def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> PullChannel[ModelKey, Batch]:
         prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # no two processes make the same ids

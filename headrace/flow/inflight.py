@@ -107,6 +107,11 @@ class Assignment:
         """Pass over a record that was answered before this assignment."""
         self.last_delivered = offset
 
+    def pass_over(self, offset: int) -> None:
+        """Count a record as absent that is no request: nobody answers it, at no stage."""
+        self.progress.cover(self.last_delivered, offset)
+        self.notify()
+
 
 class LedgerReceipt:
     """What is owed for one record. `parts` settlements settle it: a batch record has many."""

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.messages import Batch, Envelope, Request
+from headrace.models.latency import Latency
 
 ModelKey = tuple[str, str]
 """A model's name and version."""
@@ -34,6 +35,7 @@ class Limits(NamedTuple):
     max_batch_size: int
     max_batch_bytes: int
     max_queue_delay_ms: float
+    latency: Latency | None = None
 
 
 class Policy(Protocol):

@@ -209,6 +209,9 @@ def _request_headers() -> _Node:
             "description": f"Between -{MAX_PRIORITY} and {MAX_PRIORITY}; larger: more urgent.",
         },
         "x-tenant": _text("On whose behalf."),
+        "x-cancel": _text(
+            "The request that this record cancels, as topic/partition/offset; it is none itself."
+        ),
         "x-model": _text("A model's name, or name/version."),
         **_passed_on(),
     }

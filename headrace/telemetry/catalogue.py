@@ -133,6 +133,12 @@ ENDS = (
     Spec("headrace_dead_letters", "counter", ("code",), "Requests kept as dead letters."),
     Spec("headrace_unkept_dead_letters", "counter", (), "Dead letters too large for their topic."),
     Spec("headrace_duplicates", "counter", (), "Results whose request was answered already."),
+    Spec(
+        "headrace_cancellations",
+        "counter",
+        ("outcome",),
+        "Records with x-cancel: ended the request that they name, or found none that waits.",
+    ),
     Spec("headrace_void", "counter", (), "Requests dropped because their partition was revoked."),
     Spec(
         "headrace_unanswered",

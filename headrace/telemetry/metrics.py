@@ -77,6 +77,7 @@ class Metrics:
         self._refused = self._counter("refused_requests")
         self._dead_letters = self._counter("dead_letters")
         self._retries = self._counter("retries")
+        self._cancellations = self._counter("cancellations")
         self._commit_failures = self._counter("commit_failures")
         self._rebalances = self._counter("rebalances")
         self.duplicates = self._counter("duplicates")
@@ -192,6 +193,11 @@ class Metrics:
     def dead_letter(self, code: str) -> None:
         """A dead letter was kept."""
         self._dead_letters.labels(code).inc()
+
+    def cancelled(self, records: int, ended: int) -> None:
+        """So many cancelling records have ended so many requests that waited."""
+        self._cancellations.labels("ended").inc(ended)
+        self._cancellations.labels("none").inc(max(0, records - ended))
 
     def retried(self, operation: str, times: int = 1) -> None:
         """Something is tried again: `send` (so many records), `run` or `commit`."""

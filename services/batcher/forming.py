@@ -1,12 +1,14 @@
 """Forming batches: pure rules that take the time and know no I/O.
 
-Requests wait in groups of one model, version and shape class. A free executor instance asks for
-the next batch of its model and gets what is there, oldest group first: nothing waits for a batch
+A free executor instance asks for the next batch of its model and gets what is there; one that is
+still busy says when it will be free, and its batch closes just in time. Nothing waits for a batch
 to fill unless the model has a `max_queue_delay_ms`. Rows are counted, not requests, and a
 request's rows stay together; one that alone exceeds the limits runs alone.
 
-A request whose deadline has passed, or whose partition is gone, leaves instead of joining; the
-caller collects those from `ended`.
+A request whose deadline has passed, or will have by the time that it could be answered, or whose
+partition is gone, or that was cancelled, leaves instead of joining; the caller collects those from
+`ended`. Which requests go first: `headrace.services.batcher.groups`; how large batches get:
+`headrace.services.batcher.closing`; what is refused: `headrace.services.batcher.admission`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
-from headrace.errors import Rejected
+from headrace.errors import Code, Rejected
 from headrace.flow.channel import IDLE, Ask
-from headrace.flow.endings import VOID, deadline_passed, rejection
-from headrace.messages import Batch, Failure, Request
+from headrace.flow.endings import deadline_passed, rejection
+from headrace.messages import Batch, Envelope, Failure, Request
+from headrace.services.batcher.admission import Pace, too_late
+from headrace.services.batcher.closing import Closing, size_of
 from headrace.services.batcher.groups import BatchLimits, Group, ModelQueue
 from headrace.topics import Stage
 
@@ -49,6 +53,11 @@ class Forming:
     Args:
         limits: of a model's version; raises `Rejected` where that does not run.
         prefix: what batch ids begin with; differs between processes.
+
+    Attributes:
+        ended: requests that have ended while they waited.
+        cancellations: records that cancel others, for `cancel`; they do not wait.
+        draining: nothing more comes, so nothing is waited for.
     """
 
     def __init__(self, limits: Callable[[str, str], BatchLimits], prefix: str) -> None:
@@ -57,31 +66,84 @@ class Forming:
         self._numbers = count(1)
         self._order = count()
         self._queues: dict[ModelKey, ModelQueue] = {}
+        self._paces: dict[ModelKey, Pace] = {}
         self._deadlines: list[_Deadline] = []
         self._waiting = 0
         self.ended: list[Request] = []
+        self.cancellations: list[Request] = []
         self.draining = False
 
     def __len__(self) -> int:
         """How many requests wait."""
         return self._waiting
 
-    def add(self, request: Request) -> None:
-        """A request begins to wait, or ends if its model has gone meanwhile."""
+    # --- what comes ---------------------------------------------------------------------------
+
+    def add(self, request: Request, now_us: int | None = None) -> None:
+        """A request begins to wait, or ends: its model has gone, or it would be late.
+
+        Args:
+            request: that can run.
+            now_us: when; that it was read, if not given.
+        """
         key = (request.model, request.version)
         queue = self._queues.get(key)
         if queue is None:
-            try:
-                queue = self._queues[key] = ModelQueue(self._limits(*key))
-            except Rejected as error:
-                request.fail(rejection(error, Stage.BATCHER))
-                self.ended.append(request)
+            queue = self._open_queue(key, request)
+            if queue is None:
                 return
+        envelope = request.envelope
+        if envelope.deadline_ms:
+            if queue.rows:
+                now_us = request.ingested_us if now_us is None else now_us
+                failure = self._refusal(key, queue, request, now_us)
+                if failure is not None:
+                    request.fail(failure)
+                    self.ended.append(request)
+                    return
+            self._note_deadline(_Deadline(envelope.deadline_ms * 1000, next(self._order), request))
         queue.add(request)
         self._waiting += 1
-        deadline_ms = request.envelope.deadline_ms
-        if deadline_ms:
-            self._note_deadline(_Deadline(deadline_ms * 1000, next(self._order), request))
+
+    def refusal(self, envelope: Envelope, now_us: int, stage: str) -> Failure | None:
+        """Whether a request that names its model in its headers would be late, before anything
+        else is known of it; None if it need not be.
+        """
+        found = [
+            (key, queue)
+            for key, queue in self._queues.items()
+            if key[0] == envelope.model and envelope.version in ("", key[1])
+        ]
+        if len(found) != 1 or not envelope.deadline_ms:
+            return None
+        key, queue = found[0]
+        ahead = queue.rows_ahead(envelope.tenant, envelope.priority)
+        pace = self._paces.get(key)
+        if pace is None or not ahead:
+            return None
+        return too_late(envelope.deadline_ms, now_us + pace.wait_us(ahead, now_us), now_us, stage)
+
+    def cancel(self) -> tuple[list[Request], int]:
+        """End the waiting requests that `cancellations` name.
+
+        Returns the cancelling records, and how many requests they have ended: one that does not
+        wait any more goes on.
+        """
+        cancelling, self.cancellations = self.cancellations, []
+        identities = {
+            each.envelope.cancels[1:] for each in cancelling if each.envelope.cancels is not None
+        }
+        found = [
+            request
+            for queue in self._queues.values()
+            for request in queue.waiting()
+            if (request.partition, request.offset) in identities
+        ]
+        for request in found:
+            self._end(request, Failure(Code.CANCELLED, "the caller cancelled it", Stage.BATCHER))
+        return cancelling, len(found)
+
+    # --- what goes ----------------------------------------------------------------------------
 
     def next(self, key: ModelKey | None, now_us: int, ask: Ask = IDLE) -> Batch | None:
         """The next batch of a model (None: of any), or None while there is none to be closed.
@@ -93,8 +155,10 @@ class Forming:
                 time, when nothing may wait any longer.
         """
         self.expire(now_us)
-        while (group := self._ripest(key, now_us, ask)) is not None:
-            batch = self._close(group, now_us, ask)
+        if self.draining:
+            ask = ask._replace(at_once=True)
+        while (each := self._ripest(key, now_us, ask)) is not None:
+            batch = self._close(*each, now_us, ask)
             if batch is not None:
                 return batch
         return None
@@ -107,6 +171,8 @@ class Forming:
                 failure = deadline_passed(entry.request, now_us, Stage.BATCHER)
                 assert failure is not None
                 self._end(entry.request, failure)
+
+    # --- what is asked ------------------------------------------------------------------------
 
     def next_event_us(self, now_us: int) -> int | None:
         """When something will be due without anything new coming in; None: never.
@@ -127,6 +193,34 @@ class Forming:
             heapq.heappop(self._deadlines)
         return self._deadlines[0].deadline_us if self._deadlines else None
 
+    # --- inside -------------------------------------------------------------------------------
+
+    def _open_queue(self, key: ModelKey, request: Request) -> ModelQueue | None:
+        if request.envelope.cancels is not None:
+            self.cancellations.append(request)
+            return None
+        try:
+            queue = self._queues[key] = ModelQueue(self._limits(*key))
+        except Rejected as error:
+            request.fail(rejection(error, Stage.BATCHER))
+            self.ended.append(request)
+            return None
+        return queue
+
+    def _refusal(
+        self, key: ModelKey, queue: ModelQueue, request: Request, now_us: int
+    ) -> Failure | None:
+        envelope = request.envelope
+        ahead = queue.rows_ahead(envelope.tenant, envelope.priority)
+        pace = self._paces.get(key)
+        if pace is None or not ahead:
+            return None
+        end_us = now_us + pace.wait_us(ahead, now_us)
+        latency = queue.limits.latency
+        if latency is not None:
+            end_us += latency.predict_us(request.shape_class, request.rows) or 0
+        return too_late(envelope.deadline_ms, end_us, now_us, Stage.BATCHER)
+
     def _note_deadline(self, entry: _Deadline) -> None:
         if len(self._deadlines) > 2 * self._waiting + _TOLERATED:
             # Requests that have left are not kept until their deadlines, which may be hours off.
@@ -134,21 +228,31 @@ class Forming:
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, entry)
 
-    def _ripest(self, key: ModelKey | None, now_us: int, ask: Ask) -> Group | None:
-        """Of the groups that may close, the one whose first request has waited longest."""
-        at_once = ask.at_once or self.draining
-        keys = list(self._queues) if key is None else [key]
-        ripe: list[Group] = []
-        for each in keys:
+    def _ripest(
+        self, key: ModelKey | None, now_us: int, ask: Ask
+    ) -> tuple[ModelKey, ModelQueue, Group] | None:
+        """Of the groups that may close, the most urgent one."""
+        ripe: list[tuple[ModelKey, ModelQueue, Group]] = []
+        for each in list(self._queues) if key is None else [key]:
             queue = self._queues.get(each)
             if queue is None:
                 continue
-            group = queue.ripest(now_us, at_once=at_once, full_only=ask.close_at_us > now_us)
+            if queue.is_empty:
+                self._drop(each)
+                continue
+            group = queue.ripest(now_us, ask)
             if group is not None:
-                ripe.append(group)
-            elif queue.due_us() is None:
-                del self._queues[each]  # a version that comes back may have other limits
-        return min(ripe, key=lambda group: group.requests[0].ingested_us, default=None)
+                ripe.append((each, queue, group))
+        if len(ripe) > 1:
+            return min(ripe, key=lambda one: one[1].urgency_us())
+        return ripe[0] if ripe else None
+
+    def _drop(self, key: ModelKey) -> None:
+        """Forget an empty queue: a version that comes back may have other limits."""
+        del self._queues[key]
+        pace = self._paces.get(key)
+        if pace is not None:
+            pace.idle()
 
     def _end(self, request: Request, failure: Failure) -> None:
         request.fail(failure)
@@ -156,34 +260,26 @@ class Forming:
         self._waiting -= 1
         self.ended.append(request)
 
-    def _close(self, group: Group, now_us: int, ask: Ask) -> Batch | None:
-        limits = group.limits
-        requests: list[Request] = []
-        rows = size_bytes = 0
-        reason = "drain" if self.draining else "idle"
-        if limits.max_queue_delay_ms and not self.draining:
-            reason = "delay"
-        if ask.close_at_us and not self.draining:
-            reason = "just_in_time"
-        while (request := group.first()) is not None:
-            if requests and rows + request.rows > limits.max_batch_size:
-                reason = "full"
-                break
-            if requests and size_bytes + request.size_bytes > limits.max_batch_bytes:
-                reason = "bytes"
-                break
-            group.take_first()
-            self._waiting -= 1
-            if request.receipt.void:
-                request.fail(VOID)
-                self.ended.append(request)
-                continue
-            request.formed_us = now_us
-            requests.append(request)
-            rows += request.rows
-            size_bytes += request.size_bytes
-        if not requests:
+    def _close(
+        self, key: ModelKey, queue: ModelQueue, group: Group, now_us: int, ask: Ask
+    ) -> Batch | None:
+        pace = self._paces.get(key)
+        if pace is None:
+            pace = self._paces[key] = Pace()
+        size = size_of(group, pace, now_us, ask)
+        closed = Closing(queue, group, size, now_us).run(self._otherwise(group, ask))
+        self._waiting -= len(closed.requests) + len(closed.ended)
+        self.ended += closed.ended
+        if not closed.requests:
             return None
-        if rows >= limits.max_batch_size:
-            reason = "full"
-        return Batch(f"{self._prefix}-{next(self._numbers)}", requests, reason)
+        batch = Batch(f"{self._prefix}-{next(self._numbers)}", closed.requests, closed.reason)
+        pace.closed(batch.rows, queue.rows, now_us)
+        return batch
+
+    def _otherwise(self, group: Group, ask: Ask) -> str:
+        """Why a batch closes that takes all that is there."""
+        if self.draining:
+            return "drain"
+        if ask.close_at_us:
+            return "just_in_time"
+        return "delay" if group.limits.max_queue_delay_ms else "idle"

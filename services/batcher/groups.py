@@ -1,21 +1,24 @@
 """Requests that wait, in groups that may share a batch, with the group at hand that is to go next.
 
-However many shapes wait, the next group is found without looking at the others: groups lie in
-heaps by the age of their first request, and an entry that is out of date is put right when it
-comes to the top.
+A model's queue has a lane for each tenant and shape class with something in it (see
+`headrace.services.batcher.lanes`). The tenant who has had least goes next, and of its lanes the
+one whose deadline is earliest; the batch is then filled from all lanes of that shape class. With
+one tenant and one shape class there is one lane, and nothing to choose.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from headrace.flow.channel import Ask
 from headrace.messages import Request
+from headrace.models.latency import Latency
+from headrace.services.batcher.lanes import Lane, Shares, Tenant
+from headrace.services.batcher.ranking import Ranking
 
 _TOLERATED = 32
-"""So many requests that have ended may lie among those that wait, before they are cleared away."""
+"""So many full groups that have gone may be kept, before they are cleared away."""
 
 
 class BatchLimits(Protocol):
@@ -27,139 +30,237 @@ class BatchLimits(Protocol):
     def max_batch_bytes(self) -> int: ...
     @property
     def max_queue_delay_ms(self) -> float: ...
+    @property
+    def latency(self) -> Latency | None: ...
 
 
 class Group:
-    """Waiting requests of one model, version and shape class, in the order in which they came."""
+    """Waiting requests of one model, version and shape class.
 
-    __slots__ = ("_ended", "is_listed_full", "limits", "requests", "rows", "size_bytes")
+    Attributes:
+        best_rows: the batch size with the best throughput, as far as it is known.
+    """
 
-    def __init__(self, limits: BatchLimits) -> None:
+    __slots__ = (
+        "best_rows",
+        "by_share",
+        "is_listed_full",
+        "lanes",
+        "limits",
+        "rows",
+        "shape_class",
+        "size_bytes",
+    )
+
+    def __init__(self, shape_class: tuple[int, ...], limits: BatchLimits, shares: Shares) -> None:
+        self.shape_class = shape_class
         self.limits = limits
-        self.requests: deque[Request] = deque()
+        self.best_rows = limits.max_batch_size
+        self.lanes: dict[str, Lane] = {}
+        self.by_share: Ranking[Lane] = Ranking(lambda lane: shares.start(lane.tenant))
         self.rows = 0
         self.size_bytes = 0
         self.is_listed_full = False
-        self._ended = 0
+        self.learn()
 
-    def add(self, request: Request) -> None:
-        """At the end."""
-        self.requests.append(request)
-        self.rows += request.rows
-        self.size_bytes += request.size_bytes
+    def learn(self) -> None:
+        """Look again which batch size is best."""
+        latency = self.limits.latency
+        if latency is not None:
+            self.best_rows = latency.best_rows(self.shape_class, self.limits.max_batch_size)
 
-    def first(self) -> Request | None:
-        """The request that has waited longest and has not ended meanwhile."""
-        requests = self.requests
-        while requests and requests[0].failure is not None:
-            requests.popleft()
-            self._ended -= 1
-        return requests[0] if requests else None
-
-    def take_first(self) -> Request:
-        """Take out what `first` has given."""
-        request = self.requests.popleft()
-        self._uncount(request)
-        return request
-
-    def end(self, request: Request) -> None:
-        """Take a request that has failed out of the counts; it leaves the queue later."""
-        self._uncount(request)
-        self._ended += 1
-        if self._ended > _TOLERATED and self._ended * 2 > len(self.requests):
-            self.requests = deque(one for one in self.requests if one.failure is None)
-            self._ended = 0
-
-    def _uncount(self, request: Request) -> None:
-        self.rows -= request.rows
-        self.size_bytes -= request.size_bytes
+    def first_lane(self) -> Lane | None:
+        """The lane that the next row comes from; None when nothing waits."""
+        if len(self.lanes) > 1:
+            return self.by_share.first()
+        return next(iter(self.lanes.values()), None)
 
     @property
     def is_full(self) -> bool:
         """More would not fit into one batch."""
-        return (
-            self.rows >= self.limits.max_batch_size
-            or self.size_bytes >= self.limits.max_batch_bytes
-        )
-
-
-class _Entry(NamedTuple):
-    """A group in a heap; `order` keeps groups from being compared."""
-
-    ingested_us: int
-    order: int
-    shape_class: tuple[int, ...]
-    group: Group
+        return self.rows >= self.best_rows or self.size_bytes >= self.limits.max_batch_bytes
 
 
 class ModelQueue:
-    """All that waits for one version of a model."""
+    """All that waits for one version of a model.
+
+    Attributes:
+        rows: of all requests that wait.
+        shares: what each tenant has had.
+    """
 
     def __init__(self, limits: BatchLimits) -> None:
-        self._limits = limits
+        self.limits = limits
+        self.rows = 0
+        self.shares = Shares()
         self._delay_us = int(limits.max_queue_delay_ms * 1000)
-        self._order = count()
         self._groups: dict[tuple[int, ...], Group] = {}
-        self._by_age: list[_Entry] = []
-        self._full: list[_Entry] = []
+        self._tenants: dict[str, Tenant] = {}
+        self._lanes = 0
+        self._by_share: Ranking[Tenant] = Ranking(self.shares.start)
+        self._by_age: Ranking[Lane] = Ranking(Lane.came_us)
+        self._full: deque[Group] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing waits."""
+        return not self._groups
+
+    @property
+    def is_contested(self) -> bool:
+        """Several tenants wait."""
+        return len(self._tenants) > 1
 
     def add(self, request: Request) -> None:
         """The request begins to wait."""
-        shape_class = request.shape_class
-        group = self._groups.get(shape_class)
+        group = self._groups.get(request.shape_class)
         if group is None:
-            group = self._groups[shape_class] = Group(self._limits)
-            heapq.heappush(self._by_age, self._entry(request, group))
-        group.add(request)
-        if self._delay_us and group.is_full and not group.is_listed_full:
-            group.is_listed_full = True
-            heapq.heappush(self._full, self._entry(request, group))
+            group = Group(request.shape_class, self.limits, self.shares)
+            self._groups[request.shape_class] = group
+        lane = group.lanes.get(request.envelope.tenant)
+        if lane is None:
+            self._open_lane(group, request)
+        else:
+            lane.add(request)
+            if self._lanes > 1 and (request.envelope.deadline_ms or request.envelope.priority):
+                # It may have become the most urgent one.
+                lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))
+            lane.tenant.rows += request.rows
+        rows = request.rows
+        self.rows += rows
+        group.rows += rows
+        group.size_bytes += request.size_bytes
+        if not group.is_listed_full and group.is_full:
+            self._list_full(group)
 
     def end(self, request: Request) -> None:
         """The request has failed while it waited."""
-        self._groups[request.shape_class].end(request)
+        lane = self._groups[request.shape_class].lanes[request.envelope.tenant]
+        lane.end(request)
+        self._left(lane, request.rows, request.size_bytes)
 
-    def ripest(self, now_us: int, *, at_once: bool, full_only: bool = False) -> Group | None:
-        """Of the groups that may close, the one whose first request has waited longest.
+    def take_first(self, lane: Lane) -> Request:
+        """Take out what the lane's `first` has given."""
+        request = lane.take_first()
+        self._left(lane, request.rows, request.size_bytes)
+        return request
+
+    def ripest(self, now_us: int, ask: Ask) -> Group | None:
+        """The group that goes next, of those that may close.
 
         Args:
             now_us: groups whose delay is over may close, and full ones.
-            at_once: all may.
-            full_only: others may not.
+            ask: of an instance that is busy, for which only full ones may close yet; or of one
+                that asks for the last time, for which all may.
         """
-        oldest = self._oldest()
-        if oldest is None:
-            return None
-        if full_only and not at_once:
-            return oldest.group if oldest.group.is_full else None
-        if at_once or oldest.ingested_us + self._delay_us <= now_us:
-            return oldest.group
-        while self._full:
-            group = self._full[0].group
-            if group.first() is not None and group.is_full:
-                return group
-            heapq.heappop(self._full)
-            group.is_listed_full = False
-        return None
+        group = self._next_group()
+        if group is None or ask.at_once:
+            return group
+        busy = ask.close_at_us > now_us
+        if not (busy or self._delay_us) or group.is_full:
+            return group
+        if not busy:
+            oldest = self._by_age.first()
+            assert oldest is not None
+            if oldest.came_us() + self._delay_us <= now_us:
+                return oldest.group
+        return self._full_group()
 
     def due_us(self) -> int | None:
-        """When the oldest group's delay is over; None where nothing waits."""
-        oldest = self._oldest()
-        return None if oldest is None else oldest.ingested_us + self._delay_us
+        """When the oldest group's delay is over; None where nothing waits for that."""
+        if not self._delay_us:
+            return None
+        oldest = self._by_age.first()
+        return None if oldest is None else oldest.came_us() + self._delay_us
 
-    def _oldest(self) -> _Entry | None:
-        by_age = self._by_age
-        while by_age:
-            entry = by_age[0]
-            first = entry.group.first()
-            if first is None:  # forgotten, since shapes come and go
-                heapq.heappop(by_age)
-                del self._groups[entry.shape_class]
-            elif first.ingested_us != entry.ingested_us:
-                heapq.heapreplace(by_age, self._entry(first, entry.group))
-            else:
-                return entry
+    def urgency_us(self) -> int:
+        """The moment by which the most urgent request of the next tenant should be done."""
+        tenant = self._next_tenant()
+        lane = None if tenant is None else tenant.by_urgency.first()
+        assert lane is not None
+        return lane.urgency_us()
+
+    def rows_ahead(self, tenant: str, priority: int) -> int:
+        """Rows that go before a request that comes now, about.
+
+        Those of its own tenant with its priority or a higher one, and as many of each other
+        tenant that waits: that is how the rows are shared out.
+        """
+        mine = self._tenants.get(tenant)
+        if mine is None:
+            return 0
+        own = sum(lane.rows_before(priority) for lane in mine.lanes.values())
+        return min(self.rows - mine.rows + own, own * len(self._tenants))
+
+    def waiting(self) -> list[Request]:
+        """All requests that wait."""
+        lanes = [lane for group in self._groups.values() for lane in group.lanes.values()]
+        return [request for lane in lanes for request in lane.waiting()]
+
+    def _next_tenant(self) -> Tenant | None:
+        if len(self._tenants) > 1:
+            return self._by_share.first()
+        return next(iter(self._tenants.values()), None)
+
+    def _next_group(self) -> Group | None:
+        if len(self._groups) == 1:
+            return next(iter(self._groups.values()))
+        tenant = self._next_tenant()
+        if tenant is None:
+            return None
+        lane = tenant.by_urgency.first()
+        assert lane is not None
+        return lane.group
+
+    def _list_full(self, group: Group) -> None:
+        if len(self._full) > 2 * len(self._groups) + _TOLERATED:
+            kept = [one for one in self._full if one.lanes]
+            self._full = deque(kept)
+        group.is_listed_full = True
+        self._full.append(group)
+
+    def _full_group(self) -> Group | None:
+        full = self._full
+        while full:
+            group = full[0]
+            if group.is_full and group.lanes:
+                return group
+            group.is_listed_full = False
+            full.popleft()
         return None
 
-    def _entry(self, first: Request, group: Group) -> _Entry:
-        return _Entry(first.ingested_us, next(self._order), first.shape_class, group)
+    def _open_lane(self, group: Group, request: Request) -> None:
+        name = request.envelope.tenant
+        tenant = self._tenants.get(name)
+        is_new = tenant is None
+        if tenant is None:
+            tenant = self._tenants[name] = Tenant(name)
+        lane = Lane(group, tenant)
+        lane.add(request)
+        tenant.rows += request.rows
+        self._lanes += 1
+        group.lanes[name] = tenant.lanes[group.shape_class] = lane
+        group.by_share.add(lane, len(group.lanes))
+        tenant.by_urgency.add(lane, len(tenant.lanes))
+        if is_new:
+            self._by_share.add(tenant, len(self._tenants))
+        if self._delay_us:
+            self._by_age.add(lane, self._lanes)
+
+    def _left(self, lane: Lane, rows: int, size_bytes: int) -> None:
+        group, tenant = lane.group, lane.tenant
+        group.rows -= rows
+        group.size_bytes -= size_bytes
+        tenant.rows -= rows
+        self.rows -= rows
+        if lane.count:
+            return
+        self._lanes -= 1
+        del group.lanes[tenant.name]
+        del tenant.lanes[group.shape_class]
+        if not group.lanes:
+            del self._groups[group.shape_class]
+        if not tenant.lanes:
+            del self._tenants[tenant.name]
+            if len(self._tenants) <= 1:
+                self.shares.forget()

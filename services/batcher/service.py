@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 from headrace.flow.channel import Ask, Inlet, Outlet, PullChannel
-from headrace.messages import Batch, Request
+from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.forming import Forming, ModelKey
 from headrace.services.batcher.groups import BatchLimits
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import WaitingSnapshot
+from headrace.topics import Stage
 
 
 class BatcherService:
@@ -45,6 +46,10 @@ class BatcherService:
         slack_s = None if deadline_us is None else max(0, deadline_us - self._clock()) / 1e6
         return WaitingSnapshot(len(self._forming), slack_s)
 
+    def refusal(self, envelope: Envelope, now_us: int) -> Failure | None:
+        """Whether a request with these headers would be late; asked by an ingest beside it."""
+        return self._forming.refusal(envelope, now_us, Stage.INGEST)
+
     async def run(self) -> None:
         """Until the inlet ends and everything that waited has been pulled or has expired."""
         async with asyncio.TaskGroup() as tasks:
@@ -57,11 +62,22 @@ class BatcherService:
         self._answers.close()
 
     async def _collect(self) -> None:
+        forming = self._forming
         while (chunk := await self._inlet.receive()) is not None:
+            now_us = self._clock()
             for request in chunk:
-                self._forming.add(request)
+                forming.add(request, now_us)
+            if forming.cancellations:
+                self._cancel()
             self.pulls.kick()
-            self._rouse(self._clock())
+            self._rouse(now_us)
+
+    def _cancel(self) -> None:
+        """End what is cancelled. The records that say so are no requests: nobody answers them."""
+        cancelling, ended = self._forming.cancel()
+        for record in cancelling:
+            record.receipt.settle()
+        self._metrics.cancelled(len(cancelling), ended)
 
     def _supply(self, key: ModelKey | None, ask: Ask) -> Batch | None:
         now_us = self._clock()

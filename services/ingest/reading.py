@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.codec import callers_id, check_value, decode_request
 from headrace.config import LimitSettings
@@ -11,7 +11,7 @@ from headrace.errors import Code, Rejected
 from headrace.flow.endings import deadline_passed, rejection
 from headrace.flow.inflight import Assignment
 from headrace.log.port import Record
-from headrace.messages import Envelope, Request
+from headrace.messages import Envelope, Failure, Request
 from headrace.models.version import ModelVersion
 from headrace.topics import Stage
 
@@ -22,6 +22,18 @@ REQUEST_OVERHEAD_BYTES = 1024
 """Charged for every request beside its value: the objects that it is made of."""
 
 
+class _NothingOwed:
+    """The receipt of a record that nobody answers."""
+
+    void = False
+
+    def settle(self) -> None:
+        """There is nothing to settle."""
+
+
+_NOTHING_OWED = _NothingOwed()
+
+
 class ModelLookup(Protocol):
     """The part of `headrace.models.registry.Models` that is needed here."""
 
@@ -30,20 +42,41 @@ class ModelLookup(Protocol):
         ...
 
 
-def read_request(
-    record: Record,
-    assignment: Assignment,
-    models: ModelLookup,
-    limits: LimitSettings,
-    now_us: int,
-) -> Request:
+class Admission(Protocol):
+    """The part of a batcher beside it that ingest asks."""
+
+    def __call__(self, envelope: Envelope, now_us: int) -> Failure | None:
+        """Why a request with these headers is refused; None if it is not, as far as they say."""
+        ...
+
+
+class Rules(NamedTuple):
+    """What a record is held against.
+
+    Attributes:
+        admission: None where the batcher is another process.
+    """
+
+    models: ModelLookup
+    limits: LimitSettings
+    admission: Admission | None = None
+
+
+def read_request(record: Record, assignment: Assignment, rules: Rules, now_us: int) -> Request:
     """Admit a record and make a request of it.
 
     What cannot run comes back with its failure set: a request is never refused by an exception,
-    because it has to be answered. A request that is late already, by its headers, is charged
-    nothing for its value.
+    because it has to be answered. A request that is late already, or would be, by its headers,
+    is charged nothing for its value. A record that cancels a request is not admitted: it goes on
+    to where that request may wait, as one without a model and with nothing owed for it.
     """
+    limits = rules.limits
     envelope = parse_envelope(record.headers, record.timestamp, limits.default_timeout_ms)
+    if envelope.cancels is not None and envelope.fault is None:
+        fault = _misdirected(record, envelope.cancels)
+        if not fault:
+            return _cancelling(record, assignment, envelope)
+        envelope = envelope._replace(fault=fault)
     value = record.value
     receipt = assignment.admit(record.offset, REQUEST_OVERHEAD_BYTES)
     origin = (record.partition, record.offset, receipt.previous, record.timestamp)
@@ -51,6 +84,8 @@ def read_request(
     request.ingested_us = now_us
     if envelope.deadline_ms:
         request.failure = deadline_passed(request, now_us, Stage.INGEST)
+        if request.failure is None and envelope.model and rules.admission is not None:
+            request.failure = rules.admission(envelope, now_us)
         if request.failure is not None:
             request.value = None
             request.version = ""
@@ -60,9 +95,9 @@ def read_request(
         if envelope.fault is not None:
             raise Rejected(Code.INVALID_REQUEST, envelope.fault)
         if envelope.content_type not in DECODED_TYPES:
-            _bind_raw(request, value, envelope, models, limits)
+            _bind_raw(request, value, envelope, rules)
         else:
-            _bind(request, value, envelope, models, limits)
+            _bind(request, value, envelope, rules)
     except Rejected as error:
         request.fail(rejection(error, Stage.INGEST))
         request.version = ""  # a caller's word for a version that may not be there
@@ -71,6 +106,23 @@ def read_request(
         # Tensors that are no views of the value are kept beside it.
         receipt.resize(receipt.size_bytes + request.size_bytes)
     return request
+
+
+def _misdirected(record: Record, target: tuple[str, int, int]) -> str:
+    """What is wrong with a cancelling record: it has to lie beside the request that it names."""
+    topic, partition, offset = target
+    if (topic, partition) == (record.topic, record.partition) and offset < record.offset:
+        return ""
+    return (
+        f"header x-cancel: expected a request before this record in "
+        f"{record.topic}/{record.partition}, got {topic}/{partition}/{offset}"
+    )
+
+
+def _cancelling(record: Record, assignment: Assignment, envelope: Envelope) -> Request:
+    assignment.pass_over(record.offset)
+    origin = (record.partition, record.offset, record.offset - 1, record.timestamp)
+    return Request(_NOTHING_OWED, origin, None, None, record.headers, envelope)
 
 
 def _kept_bytes(record: Record) -> int:
@@ -91,12 +143,11 @@ def _bind(
     request: Request,
     value: bytes | None,
     envelope: Envelope,
-    models: ModelLookup,
-    limits: LimitSettings,
+    rules: Rules,
 ) -> None:
-    message = decode_request(value, envelope, limits)
+    message = decode_request(value, envelope, rules.limits)
     request.id = message.id
-    version = models.lookup(message.model_name, message.model_version)
+    version = rules.models.lookup(message.model_name, message.model_version)
     bound = version.bind(message.inputs, message.outputs)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
@@ -106,11 +157,10 @@ def _bind_raw(
     request: Request,
     value: bytes | None,
     envelope: Envelope,
-    models: ModelLookup,
-    limits: LimitSettings,
+    rules: Rules,
 ) -> None:
-    payload = bytes(check_value(value, limits))
-    version = models.lookup(envelope.model, envelope.version or None)
+    payload = bytes(check_value(value, rules.limits))
+    version = rules.models.lookup(envelope.model, envelope.version or None)
     bound = version.bind(version.transform(payload, envelope.content_type), None)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound

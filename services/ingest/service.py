@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections.abc import Iterator
 
-from headrace.config import LimitSettings
 from headrace.flow.channel import Outlet
 from headrace.flow.inflight import Assignment
 from headrace.flow.source import Source
 from headrace.log.port import Record
 from headrace.messages import Request
-from headrace.services.ingest.reading import ModelLookup, read_request
+from headrace.services.ingest.reading import Rules, read_request
 from headrace.telemetry.instruments import Instruments
 
 HOLD_LOOP_S = 0.01
@@ -32,15 +31,13 @@ class IngestService:
         source: Source,
         items: Outlet[list[Request]],
         answers: Outlet[list[Request]],
-        models: ModelLookup,
-        limits: LimitSettings,
+        rules: Rules,
         instruments: Instruments,
     ) -> None:
         self._source = source
         self._items = items
         self._answers = answers
-        self._models = models
-        self._limits = limits
+        self._rules = rules
         self._tracing = instruments.tracing
         self._clock = instruments.clock
 
@@ -75,7 +72,7 @@ class IngestService:
             if record.offset in assignment.progress:
                 assignment.skip(record.offset)
                 continue
-            request = read_request(record, assignment, self._models, self._limits, now_us)
+            request = read_request(record, assignment, self._rules, now_us)
             (able if request.failure is None else ended).append(request)
             if time.perf_counter() >= until_s:
                 break

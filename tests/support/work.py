@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from headrace.messages import Envelope, Request
+from headrace.models.latency import Latency
 from headrace.tensors import from_array
 
 NOW_US = 1_700_000_000_000_000
@@ -34,6 +35,7 @@ class Limits(NamedTuple):
     max_batch_size: int = 4
     max_batch_bytes: int = 1000
     max_queue_delay_ms: float = 0.0
+    latency: Latency | None = None
 
 
 def make_request(

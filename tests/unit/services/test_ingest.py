@@ -15,6 +15,7 @@ from headrace.messages import Request
 from headrace.models.registry import Models
 from headrace.services.ingest import service
 from headrace.services.ingest.reading import REQUEST_OVERHEAD_BYTES
+from headrace.services.ingest.reading import Rules
 from headrace.services.ingest.service import IngestService
 from tests.support.services import (
     RecordSource,
@@ -43,8 +44,7 @@ async def ingest(models: Models, *deliveries: Delivery) -> tuple[list[Request], 
         source,  # type: ignore[arg-type]  # what is used of it
         items,
         answers,
-        models,
-        LimitSettings(),
+        Rules(models, LimitSettings()),
         instruments,
     ).run()
     assert items.closed

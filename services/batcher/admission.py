@@ -1,0 +1,85 @@
+"""Which requests would be answered too late, told before they wait for that.
+
+The end of a request is predicted: what goes before it, over the pace at which the model's queue
+has been getting shorter, and its own run. The pace is learned from the batches that were closed
+while more waited behind them; so it includes whatever else the process does, and as long as there
+was no backlog there is none and nothing is refused. Prediction of this kind: Clockwork (Gujarati
+et al., 2020), in whose words a request is refused before it is run, never after.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import Code
+from headrace.messages import Failure
+
+HALVE_AFTER_US = 1_000_000
+"""What was learned of the pace counts half after so much time with a backlog."""
+
+EXPLORE_EVERY = 128
+"""Of the batches that close with more rows behind them than they take, every so many-th takes
+twice the size that is best as far as is known: so a larger one can show that it has become better.
+"""
+
+
+class Pace:
+    """How fast one model's queue gets shorter, in rows, while more waits than one batch takes."""
+
+    __slots__ = ("_busy_us", "_closes", "_rows", "_since_us", "_taken")
+
+    def __init__(self) -> None:
+        self._rows = 0.0
+        self._busy_us = 0.0
+        self._since_us = 0
+        self._taken = 0
+        self._closes = 0
+
+    def closed(self, rows: int, left: int, now_us: int) -> None:
+        """A batch of so many rows has closed, and so many are left.
+
+        What a batch took is known when the next one closes, if there was always something there
+        to be closed.
+        """
+        if self._since_us:
+            self._busy_us += max(0, now_us - self._since_us)
+            self._rows += self._taken
+            if self._busy_us > HALVE_AFTER_US:
+                self._busy_us /= 2
+                self._rows /= 2
+        self._since_us = now_us if left else 0
+        self._taken = rows
+        self._closes += 1
+
+    def idle(self) -> None:
+        """Nothing waits: the time until the next batch says nothing of the pace."""
+        self._since_us = 0
+
+    @property
+    def explores(self) -> bool:
+        """The next batch may try another size."""
+        return self._closes % EXPLORE_EVERY == EXPLORE_EVERY - 1
+
+    def wait_us(self, rows: int, now_us: int) -> int:
+        """Until so many rows that wait now have gone; 0 where no pace is known."""
+        if not (self._rows and self._busy_us):
+            return 0
+        row_us = self._busy_us / self._rows
+        under_way_us = self._since_us + self._taken * row_us - now_us if self._since_us else 0
+        return int(max(0, under_way_us) + rows * row_us)
+
+
+def too_late(deadline_ms: int, end_us: int, now_us: int, stage: str) -> Failure | None:
+    """The refusal of a request that would be answered after its deadline; None if it would not.
+
+    The caller may try again when so much of the backlog has gone that the same time to the
+    deadline would be enough.
+    """
+    late_us = end_us - deadline_ms * 1000
+    if late_us <= 0:
+        return None
+    return Failure(
+        Code.OVERLOADED,
+        f"deadline: expected an answer within {deadline_ms - now_us / 1000:.0f} ms, got a backlog "
+        f"by which it would take {(end_us - now_us) / 1000:.0f} ms",
+        stage,
+        max(1, -(-late_us // 1000)),
+    )
