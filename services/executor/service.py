@@ -180,7 +180,7 @@ class ExecutorService:
         if not wanted:
             return ended, []
         if len(wanted) != len(taken.requests):
-            taken = taken._replace(requests=wanted, arrays=None, fresh=False)
+            taken = taken._replace(requests=wanted, arrays=None)
         run = Run(batch, wanted, taken.began_us or self._clock(), taken.gathered_us)
         run.failure = failure = await self._compute(version, instance, intake, run, taken)
         run.ended_us = self._clock()
@@ -216,7 +216,6 @@ class ExecutorService:
                 )
                 intake.look_ahead(self._clock(), predicted_us)
             outputs = await self._attempt(instance, arrays, run)
-            intake.run_ended()
             scatter(run.requests, version.signature, outputs)
         except Fatal:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from headrace.models.version import State
 from headrace.services.executor import instance as instances
 from headrace.services.executor.service import MAX_MESSAGE_LENGTH, ExecutorService
 from headrace.tensors import to_array
+from tests.support import python_models
 from tests.support.conditions import eventually
 from tests.support.models import settings_for
 from tests.support.python_models import add_python_model
@@ -71,6 +73,10 @@ class Bench:
             batch = Batch(f"b-{requests[0].offset}", requests, "idle")
             self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
         self.pulls.kick()
+
+    def waits(self) -> int:
+        """How many batches nobody has pulled."""
+        return sum(len(queue) for queue in self._ready.values())
 
     async def answered(self, count: int) -> list[Request]:
         """The requests that have ended, in the order in which they did."""
@@ -306,3 +312,60 @@ async def test_instances_run_beside_each_other(tmp_path: Path) -> None:
         ended = await bench.answered(2)
 
     assert sorted(str(outcome(one)) for one in ended) == ["2.0", "4.0"]
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> threading.Barrier:
+    """Where a run waits for the test; each takes part in turn."""
+    barrier = threading.Barrier(2)
+    monkeypatch.setattr(python_models, "MEETING", barrier)
+    return barrier
+
+
+MEET = "from tests.support import python_models; python_models.MEETING.wait(10)"
+
+
+def expect_long_runs(bench: Bench) -> None:
+    """As the executor has learned it of runs before."""
+    bench.models.lookup("model").latency.observe((1,), 1, 50_000)
+
+
+async def test_next_batch_is_pulled_while_one_computes(
+    tmp_path: Path, meeting: threading.Barrier
+) -> None:
+    """Its rows are ready when the instance is."""
+    add_python_model(tmp_path, MEET)
+    async with running(tmp_path) as bench:
+        expect_long_runs(bench)
+        first, second = requests_of(1), requests_of(2)
+        bench.give(first)
+        await eventually(lambda: meeting.n_waiting == 1)
+        bench.give(second)
+        taken = bench.waits() == 0
+        for _ in range(2):
+            await asyncio.to_thread(meeting.wait, 10)
+        await bench.answered(2)
+
+    assert taken
+    assert [outcome(one) for one in first + second] == [2.0, 4.0]
+
+
+async def test_batch_that_was_pulled_ahead_does_not_run_too_late(
+    tmp_path: Path, meeting: threading.Barrier
+) -> None:
+    """A deadline that passes between gathering and running counts; its mate runs."""
+    add_python_model(tmp_path, MEET)
+    async with running(tmp_path) as bench:
+        expect_long_runs(bench)
+        bench.give(requests_of(1))
+        await eventually(lambda: meeting.n_waiting == 1)
+        late = requests_of(2, deadline_ms=NOW_US // 1000 + 10)
+        mate = requests_of(3)
+        bench.give(late + mate)
+        await asyncio.sleep(0)
+        bench.clock.now_us += 20_000
+        for _ in range(2):
+            await asyncio.to_thread(meeting.wait, 10)
+        await bench.answered(3)
+
+    assert [outcome(one) for one in late + mate] == [Code.DEADLINE_EXCEEDED, 6.0]

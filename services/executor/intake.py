@@ -1,0 +1,121 @@
+"""What an instance runs next: fresh batches, pulled ahead while it computes, and suspects.
+
+While a run of some length is under way, the next batch is pulled just in time and gathered into
+the block that is not in use, so that it can begin when the run ends. Parts of failed batches and
+fresh batches take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from headrace.flow.channel import Puller
+from headrace.messages import Batch, Request
+from headrace.models.backend import Arrays
+
+AHEAD_FROM_US = 2000
+"""The timers of the event loop have steps of a millisecond: shorter runs are not looked beyond."""
+LEAD_US = 1000
+"""By so much more than gathering takes the next batch closes before the run's predicted end."""
+
+
+class Taken(NamedTuple):
+    """A batch to run.
+
+    Attributes:
+        ended: those of its requests that were no longer wanted when it was gathered.
+        requests: the others.
+        arrays: their rows; None while they are not gathered.
+        began_us, gathered_us: when gathering began and ended, in epoch microseconds.
+        fresh: it has not run before.
+    """
+
+    batch: Batch
+    ended: list[Request]
+    requests: list[Request]
+    arrays: Arrays | None = None
+    began_us: int = 0
+    gathered_us: int = 0
+    fresh: bool = True
+
+
+class Intake:
+    """One instance's batches.
+
+    Args:
+        puller: of fresh ones.
+        gather: makes one ready, ahead of its turn.
+        tasks: the instance's own; what pulls ahead belongs to them.
+    """
+
+    def __init__(
+        self,
+        puller: Puller[tuple[str, str], Batch],
+        gather: Callable[[Batch], Taken],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self._puller = puller
+        self._gather = gather
+        self._tasks = tasks
+        self._suspects: deque[Batch] = deque()
+        self._fresh_turn = False
+        self._pulling: asyncio.Task[Taken | None] | None = None
+        self._gathering_us = 0
+
+    def put_aside(self, suspects: Iterable[Batch]) -> None:
+        """Parts of a batch that failed: they are run when it is their turn."""
+        self._suspects.extend(suspects)
+
+    async def next(self) -> Taken | None:
+        """The next batch; None when there will be no more."""
+        if not self._suspects:
+            return await self._fresh()
+        taken = self._fresh_now() if self._fresh_turn else None
+        self._fresh_turn = not self._fresh_turn
+        return taken or _of(self._suspects.popleft(), fresh=False)
+
+    def look_ahead(self, now_us: int, run_us: int | None) -> None:
+        """A run begins that is predicted to take so long: have the next batch ready at its end."""
+        if run_us is None or run_us < AHEAD_FROM_US or self._suspects or self._pulling is not None:
+            return
+        close_at_us = now_us + run_us - LEAD_US - 2 * self._gathering_us
+        self._pulling = self._tasks.create_task(
+            self._pull_ahead(max(now_us, close_at_us)), name="executor-pull-ahead"
+        )
+
+    async def _pull_ahead(self, close_at_us: int) -> Taken | None:
+        batch = await self._puller.pull(close_at_us)
+        if batch is None:
+            return None
+        taken = self._gather(batch)
+        # Forgets slowly, since what comes late costs more than what comes early.
+        self._gathering_us = max(
+            taken.gathered_us - taken.began_us, self._gathering_us - self._gathering_us // 8
+        )
+        return taken
+
+    async def _fresh(self) -> Taken | None:
+        pulling, self._pulling = self._pulling, None
+        if pulling is not None:
+            if not pulling.done():  # the run has ended earlier than was predicted
+                self._puller.hurry()
+            return await pulling
+        batch = await self._puller.pull()
+        return None if batch is None else _of(batch)
+
+    def _fresh_now(self) -> Taken | None:
+        """A fresh batch, if there is one now."""
+        if self._pulling is None:
+            batch = self._puller.take()
+            return None if batch is None else _of(batch)
+        if not self._pulling.done():
+            return None
+        pulling, self._pulling = self._pulling, None
+        return pulling.result()
+
+
+def _of(batch: Batch, *, fresh: bool = True) -> Taken:
+    return Taken(batch, [], batch.requests, fresh=fresh)

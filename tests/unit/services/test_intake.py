@@ -1,0 +1,139 @@
+"""What an instance runs next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import pytest
+
+from headrace.flow.channel import Ask, PullChannel
+from headrace.messages import Batch
+from headrace.services.executor.intake import AHEAD_FROM_US, LEAD_US, Intake, Taken
+from tests.support.conditions import eventually
+from tests.support.work import make_request
+
+LONG_US = 50_000
+NOW_US = 1_000_000
+
+
+class Bench:
+    """A supply of batches, and an intake that pulls them."""
+
+    def __init__(self, tasks: asyncio.TaskGroup) -> None:
+        self.waiting: deque[Batch] = deque()
+        self.asks: list[Ask] = []
+        self.gathered: list[str] = []
+        self.gathering_us = 0
+        self.pulls: PullChannel[tuple[str, str], Batch] = PullChannel(self._supply)
+        self.puller = self.pulls.puller(("model", "1"))
+        self.intake = Intake(self.puller, self._gather, tasks)
+
+    def _supply(self, _: object, ask: Ask) -> Batch | None:
+        self.asks.append(ask)
+        # As the batcher does: for one who is busy a batch that can grow is held back.
+        return self.waiting.popleft() if self.waiting and not ask.close_at_us else None
+
+    def _gather(self, batch: Batch) -> Taken:
+        self.gathered.append(batch.batch_id)
+        return Taken(batch, [], batch.requests, {}, NOW_US, NOW_US + self.gathering_us)
+
+    async def next_id(self) -> str:
+        """The batch that comes next."""
+        async with asyncio.timeout(5):
+            taken = await self.intake.next()
+        return taken.batch.batch_id if taken else "none"
+
+
+def batch(name: str) -> Batch:
+    """One request."""
+    return Batch(name, [make_request()], "idle")
+
+
+async def test_without_a_run_to_look_beyond_a_batch_is_pulled_when_it_is_wanted() -> None:
+    """It is not gathered before."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks)
+        bench.waiting.append(batch("a"))
+        assert await bench.next_id() == "a"
+    assert bench.gathered == []
+
+
+async def test_batch_is_gathered_while_another_one_computes() -> None:
+    """As soon as the batcher lets it go."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks)
+        bench.intake.look_ahead(NOW_US, LONG_US)
+        await eventually(lambda: bench.asks)
+        bench.waiting.append(batch("a"))
+        bench.puller.hurry()
+        await eventually(lambda: bench.gathered == ["a"])
+        assert await bench.next_id() == "a"
+    assert bench.asks[0] == Ask(close_at_us=NOW_US + LONG_US - LEAD_US)
+
+
+async def test_next_batch_closes_earlier_where_gathering_takes_long() -> None:
+    """By twice what it took lately."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks)
+        bench.gathering_us = 3000
+        for name in ("a", "b"):
+            bench.intake.look_ahead(NOW_US, LONG_US)
+            await asyncio.sleep(0)
+            bench.waiting.append(batch(name))
+            assert await bench.next_id() == name
+    asked = [ask.close_at_us for ask in bench.asks if ask.close_at_us]
+    assert asked[-1] == NOW_US + LONG_US - LEAD_US - 2 * 3000
+
+
+async def test_run_that_ends_early_takes_what_there_is() -> None:
+    """The pull that waited for its end does not wait any longer."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks)
+        bench.intake.look_ahead(NOW_US, LONG_US)
+        await eventually(lambda: bench.asks)
+        bench.waiting.append(batch("a"))
+        assert await bench.next_id() == "a"
+
+
+@pytest.mark.parametrize("run_us", [None, AHEAD_FROM_US - 1])
+async def test_unknown_and_short_runs_are_not_looked_beyond(run_us: int | None) -> None:
+    """The timers of the loop are too coarse for them."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks)
+        bench.intake.look_ahead(NOW_US, run_us)
+        await asyncio.sleep(0)
+    assert bench.asks == []
+
+
+async def test_suspects_and_fresh_batches_take_turns() -> None:
+    """A batch that failed does not hold up those that came after it."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks)
+        bench.waiting.extend(batch(name) for name in ("a", "b"))
+        bench.intake.put_aside([batch("x"), batch("y"), batch("z")])
+        assert [await bench.next_id() for _ in range(5)] == ["x", "a", "y", "b", "z"]
+
+
+async def test_batch_that_was_pulled_ahead_comes_in_its_turn() -> None:
+    """Between the halves of the one that failed meanwhile."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks)
+        bench.intake.look_ahead(NOW_US, LONG_US)
+        await eventually(lambda: bench.asks)
+        bench.waiting.append(batch("a"))
+        bench.puller.hurry()
+        await eventually(lambda: bench.gathered)
+        bench.intake.put_aside([batch("x"), batch("y")])
+        assert [await bench.next_id() for _ in range(3)] == ["x", "a", "y"]
+
+
+async def test_suspects_are_run_before_the_end() -> None:
+    """Also when the pull ahead has learned already that nothing more comes."""
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks)
+        bench.intake.look_ahead(NOW_US, LONG_US)
+        await eventually(lambda: bench.asks)
+        bench.intake.put_aside([batch("x"), batch("y")])
+        bench.pulls.close()
+        assert [await bench.next_id() for _ in range(3)] == ["x", "y", "none"]
