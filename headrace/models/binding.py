@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from headrace.errors import Code, Rejected
 from headrace.messages import InputTensor, RequestedOutput, Tensor
-from headrace.models.ranges import Range, range_checks
+from headrace.models.ranges import FiniteCheck, Range, RangeCheck, finite_checks, range_checks
 from headrace.models.signature import Signature, TensorSpec
 from headrace.tensors import DATATYPES, check_shape, check_tensor, split_elements
 
@@ -54,17 +54,27 @@ class Binder:
     Args:
         signature: of the model.
         ranges: lowest and highest value allowed, by the name of the input.
+        finite: refuse NaN and infinities.
 
     Raises:
         ConfigurationError: a range names no input, or one without numbers.
     """
 
-    def __init__(self, signature: Signature, ranges: Mapping[str, Range] | None = None) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        ranges: Mapping[str, Range] | None = None,
+        *,
+        finite: bool = False,
+    ) -> None:
         self._signature = signature
         self._expected = tuple((spec.name, spec.datatype) for spec in signature.inputs)
         self._outputs = {spec.name for spec in signature.outputs}
         self._signature_order = range(len(signature.inputs))
-        self._ranges = range_checks(signature, ranges or {})
+        self._checks: tuple[RangeCheck | FiniteCheck, ...] = (
+            *range_checks(signature, ranges or {}),
+            *(finite_checks(signature) if finite else ()),
+        )
         self._layouts: dict[Shapes, _Layout] = {}
 
     def bind(
@@ -105,7 +115,7 @@ class Binder:
             if nbytes != size:
                 self._check_content(tensors[position], order[position])
             size_bytes += nbytes
-        for check in self._ranges:
+        for check in self._checks:
             tensor = tensors[check.position]
             check.check(tensor, _place(order[check.position], "data", tensor.name))
         names = None if wanted is None else self._check_wanted(wanted)

@@ -79,6 +79,10 @@ class ModelConfig(_Group):
     provider_options: dict[Provider, dict[str, str | int | float | bool]] = {}
     range: dict[str, tuple[int | float, int | float]] = {}
     """Lowest and highest value allowed, by the name of the input."""
+    finite_inputs: bool = False
+    """Refuse requests with NaN or an infinity in them."""
+    finite_outputs: bool = False
+    """Fail requests whose rows of the outputs have NaN or an infinity in them."""
     max_execution_s: Annotated[float, Field(gt=0)] = 30.0
     """A run that takes longer is taken for hung."""
     checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None

@@ -48,6 +48,38 @@ class RangeCheck(NamedTuple):
         )
 
 
+class FiniteCheck(NamedTuple):
+    """That the values of one input are neither NaN nor infinite."""
+
+    position: int
+    dtype: np.dtype[Any]
+
+    def check(self, tensor: Tensor, where: str) -> None:
+        """Refuse a tensor with a value that is not finite.
+
+        Raises:
+            Rejected: `INVALID_TENSOR`, with the first such value and its index.
+        """
+        finite = np.isfinite(np.frombuffer(tensor.data, self.dtype))
+        if finite.all():
+            return
+        first = int((~finite).argmax())
+        index = [int(part) for part in np.unravel_index(first, tensor.shape)]
+        value = np.frombuffer(tensor.data, self.dtype)[first]
+        raise Rejected.mismatch(
+            Code.INVALID_TENSOR, where, expected="finite values", got=f"{value} at index {index}"
+        )
+
+
+def finite_checks(signature: Signature) -> tuple[FiniteCheck, ...]:
+    """One for each input of floating-point numbers."""
+    return tuple(
+        FiniteCheck(position, DATATYPES[spec.datatype].dtype)
+        for position, spec in enumerate(signature.inputs)
+        if spec.datatype.startswith(("FP", "BF"))
+    )
+
+
 def range_checks(
     signature: Signature, ranges: Mapping[str, Sequence[float]]
 ) -> tuple[RangeCheck, ...]:

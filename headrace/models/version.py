@@ -55,7 +55,7 @@ class ModelVersion:
         self.stamp = found.stamp
         self.config: ModelConfig = model.config
         self.signature = open_version(found, model.config)
-        self.bind = Binder(self.signature, model.config.range).bind
+        self.bind = self._binder().bind
         self.transform = make_transform(model.directory, model.config, self.signature)
         self.max_batch_size = model.config.max_batch_size
         self.max_batch_bytes = model.config.max_batch_bytes
@@ -70,6 +70,10 @@ class ModelVersion:
             self.batching_off = "max_batch_size is 1"
         elif not self.signature.batched:
             self.judge(Verdict(Batching.NOT_BATCHABLE, self.signature.unbatched_reason))
+
+    def _binder(self) -> Binder:
+        config = self.config
+        return Binder(self.signature, config.range, finite=config.finite_inputs)
 
     def __repr__(self) -> str:
         return f"<ModelVersion {self.name}/{self.version} {self.state}>"
@@ -100,7 +104,7 @@ class ModelVersion:
         declared = self.config.max_batch_size
         if verdict.has_no_batch and self.signature.batched:
             self.signature = unbatched(self.signature, verdict.reason)
-            self.bind = Binder(self.signature, self.config.range).bind
+            self.bind = self._binder().bind
         if declared == 1:
             self.max_batch_size, self.batching_off = 1, "max_batch_size is 1"
         elif verdict.batching is Batching.BATCHABLE:

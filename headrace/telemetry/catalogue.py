@@ -114,6 +114,13 @@ RUNS = (
     Spec("headrace_compute_duration_seconds", "histogram", _MODEL, "One run of a model."),
     Spec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
     Spec(
+        "headrace_batch_trials",
+        "counter",
+        ("model", "outcome"),
+        "Batches of requests run alone and together, while it is open whether the model may: "
+        "agreed, differed or inconclusive.",
+    ),
+    Spec(
         "headrace_deadline_slack_seconds",
         "gauge",
         (),
@@ -191,6 +198,24 @@ READING = (
     Spec("headrace_assigned_partitions", "gauge", _TOPIC, "Partitions that are ours now."),
     Spec("headrace_rebalances", "counter", (), "Assignments received."),
     Spec("headrace_skipped", "counter", (), "Records that retention took before they were read."),
+    Spec(
+        "headrace_suspects",
+        "gauge",
+        (),
+        "Offsets that may have ended a process and are not answered yet; 0 but after such an end.",
+    ),
+    Spec(
+        "headrace_suspect_attempts",
+        "counter",
+        (),
+        "Requests that were found to have run alone and marked when their process ended.",
+    ),
+    Spec(
+        "headrace_condemned",
+        "counter",
+        (),
+        "Requests that are not run again, since their process ended each time.",
+    ),
     Spec(
         "headrace_log_last_contact_seconds",
         "gauge",

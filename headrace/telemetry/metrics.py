@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from headrace.errors import Code, Retriable
 from headrace.log.errors import Fenced
@@ -50,6 +50,7 @@ class Metrics:
 
     Attributes:
         duplicates, void, bisections, unkept, unanswered, skipped: counters without labels.
+        attempts, condemned: likewise; suspects: a gauge.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures,
             trace_failures_unkept: likewise.
         loop_lag: see `headrace.telemetry.loop_lag`.
@@ -78,6 +79,7 @@ class Metrics:
         self._dead_letters = self._counter("dead_letters")
         self._retries = self._counter("retries")
         self._cancellations = self._counter("cancellations")
+        self._trials = self._counter("batch_trials")
         self._commit_failures = self._counter("commit_failures")
         self._rebalances = self._counter("rebalances")
         self.duplicates = self._counter("duplicates")
@@ -86,6 +88,9 @@ class Metrics:
         self.unkept = self._counter("unkept_dead_letters")
         self.unanswered = self._counter("unanswered")
         self.skipped = self._counter("skipped")
+        self.suspects = self._gauge("suspects")
+        self.attempts = self._counter("suspect_attempts")
+        self.condemned = self._counter("condemned")
         self.trace_spans = self._counter("trace_spans")
         self.trace_spans_dropped = self._counter("trace_spans_dropped")
         self.trace_links_dropped = self._counter("trace_links_dropped")
@@ -95,6 +100,10 @@ class Metrics:
     def _counter(self, name: str) -> Counter:
         spec = CATALOGUE[f"headrace_{name}"]
         return Counter(spec.name, spec.meaning, spec.labels, registry=self.registry)
+
+    def _gauge(self, name: str) -> Gauge:
+        spec = CATALOGUE[f"headrace_{name}"]
+        return Gauge(spec.name, spec.meaning, spec.labels, registry=self.registry)
 
     def _bulk_counter(self, name: str) -> BulkCounter:
         counter = BulkCounter(CATALOGUE[f"headrace_{name}"])
@@ -193,6 +202,10 @@ class Metrics:
     def dead_letter(self, code: str) -> None:
         """A dead letter was kept."""
         self._dead_letters.labels(code).inc()
+
+    def tried_together(self, model: str, outcome: str) -> None:
+        """Requests to an undecided model ran alone and together: agreed, differed, inconclusive."""
+        self._trials.labels(model, outcome).inc()
 
     def cancelled(self, records: int, ended: int) -> None:
         """So many cancelling records have ended so many requests that waited."""

@@ -8,6 +8,7 @@ only that request fails.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import structlog
@@ -21,9 +22,11 @@ from headrace.models.backend import Arrays
 from headrace.models.preparing import Preparation
 from headrace.models.registry import Change, Models
 from headrace.models.version import ModelVersion, State
+from headrace.services.executor.finite import refuse_nonfinite
 from headrace.services.executor.gather import scatter
 from headrace.services.executor.instance import Instance, Room
 from headrace.services.executor.intake import Intake, Taken
+from headrace.services.executor.trial import Trial
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.span_attributes import Run
@@ -61,6 +64,7 @@ class ExecutorService:
         self._metrics, self._tracing, self._clock = instruments
         self._loading: set[ModelVersion] = set()
         self._activities: dict[Instance, Activity] = {}
+        self._trials: dict[ModelVersion, Trial] = {}
         self.loaded = asyncio.Event()
 
     def activities(self) -> list[Activity]:
@@ -179,6 +183,10 @@ class ExecutorService:
             ended = taken.ended + ended
         if not wanted:
             return ended, []
+        if version.batching_off and len(wanted) > 1:
+            if version.on_trial:
+                await self._try_together(version, instance, wanted)
+            return ended, _apart(batch, wanted)
         if len(wanted) != len(taken.requests):
             taken = taken._replace(requests=wanted, arrays=None)
         run = Run(batch, wanted, taken.began_us or self._clock(), taken.gathered_us)
@@ -201,6 +209,30 @@ class ExecutorService:
             for place, half in enumerate(halves)
         ]
 
+    async def _try_together(
+        self, version: ModelVersion, instance: Instance, requests: list[Request]
+    ) -> None:
+        """Let requests show whether a model whose verdict is open can run them together."""
+        trial = self._trials.setdefault(version, Trial(version))
+        if not trial.takes():
+            return
+        outcome = await trial.hold(
+            requests,
+            lambda some: instance.gather(some, fresh=False),
+            lambda arrays: self._watched(instance, arrays),
+        )
+        self._metrics.tried_together(version.name, outcome)
+        if trial.verdict is not None and version.on_trial:
+            version.judge(trial.verdict)
+            log.info(
+                Event.MODEL_BATCHING_DECIDED,
+                model=version.name,
+                version=version.version,
+                batching=trial.verdict.told,
+            )
+        if not version.on_trial:
+            self._trials.pop(version, None)
+
     async def _compute(
         self, version: ModelVersion, instance: Instance, intake: Intake, run: Run, taken: Taken
     ) -> Failure | None:
@@ -217,6 +249,8 @@ class ExecutorService:
                 intake.look_ahead(self._clock(), predicted_us)
             outputs = await self._attempt(instance, arrays, run)
             scatter(run.requests, version.signature, outputs)
+            if version.config.finite_outputs:
+                refuse_nonfinite(run.requests, version.signature, outputs)
         except Fatal:
             raise
         except Rejected as error:
@@ -295,6 +329,14 @@ def _room_of(version: ModelVersion) -> Room | None:
     if config.backend == "python" or not config.io_binding:
         return None
     return Room(config.max_batch_size, config.max_batch_bytes)
+
+
+def _apart(batch: Batch, requests: Sequence[Request]) -> list[Batch]:
+    """Each request as a batch of its own."""
+    return [
+        Batch(f"{batch.batch_id}.{place}", [request], "apart")
+        for place, request in enumerate(requests)
+    ]
 
 
 def _tell(version: ModelVersion) -> None:

@@ -275,3 +275,26 @@ def test_range_that_fits_no_input_is_refused(name: str, message: str) -> None:
     signature = make_signature([spec("words", "BYTES", [-1])], [SCORES])
     with pytest.raises(ConfigurationError, match=message):
         Binder(signature, {name: (0, 1)})
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_where_a_model_wants_that(
+    datatype: str, value: float
+) -> None:
+    """The message says which value, and where."""
+    dtype = ml_dtypes.bfloat16 if datatype == "BF16" else f"f{int(datatype[2:]) // 8}"
+    array = np.zeros((2, 3), dtype)
+    array[1, 2] = value
+    signature = make_signature([spec("x", datatype, [-1, 3])], [SCORES])
+    assert refusal(Binder(signature, finite=True), tensor("x", array)) == (
+        Code.INVALID_TENSOR,
+        f"inputs[0].data (x): expected finite values, got {value} at index [1, 2]",
+    )
+
+
+def test_values_that_are_not_finite_are_taken_otherwise() -> None:
+    """NaN may be a legitimate input."""
+    signature = make_signature([spec("x", "FP32", [-1, 3])], [SCORES])
+    given = tensor("x", np.full((1, 3), np.nan, np.float32))
+    assert Binder(signature).bind([given]).rows == 1

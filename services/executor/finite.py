@@ -1,0 +1,55 @@
+"""Requests whose outputs are not finite fail, each for its own rows, where a model wants that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.errors import Code
+from headrace.messages import Failure, Request
+from headrace.models.backend import Arrays
+from headrace.models.signature import Signature
+from headrace.topics import Stage
+
+_ROWS_TOLD = 10
+
+
+def refuse_nonfinite(requests: Sequence[Request], signature: Signature, outputs: Arrays) -> None:
+    """Fail the requests that have NaN or an infinity in their rows; the others are left alone."""
+    for spec in signature.outputs:
+        if not spec.datatype.startswith(("FP", "BF")):
+            continue
+        array = outputs[spec.name]
+        finite = np.isfinite(array)
+        if finite.all():
+            continue
+        if not signature.batched:
+            requests[0].outputs = None
+            requests[0].fail(_failure(f"output {spec.name}: expected finite values, got others"))
+            continue
+        rows = np.asarray(finite.reshape(len(array), -1).all(axis=1))
+        _refuse_rows(requests, spec.name, rows)
+
+
+def _refuse_rows(requests: Sequence[Request], name: str, finite: NDArray[np.bool_]) -> None:
+    begin = 0
+    for request in requests:
+        bad = np.flatnonzero(~finite[begin : begin + request.rows])
+        begin += request.rows
+        if not bad.size or request.failure is not None:
+            continue
+        told = ", ".join(map(str, bad[:_ROWS_TOLD]))
+        more = f" and {bad.size - _ROWS_TOLD} more" if bad.size > _ROWS_TOLD else ""
+        request.outputs = None
+        request.fail(
+            _failure(
+                f"output {name}: expected finite values, got NaN or infinities in "
+                f"{bad.size} of {request.rows} rows: {told}{more}"
+            )
+        )
+
+
+def _failure(message: str) -> Failure:
+    return Failure(Code.MODEL_FAILED, message, Stage.EXECUTOR)

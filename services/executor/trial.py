@@ -1,0 +1,132 @@
+"""Requests decide on batching where made-up inputs could not: some are run together, and compared.
+
+The answers come from runs of their own, before and after; what is learned here is a verdict. The
+measures are those of `headrace.models.probe`: alone and batched within the tolerance, and to the
+bit the same whoever the mates are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+
+import numpy as np
+
+from headrace.errors import Fatal
+from headrace.messages import Request
+from headrace.models.agreement import distance, identical, scale_of
+from headrace.models.backend import Arrays
+from headrace.models.user_code import describe
+from headrace.models.verdict import Batching, Verdict, tolerance_of
+from headrace.models.version import ModelVersion
+
+AGREEMENTS = 16
+"""So many batches that agree make a version batchable."""
+SAMPLED = 16
+"""After as many batches, one of so many is looked at."""
+
+Run = Callable[[Arrays], Awaitable[Arrays]]
+Gather = Callable[[Sequence[Request]], Arrays]
+
+
+class Outcome(StrEnum):
+    """What a batch of requests has shown."""
+
+    AGREED = "agreed"
+    DIFFERED = "differed"
+    INCONCLUSIVE = "inconclusive"
+
+
+class Trial:
+    """Of one version, until there is a verdict.
+
+    Attributes:
+        verdict: None while more has to be seen.
+    """
+
+    def __init__(self, version: ModelVersion) -> None:
+        self._version = version
+        self._names = [spec.name for spec in version.signature.outputs]
+        self._tolerance = tolerance_of(version.config, version.signature)
+        self._offered = 0
+        self._agreed = 0
+        self._rounding = 0.0
+        self.verdict: Verdict | None = None
+
+    def takes(self) -> bool:
+        """Whether the batch at hand is one to look at."""
+        self._offered += 1
+        return self._offered <= AGREEMENTS or self._offered % SAMPLED == 0
+
+    async def hold(self, requests: Sequence[Request], gather: Gather, run: Run) -> Outcome:
+        """Run requests alone and together.
+
+        Raises:
+            Fatal: the instance is of no more use.
+        """
+        try:
+            alone = [await run(gather([request])) for request in requests]
+        except Fatal:
+            raise
+        except Exception:  # noqa: BLE001 - one of them fails alone as well, and is answered so
+            return Outcome.INCONCLUSIVE
+        if self._all_alike(alone):
+            return Outcome.INCONCLUSIVE
+        try:
+            reason = await self._compare(requests, alone, gather(requests), run)
+        except Fatal:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model may raise anything; it is told
+            reason = f"requests that succeed alone fail together: {describe(error)}"
+        return self._note(reason)
+
+    async def _compare(
+        self, requests: Sequence[Request], alone: Sequence[Arrays], batch: Arrays, run: Run
+    ) -> str:
+        """What is wrong, or an empty string."""
+        together = await run(batch)
+        staying = requests[0].rows
+        others = await run(_among_itself(batch, staying))
+        for name in self._names:
+            scale = max(scale_of(outputs[name]) for outputs in alone)
+            begin = 0
+            for request, outputs in zip(requests, alone, strict=True):
+                end = begin + request.rows
+                apart = distance(outputs[name], together[name][begin:end], scale)
+                self._rounding = max(self._rounding, apart)
+                if apart > self._tolerance:
+                    return (
+                        f"rounding: {name} of a request alone and in a batch differ by "
+                        f"{apart:.1e} of the output's scale"
+                    )
+                begin = end
+            if not identical(together[name][:staying], others[name][:staying]):
+                again = await run(batch)
+                if identical(together[name], again[name]):
+                    return f"mates leak: {name} of a request changes with what runs beside it"
+        return ""
+
+    def _note(self, reason: str) -> Outcome:
+        seen_with = f"{self._agreed + 1} batches of requests"
+        if reason:
+            self.verdict = Verdict(
+                Batching.NOT_BATCHABLE, reason, self._rounding, self._tolerance, seen_with
+            )
+            return Outcome.DIFFERED
+        self._agreed += 1
+        if self._agreed >= AGREEMENTS:
+            self.verdict = Verdict(
+                Batching.BATCHABLE, "", self._rounding, self._tolerance, seen_with
+            )
+        return Outcome.AGREED
+
+    def _all_alike(self, alone: Sequence[Arrays]) -> bool:
+        """Equal answers to all would be equal in any company."""
+        return all(
+            identical(alone[0][name], outputs[name]) for outputs in alone for name in self._names
+        )
+
+
+def _among_itself(batch: Arrays, rows: int) -> Arrays:
+    """A batch in which the first rows, repeated, have taken the places of all others."""
+    return {name: array[np.arange(len(array)) % rows] for name, array in batch.items()}
