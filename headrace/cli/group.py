@@ -19,6 +19,7 @@ COMMANDS = {
     "run": "Serve: run all four services, or some of them, until a signal.",
     "infer": "Send one request to a model and print the answer.",
     "topics": "Create, describe or check Headrace's topics on the broker.",
+    "offsets": "Show or reset how far each source partition is answered.",
     "models": "List, describe or check the models in the repository.",
     "dlq": "List, show, send again and export dead letters.",
     "replay": "Send recorded requests again, count or save them.",

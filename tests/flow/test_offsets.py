@@ -1,0 +1,134 @@
+"""Reading and resetting what is answered, on the embedded log."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.config import Settings, make_settings
+from headrace.errors import ConfigurationError
+from headrace.flow.answered import Progress
+from headrace.log.errors import Fenced
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
+from headrace.offsets import Target, read_offsets, reset
+from headrace.offsets.resetting import Edge, GroupActive
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, polling, write_to
+
+FIRST, SECOND = (TopicPartition("headrace.requests", number) for number in (0, 1))
+STUCK = Progress(3, [(4, 9)])
+"""Offset 3 is not answered, and five that came after it are."""
+
+
+@pytest.fixture(params=["at_least_once", "exactly_once"])
+def settings(request: pytest.FixtureRequest) -> Settings:
+    """The defaults, with either guarantee."""
+    return make_settings({"delivery": {"guarantee": request.param}})
+
+
+@pytest.fixture
+async def log() -> MemoryLog:
+    """Ten requests in each of two partitions; of the first, some are answered."""
+    log = MemoryLog()
+    await log.create_topics([TopicInfo(FIRST.topic, 2, {})], replication_factor=1)
+    for partition in (FIRST, SECOND):
+        records = [NewRecord(None, b"v", (), 1000 * number) for number in range(10)]
+        await write_to(log, partition, *records)
+    await log.commit("headrace", {FIRST: STUCK.committable()})
+    return log
+
+
+async def committed(log: MemoryLog) -> dict[TopicPartition, Progress | None]:
+    found = await log.committed("headrace", [FIRST, SECOND])
+    return {each: None if at is None else Progress.from_committed(at) for each, at in found.items()}
+
+
+async def test_offsets_are_read_with_what_the_partitions_hold(
+    log: MemoryLog, settings: Settings
+) -> None:
+    """Base, ranges and ends of every source partition, committed or not."""
+    first, second = await read_offsets(log, settings)
+    assert (first.progress, first.end, first.lag, first.unanswered) == (STUCK, 10, 7, 2)
+    assert (second.committed, second.end, second.lag) == (None, 10, 10)
+
+
+async def test_reading_offsets_needs_the_topic(settings: Settings) -> None:
+    """Without it there is nothing to show, and the mend is named."""
+    with pytest.raises(ConfigurationError, match="headrace topics create"):
+        await read_offsets(MemoryLog(), settings)
+
+
+@pytest.mark.parametrize(
+    ("target", "first", "second"),
+    [
+        (Target(edge=Edge.EARLIEST), Progress(0), Progress(0)),
+        (Target(edge=Edge.LATEST), Progress(10), Progress(10)),
+        (Target(offset=5), Progress(9), Progress(5)),
+        (Target(timestamp_ms=1500), Progress(2), Progress(2)),
+        (Target(timestamp_ms=99_000), Progress(10), Progress(10)),
+    ],
+    ids=["earliest", "latest", "offset", "time", "after-the-last"],
+)
+async def test_all_partitions_are_reset(
+    log: MemoryLog, settings: Settings, target: Target, first: Progress, second: Progress
+) -> None:
+    """Each to its own end or record, with the answered ranges that still hold."""
+    await reset(log, settings, target)
+    assert await committed(log) == {FIRST: first, SECOND: second}
+
+
+async def test_one_stuck_record_is_passed_over(log: MemoryLog, settings: Settings) -> None:
+    """The five that overtook it stay answered, and the other partition is left alone."""
+    (done,) = await reset(log, settings, Target(offset=4), [0])
+    assert (done.skips, done.repeats) == (1, 0)
+    assert await committed(log) == {FIRST: Progress(9), SECOND: None}
+
+
+async def test_a_dry_run_changes_nothing(log: MemoryLog, settings: Settings) -> None:
+    """It says what a reset would do."""
+    resets = await reset(log, settings, Target(edge=Edge.LATEST), dry_run=True)
+    assert [each.skips for each in resets] == [2, 10]
+    assert await committed(log) == {FIRST: STUCK, SECOND: None}
+
+
+async def test_metadata_of_another_version_is_replaced(log: MemoryLog, settings: Settings) -> None:
+    """A reset is how a group that `run` refuses is put right."""
+    await log.commit("headrace", {FIRST: Committed(3, "written by another")})
+    await reset(log, settings, Target(offset=6), [0])
+    assert (await committed(log))[FIRST] == Progress(6)
+
+
+async def test_an_offset_that_the_partition_does_not_hold_is_refused(
+    log: MemoryLog, settings: Settings
+) -> None:
+    """It names the partition and what it holds."""
+    with pytest.raises(ConfigurationError, match=r"partition 0: expected .* 0 to 10, got 11"):
+        await reset(log, settings, Target(offset=11))
+
+
+async def test_a_partition_that_is_not_there_is_refused(log: MemoryLog, settings: Settings) -> None:
+    """It names those that are."""
+    with pytest.raises(ConfigurationError, match="expected a partition from 0 to 1, got 2"):
+        await reset(log, settings, Target(offset=0), [2])
+
+
+@pytest.mark.parametrize("group", ["headrace", "headrace.ingest", "headrace.executor"])
+async def test_a_reset_waits_for_nobody(log: MemoryLog, settings: Settings, group: str) -> None:
+    """While a stage runs, in whichever group, it is refused with who that is."""
+    listener = RecordingListener()
+    async with log.member(group, [FIRST.topic], listener) as member, polling(member, []):
+        await eventually(lambda: listener.held)
+        with pytest.raises(GroupActive, match=f"{group}: {member.member_id}"):
+            await reset(log, settings, Target(edge=Edge.EARLIEST))
+    assert await committed(log) == {FIRST: STUCK, SECOND: None}
+
+
+async def test_a_reset_fences_a_producer_that_was_left_behind(log: MemoryLog) -> None:
+    """With exactly once, a zombie's offsets cannot count after the reset."""
+    settings = make_settings({"delivery": {"guarantee": "exactly_once"}})
+    zombie = log.transactional_producer("headrace.headrace.requests.0", "headrace")
+    async with zombie:
+        await reset(log, settings, Target(edge=Edge.EARLIEST))
+        with pytest.raises(Fenced):
+            await zombie.seal({}, {FIRST: Committed(10)})
+    assert (await committed(log))[FIRST] == Progress(0)

@@ -1,0 +1,100 @@
+"""What `headrace offsets` makes of committed state: positions, lag, and where a reset leads."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.flow.answered import Progress
+from headrace.log.port import Committed
+from headrace.offsets.resetting import Reset, moved
+from headrace.offsets.state import PartitionOffsets, readable_progress
+
+RANGES = [(12, 15), (20, 30)]
+
+
+def state(
+    base: int | None, ranges: list[tuple[int, int]] | None = None, *, beginning: int = 0
+) -> PartitionOffsets:
+    """A partition that ends at 40."""
+    if base is None:
+        return PartitionOffsets(0, beginning, 40, None, None)
+    progress = Progress(base, ranges or [])
+    return PartitionOffsets(0, beginning, 40, progress.committable(), progress)
+
+
+@pytest.mark.parametrize(
+    ("found", "lag", "unanswered"),
+    [
+        (state(None), 40, 40),
+        (state(None, beginning=5), 35, 35),
+        (state(10), 30, 30),
+        (state(10, RANGES), 30, 17),
+        (state(10, RANGES, beginning=25), 15, 10),
+        (state(40), 0, 0),
+        (state(50), 0, 0),
+    ],
+    ids=["nothing", "trimmed", "base", "ranges", "trimmed-into-a-range", "done", "beyond-the-end"],
+)
+def test_lag_and_what_of_it_is_unanswered(
+    found: PartitionOffsets, lag: int, unanswered: int
+) -> None:
+    """Lag counts from the base, or from what the log still holds; answered ranges are in it."""
+    assert (found.lag, found.unanswered) == (lag, unanswered)
+
+
+@pytest.mark.parametrize(
+    ("committed", "form"),
+    [
+        (None, "none"),
+        (Committed(3), "none"),
+        (Progress(3, [(5, 9)]).committable(), "runs"),
+        (Progress(0, [(n, n + 1) for n in range(1, 6000, 2)]).committable(), "bitmap"),
+        (Committed(3, "written by another"), "unreadable"),
+    ],
+    ids=["nothing", "no-ranges", "runs", "bitmap", "unreadable"],
+)
+def test_the_form_of_the_metadata(committed: Committed | None, form: str) -> None:
+    """It is told by name, and what cannot be read is no error of the reading."""
+    found = PartitionOffsets(0, 0, 200, committed, readable_progress(committed))
+    assert found.form == form
+
+
+@pytest.mark.parametrize(
+    ("base", "after"),
+    [
+        (0, Progress(0)),
+        (9, Progress(9)),
+        (10, Progress(10, RANGES)),
+        (11, Progress(11, RANGES)),
+        (12, Progress(15, [(20, 30)])),
+        (13, Progress(15, [(20, 30)])),
+        (19, Progress(19, [(20, 30)])),
+        (20, Progress(30)),
+        (40, Progress(40)),
+    ],
+)
+def test_a_base_that_moves(base: int, after: Progress) -> None:
+    """Forward the ranges above it stay, and close up with it; backward none do."""
+    assert moved(Progress(10, RANGES), base) == after
+
+
+def test_a_base_where_nothing_was_committed() -> None:
+    """There is nothing to keep."""
+    assert moved(None, 7) == Progress(7)
+
+
+@pytest.mark.parametrize(
+    ("base", "skips", "repeats"),
+    [(0, 0, 23), (10, 0, 0), (11, 1, 0), (20, 7, 0), (40, 17, 0)],
+)
+def test_what_a_reset_passes_over_and_repeats(base: int, skips: int, repeats: int) -> None:
+    """Offsets that nobody will answer, and those that will be answered once more."""
+    before = state(10, RANGES)
+    planned = Reset(before, moved(before.progress, base))
+    assert (planned.skips, planned.repeats) == (skips, repeats)
+
+
+def test_records_that_are_gone_are_not_counted_as_skipped() -> None:
+    """Retention has passed the base: only what the log still holds can be passed over."""
+    before = state(10, beginning=25)
+    assert Reset(before, moved(before.progress, 30)).skips == 5
