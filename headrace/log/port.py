@@ -95,6 +95,18 @@ class GroupMember(NamedTuple):
     host: str
 
 
+class Entered(Protocol):
+    """What works between entering and leaving an `async with`, which closes it."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
 class RebalanceListener(Protocol):
     """Told of assignments. Both calls are awaited inside the rebalance: keep them short."""
 
@@ -107,7 +119,7 @@ class RebalanceListener(Protocol):
         ...
 
 
-class Consumer(Protocol):
+class Consumer(Entered, Protocol):
     """A member of a consumer group (with a listener), or a free reader of given partitions."""
 
     async def poll(
@@ -218,16 +230,8 @@ class Consumer(Protocol):
         """Leave the group and let go of all sockets, within a few seconds even with no broker."""
         ...
 
-    async def __aenter__(self) -> Self: ...
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
-
-class Producer(Protocol):
+class Producer(Entered, Protocol):
     """Writes records; acknowledged by all in-sync replicas, idempotent."""
 
     async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
@@ -264,16 +268,8 @@ class Producer(Protocol):
         """Flush, within a few seconds, and close."""
         ...
 
-    async def __aenter__(self) -> Self: ...
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
-
-class TransactionalProducer(Protocol):
+class TransactionalProducer(Entered, Protocol):
     """Seals records and offsets together: a `read_committed` reader sees all of them, or none.
 
     Entering fences: a former producer of the same id is refused from then on, and the
@@ -319,16 +315,8 @@ class TransactionalProducer(Protocol):
         """Let go of the sockets; an open transaction is left to the successor to end."""
         ...
 
-    async def __aenter__(self) -> Self: ...
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
-
-class Log(Protocol):
+class Log(Entered, Protocol):
     """Where consumers and producers come from. The parts it gives are not yet started:
     enter them with `async with`.
     """
@@ -400,11 +388,3 @@ class Log(Protocol):
     async def close(self) -> None:
         """Let go of the connections used for administration."""
         ...
-
-    async def __aenter__(self) -> Self: ...
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
