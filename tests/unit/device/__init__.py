@@ -1,0 +1,1 @@
+"""The device port and its adapters."""
