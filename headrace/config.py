@@ -91,14 +91,6 @@ class DeliverySettings(_Group):
     max_attempts: Annotated[int, Field(ge=1)] = 3
     order: Literal["none", "key", "partition"] = "none"
 
-    @model_validator(mode="after")
-    def _only_what_is_there(self) -> Self:
-        if self.guarantee == "exactly_once":
-            raise ValueError("guarantee: exactly_once is not in this version; use at_least_once")
-        if self.order != "none":
-            raise ValueError(f"order: {self.order} is not in this version; use none")
-        return self
-
 
 class LimitSettings(_Group):
     """Bounds on one request and on everything in flight."""

@@ -106,15 +106,17 @@ class ErrorResponse(Struct, kw_only=True, omit_defaults=True):
 # --- on the wire: between the stages ----------------------------------------------------------
 
 
-class WireOrigin(Struct, kw_only=True):
+class WireOrigin(Struct, kw_only=True, omit_defaults=True):
     """Where a request came from. `previous` is the source offset delivered before this one:
-    everything between the two was never there (transaction markers, compaction).
+    everything between the two was never there (transaction markers, compaction). `after` is that
+    of the last earlier record with the same key, where answers keep the order of their keys.
     """
 
     partition: int
     offset: int
     previous: int
     timestamp_ms: int
+    after: int = -1
 
 
 class WireTensor(Struct, kw_only=True, omit_defaults=True):
@@ -282,7 +284,7 @@ class Request:
 
     Attributes:
         receipt: of the record by which it came into this process.
-        partition, offset, previous, timestamp_ms: its origin, see `WireOrigin`.
+        partition, offset, previous, timestamp_ms, after: its origin, see `WireOrigin`.
         key, value, headers: its source record's, untouched.
         inputs: in the order of the model's signature.
         rows: the size of the batch dimension; 1 where the model has none.
@@ -298,6 +300,7 @@ class Request:
     """
 
     __slots__ = (
+        "after",
         "batch_id",
         "batch_rows",
         "checked_us",
@@ -338,6 +341,7 @@ class Request:
     ) -> None:
         self.receipt = receipt
         self.partition, self.offset, self.previous, self.timestamp_ms = origin
+        self.after = -1
         self.key = key
         self.value = value
         self.headers = headers

@@ -44,7 +44,7 @@ from headrace.services.executor.service import ExecutorService
 from headrace.services.ingest.reading import Rules
 from headrace.services.ingest.service import IngestService
 from headrace.services.responder.routing import Routes
-from headrace.services.responder.service import ResponderService
+from headrace.services.responder.service import Delivery, ResponderService
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import WaitingSnapshot
 from headrace.telemetry.watchdog import Activity
@@ -117,6 +117,11 @@ class Segment:
             commits=answers or not reads_requests,
             budget_bytes=settings.limits.max_in_flight_bytes,
             drain_timeout_s=settings.limits.drain_timeout_s,
+            requests=settings.topic(Topic.REQUESTS) if answers or reads_requests else "",
+            exactly_once=settings.delivery.guarantee == "exactly_once"
+            and (answers or reads_requests),
+            shares=answers and settings.delivery.order != "none",
+            chains_keys=reads_requests and settings.delivery.order == "key",
         )
 
     async def run(self, joined: Callable[[], None]) -> None:
@@ -230,9 +235,15 @@ class Segment:
             channel if self._origins is None else result_inlet(self.source),
             producer,
             Routes(self._settings, responses, await self._sized(Topic.DEAD_LETTERS)),
-            self._origins,
+            Delivery(
+                self.source.books,
+                self._origins,
+                self.source.sealing,
+                self._settings.delivery.order,
+            ),
             self._instruments,
         )
+        self.source.when_revoked(responder.revoked)
         self._runs["responder"] = responder.run
         return channel
 

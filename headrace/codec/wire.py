@@ -181,6 +181,7 @@ def _request(record: ItemRecord | ResultRecord, receipt: Receipt) -> Request:
         record.headers,
         envelope,
     )
+    request.after = origin.after
     request.model = record.model
     request.version = record.version
     request.id = record.id
@@ -204,6 +205,7 @@ def _origin(request: Request) -> WireOrigin:
         offset=request.offset,
         previous=request.previous,
         timestamp_ms=request.timestamp_ms,
+        after=request.after,
     )
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from headrace.flow.ages import Ages
 from headrace.flow.answered import Progress
+from headrace.flow.ordering import KeyChains
 from headrace.log.port import Committed, TopicPartition
 
 RESUME_FRACTION = 0.75
@@ -58,12 +59,14 @@ class Assignment:
         last_read: likewise, of the record read last.
         in_flight: records read and not settled.
         ages: of what was read.
+        chains: which record goes before which, where answers keep the order of their keys.
         void: the partition was revoked.
     """
 
     __slots__ = (
         "ages",
         "budget",
+        "chains",
         "committed",
         "epoch",
         "in_flight",
@@ -93,6 +96,7 @@ class Assignment:
         self.in_flight = 0
         self.ages = Ages()
         self.committed = NEVER_COMMITTED
+        self.chains: KeyChains | None = None
         self.void = False
 
     def admit(self, offset: int, size_bytes: int) -> LedgerReceipt:

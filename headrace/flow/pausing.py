@@ -76,6 +76,14 @@ class Pauses:
         self.paused = paused
         return wanted
 
+    def follow(self, partition: TopicPartition, progress: Progress) -> None:
+        """Another process answers for this partition, and this is what it has committed."""
+        self._elsewhere[partition] = progress
+
+    def progress(self, assignment: Assignment) -> Progress:
+        """What is answered of a partition, as far as is known here."""
+        return self._elsewhere.get(assignment.partition, assignment.progress)
+
     def assigned_anew(self) -> None:
         """A rebalance forgets pauses."""
         self.paused = frozenset()
@@ -94,7 +102,7 @@ class Pauses:
     def _outgrows(self, assignment: Assignment) -> bool:
         if not self._seals:
             return False
-        progress = self._elsewhere.get(assignment.partition, assignment.progress)
+        progress = self.progress(assignment)
         span = assignment.last_read + 1 - progress.base
         if span < SAFE_SPAN_OFFSETS:
             return False
@@ -128,5 +136,5 @@ class Pauses:
                     self._elsewhere[partition] = Progress.from_committed(found)
 
     def _is_long(self, assignment: Assignment) -> bool:
-        progress = self._elsewhere.get(assignment.partition, assignment.progress)
+        progress = self.progress(assignment)
         return assignment.last_read - progress.base >= SAFE_SPAN_OFFSETS // 4

@@ -123,24 +123,20 @@ class Sealing:
         except TimeoutError:
             log.warning(Event.SEAT_LEFT_OPEN, partitions=[seat.number for seat in seats])
 
-    async def seal(
-        self, number: int, outgoing: Sequence[Outgoing], compose: Compose
-    ) -> Sequence[Outgoing]:
+    async def seal(self, number: int, outgoing: list[Outgoing], compose: Compose) -> None:
         """Answer requests of one source partition, and settle them.
 
         Those that are void, or answered already, are settled without an answer.
 
         Args:
             number: of the partition.
-            outgoing: in any order.
-            compose: makes their answers and dead letters.
-
-        Returns:
-            those that have to wait, since the commit's metadata has no room for their offsets.
+            outgoing: in any order. What is settled is taken out of the list. What stays in it,
+                without an error, has to wait: in the commit's metadata is no room for its offset.
+            compose: makes the answers and dead letters.
 
         Raises:
-            Unsealed: all are as before, but for those that turned out to be answered.
-            Lost: they are void.
+            Unsealed: what is left in the list is to be sealed again.
+            Lost: what is left is void.
             Rejected: the log refuses one of the records, or all of them together.
         """
         seat = self._seats.get(number)
@@ -150,13 +146,14 @@ class Sealing:
             seat.require_ours()
             if seat.spent:  # somebody was cancelled
                 await self._succeed(seat, None)
-            fresh = self._fresh(number, outgoing)
-            fitting, source = self._books.fit(number, fresh)
-            if source is not None and fitting:
-                offsets = self._books.offsets(number, source, fitting)
-                await self._transact(seat, compose(fitting), offsets)
-                self._books.settle(requests_of(fitting))
-            return fresh[len(fitting) :]
+            outgoing[:] = self._fresh(number, outgoing)
+            fitting, source = self._books.fit(number, outgoing)
+            if source is None or not fitting:
+                return
+            offsets = self._books.offsets(number, source, fitting)
+            await self._transact(seat, compose(fitting), offsets)
+            self._books.settle(requests_of(fitting))
+            outgoing[:] = outgoing[len(fitting) :]
 
     async def seal_rest(self, number: int) -> None:
         """Commit what no answer carries: what was skipped, duplicates that were dropped.

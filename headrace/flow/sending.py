@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
@@ -14,6 +14,11 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 
 log = structlog.get_logger(__name__)
+
+ORDERED_PIECE_BYTES = 64 * 1024
+"""Less than both logs put into one batch: a piece is taken or refused as a whole."""
+_RECORD_BYTES = 100
+"""What a record takes beside its key, value and headers, at most."""
 
 
 class _Unsent(Retriable):
@@ -50,6 +55,76 @@ async def deliver(
                 if first:
                     raise _Unsent(f"{partition}: {len(first)} records are not acknowledged")
     return dict(sorted(delivery.refused.items()))
+
+
+async def deliver_in_order(
+    producer: Producer,
+    partition: TopicPartition,
+    records: Sequence[NewRecord],
+    metrics: Metrics,
+) -> tuple[int, Rejected] | None:
+    """Write records of one partition, none before the one before it is acknowledged or refused.
+
+    It goes by pieces that a batch holds. Retries are as in `deliver`.
+
+    Returns:
+        the first record that is refused by itself, by its index, and why: what comes before it is
+        written, what comes after it is not. None when all are written.
+    """
+    start = 0
+    for stop in _pieces(records):
+        refused = await _write_piece(producer, partition, records[start:stop], metrics)
+        if refused is not None:
+            return start + refused[0], refused[1]
+        start = stop
+    return None
+
+
+def _pieces(records: Sequence[NewRecord]) -> Iterator[int]:
+    """Where each piece ends."""
+    filled = 0
+    for index, record in enumerate(records):
+        size = _RECORD_BYTES + len(record.key or b"") + len(record.value or b"")
+        size += sum(len(name) + len(value or b"") for name, value in record.headers)
+        if filled and filled + size > ORDERED_PIECE_BYTES:
+            yield index
+            filled = 0
+        filled += size
+    if records:
+        yield len(records)
+
+
+async def _write_piece(
+    producer: Producer,
+    partition: TopicPartition,
+    records: Sequence[NewRecord],
+    metrics: Metrics,
+) -> tuple[int, Rejected] | None:
+    async for attempt in AsyncRetrying(
+        retry=retry_if_exception_type(Retriable),
+        wait=wait_random_exponential(multiplier=0.1, max=5.0),
+        before_sleep=_say_so,
+    ):
+        with attempt:
+            if attempt.retry_state.attempt_number > 1:
+                metrics.retried("send", len(records))
+            try:
+                for run in await producer.send(partition, records):
+                    await run.acknowledged
+            except (UnknownPartition, TopicForbidden) as error:
+                return 0, error
+            except Rejected as error:
+                refusal = error
+            else:
+                return None
+    if len(records) == 1:
+        return 0, refusal
+    middle = len(records) // 2
+    refused = await _write_piece(producer, partition, records[:middle], metrics)
+    if refused is not None:
+        return refused
+    refused = await _write_piece(producer, partition, records[middle:], metrics)
+    return None if refused is None else (middle + refused[0], refused[1])
 
 
 def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> list[int]:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Self
 
 import structlog
@@ -28,6 +29,7 @@ from headrace.flow.backlog import Backlog
 from headrace.flow.books import Books
 from headrace.flow.committing import COMMIT_RETRY_S, Committer
 from headrace.flow.inflight import Assignment, Budget, Ledger
+from headrace.flow.ordering import KeyChains
 from headrace.flow.origins import Origins
 from headrace.flow.pausing import Pauses
 from headrace.flow.positions import go_on_in_range, starting_progress
@@ -75,6 +77,7 @@ class SourceSettings:
         requests: the topic whose progress is kept here; the one that is read, unless results are.
         exactly_once: answers are sealed with what they commit.
         shares: each partition gets but its share of the budget.
+        chains_keys: each request is told which one with the same key goes before it.
     """
 
     topic: str
@@ -86,6 +89,7 @@ class SourceSettings:
     requests: str = ""
     exactly_once: bool = False
     shares: bool = False
+    chains_keys: bool = False
 
 
 class Source:
@@ -167,7 +171,7 @@ class Source:
                 if self._settings.commits:
                     committing = self._committer.run(self._consumer)
                     beside.append(tasks.create_task(committing, name="source-committer"))
-                elif self._settings.exactly_once:
+                elif self._settings.exactly_once or self._settings.chains_keys:
                     watching = self._pauses.watch(self._log, self._settings.progress_group)
                     beside.append(tasks.create_task(watching, name="source-progress"))
                 await self._read()
@@ -308,10 +312,20 @@ class Source:
             return
         for partition, progress in progresses.items():
             self._consumer.seek(partition, progress.base)
-            self.ledger.assign(partition, progress)
+            self._begin(self.ledger.assign(partition, progress))
         self._metrics.rebalanced()
         self.assigned.set()
         log.info(Event.ASSIGNED, partitions=[str(p) for p in partitions])
+
+    def _begin(self, assignment: Assignment) -> None:
+        """What is answered is known from our own answers, or from another process's commits."""
+        if not self._settings.commits:
+            self._pauses.follow(assignment.partition, assignment.progress.copy())
+        if self._settings.chains_keys:
+            assignment.chains = KeyChains(partial(self._is_answered, assignment))
+
+    def _is_answered(self, assignment: Assignment, offset: int) -> bool:
+        return offset in self._pauses.progress(assignment)
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Finish what is in flight, commit it, both within one deadline; void the rest."""

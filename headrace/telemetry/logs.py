@@ -40,6 +40,7 @@ class Event(StrEnum):
     REQUEST_FAILED = "request.failed"
     RUN_RETRIED = "run.retried"
     INLINE_RUN_CUT_OFF = "run.inline_cut_off"
+    ANSWERS_STALLED = "answers.stalled"
     ANSWER_TOO_LARGE = "answer.too_large"
     DEAD_LETTER_TOO_LARGE = "dead_letter.too_large"
     REPLY_TOPIC_UNKNOWN = "reply_topic.lookup_failed"

@@ -68,11 +68,14 @@ class IngestService:
         until_s = time.perf_counter() + HOLD_LOOP_S
         able: list[Request] = []
         ended: list[Request] = []
+        chains = assignment.chains
         for record in records:
             if record.offset in assignment.progress:
                 assignment.skip(record.offset)
                 continue
             request = read_request(record, assignment, self._rules, now_us)
+            if chains is not None:
+                request.after = chains.follow(record.key, record.offset)
             (able if request.failure is None else ended).append(request)
             if time.perf_counter() >= until_s:
                 break

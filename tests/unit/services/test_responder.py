@@ -16,13 +16,15 @@ from headrace.config import make_settings
 from headrace.envelope import parse_envelope
 from headrace.errors import Code
 from headrace.flow import sending
+from headrace.flow.books import Books
 from headrace.flow.channel import Channel, ChannelWriter
+from headrace.flow.inflight import Budget, Ledger
 from headrace.flow.origins import Origins
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition
 from headrace.messages import Failure, Request
 from headrace.services.responder.routing import Routes
-from headrace.services.responder.service import ResponderService
+from headrace.services.responder.service import Delivery, ResponderService
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, read
 from tests.support.services import StillClock, counted, make_instruments
@@ -109,7 +111,9 @@ async def running(
     bench = Bench(log, inlet.writer(), StillClock())
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     async with log.producer() as producer, asyncio.TaskGroup() as tasks:
-        responder = ResponderService(inlet, producer, routes, origins, bench.instruments)
+        books = Books(Ledger(Budget(1), lambda: None), origins, "headrace.requests", "")
+        delivery = Delivery(books, origins)
+        responder = ResponderService(inlet, producer, routes, delivery, bench.instruments)
         tasks.create_task(responder.run())
         yield bench
         bench.inlet.close()

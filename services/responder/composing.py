@@ -1,0 +1,144 @@
+"""Answers and dead letters as records, and what becomes of an answer that the log refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import structlog
+
+from headrace.codec import encode_error, encode_response
+from headrace.envelope import answer_headers, dead_letter_headers
+from headrace.errors import Code, Rejected
+from headrace.flow.endings import deadline_passed
+from headrace.log.errors import LogRefused, RecordTooLarge
+from headrace.log.port import NewRecord, TopicPartition
+from headrace.messages import Failure, Request
+from headrace.services.responder.routing import Routes, misrouted
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.logs import Event
+from headrace.telemetry.request_log import log_answered
+from headrace.telemetry.span_attributes import Answering
+from headrace.topics import Stage
+
+log = structlog.get_logger(__name__)
+
+BARE_HEADERS = 3
+"""The headers that are ours come first: content-type, x-status, x-request."""
+
+Addressed = dict[TopicPartition, list[Request]]
+
+
+class Composer:
+    """Makes the records of ended requests, and tells what was answered."""
+
+    def __init__(self, routes: Routes, instruments: Instruments) -> None:
+        self._routes = routes
+        self._metrics, self._tracing, self.clock = instruments
+
+    def answers(self, requests: Iterable[Request], now_us: int) -> list[NewRecord]:
+        """An answer for each, in their order. What is late by now fails first."""
+        return [self.answer(request, now_us) for request in requests]
+
+    def answer(self, request: Request, now_us: int, *, bare: bool = False) -> NewRecord:
+        """One answer; a bare one goes without the caller's key and headers."""
+        if request.failure is None:
+            late = deadline_passed(request, now_us, Stage.RESPONDER)
+            if late is None:
+                return NewRecord(
+                    request.key,
+                    encode_response(request, now_us),
+                    answer_headers(request, "ok", self._routes.requests),
+                )
+            request.fail(late)
+        failure = request.failure
+        assert failure is not None
+        if self._tracing is not None:
+            self._tracing.keep(request, now_us)
+        headers = answer_headers(request, failure.code, self._routes.requests)
+        value = encode_error(request, failure)
+        if bare:
+            return NewRecord(None, value, headers[:BARE_HEADERS])
+        return NewRecord(request.key, value, headers)
+
+    def letters(self, requests: Iterable[Request]) -> dict[TopicPartition, list[NewRecord]]:
+        """Dead letters of those that can never succeed as they are."""
+        found: dict[TopicPartition, list[NewRecord]] = {}
+        for request in requests:
+            failure = request.failure
+            if failure is not None and Code(failure.code).is_dead_letter:
+                letter = NewRecord(
+                    request.key,
+                    None if request.value is None else bytes(request.value),
+                    dead_letter_headers(request, failure, self._routes.requests),
+                )
+                found.setdefault(self._routes.dead_letter(request), []).append(letter)
+        return found
+
+    def misroute(self, request: Request, reason: str) -> TopicPartition:
+        """Its answer cannot go where it asked: it fails, and says so on `responses`."""
+        request.outputs = None
+        request.fail(misrouted(reason))
+        return self._routes.default(request)
+
+    def give_way(
+        self, request: Request, target: TopicPartition, error: Rejected, *, bare: bool
+    ) -> tuple[TopicPartition, bool] | None:
+        """What to try next with an answer that was refused by itself.
+
+        One that is too large becomes the error that says so, and then a bare one. What its reply
+        topic refuses for another reason is answered on `responses`: the topic was deleted, we may
+        not write to it, or it is compacted and wants a key.
+
+        Returns:
+            the target, and whether to go bare; None when there is nothing left to try.
+
+        Raises:
+            LogRefused: `responses` refuses it, for another reason than its size.
+        """
+        if not isinstance(error, RecordTooLarge):
+            if target.topic == self._routes.responses:
+                raise LogRefused(f"{target}: {error.message}") from error
+            return self.misroute(request, f"kafka_replyTopic: {error.message}"), False
+        if request.failure is None:
+            request.outputs = None
+            request.fail(_unfitting(target))
+            return target, False
+        if not bare:
+            return target, True
+        self._metrics.unanswered.inc()
+        log.error(Event.ANSWER_TOO_LARGE, topic=str(target), count=1)
+        return None
+
+    def unkept(self, target: TopicPartition, count: int) -> None:
+        """So many dead letters do not fit."""
+        self._metrics.unkept.inc(count)
+        log.error(Event.DEAD_LETTER_TOO_LARGE, topic=str(target), count=count)
+
+    def answered(
+        self, addressed: Mapping[TopicPartition, Sequence[Request]], times: Answering
+    ) -> None:
+        """These answers and their dead letters are acknowledged."""
+        now_us = times.kept_us
+        for target, requests in addressed.items():
+            self._metrics.answered(requests, times.began_us, now_us)
+            log_answered(requests, now_us)
+            for request in [each for each in requests if each.failure is not None]:
+                code = request.failure.code if request.failure is not None else ""
+                if Code(code).is_dead_letter:
+                    self._metrics.dead_letter(code)
+            if self._tracing is not None:
+                self._tracing.answered(requests, target, times)
+
+
+def _unfitting(target: TopicPartition) -> Failure:
+    return Failure(
+        Code.TOO_LARGE,
+        f"answer: expected one that fits a record of {target.topic}, got a larger one",
+        Stage.RESPONDER,
+    )
+
+
+def answer_bytes(request: Request) -> int:
+    """What a request's outputs take, which wait for their acknowledgement."""
+    outputs = request.outputs
+    return sum([len(tensor.data) for tensor in outputs]) if outputs else 0

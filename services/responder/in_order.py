@@ -1,0 +1,75 @@
+"""The answering step for at least once in order: written, and waited for, before the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from headrace.errors import Rejected
+from headrace.flow.books import Books, Outgoing
+from headrace.flow.sending import deliver, deliver_in_order, too_large
+from headrace.log.port import Producer, TopicPartition
+from headrace.messages import Request
+from headrace.services.responder.composing import Addressed, Composer
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.span_attributes import Answering
+
+
+class OrderedStep:
+    """Answers requests of one source partition; see `turns.Step`."""
+
+    def __init__(
+        self, producer: Producer, composer: Composer, books: Books, metrics: Metrics
+    ) -> None:
+        self._producer = producer
+        self._composer = composer
+        self._books = books
+        self._metrics = metrics
+
+    async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
+        addressed: Addressed = {}
+        for request, target in outgoing:
+            if request.receipt.void:
+                self._metrics.void.inc()
+                request.receipt.settle()
+            else:
+                addressed.setdefault(target, []).append(request)
+        # Between two targets there is no order.
+        async with asyncio.TaskGroup() as tasks:
+            for target, requests in addressed.items():
+                tasks.create_task(self._answer(target, requests), name=f"to-{target}")
+        return ()
+
+    async def _answer(self, target: TopicPartition, requests: list[Request]) -> None:
+        composer = self._composer
+        began_us = composer.clock()
+        records = composer.answers(requests, began_us)
+        encoded_us = composer.clock()
+        start = 0
+        while start < len(records):
+            refused = await deliver_in_order(self._producer, target, records[start:], self._metrics)
+            if refused is None:
+                break
+            index, error = refused
+            await self._answer_refused(requests[start + index], target, error)
+            start += index + 1
+        acknowledged_us = composer.clock()
+        for where, letters in composer.letters(requests).items():
+            refused_letters = await deliver(self._producer, where, letters, self._metrics)
+            if unkept := too_large(where, refused_letters):
+                composer.unkept(where, len(unkept))
+        times = Answering(began_us, encoded_us, acknowledged_us, composer.clock())
+        composer.answered({target: requests}, times)
+        self._books.settle(requests)
+
+    async def _answer_refused(
+        self, request: Request, target: TopicPartition, error: Rejected
+    ) -> None:
+        bare = False
+        while (way := self._composer.give_way(request, target, error, bare=bare)) is not None:
+            target, bare = way
+            record = self._composer.answer(request, self._composer.clock(), bare=bare)
+            refused = await deliver_in_order(self._producer, target, [record], self._metrics)
+            if refused is None:
+                return
+            error = refused[1]

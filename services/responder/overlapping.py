@@ -1,0 +1,161 @@
+"""At least once, in no order: chunks of answers overlap.
+
+While one chunk waits for its acknowledgements the next ones are encoded and sent, up to a bound. A
+target that does not acknowledge for a while, such as a partition without a leader, is *stalled*:
+its answers wait at the side, and hold up nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from headrace.errors import Rejected
+from headrace.flow.books import Books
+from headrace.flow.room import Room
+from headrace.flow.sending import deliver, too_large
+from headrace.log.port import NewRecord, Producer, TopicPartition
+from headrace.messages import Request
+from headrace.services.responder.composing import Addressed, Composer, answer_bytes
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.span_attributes import Answering
+
+log = structlog.get_logger(__name__)
+
+UNACKNOWLEDGED_CHUNKS = 16
+UNACKNOWLEDGED_BYTES = 64 * 1024 * 1024
+STALLED_S = 1.0
+
+
+Refusal = tuple[Request, TopicPartition, Rejected, bool]
+"""A request, where its answer was refused, why, and whether it was a bare one."""
+
+
+class _Pass:
+    """A chunk's permit and its room, given back once: when it is answered, or when it stalls."""
+
+    def __init__(self, permits: asyncio.Semaphore, room: Room, size_bytes: int) -> None:
+        self._permits = permits
+        self._room = room
+        self._size_bytes = size_bytes
+        self._held = True
+
+    def give_back(self) -> None:
+        if self._held:
+            self._held = False
+            self._permits.release()
+            self._room.leave(self._size_bytes)
+
+
+class Overlapping:
+    """Answers chunk by chunk; left when everything is acknowledged."""
+
+    def __init__(
+        self, producer: Producer, composer: Composer, books: Books, metrics: Metrics
+    ) -> None:
+        self._producer = producer
+        self._composer = composer
+        self._books = books
+        self._metrics = metrics
+        self._permits = asyncio.Semaphore(UNACKNOWLEDGED_CHUNKS)
+        self._room = Room(UNACKNOWLEDGED_BYTES)
+        self._tasks = asyncio.TaskGroup()
+        self._stalled: dict[TopicPartition, list[Request]] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._tasks.__aexit__(kind, error, trace)
+
+    async def take(self, addressed: Addressed) -> None:
+        """Begin to answer a chunk, as soon as there is room."""
+        for target in addressed.keys() & self._stalled.keys():
+            self._stalled[target] += addressed.pop(target)
+        if not addressed:
+            return
+        size_bytes = sum(sum(map(answer_bytes, requests)) for requests in addressed.values())
+        await self._room.enter(size_bytes)
+        await self._permits.acquire()
+        permit = _Pass(self._permits, self._room, size_bytes)
+        self._tasks.create_task(self._answer(addressed, permit), name="responder-answer")
+
+    async def _answer(self, addressed: Addressed, permit: _Pass) -> None:
+        """Send, wait for the acknowledgements, settle."""
+        left = set(addressed)
+
+        def stall() -> None:
+            for target in left:
+                log.warning(Event.ANSWERS_STALLED, topic=str(target))
+                self._stalled.setdefault(target, [])
+            permit.give_back()
+
+        timer = asyncio.get_running_loop().call_later(STALLED_S, stall)
+        try:
+            # The partitions' answers are handed over at once, and then all waited for.
+            async with asyncio.TaskGroup() as tasks:
+                for target, requests in addressed.items():
+                    answering = self._answer_target(target, requests, left)
+                    tasks.create_task(answering, name=f"to-{target}")
+        finally:
+            timer.cancel()
+            permit.give_back()
+
+    async def _answer_target(
+        self, target: TopicPartition, requests: list[Request], left: set[TopicPartition]
+    ) -> None:
+        await self._answer_partition(target, requests)
+        left.discard(target)
+        while waiting := self._stalled.pop(target, None):
+            await self._answer_partition(target, waiting)
+
+    async def _answer_partition(self, target: TopicPartition, requests: Sequence[Request]) -> None:
+        composer = self._composer
+        began_us = composer.clock()
+        records = composer.answers(requests, began_us)
+        encoded_us = composer.clock()
+        refused = await deliver(self._producer, target, records, self._metrics)
+        if refused:
+            await self._answer_refused(
+                [(requests[index], target, error, False) for index, error in refused.items()]
+            )
+        acknowledged_us = composer.clock()
+        failed = [request for request in requests if request.failure is not None]
+        if failed:
+            await self._keep(composer.letters(failed))
+        times = Answering(began_us, encoded_us, acknowledged_us, composer.clock())
+        composer.answered({target: requests}, times)
+        self._books.settle(requests)
+
+    async def _answer_refused(self, refused: Sequence[Refusal]) -> None:
+        """What was refused by itself gives way, until something of it is taken."""
+        while refused:
+            ways: dict[tuple[TopicPartition, bool], list[Request]] = {}
+            for request, target, error, bare in refused:
+                way = self._composer.give_way(request, target, error, bare=bare)
+                if way is not None:
+                    ways.setdefault(way, []).append(request)
+            again: list[Refusal] = []
+            for (target, bare), requests in ways.items():
+                now_us = self._composer.clock()
+                records = [self._composer.answer(each, now_us, bare=bare) for each in requests]
+                still = await deliver(self._producer, target, records, self._metrics)
+                again += [(requests[index], target, still[index], bare) for index in still]
+            refused = again
+
+    async def _keep(self, letters: Mapping[TopicPartition, Sequence[NewRecord]]) -> None:
+        for target, records in letters.items():
+            refused = await deliver(self._producer, target, records, self._metrics)
+            if unkept := too_large(target, refused):
+                self._composer.unkept(target, len(unkept))

@@ -1,0 +1,159 @@
+"""One answering step at a time for each source partition: exactly once, and in order.
+
+What has ended waits for its predecessor, where an order is asked for, and then for its partition's
+turn. A step takes all that is there: at saturation thousands, when idle one. For exactly once it is
+a transaction (see `sealed`), otherwise it writes and waits (see `in_order`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Literal, Self
+
+from headrace.flow.answered import Progress
+from headrace.flow.books import Books, Outgoing
+from headrace.flow.ordering import Order
+from headrace.flow.room import Room
+from headrace.messages import Request
+from headrace.services.responder.composing import Addressed, answer_bytes
+from headrace.telemetry.metrics import Metrics
+
+QUEUED_BYTES = 64 * 1024 * 1024
+"""Of outputs that could go now; those that wait for an earlier answer are not counted."""
+
+OrderBy = Literal["none", "key", "partition"]
+Step = Callable[[int, list[Outgoing]], Awaitable[Sequence[Outgoing]]]
+"""Answers requests of one source partition, and settles them; returns those that have to wait."""
+
+
+class _Lane:
+    """One source partition, for one assignment."""
+
+    def __init__(self, number: int, progress: Progress) -> None:
+        self.number = number
+        self.progress = progress
+        self.order: Order[Outgoing] = Order(progress)
+        self.queue: list[Outgoing] = []
+        self.waiting: list[Outgoing] = []
+        self.task: asyncio.Task[None] | None = None
+
+
+class Turns:
+    """Answers in turns; left when everything is acknowledged.
+
+    Args:
+        step: what is done in a turn.
+        books: of what is answered.
+        order_by: what the answers' order is kept within.
+    """
+
+    def __init__(self, step: Step, books: Books, order_by: OrderBy, metrics: Metrics) -> None:
+        self._step = step
+        self._books = books
+        self._order_by = order_by
+        self._metrics = metrics
+        self._lanes: dict[int, _Lane] = {}
+        self._room = Room(QUEUED_BYTES)
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._tasks.__aexit__(kind, error, trace)
+
+    async def take(self, addressed: Addressed) -> None:
+        """Queue a chunk; waits while too much is queued."""
+        touched: dict[int, _Lane] = {}
+        for target, requests in addressed.items():
+            for request in requests:
+                lane = self._lane(request)
+                if lane is not None:
+                    touched[lane.number] = lane
+                    self._queue(lane, self._in_order(lane, (request, target)))
+        for lane in touched.values():
+            self._start(lane)
+        await self._room.enough()
+
+    def revoked(self) -> None:
+        """Let go of what has become void, so that its bytes are free."""
+        for number, lane in list(self._lanes.items()):
+            if lane.progress is not self._books.progress(number):
+                self._end(lane)
+
+    # --- lanes -------------------------------------------------------------------------------
+
+    def _lane(self, request: Request) -> _Lane | None:
+        """The lane of a request; None, and settled, when its partition is not ours any more."""
+        progress = self._books.progress(request.partition)
+        if progress is None or request.receipt.void:
+            self._void(request)
+            return None
+        lane = self._lanes.get(request.partition)
+        if lane is None or lane.progress is not progress:
+            if lane is not None:
+                self._end(lane)
+            lane = self._lanes[request.partition] = _Lane(request.partition, progress)
+        return lane
+
+    def _in_order(self, lane: _Lane, outgoing: Outgoing) -> list[Outgoing]:
+        request = outgoing[0]
+        if self._order_by == "none":
+            return [outgoing]
+        if self._order_by == "partition":
+            return lane.order.ended(request.offset, request.previous, outgoing)
+        after = request.after if request.after >= 0 else None
+        return lane.order.ended(request.offset, after, outgoing)
+
+    def _queue(self, lane: _Lane, outgoing: list[Outgoing]) -> None:
+        lane.queue += outgoing
+        self._room.take(_size(outgoing))
+
+    def _start(self, lane: _Lane) -> None:
+        if lane.queue and lane.task is None:
+            lane.task = self._tasks.create_task(self._turn(lane), name=f"answer-{lane.number}")
+
+    async def _turn(self, lane: _Lane) -> None:
+        """Steps, until nothing is left that could go."""
+        try:
+            while lane.queue:
+                taken, lane.queue = lane.queue, []
+                size_bytes = _size(taken)
+                try:
+                    lane.waiting = list(await self._step(lane.number, lane.waiting + taken))
+                finally:
+                    self._room.leave(size_bytes)
+                # Recovering may have found answers that another owner gave.
+                self._queue(lane, lane.order.look_again())
+        finally:
+            lane.task = None
+        if self._lanes.get(lane.number) is not lane:
+            self._end(lane)
+
+    def _end(self, lane: _Lane) -> None:
+        """Its assignment is over. What a step has in hand it finds to be void itself."""
+        if self._lanes.get(lane.number) is lane:
+            del self._lanes[lane.number]
+        left, lane.queue = lane.queue, []
+        self._room.leave(_size(left))
+        if lane.task is None:
+            left += lane.waiting
+            lane.waiting = []
+        for request, _ in left + lane.order.drop():
+            self._void(request)
+
+    def _void(self, request: Request) -> None:
+        self._metrics.void.inc()
+        request.receipt.settle()
+
+
+def _size(outgoing: Sequence[Outgoing]) -> int:
+    return sum([answer_bytes(request) for request, _ in outgoing])
