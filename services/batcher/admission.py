@@ -22,11 +22,16 @@ twice the size that is best as far as is known: so a larger one can show that it
 
 
 class Pace:
-    """How fast one model's queue gets shorter, in rows, while more waits than one batch takes."""
+    """How fast one model's queue gets shorter, in rows, while more waits than one batch takes.
 
-    __slots__ = ("_busy_us", "_closes", "_rows", "_since_us", "_taken")
+    Attributes:
+        row_us: microseconds for each row; 0 while that is not known.
+    """
+
+    __slots__ = ("_busy_us", "_closes", "_rows", "_since_us", "_taken", "row_us")
 
     def __init__(self) -> None:
+        self.row_us = 0.0
         self._rows = 0.0
         self._busy_us = 0.0
         self._since_us = 0
@@ -42,6 +47,7 @@ class Pace:
         if self._since_us:
             self._busy_us += max(0, now_us - self._since_us)
             self._rows += self._taken
+            self.row_us = self._busy_us / self._rows
             if self._busy_us > HALVE_AFTER_US:
                 self._busy_us /= 2
                 self._rows /= 2
@@ -60,11 +66,8 @@ class Pace:
 
     def wait_us(self, rows: int, now_us: int) -> int:
         """Until so many rows that wait now have gone; 0 where no pace is known."""
-        if not (self._rows and self._busy_us):
-            return 0
-        row_us = self._busy_us / self._rows
-        under_way_us = self._since_us + self._taken * row_us - now_us if self._since_us else 0
-        return int(max(0, under_way_us) + rows * row_us)
+        under_way_us = self._since_us + self._taken * self.row_us - now_us if self._since_us else 0
+        return int(max(0, under_way_us) + rows * self.row_us)
 
 
 def too_late(deadline_ms: int, end_us: int, now_us: int, stage: str) -> Failure | None:

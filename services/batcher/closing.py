@@ -7,8 +7,9 @@ from typing import NamedTuple
 from headrace.flow.channel import Ask
 from headrace.flow.endings import VOID
 from headrace.messages import Failure, Request
-from headrace.services.batcher.admission import Pace, too_late
+from headrace.services.batcher.admission import too_late
 from headrace.services.batcher.groups import Group, ModelQueue
+from headrace.services.batcher.lanes import Fifo, Lane
 from headrace.topics import Stage
 
 
@@ -34,7 +35,7 @@ class Closed(NamedTuple):
     reason: str
 
 
-def size_of(group: Group, pace: Pace, now_us: int, ask: Ask) -> Size:
+def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
     """The size with the best throughput that the deadlines allow.
 
     Where all that waits fits into one batch, and the most urgent request would be late in it,
@@ -42,25 +43,25 @@ def size_of(group: Group, pace: Pace, now_us: int, ask: Ask) -> Size:
     would make everybody late, so it is the most urgent ones that cannot be helped.
     """
     group.learn()
-    limits = group.limits
-    rows = group.best_rows
-    if rows < limits.max_batch_size and group.rows > rows and pace.explores:
+    limits, rows = group.limits, group.best_rows
+    if rows < limits.max_batch_size and group.rows > rows and queue.pace.explores:
         rows = min(2 * rows, limits.max_batch_size)
     latency = limits.latency
     if latency is None:
         return Size(rows, 0, "full")
     starts_us = max(now_us, ask.close_at_us)
-    if group.rows <= rows:
-        lane = group.first_lane()
-        deadline_us = None if lane is None else lane.earliest_deadline_us()
-        if deadline_us is not None:
-            slack_us = deadline_us - starts_us
-            fitting = latency.best_rows(group.shape_class, group.rows, slack_us)
-            run_us = latency.predict_us(group.shape_class, fitting) or 0
-            if fitting < group.rows and run_us <= slack_us:
-                return Size(fitting, starts_us + run_us, "deadline")
-    run_us = latency.predict_us(group.shape_class, min(rows, group.rows)) or 0
-    return Size(rows, starts_us + run_us if run_us else 0, "full")
+    run_us = latency.predict_us(group.shape_class, min(rows, group.rows))
+    if run_us is None:
+        return Size(rows, 0, "full")
+    lane = group.first_lane() if group.rows <= rows else None
+    deadline_ms = 0 if lane is None else lane.earliest_deadline_ms()
+    slack_us = deadline_ms * 1000 - starts_us
+    if deadline_ms and slack_us < run_us:
+        fitting = latency.best_rows(group.shape_class, group.rows, slack_us)
+        fitting_us = latency.predict_us(group.shape_class, fitting) or 0
+        if fitting_us <= slack_us:
+            return Size(fitting, starts_us + fitting_us, "deadline")
+    return Size(rows, starts_us + run_us, "full")
 
 
 class Closing:
@@ -93,48 +94,62 @@ class Closing:
         if not self._requests and self._late:
             # Without a run nothing would show that the prediction was wrong.
             request, _ = self._late.pop()
-            self._join(request)
+            request.formed_us = self._now_us
+            self._requests.append(request)
         for request, failure in self._late:
             request.fail(failure)
             self._ended.append(request)
         return Closed(self._requests, self._ended, reason)
 
     def _fill(self) -> str:
-        queue, group, end_us = self._queue, self._group, self._size.end_us
-        lane = group.first_lane()
-        while lane is not None:
-            request = lane.first()
-            assert request is not None
-            if self._requests and (reason := self._has_no_room_for(request)):
-                return reason
-            queue.take_first(lane)
-            if request.receipt.void:
-                request.fail(VOID)
-                self._ended.append(request)
-            elif end_us and request.envelope.deadline_ms and (failure := self._late_by(request)):
-                self._late.append((request, failure))
-            else:
-                self._join(request)
-                if queue.is_contested:
-                    queue.shares.served(lane.tenant, request.rows)
-            if not lane.count or queue.is_contested:
-                lane = group.first_lane()
+        group = self._group
+        reason = ""
+        while not reason and (lane := group.first_lane()) is not None:
+            is_only = len(group.lanes) == 1 and len(lane.fifos) == 1
+            reason = self._take(lane, lane.first_fifo(), lane.count if is_only else 1)
+        if reason:
+            return reason
         return self._size.reason if self._rows >= self._size.rows else ""
 
-    def _has_no_room_for(self, request: Request) -> str:
-        if self._rows + request.rows > self._size.rows:
-            return self._size.reason
-        if self._size_bytes + request.size_bytes > self._group.limits.max_batch_bytes:
-            return "bytes"
-        return ""
+    def _take(self, lane: Lane, fifo: Fifo, most: int) -> str:
+        """Take up to so many requests; returns why nothing more fits, or ""."""
+        queue, requests, now_us = self._queue, self._requests, self._now_us
+        max_rows, max_bytes = self._size.rows, self._group.limits.max_batch_bytes
+        joined_rows, joined_bytes = self._rows, self._size_bytes
+        count = rows = size_bytes = 0
+        reason = ""
+        while count < most and (request := fifo.first()) is not None:
+            row_count, byte_count = request.rows, request.size_bytes
+            if requests and joined_rows + row_count > max_rows:
+                reason = self._size.reason
+                break
+            if requests and joined_bytes + byte_count > max_bytes:
+                reason = "bytes"
+                break
+            fifo.take_first()
+            count += 1
+            rows += row_count
+            size_bytes += byte_count
+            if self._joins(request):
+                request.formed_us = now_us
+                requests.append(request)
+                joined_rows += row_count
+                joined_bytes += byte_count
+        if queue.is_contested and joined_rows > self._rows:
+            queue.shares.served(lane.tenant, joined_rows - self._rows)
+        self._rows, self._size_bytes = joined_rows, joined_bytes
+        queue.left(lane, fifo, count, rows, size_bytes)
+        return reason
 
-    def _join(self, request: Request) -> None:
-        request.formed_us = self._now_us
-        self._requests.append(request)
-        self._rows += request.rows
-        self._size_bytes += request.size_bytes
-
-    def _late_by(self, request: Request) -> Failure | None:
-        return too_late(
-            request.envelope.deadline_ms, self._size.end_us, self._now_us, Stage.BATCHER
-        )
+    def _joins(self, request: Request) -> bool:
+        if request.receipt.void:
+            request.fail(VOID)
+            self._ended.append(request)
+            return False
+        deadline_ms, end_us = request.envelope.deadline_ms, self._size.end_us
+        if not deadline_ms or deadline_ms * 1000 >= end_us:
+            return True
+        failure = too_late(deadline_ms, end_us, self._now_us, Stage.BATCHER)
+        assert failure is not None
+        self._late.append((request, failure))
+        return False

@@ -16,13 +16,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from itertools import count
-from typing import NamedTuple
+from typing import TypeAlias
 
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import IDLE, Ask
 from headrace.flow.endings import deadline_passed, rejection
 from headrace.messages import Batch, Envelope, Failure, Request
-from headrace.services.batcher.admission import Pace, too_late
+from headrace.services.batcher.admission import too_late
 from headrace.services.batcher.closing import Closing, size_of
 from headrace.services.batcher.groups import BatchLimits, Group, ModelQueue
 from headrace.topics import Stage
@@ -34,17 +34,15 @@ _TOLERATED = 64
 """So many deadlines of requests that have left may be kept, before they are cleared away."""
 
 
-class _Deadline(NamedTuple):
-    """An entry of the heap of deadlines; `order` keeps requests from being compared."""
+_Deadline: TypeAlias = tuple[int, int, Request]
+"""An entry of the heap of deadlines, in microseconds; the number in the middle keeps requests from
+being compared."""
 
-    deadline_us: int
-    order: int
-    request: Request
 
-    @property
-    def has_left(self) -> bool:
-        """The request has gone into a batch, or has ended."""
-        return bool(self.request.formed_us) or self.request.failure is not None
+def _has_left(entry: _Deadline) -> bool:
+    """The request has gone into a batch, or has ended."""
+    request = entry[2]
+    return bool(request.formed_us) or request.failure is not None
 
 
 class Forming:
@@ -66,7 +64,6 @@ class Forming:
         self._numbers = count(1)
         self._order = count()
         self._queues: dict[ModelKey, ModelQueue] = {}
-        self._paces: dict[ModelKey, Pace] = {}
         self._deadlines: list[_Deadline] = []
         self._waiting = 0
         self.ended: list[Request] = []
@@ -88,20 +85,20 @@ class Forming:
         """
         key = (request.model, request.version)
         queue = self._queues.get(key)
-        if queue is None:
-            queue = self._open_queue(key, request)
+        if queue is None or not queue.count:
+            queue = self._opened(key, queue, request)
             if queue is None:
                 return
-        envelope = request.envelope
-        if envelope.deadline_ms:
-            if queue.rows:
+        deadline_ms = request.envelope.deadline_ms
+        if deadline_ms:
+            if queue.pace.row_us and queue.count:
                 now_us = request.ingested_us if now_us is None else now_us
-                failure = self._refusal(key, queue, request, now_us)
+                failure = self._refusal(queue, request, now_us)
                 if failure is not None:
                     request.fail(failure)
                     self.ended.append(request)
                     return
-            self._note_deadline(_Deadline(envelope.deadline_ms * 1000, next(self._order), request))
+            self._note_deadline((deadline_ms * 1000, next(self._order), request))
         queue.add(request)
         self._waiting += 1
 
@@ -110,18 +107,18 @@ class Forming:
         else is known of it; None if it need not be.
         """
         found = [
-            (key, queue)
-            for key, queue in self._queues.items()
-            if key[0] == envelope.model and envelope.version in ("", key[1])
+            queue
+            for (model, version), queue in self._queues.items()
+            if model == envelope.model and envelope.version in ("", version)
         ]
-        if len(found) != 1 or not envelope.deadline_ms:
+        if len(found) != 1 or not envelope.deadline_ms or not found[0].pace.row_us:
             return None
-        key, queue = found[0]
+        queue = found[0]
         ahead = queue.rows_ahead(envelope.tenant, envelope.priority)
-        pace = self._paces.get(key)
-        if pace is None or not ahead:
+        if not ahead:
             return None
-        return too_late(envelope.deadline_ms, now_us + pace.wait_us(ahead, now_us), now_us, stage)
+        end_us = now_us + queue.pace.wait_us(ahead, now_us)
+        return too_late(envelope.deadline_ms, end_us, now_us, stage)
 
     def cancel(self) -> tuple[list[Request], int]:
         """End the waiting requests that `cancellations` name.
@@ -165,12 +162,12 @@ class Forming:
 
     def expire(self, now_us: int) -> None:
         """End every request whose deadline has passed."""
-        while self._deadlines and self._deadlines[0].deadline_us <= now_us:
+        while self._deadlines and self._deadlines[0][0] <= now_us:
             entry = heapq.heappop(self._deadlines)
-            if not entry.has_left:
-                failure = deadline_passed(entry.request, now_us, Stage.BATCHER)
+            if not _has_left(entry):
+                failure = deadline_passed(entry[2], now_us, Stage.BATCHER)
                 assert failure is not None
-                self._end(entry.request, failure)
+                self._end(entry[2], failure)
 
     # --- what is asked ------------------------------------------------------------------------
 
@@ -189,31 +186,38 @@ class Forming:
 
     def earliest_deadline_us(self) -> int | None:
         """Of those that wait; None where none of them has one."""
-        while self._deadlines and self._deadlines[0].has_left:
+        while self._deadlines and _has_left(self._deadlines[0]):
             heapq.heappop(self._deadlines)
-        return self._deadlines[0].deadline_us if self._deadlines else None
+        return self._deadlines[0][0] if self._deadlines else None
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _open_queue(self, key: ModelKey, request: Request) -> ModelQueue | None:
+    def _opened(
+        self, key: ModelKey, known: ModelQueue | None, request: Request
+    ) -> ModelQueue | None:
+        """The queue for a request that comes first: a version may have changed meanwhile."""
         if request.envelope.cancels is not None:
             self.cancellations.append(request)
             return None
         try:
-            queue = self._queues[key] = ModelQueue(self._limits(*key))
+            limits = self._limits(*key)
         except Rejected as error:
+            self._queues.pop(key, None)
             request.fail(rejection(error, Stage.BATCHER))
             self.ended.append(request)
             return None
-        return queue
+        if known is None or known.limits is not limits:
+            known = self._queues[key] = ModelQueue(limits)
+        return known
 
-    def _refusal(
-        self, key: ModelKey, queue: ModelQueue, request: Request, now_us: int
-    ) -> Failure | None:
-        envelope = request.envelope
+    def _refusal(self, queue: ModelQueue, request: Request, now_us: int) -> Failure | None:
+        """Because of what waits before it and what its own run takes."""
+        envelope, pace = request.envelope, queue.pace
+        slack_us = envelope.deadline_ms * 1000 - now_us
+        if (queue.rows + 2 * queue.limits.max_batch_size) * pace.row_us < slack_us:
+            return None  # behind all that waits, and two batches more, it would still be in time
         ahead = queue.rows_ahead(envelope.tenant, envelope.priority)
-        pace = self._paces.get(key)
-        if pace is None or not ahead:
+        if not ahead:
             return None
         end_us = now_us + pace.wait_us(ahead, now_us)
         latency = queue.limits.latency
@@ -224,35 +228,27 @@ class Forming:
     def _note_deadline(self, entry: _Deadline) -> None:
         if len(self._deadlines) > 2 * self._waiting + _TOLERATED:
             # Requests that have left are not kept until their deadlines, which may be hours off.
-            self._deadlines = [one for one in self._deadlines if not one.has_left]
+            self._deadlines = [one for one in self._deadlines if not _has_left(one)]
             heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, entry)
 
     def _ripest(
         self, key: ModelKey | None, now_us: int, ask: Ask
-    ) -> tuple[ModelKey, ModelQueue, Group] | None:
+    ) -> tuple[ModelQueue, Group] | None:
         """Of the groups that may close, the most urgent one."""
-        ripe: list[tuple[ModelKey, ModelQueue, Group]] = []
+        ripe: list[tuple[ModelQueue, Group]] = []
         for each in list(self._queues) if key is None else [key]:
             queue = self._queues.get(each)
             if queue is None:
                 continue
-            if queue.is_empty:
-                self._drop(each)
-                continue
             group = queue.ripest(now_us, ask)
             if group is not None:
-                ripe.append((each, queue, group))
+                ripe.append((queue, group))
+            elif ask.at_once:
+                del self._queues[each]  # nobody will ask for this version again
         if len(ripe) > 1:
-            return min(ripe, key=lambda one: one[1].urgency_us())
+            return min(ripe, key=lambda one: one[0].urgency_us())
         return ripe[0] if ripe else None
-
-    def _drop(self, key: ModelKey) -> None:
-        """Forget an empty queue: a version that comes back may have other limits."""
-        del self._queues[key]
-        pace = self._paces.get(key)
-        if pace is not None:
-            pace.idle()
 
     def _end(self, request: Request, failure: Failure) -> None:
         request.fail(failure)
@@ -260,20 +256,15 @@ class Forming:
         self._waiting -= 1
         self.ended.append(request)
 
-    def _close(
-        self, key: ModelKey, queue: ModelQueue, group: Group, now_us: int, ask: Ask
-    ) -> Batch | None:
-        pace = self._paces.get(key)
-        if pace is None:
-            pace = self._paces[key] = Pace()
-        size = size_of(group, pace, now_us, ask)
+    def _close(self, queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Batch | None:
+        size = size_of(queue, group, now_us, ask)
         closed = Closing(queue, group, size, now_us).run(self._otherwise(group, ask))
         self._waiting -= len(closed.requests) + len(closed.ended)
         self.ended += closed.ended
         if not closed.requests:
             return None
         batch = Batch(f"{self._prefix}-{next(self._numbers)}", closed.requests, closed.reason)
-        pace.closed(batch.rows, queue.rows, now_us)
+        queue.pace.closed(batch.rows, queue.rows, now_us)
         return batch
 
     def _otherwise(self, group: Group, ask: Ask) -> str:

@@ -14,7 +14,8 @@ from typing import Protocol
 from headrace.flow.channel import Ask
 from headrace.messages import Request
 from headrace.models.latency import Latency
-from headrace.services.batcher.lanes import Lane, Shares, Tenant
+from headrace.services.batcher.admission import Pace
+from headrace.services.batcher.lanes import Fifo, Lane, Shares, Tenant
 from headrace.services.batcher.ranking import Ranking
 
 _TOLERATED = 32
@@ -73,7 +74,8 @@ class Group:
         """The lane that the next row comes from; None when nothing waits."""
         if len(self.lanes) > 1:
             return self.by_share.first()
-        return next(iter(self.lanes.values()), None)
+        lane = next(iter(self.lanes.values()), None)
+        return lane if lane is not None and lane.count else None
 
     @property
     def is_full(self) -> bool:
@@ -84,14 +86,21 @@ class Group:
 class ModelQueue:
     """All that waits for one version of a model.
 
+    A lane that has run empty stays until another one is opened: the next request is mostly of
+    the same kind.
+
     Attributes:
-        rows: of all requests that wait.
+        count: how many requests wait.
+        rows: of them together.
+        pace: how fast they go.
         shares: what each tenant has had.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
+        self.count = 0
         self.rows = 0
+        self.pace = Pace()
         self.shares = Shares()
         self._delay_us = int(limits.max_queue_delay_ms * 1000)
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -102,48 +111,59 @@ class ModelQueue:
         self._full: deque[Group] = deque()
 
     @property
-    def is_empty(self) -> bool:
-        """Nothing waits."""
-        return not self._groups
-
-    @property
     def is_contested(self) -> bool:
         """Several tenants wait."""
         return len(self._tenants) > 1
 
     def add(self, request: Request) -> None:
         """The request begins to wait."""
+        envelope = request.envelope
+        priority = envelope.priority
         group = self._groups.get(request.shape_class)
-        if group is None:
-            group = Group(request.shape_class, self.limits, self.shares)
-            self._groups[request.shape_class] = group
-        lane = group.lanes.get(request.envelope.tenant)
-        if lane is None:
-            self._open_lane(group, request)
-        else:
-            lane.add(request)
-            if self._lanes > 1 and (request.envelope.deadline_ms or request.envelope.priority):
-                # It may have become the most urgent one.
-                lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))
-            lane.tenant.rows += request.rows
+        lane = None if group is None else group.lanes.get(envelope.tenant)
+        if group is None or lane is None:
+            group, lane = self._open_lane(request)
+        fifo = lane.fifos[0]
+        if fifo.priority != priority:
+            fifo = lane.fifo_of(priority)
+        fifo.requests.append(request)
+        if envelope.deadline_ms:
+            fifo.note_deadline(request)
         rows = request.rows
+        lane.count += 1
+        lane.tenant.rows[priority] = lane.tenant.rows.get(priority, 0) + rows
+        self.count += 1
         self.rows += rows
         group.rows += rows
         group.size_bytes += request.size_bytes
+        if self._lanes > 1:
+            if lane.count == 1:
+                self._rank(lane)
+            elif len(lane.tenant.lanes) > 1 and (envelope.deadline_ms or priority):
+                lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))  # it may be more urgent
         if not group.is_listed_full and group.is_full:
             self._list_full(group)
 
     def end(self, request: Request) -> None:
         """The request has failed while it waited."""
         lane = self._groups[request.shape_class].lanes[request.envelope.tenant]
-        lane.end(request)
-        self._left(lane, request.rows, request.size_bytes)
+        fifo = lane.fifo_of(request.envelope.priority)
+        fifo.end_one()
+        self.left(lane, fifo, 1, request.rows, request.size_bytes)
+        if not self.count:
+            self.pace.idle()
 
-    def take_first(self, lane: Lane) -> Request:
-        """Take out what the lane's `first` has given."""
-        request = lane.take_first()
-        self._left(lane, request.rows, request.size_bytes)
-        return request
+    def left(self, lane: Lane, fifo: Fifo, count: int, rows: int, size_bytes: int) -> None:
+        """So many requests of a lane wait no longer; they were taken out of it, or have ended."""
+        group, tenant = lane.group, lane.tenant
+        lane.count -= count
+        tenant.rows[fifo.priority] -= rows
+        group.rows -= rows
+        group.size_bytes -= size_bytes
+        self.count -= count
+        self.rows -= rows
+        if not lane.count and self._lanes > 1:
+            self._close_lane(lane)
 
     def ripest(self, now_us: int, ask: Ask) -> Group | None:
         """The group that goes next, of those that may close.
@@ -153,32 +173,27 @@ class ModelQueue:
             ask: of an instance that is busy, for which only full ones may close yet; or of one
                 that asks for the last time, for which all may.
         """
+        if not self.count:
+            return None
         group = self._next_group()
-        if group is None or ask.at_once:
-            return group
         busy = ask.close_at_us > now_us
-        if not (busy or self._delay_us) or group.is_full:
+        if ask.at_once or not (busy or self._delay_us) or group.is_full:
             return group
         if not busy:
-            oldest = self._by_age.first()
-            assert oldest is not None
+            oldest = self._oldest()
             if oldest.came_us() + self._delay_us <= now_us:
                 return oldest.group
         return self._full_group()
 
     def due_us(self) -> int | None:
         """When the oldest group's delay is over; None where nothing waits for that."""
-        if not self._delay_us:
+        if not (self._delay_us and self.count):
             return None
-        oldest = self._by_age.first()
-        return None if oldest is None else oldest.came_us() + self._delay_us
+        return self._oldest().came_us() + self._delay_us
 
     def urgency_us(self) -> int:
         """The moment by which the most urgent request of the next tenant should be done."""
-        tenant = self._next_tenant()
-        lane = None if tenant is None else tenant.by_urgency.first()
-        assert lane is not None
-        return lane.urgency_us()
+        return self._next_lane().urgency_us()
 
     def rows_ahead(self, tenant: str, priority: int) -> int:
         """Rows that go before a request that comes now, about.
@@ -189,33 +204,52 @@ class ModelQueue:
         mine = self._tenants.get(tenant)
         if mine is None:
             return 0
-        own = sum(lane.rows_before(priority) for lane in mine.lanes.values())
-        return min(self.rows - mine.rows + own, own * len(self._tenants))
+        own = sum([rows for each, rows in mine.rows.items() if each >= priority])
+        less_urgent = sum(mine.rows.values()) - own
+        return min(self.rows - less_urgent, own * len(self._tenants))
 
     def waiting(self) -> list[Request]:
         """All requests that wait."""
         lanes = [lane for group in self._groups.values() for lane in group.lanes.values()]
         return [request for lane in lanes for request in lane.waiting()]
 
-    def _next_tenant(self) -> Tenant | None:
-        if len(self._tenants) > 1:
-            return self._by_share.first()
-        return next(iter(self._tenants.values()), None)
+    # --- inside -------------------------------------------------------------------------------
 
-    def _next_group(self) -> Group | None:
+    def _next_tenant(self) -> Tenant:
+        if len(self._tenants) == 1:
+            return next(iter(self._tenants.values()))
+        tenant = self._by_share.first()
+        assert tenant is not None
+        return tenant
+
+    def _next_group(self) -> Group:
         if len(self._groups) == 1:
             return next(iter(self._groups.values()))
+        return self._next_lane().group
+
+    def _next_lane(self) -> Lane:
         tenant = self._next_tenant()
-        if tenant is None:
-            return None
+        if len(tenant.lanes) == 1:
+            return next(iter(tenant.lanes.values()))
         lane = tenant.by_urgency.first()
         assert lane is not None
-        return lane.group
+        return lane
+
+    def _oldest(self) -> Lane:
+        if self._lanes == 1:
+            return self._only_lane()
+        lane = self._by_age.first()
+        assert lane is not None
+        return lane
+
+    def _only_lane(self) -> Lane:
+        (group,) = self._groups.values()
+        (lane,) = group.lanes.values()
+        return lane
 
     def _list_full(self, group: Group) -> None:
         if len(self._full) > 2 * len(self._groups) + _TOLERATED:
-            kept = [one for one in self._full if one.lanes]
-            self._full = deque(kept)
+            self._full = deque(one for one in self._full if one.lanes)
         group.is_listed_full = True
         self._full.append(group)
 
@@ -229,32 +263,37 @@ class ModelQueue:
             full.popleft()
         return None
 
-    def _open_lane(self, group: Group, request: Request) -> None:
-        name = request.envelope.tenant
+    def _open_lane(self, request: Request) -> tuple[Group, Lane]:
+        if self._lanes == 1:
+            only = self._only_lane()
+            if only.count:
+                self._rank(only)  # from now on there is something to choose
+            else:
+                self._close_lane(only)
+        shape_class, name = request.shape_class, request.envelope.tenant
+        group = self._groups.get(shape_class)
+        if group is None:
+            group = Group(shape_class, self.limits, self.shares)
+            self._groups[shape_class] = group
         tenant = self._tenants.get(name)
-        is_new = tenant is None
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name)
-        lane = Lane(group, tenant)
-        lane.add(request)
-        tenant.rows += request.rows
+        for other in tenant.lanes.values() if len(tenant.lanes) == 1 else ():
+            tenant.by_urgency.add(other, 1)
+        lane = Lane(group, tenant, request.envelope.priority)
+        group.lanes[name] = tenant.lanes[shape_class] = lane
         self._lanes += 1
-        group.lanes[name] = tenant.lanes[group.shape_class] = lane
-        group.by_share.add(lane, len(group.lanes))
-        tenant.by_urgency.add(lane, len(tenant.lanes))
-        if is_new:
-            self._by_share.add(tenant, len(self._tenants))
+        return group, lane
+
+    def _rank(self, lane: Lane) -> None:
+        lane.group.by_share.add(lane, len(lane.group.lanes))
+        lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))
+        self._by_share.add(lane.tenant, len(self._tenants))
         if self._delay_us:
             self._by_age.add(lane, self._lanes)
 
-    def _left(self, lane: Lane, rows: int, size_bytes: int) -> None:
+    def _close_lane(self, lane: Lane) -> None:
         group, tenant = lane.group, lane.tenant
-        group.rows -= rows
-        group.size_bytes -= size_bytes
-        tenant.rows -= rows
-        self.rows -= rows
-        if lane.count:
-            return
         self._lanes -= 1
         del group.lanes[tenant.name]
         del tenant.lanes[group.shape_class]

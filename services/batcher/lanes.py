@@ -33,14 +33,16 @@ _TOLERATED = 32
 """So many requests that have ended may lie among those that wait, before they are cleared away."""
 
 
-class _Fifo:
+class Fifo:
     """Requests of one lane and one priority, in the order in which they came.
 
-    `deadlines` are those among them that have an earlier deadline than all that came after them:
-    the first is the earliest.
+    Attributes:
+        requests: those that have ended meanwhile are still among them.
+        deadlines: those that have an earlier deadline than all that came after them: the first
+            is the earliest.
     """
 
-    __slots__ = ("deadlines", "ended", "head_start_us", "priority", "requests", "rows")
+    __slots__ = ("deadlines", "ended", "head_start_us", "priority", "requests")
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
@@ -48,132 +50,90 @@ class _Fifo:
         self.requests: deque[Request] = deque()
         self.deadlines: deque[Request] = deque()
         self.ended = 0
-        self.rows = 0
 
-    def add(self, request: Request) -> None:
-        self.requests.append(request)
-        self.rows += request.rows
-        deadline_ms = request.envelope.deadline_ms
-        if deadline_ms:
-            deadlines = self.deadlines
-            while deadlines and deadlines[-1].envelope.deadline_ms >= deadline_ms:
-                deadlines.pop()
-            deadlines.append(request)
+    def note_deadline(self, request: Request) -> None:
+        """The request that came last has a deadline."""
+        deadlines, deadline_ms = self.deadlines, request.envelope.deadline_ms
+        while deadlines and deadlines[-1].envelope.deadline_ms >= deadline_ms:
+            deadlines.pop()
+        deadlines.append(request)
 
     def first(self) -> Request | None:
+        """The one that has waited longest and has not ended meanwhile."""
         requests = self.requests
         while requests and requests[0].failure is not None:
-            requests.popleft()
+            self.take_first()
             self.ended -= 1
         return requests[0] if requests else None
 
     def take_first(self) -> Request:
+        """Take out what `requests` begins with."""
         request = self.requests.popleft()
-        self.rows -= request.rows
+        deadlines = self.deadlines
+        if deadlines and deadlines[0] is request:
+            deadlines.popleft()
         return request
 
-    def end(self, request: Request) -> None:
+    def end_one(self) -> None:
         """One of them has ended; it leaves when it comes to the top, or with many others."""
-        self.rows -= request.rows
         self.ended += 1
         if self.ended > _TOLERATED and self.ended * 2 > len(self.requests):
             self.requests = deque(one for one in self.requests if one.failure is None)
             self.deadlines = deque(one for one in self.deadlines if one.failure is None)
             self.ended = 0
 
-    def earliest_deadline_us(self) -> int | None:
+    def earliest_deadline_ms(self) -> int:
+        """Of those that wait; 0 where none of them has one."""
         deadlines = self.deadlines
-        while deadlines and (deadlines[0].formed_us or deadlines[0].failure is not None):
+        while deadlines and deadlines[0].failure is not None:
             deadlines.popleft()
-        return deadlines[0].envelope.deadline_ms * 1000 if deadlines else None
+        return deadlines[0].envelope.deadline_ms if deadlines else 0
+
+    def urgency_us(self, first: Request) -> int:
+        """The moment by which its most urgent request should be done, for comparison."""
+        moment_us = first.ingested_us + PATIENCE_US
+        deadline_ms = self.earliest_deadline_ms()
+        if deadline_ms:
+            moment_us = min(moment_us, deadline_ms * 1000)
+        return moment_us - self.head_start_us
 
 
 class Lane:
-    """One tenant's waiting requests of one shape class."""
+    """One tenant's waiting requests of one shape class.
 
-    __slots__ = ("_fifos", "count", "group", "rows", "tenant")
+    Attributes:
+        count: how many wait.
+        fifos: by priority, in no order; most lanes have one.
+    """
 
-    def __init__(self, group: Group, tenant: Tenant) -> None:
+    __slots__ = ("count", "fifos", "group", "tenant")
+
+    def __init__(self, group: Group, tenant: Tenant, priority: int) -> None:
         self.group = group
         self.tenant = tenant
         self.count = 0
-        self.rows = 0
-        self._fifos: list[_Fifo] = []
+        self.fifos = [Fifo(priority)]
 
     @property
     def is_empty(self) -> bool:
+        """Nothing waits in it."""
         return not self.count
 
-    def add(self, request: Request) -> None:
-        """At the end of those of its priority."""
-        self._fifo(request.envelope.priority).add(request)
-        self.count += 1
-        self.rows += request.rows
-
-    def first(self) -> Request | None:
-        """The request that goes next."""
-        fifo = self._first_fifo()
-        return None if fifo is None else fifo.first()
-
-    def take_first(self) -> Request:
-        """Take out what `first` has given."""
-        fifo = self._first_fifo()
-        assert fifo is not None
-        request = fifo.take_first()
-        self.count -= 1
-        self.rows -= request.rows
-        return request
-
-    def end(self, request: Request) -> None:
-        """A request has failed while it waited."""
-        self.count -= 1
-        self.rows -= request.rows
-        self._fifo(request.envelope.priority).end(request)
-
-    def came_us(self) -> int:
-        """When the one that has waited longest came."""
-        firsts = [first.ingested_us for fifo in self._fifos if (first := fifo.first()) is not None]
-        return min(firsts)
-
-    def earliest_deadline_us(self) -> int | None:
-        """Of those that wait; None where none of them has one."""
-        found = [fifo.earliest_deadline_us() for fifo in self._fifos]
-        return min((each for each in found if each is not None), default=None)
-
-    def urgency_us(self) -> int:
-        """The moment by which its most urgent request should be done, for comparison."""
-        moments = []
-        for fifo in self._fifos:
-            first = fifo.first()
-            if first is not None:
-                moment_us = first.ingested_us + PATIENCE_US
-                deadline_us = fifo.earliest_deadline_us()
-                if deadline_us is not None and deadline_us < moment_us:
-                    moment_us = deadline_us
-                moments.append(moment_us - fifo.head_start_us)
-        return min(moments)
-
-    def rows_before(self, priority: int) -> int:
-        """Rows of requests with this priority or a higher one."""
-        return sum(fifo.rows for fifo in self._fifos if fifo.priority >= priority)
-
-    def waiting(self) -> list[Request]:
-        """All of them."""
-        return [one for fifo in self._fifos for one in fifo.requests if one.failure is None]
-
-    def _fifo(self, priority: int) -> _Fifo:
-        for fifo in self._fifos:
+    def fifo_of(self, priority: int) -> Fifo:
+        """That of a priority, there or new."""
+        for fifo in self.fifos:
             if fifo.priority == priority:
                 return fifo
-        fifo = _Fifo(priority)
-        self._fifos.append(fifo)
+        fifo = Fifo(priority)
+        self.fifos.append(fifo)
         return fifo
 
-    def _first_fifo(self) -> _Fifo | None:
-        fifos = self._fifos
+    def first_fifo(self) -> Fifo:
+        """The one whose first request goes next; of a lane that is not empty."""
+        fifos = self.fifos
         if len(fifos) == 1:
-            return fifos[0] if fifos[0].first() is not None else None
-        best: _Fifo | None = None
+            return fifos[0]
+        best: Fifo | None = None
         best_us = 0
         for fifo in fifos:
             first = fifo.first()
@@ -181,17 +141,41 @@ class Lane:
                 moment_us = first.ingested_us - fifo.head_start_us
                 if best is None or moment_us < best_us:
                     best, best_us = fifo, moment_us
+        assert best is not None
         return best
+
+    def came_us(self) -> int:
+        """When the one that has waited longest came."""
+        return min(first.ingested_us for first in map(Fifo.first, self.fifos) if first is not None)
+
+    def urgency_us(self) -> int:
+        """See `Fifo.urgency_us`; of the most urgent one."""
+        return min(
+            fifo.urgency_us(first) for fifo in self.fifos if (first := fifo.first()) is not None
+        )
+
+    def earliest_deadline_ms(self) -> int:
+        """Of those that wait; 0 where none of them has one."""
+        found = [fifo.earliest_deadline_ms() for fifo in self.fifos]
+        return min(filter(None, found), default=0)
+
+    def waiting(self) -> list[Request]:
+        """All of them."""
+        return [one for fifo in self.fifos for one in fifo.requests if one.failure is None]
 
 
 class Tenant:
-    """All that waits for one tenant in one model's queue."""
+    """All that waits for one tenant in one model's queue.
+
+    Attributes:
+        rows: by priority.
+    """
 
     __slots__ = ("by_urgency", "lanes", "name", "rows")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.rows = 0
+        self.rows: dict[int, int] = {}
         self.lanes: dict[tuple[int, ...], Lane] = {}
         self.by_urgency: Ranking[Lane] = Ranking(Lane.urgency_us)
 
@@ -218,11 +202,12 @@ class Shares:
         self._now = self.start(tenant)
         self._finished[tenant.name] = self._now + rows
         if len(self._finished) > MAX_REMEMBERED_TENANTS:
-            ahead = {name: at for name, at in self._finished.items() if at > self._now}
-            self._finished = ahead if len(ahead) <= MAX_REMEMBERED_TENANTS else {}
+            self._finished = {name: at for name, at in self._finished.items() if at > self._now}
+            if len(self._finished) > MAX_REMEMBERED_TENANTS:
+                self.forget()
 
     def forget(self) -> None:
-        """Nobody competes any more."""
+        """Everybody begins anew. Time does not go back, so that nobody's start does."""
         if self._finished:
-            self._now = 0
+            self._now = max(self._now, *self._finished.values())
             self._finished = {}
