@@ -98,7 +98,8 @@ REQUESTS = (
 RUNS = (
     Spec("headrace_batches", "counter", ("model", "reason"), "Batches formed, by why they closed."),
     Spec("headrace_batch_rows", "histogram", _MODEL, "Rows in a batch when it closed."),
-    Spec("headrace_rows", "counter", _MODEL, "Rows that a model has run."),
+    Spec("headrace_runs", "counter", ("model", "version"), "Runs of a model that succeeded."),
+    Spec("headrace_rows", "counter", ("model", "version"), "Rows in these runs."),
     Spec(
         "headrace_batch_wait_seconds",
         "histogram",

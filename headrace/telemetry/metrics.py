@@ -60,6 +60,7 @@ class Metrics:
         self.registry = registry
         self._requests = self._bulk_counter("requests")
         self._batches = self._bulk_counter("batches")
+        self._runs = self._bulk_counter("runs")
         self._rows = self._bulk_counter("rows")
         self._durations = {name: self._bulk(f"{name}_seconds", SECONDS) for name in _TIMES}
         self._times = RequestTimes(
@@ -172,18 +173,21 @@ class Metrics:
         self._batches.add((batch.model, batch.reason))
         self._batch_rows.observe((batch.model,), batch.rows)
 
-    def ran(self, model: str, rows: int, *, wait_us: int, copy_us: int, compute_us: int) -> None:
+    def ran(
+        self, model: tuple[str, str], rows: int, *, wait_us: int, copy_us: int, compute_us: int
+    ) -> None:
         """A model has run.
 
         Args:
-            model: its name.
+            model: its name and version.
             rows: how many.
             wait_us: from when the batch closed until the executor began with it.
             copy_us: gathering the inputs.
             compute_us: the run itself.
         """
-        labels = (model,)
-        self._rows.add(labels, rows)
+        self._runs.add(model)
+        self._rows.add(model, rows)
+        labels = model[:1]
         self._durations["batch_wait"].observe(labels, max(0, wait_us) / 1e6)
         self._durations["copy_duration"].observe(labels, max(0, copy_us) / 1e6)
         self._durations["compute_duration"].observe(labels, compute_us / 1e6)

@@ -315,7 +315,7 @@ class ExecutorService:
             request.batch_rows = rows
         version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
         self._metrics.ran(
-            version.name,
+            (version.name, version.version),
             rows,
             wait_us=run.began_us - run.requests[0].formed_us,
             copy_us=run.gathered_us - run.began_us,

@@ -152,7 +152,7 @@ async def test_what_was_asked_is_what_is_counted(settings: Settings) -> None:
         refused = {"model": "", "version": "", "outcome": "refused", "code": "INVALID_TENSOR"}
         await eventually(lambda: value("headrace_requests_total", refused) == 1)
         assert value("headrace_requests_total", ok) == 50
-        assert value("headrace_rows_total", {"model": "digits"}) == 50
+        assert value("headrace_rows_total", {"model": "digits", "version": "1"}) == 50
         for name in ("request_duration", "log_wait", "queue_wait", "answer_duration"):
             assert value(f"headrace_{name}_seconds_count", {"model": "digits"}) == 50, name
 
