@@ -93,6 +93,13 @@ test-fast: setup ## the tests that need neither a broker nor patience
 test-broker: setup ## the tests on a real Kafka
 	@$(BIN)/pytest -m broker
 
+SEEDS ?= 20
+FIRST_SEED ?= 1
+
+.PHONY: chaos
+chaos: setup ## seeds of faults on a real Kafka, checked by what callers saw; SEEDS=200 for long
+	@$(BIN)/python -m tests.chaos --seeds $(SEEDS) --first-seed $(FIRST_SEED)
+
 .PHONY: check
 check: lint types schemas-check deploy-check test ## all of the above that can fail
 

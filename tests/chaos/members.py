@@ -18,6 +18,8 @@ from tests.support.conditions import eventually
 HEADRACE = Path(sys.executable).parent / "headrace"
 DIE_WITH_PARENT = Path(headrace.local_kafka.__file__).with_name("die_with_parent.py")
 READY = '"process.ready"'
+BROKER_AWAY = "LogUnavailable"
+"""A process that is started while no broker answers says so and ends, having done nothing."""
 READY_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 20.0
 RESTART_AFTER_S = 0.2
@@ -89,10 +91,12 @@ class Member:
                 stderr=log,
             )
         code = await self._process.wait()
-        if not self._ended_by_us:
-            at_ms = now_ms()
-            self._history.add(Fault(at_ms, at_ms, FaultKind.CRASHED, self.stages))
-            self.crashes.append(f"{','.join(self.stages)} ended with {code}: see {self._log}")
+        printed = self._log.read_text(encoding="utf-8", errors="replace")
+        if self._ended_by_us or (READY not in printed and BROKER_AWAY in printed):
+            return
+        at_ms = now_ms()
+        self._history.add(Fault(at_ms, at_ms, FaultKind.CRASHED, self.stages))
+        self.crashes.append(f"{','.join(self.stages)} ended with {code}: see {self._log}")
 
     @property
     def is_ready(self) -> bool:

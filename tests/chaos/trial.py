@@ -75,7 +75,8 @@ class Outcome(NamedTuple):
     def __str__(self) -> str:
         trial = self.trial
         breaches = sorted({finding.breach for finding in self.findings})
-        verdict = ", ".join([*breaches, *self.crashes, *filter(None, [self.stuck])]) or "ok"
+        crashes = [f"{len(self.crashes)} crashes, first: {self.crashes[0]}"] if self.crashes else []
+        verdict = ", ".join([*breaches, *crashes, *filter(None, [self.stuck])]) or "ok"
         return (
             f"seed {trial.seed:<6} {trial.form:<6} {trial.promise.guarantee:<14} "
             f"order {trial.promise.order:<10} {len(self.history.sent):>6} requests "

@@ -138,6 +138,15 @@ class Process:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     @property
+    def peak_resident_bytes(self) -> int:
+        """The most that it has had resident so far (`VmHWM` of proc_pid_status(5))."""
+        assert self._process is not None
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        found = re.search(r"VmHWM:\s+(\d+) kB", status)
+        assert found is not None, status
+        return int(found[1]) * 1024
+
+    @property
     def output(self) -> str:
         """What it has printed so far."""
         return os.pread(self._output.fileno(), 10_000_000, 0).decode(errors="replace")

@@ -1,0 +1,26 @@
+"""A few seeds of the chaos suite, as a sample; `make chaos` runs more of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.cluster import running_cluster
+from tests.chaos.story import tell
+from tests.chaos.trial import draw_trial, run_trial
+
+
+@pytest.mark.timeout(240)
+async def test_a_few_seeds_keep_every_promise(kafka_installed: None, tmp_path: Path) -> None:
+    """Under kill, zombie, cut connections and a broker that restarts, nothing is lost, invented
+    or crossed, and what is repeated is explained.
+    """
+    drawn = [draw_trial(2, "at_least_once", "fused"), draw_trial(4, "at_least_once", "four")]
+    trials = [trial._replace(requests=2000) for trial in drawn]
+    async with running_cluster() as cluster:
+        for trial in trials:
+            outcome = await run_trial(trial, cluster, tmp_path / f"seed-{trial.seed}")
+            stories = [tell(outcome.history, finding) for finding in outcome.findings[:3]]
+            assert outcome.passed, "\n".join([str(outcome), *stories])
+            assert len(outcome.history.sent) == trial.requests
