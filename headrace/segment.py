@@ -35,7 +35,8 @@ from headrace.flow.edges import (
     result_outlet,
 )
 from headrace.flow.origins import Origins
-from headrace.flow.source import Source, SourceSettings
+from headrace.flow.source import Source
+from headrace.flow.source_settings import SourceSettings
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.models.registry import Models
@@ -117,6 +118,8 @@ class Segment:
             commits=answers or not reads_requests,
             budget_bytes=settings.limits.max_in_flight_bytes,
             drain_timeout_s=settings.limits.drain_timeout_s,
+            # A responder runs nothing of a model's, and could not answer what ended it.
+            max_attempts=0 if stages[0] is Stage.RESPONDER else settings.delivery.max_attempts,
             requests=settings.topic(Topic.REQUESTS) if answers or reads_requests else "",
             exactly_once=settings.delivery.guarantee == "exactly_once"
             and (answers or reads_requests),
@@ -165,11 +168,12 @@ class Segment:
 
     async def _wire(self, producer: Producer) -> None:
         answers = await self._wire_responder(producer)
-        items: Inlet[Chunk] = item_inlet(self.source)
+        items: Inlet[Chunk] | None = None
         if Stage.INGEST in self._stages:
             items = self._wire_ingest(producer, answers)
         pulls: PullChannel[ModelKey, Batch] | None = None
         if Stage.BATCHER in self._stages:
+            items = items or item_inlet(self.source, answers.writer())
             pulls = self._wire_batcher(items, answers)
         if Stage.EXECUTOR in self._stages:
             self._wire_executor(pulls, answers)

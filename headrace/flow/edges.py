@@ -14,6 +14,7 @@ import structlog
 from headrace.codec import decode_item, decode_result, encode_item, encode_result
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import Outlet
+from headrace.flow.endings import ran_alone
 from headrace.flow.inflight import LedgerReceipt
 from headrace.flow.pool import TaskPool
 from headrace.flow.sending import deliver, too_large
@@ -31,27 +32,49 @@ UNACKNOWLEDGED_CHUNKS = 8
 
 
 class TopicInlet:
-    """Items or results, read from their topic; see `headrace.flow.channel.Inlet`."""
+    """Items or results, read from their topic; see `headrace.flow.channel.Inlet`.
 
-    def __init__(self, source: Source, decode: Callable[[bytes, LedgerReceipt], Request]) -> None:
+    Args:
+        ended: takes requests that are not run any more, as failures; needed where records may
+            be suspect.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        decode: Callable[[bytes, LedgerReceipt], Request],
+        ended: Outlet[list[Request]] | None = None,
+    ) -> None:
         self._source = source
         self._decode = decode
+        self._ended = ended
 
     async def receive(self) -> list[Request] | None:
         """Requests of one source partition."""
         while True:
             delivery = await self._source.receive()
             if delivery is None:
+                if self._ended is not None:
+                    self._ended.close()
                 return None
+            condemned = delivery.trial.condemned if delivery.trial is not None else None
             requests: list[Request] = []
+            ended: list[Request] = []
             for record in delivery.records:
                 if record.offset in delivery.assignment.progress:
                     delivery.assignment.skip(record.offset)
                     continue
                 receipt = delivery.assignment.admit(record.offset, len(record.value or b""))
                 request = _decoded(record, receipt, self._decode)
-                if request is not None:
+                if request is None:
+                    continue
+                if condemned and (record.offset, 0) in condemned:
+                    request.fail(ran_alone(Stage.BATCHER))
+                    ended.append(request)
+                else:
                     requests.append(request)
+            if ended and self._ended is not None:
+                await self._ended.send(ended)
             if requests:
                 return requests
 
@@ -74,9 +97,9 @@ def _decoded(
         return None
 
 
-def item_inlet(source: Source) -> TopicInlet:
+def item_inlet(source: Source, ended: Outlet[list[Request]]) -> TopicInlet:
     """Reads `items`."""
-    return TopicInlet(source, decode_item)
+    return TopicInlet(source, decode_item, ended)
 
 
 def result_inlet(source: Source) -> TopicInlet:

@@ -23,6 +23,16 @@ def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None
     )
 
 
+def ran_alone(stage: str) -> Failure:
+    """The failure of a request that ended its process whenever it ran alone."""
+    return Failure(
+        Code.MODEL_FAILED,
+        "each time this request ran, with nothing else running, its process ended; it is not run "
+        "again",
+        stage,
+    )
+
+
 def rejection(error: Rejected, stage: str) -> Failure:
     """The failure that a `Rejected` stands for."""
     return Failure(error.code, error.message, stage, error.retry_after_ms)

@@ -5,6 +5,7 @@ holds so much that reading of it has to wait, while the others go on:
 
 - `metadata` (exactly once): an answer whose offset does not fit into the commit's metadata cannot
   be sealed. Well before it comes to that, nothing more is read of the partition.
+- `suspects`: after an unclean end, what is not in the part that is running (`probation.py`).
 - `order`: answers that wait for an earlier one are held, and one record that is stuck could fill
   the whole budget with them. So each partition gets an equal share.
 """
@@ -37,6 +38,7 @@ class Pauses:
 
     Attributes:
         paused: the partitions that are.
+        held: partitions of which nothing may be let in for now.
         reason: why, of all or of some; empty while all are read.
     """
 
@@ -46,6 +48,7 @@ class Pauses:
         self._shares = shares
         self._elsewhere: dict[TopicPartition, Progress] = {}
         self.paused: frozenset[TopicPartition] = frozenset()
+        self.held: frozenset[TopicPartition] = frozenset()
         self.reason = ""
 
     def regulate(self, consumer: Consumer, waiting_bytes: int, *, stopping: bool) -> bool:
@@ -91,12 +94,13 @@ class Pauses:
 
     def _crowded(self) -> Mapping[TopicPartition, str]:
         """Why, of the partitions that are to be paused alone."""
-        if not (self._seals or self._shares):
+        if not (self._seals or self._shares or self.held):
             return {}
         assignments = self._ledger.assignments
         found = {each.partition: "metadata" for each in assignments if self._outgrows(each)}
         if self._shares:
             found |= {each.partition: "order" for each in assignments if self._exceeds(each)}
+        found |= dict.fromkeys(self.held, "suspects")
         return found
 
     def _outgrows(self, assignment: Assignment) -> bool:

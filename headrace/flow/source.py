@@ -17,7 +17,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -29,12 +28,15 @@ from headrace.flow.backlog import Backlog
 from headrace.flow.books import Books
 from headrace.flow.committing import COMMIT_RETRY_S, Committer
 from headrace.flow.inflight import Assignment, Budget, Ledger
+from headrace.flow.marks import Marks
 from headrace.flow.ordering import KeyChains
 from headrace.flow.origins import Origins
 from headrace.flow.pausing import Pauses
 from headrace.flow.positions import go_on_in_range, starting_progress
+from headrace.flow.probation import Probation, Trial
 from headrace.flow.sealing import Sealing
 from headrace.flow.signal import Signal
+from headrace.flow.source_settings import SourceSettings
 from headrace.flow.view import Parts, partition_snapshots, source_snapshot
 from headrace.log.errors import OffsetOutOfRange
 from headrace.log.port import Consumer, Log, Record, TopicPartition
@@ -59,37 +61,11 @@ RECORD_OVERHEAD_BYTES = 1024
 
 
 class Delivery(NamedTuple):
-    """Records of one partition, in offset order, not yet admitted."""
+    """Records of one partition, in offset order, not yet admitted; on trial while suspect."""
 
     assignment: Assignment
     records: Sequence[Record]
-
-
-@dataclass(frozen=True, slots=True)
-class SourceSettings:
-    """What a source reads and how.
-
-    Attributes:
-        group: the consumer group of the membership.
-        progress_group: whose committed offsets say where to start; ours, except for an ingest
-            without its responder.
-        commits: whether settled work is committed here.
-        requests: the topic whose progress is kept here; the one that is read, unless results are.
-        exactly_once: answers are sealed with what they commit.
-        shares: each partition gets but its share of the budget.
-        chains_keys: each request is told which one with the same key goes before it.
-    """
-
-    topic: str
-    group: str
-    progress_group: str
-    commits: bool
-    budget_bytes: int
-    drain_timeout_s: float
-    requests: str = ""
-    exactly_once: bool = False
-    shares: bool = False
-    chains_keys: bool = False
+    trial: Trial | None = None
 
 
 class Source:
@@ -124,6 +100,9 @@ class Source:
         )
         seals = settings.exactly_once and requests == settings.topic
         self._pauses = Pauses(self.ledger, seals=seals, shares=settings.shares)
+        self.probation = Probation(
+            Marks(log_, settings.group), self.ledger, metrics, settings.max_attempts
+        )
         self._revocations: list[Callable[[], None]] = []
         self._ready: deque[Delivery] = deque()
         self._ready_bytes = 0
@@ -142,6 +121,7 @@ class Source:
         self._opened = False
 
     async def __aenter__(self) -> Self:
+        await self.probation.joining(self._settings.topic)
         member = self._log.member(self._settings.group, [self._settings.topic], self)
         self._consumer = await self._stack.enter_async_context(member)
         self._opened = True
@@ -166,7 +146,8 @@ class Source:
         try:
             async with asyncio.TaskGroup() as tasks:
                 beside = [
-                    tasks.create_task(self._backlog.run(self._consumer), name="source-backlog")
+                    tasks.create_task(self._backlog.run(self._consumer), name="source-backlog"),
+                    tasks.create_task(self.probation.run(), name="source-probation"),
                 ]
                 if self._settings.commits:
                     committing = self._committer.run(self._consumer)
@@ -211,6 +192,7 @@ class Source:
             async with self._last_commit(max(deadline, loop.time() + LAST_COMMIT_S)):
                 while not await self._committer.commit(self._consumer) and loop.time() < deadline:
                     await self._settled.wait(COMMIT_RETRY_S)
+        await self.probation.revoked([each.partition for each in self.ledger.assignments])
         self._closing = True
 
     def when_revoked(self, call: Callable[[], None]) -> None:
@@ -261,18 +243,31 @@ class Source:
                 assignment = self.ledger.get(partition)
                 if assignment is None or self._stopping or partition in self._leaving:
                     continue
-                self._ready.append(Delivery(assignment, records))
-                assignment.last_read = records[-1].offset
-                assignment.ages.note(assignment.last_read, records[0].timestamp)
-                self._ready_bytes += _size(records)
+                delivery = Delivery(assignment, records)
+                if self.probation.active:
+                    mine, trial = self.probation.let_in(partition, records)
+                    delivery = Delivery(assignment, mine, trial)
+                if delivery.records:
+                    self._arrive(delivery)
             if self._ready:
                 self._arrived.set()
                 # A poll that always finds records would not let anybody else run.
                 await asyncio.sleep(0)
 
+    def _arrive(self, delivery: Delivery) -> None:
+        assignment, records, _ = delivery
+        self._ready.append(delivery)
+        assignment.last_read = records[-1].offset
+        assignment.ages.note(assignment.last_read, records[0].timestamp)
+        self._ready_bytes += _size(records)
+
     async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
+        if self.probation.active:
+            await self.probation.look(self._consumer, waiting=bool(self._ready))
+        self._pauses.held = self.probation.held
         if not self._pauses.regulate(self._consumer, self._ready_bytes, stopping=self._stopping):
-            timeout_s = PAUSED_POLL_S if self._pauses.paused else POLL_TIMEOUT_S
+            quick = self._pauses.paused or self.probation.active
+            timeout_s = PAUSED_POLL_S if quick else POLL_TIMEOUT_S
             return await self._consumer.poll(timeout_s, MAX_POLL_RECORDS)
         await self._settled.wait(PAUSED_POLL_S)
         return await self._consumer.poll(0, MAX_POLL_RECORDS)
@@ -303,6 +298,7 @@ class Source:
                     await self._companion.assigned(
                         self._consumer, [each.partition for each in partitions]
                     )
+                await self.probation.assigned(self._consumer, progresses)
                 break
             except Retriable as error:
                 # Nothing of these partitions can be read meanwhile.
@@ -337,6 +333,7 @@ class Source:
         if self._settings.commits:
             async with self._last_commit(deadline):
                 await self._committer.commit(self._consumer, self._leaving)
+        await self.probation.revoked(partitions)
         self._void(partitions)
         if self.sealing is not None:
             await self.sealing.release([p.partition for p in partitions])

@@ -113,7 +113,7 @@ class Suspects:
         self._survivors = False
         self._waiting: Part = ()
         self._running: Part = ()
-        self._place: int | None = None
+        self._place = 0
 
     def take_up(self, partition: TopicPartition, mark: Mark, progress: Progress, end: int) -> None:
         """A partition is assigned.
@@ -152,7 +152,12 @@ class Suspects:
         self._accused = deque(piece for piece in pieces if piece)
 
     def next(self) -> Part:
-        """The part to be run next, alone; empty when there are no suspects left."""
+        """The part to be run next, alone; empty when there are no suspects left.
+
+        A part that has not survived yet, since its trial was interrupted, comes again.
+        """
+        if self._running:
+            return self._running
         self._on_trial = not self._cleared and bool(self._accused)
         if self._cleared:
             # They were answered before the last end, though nobody could commit that any more.
@@ -163,7 +168,7 @@ class Suspects:
             self._running = self._accused.popleft()
         else:
             self._running, self._waiting = self._waiting, ()
-        self._place = 0 if weight(self._running) == 1 else None
+        self._place = 0
         return self._running
 
     def runs_alone(self, place: int) -> None:
@@ -190,6 +195,11 @@ class Suspects:
         self._survivors = False
 
     @property
+    def is_alone(self) -> bool:
+        """Whether what is running is one record."""
+        return weight(self._running) == 1
+
+    @property
     def count(self) -> int:
         """How many offsets are suspect, running ones included."""
         parts = (self._cleared, *self._accused, self._waiting, self._running)
@@ -207,7 +217,7 @@ class Suspects:
         attempts = dict(self._attempts.get(partition, {}))
         if not running:
             return Mark(not self.count, stop, attempts=attempts)
-        alone = self._place if weight(self._running) == 1 else None
+        alone = self._place if self.is_alone else None
         return Mark(True, stop, (running[0].start, running[-1].stop), alone, attempts)
 
     def closing_mark(self, partition: TopicPartition) -> Mark:

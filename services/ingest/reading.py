@@ -8,7 +8,7 @@ from headrace.codec import callers_id, check_value, decode_request
 from headrace.config import LimitSettings
 from headrace.envelope import JSON, MSGPACK_TYPES, parse_envelope
 from headrace.errors import Code, Rejected
-from headrace.flow.endings import deadline_passed, rejection
+from headrace.flow.endings import deadline_passed, ran_alone, rejection
 from headrace.flow.inflight import Assignment
 from headrace.log.port import Record
 from headrace.messages import Envelope, Failure, Request
@@ -105,6 +105,18 @@ def read_request(record: Record, assignment: Assignment, rules: Rules, now_us: i
     if envelope.content_type not in MSGPACK_TYPES:
         # Tensors that are no views of the value are kept beside it.
         receipt.resize(receipt.size_bytes + request.size_bytes)
+    return request
+
+
+def read_condemned(record: Record, assignment: Assignment, rules: Rules, now_us: int) -> Request:
+    """Admit a record that is not run any more; it is not even decoded for a model."""
+    envelope = parse_envelope(record.headers, record.timestamp, rules.limits.default_timeout_ms)
+    receipt = assignment.admit(record.offset, _kept_bytes(record))
+    origin = (record.partition, record.offset, receipt.previous, record.timestamp)
+    request = Request(receipt, origin, record.key, record.value, record.headers, envelope)
+    request.ingested_us = now_us
+    request.id = callers_id(record.value, envelope)
+    request.fail(ran_alone(Stage.INGEST))
     return request
 
 

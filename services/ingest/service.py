@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from headrace.flow.channel import Outlet
 from headrace.flow.inflight import Assignment
 from headrace.flow.source import Source
+from headrace.flow.suspects import Unit
 from headrace.log.port import Record
 from headrace.messages import Request
-from headrace.services.ingest.reading import Rules, read_request
+from headrace.services.ingest.reading import Rules, read_condemned, read_request
 from headrace.telemetry.instruments import Instruments
 
 HOLD_LOOP_S = 0.01
 """Records are read for this long at a time; images, or large JSON, take milliseconds each."""
+_NOBODY: frozenset[Unit] = frozenset()
 
 
 class IngestService:
@@ -45,8 +47,9 @@ class IngestService:
         """Until the source stops reading."""
         while (delivery := await self._source.receive()) is not None:
             assignment, records = delivery.assignment, iter(delivery.records)
+            condemned = delivery.trial.condemned if delivery.trial is not None else _NOBODY
             while not assignment.void:
-                able, ended = self._read(assignment, records)
+                able, ended = self._read(assignment, records, condemned)
                 if ended:
                     await self._answers.send(ended)
                 if able:
@@ -58,7 +61,7 @@ class IngestService:
         self._answers.close()
 
     def _read(
-        self, assignment: Assignment, records: Iterator[Record]
+        self, assignment: Assignment, records: Iterator[Record], condemned: frozenset[Unit]
     ) -> tuple[list[Request], list[Request]]:
         """Admit and check records, for a moment; both lists are empty when there are no more.
 
@@ -72,6 +75,9 @@ class IngestService:
         for record in records:
             if record.offset in assignment.progress:
                 assignment.skip(record.offset)
+                continue
+            if condemned and (record.offset, 0) in condemned:
+                ended.append(read_condemned(record, assignment, self._rules, now_us))
                 continue
             request = read_request(record, assignment, self._rules, now_us)
             if chains is not None:

@@ -10,7 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.flow import backlog as backlog_module
-from headrace.flow.source import Source, SourceSettings
+from headrace.flow.source import Source
+from headrace.flow.source_settings import SourceSettings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics

@@ -15,7 +15,8 @@ from headrace.errors import Code, Rejected
 from headrace.flow.batch_edges import BatchFeed, BatchOutlet
 from headrace.flow.channel import PullChannel
 from headrace.flow.edges import item_inlet, item_outlet, refuse, result_inlet, result_outlet
-from headrace.flow.source import Source, SourceSettings
+from headrace.flow.source import Source
+from headrace.flow.source_settings import SourceSettings
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
@@ -79,7 +80,7 @@ async def test_items_come_out_as_they_went_in() -> None:
 
     await written(log, lambda producer, topic: item_outlet(producer, topic, Tray()), *sent)
     async with reading(log) as source:
-        got = await received(source, item_inlet, 3)
+        got = await received(source, lambda of: item_inlet(of, Tray()), 3)
         for request in got:
             request.receipt.settle()
 

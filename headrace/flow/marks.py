@@ -1,0 +1,173 @@
+"""Where marks are kept: as metadata of offsets that a group of their own commits.
+
+The group is called after the one that reads, with `.marks` behind it, and has no members, so that
+a mark can be written at any moment, by whoever thinks that a partition is his. Marks are hints: one
+that is lost, or overwritten by a process that is no owner any more, costs a repeated search, and
+never an answer.
+
+The text is JSON, since people read it when they look for a culprit:
+
+    {"v": 1, "open": true, "stop": 900, "running": [17, 18], "alone": 0, "attempts": [[17, 0, 2]],
+     "member": "headrace-5e1f…", "process": "gpu-1/8d2c6f1e/4026531836/71/9273"}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import structlog
+
+from headrace.flow.predecessor import is_gone
+from headrace.flow.suspects import CLEAN, Mark
+from headrace.log.port import Committed, Log, TopicPartition
+from headrace.telemetry.logs import Event
+
+log = structlog.get_logger(__name__)
+
+MOST_ATTEMPTS = 100
+"""So many requests with attempts fit into the metadata; each one has cost a restart or more."""
+
+
+class Owner(NamedTuple):
+    """Who wrote a mark.
+
+    Attributes:
+        member: its id in the group that reads.
+        process: see `headrace.flow.predecessor`.
+    """
+
+    member: str
+    process: str
+
+
+NOBODY = Owner("", "")
+
+
+class Marks:
+    """The marks of the partitions that one group reads.
+
+    Args:
+        group: the one that reads.
+    """
+
+    def __init__(self, log_: Log, group: str) -> None:
+        self._log = log_
+        self._reading = group
+        self._group = f"{group}.marks"
+        self._kept: dict[TopicPartition, tuple[Mark, Owner]] = {}
+        self._turn = asyncio.Lock()
+
+    async def read(
+        self, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, tuple[Mark, Owner]]:
+        """What is kept of these partitions, and who wrote it.
+
+        Raises:
+            LogUnavailable: nobody answers.
+        """
+        committed = await self._log.committed(self._group, partitions)
+        found = {each: _read(each, committed[each]) for each in partitions}
+        self._kept.update(found)
+        return found
+
+    async def write(self, marks: Mapping[TopicPartition, Mark], owner: Owner) -> None:
+        """Keep these marks; those that are kept already cost nothing.
+
+        Raises:
+            LogUnavailable: no acknowledgement; they are kept, or not.
+        """
+        async with self._turn:
+            news = {
+                each: mark for each, mark in marks.items() if self._kept.get(each) != (mark, owner)
+            }
+            if not news:
+                return
+            for each in news:
+                self._kept.pop(each, None)
+            await self._log.commit(
+                self._group,
+                {
+                    each: Committed(mark.stop, encode_mark(mark, owner))
+                    for each, mark in news.items()
+                },
+            )
+            self._kept.update((each, (mark, owner)) for each, mark in news.items())
+
+    async def remove_dead_members(self, topic: str) -> None:
+        """Take those out of the group that marked partitions as open and whose processes are gone,
+        so that their successor need not wait until their sessions have timed out.
+
+        Raises:
+            LogUnavailable: nobody answers.
+        """
+        described = (await self._log.describe_topics([topic]))[topic]
+        count = 0 if described is None else described.partitions
+        partitions = [TopicPartition(topic, number) for number in range(count)]
+        found = await self.read(partitions)
+        dead = {owner for mark, owner in found.values() if mark.is_open and is_gone(owner.process)}
+        for owner in sorted(dead):
+            if await self._log.remove_member(self._reading, owner.member):
+                log.warning(Event.MEMBER_REMOVED, member=owner.member, process=owner.process)
+
+
+def _read(partition: TopicPartition, committed: Committed | None) -> tuple[Mark, Owner]:
+    if committed is None or not committed.metadata:
+        return CLEAN, NOBODY
+    try:
+        return decode_mark(committed.metadata)
+    except ValueError as error:
+        # A hint that nobody can read is none.
+        log.warning(Event.MARK_UNREADABLE, partition=str(partition), reason=str(error))
+        return CLEAN, NOBODY
+
+
+def encode_mark(mark: Mark, owner: Owner = NOBODY) -> str:
+    """A mark as text, within the bounds of a commit's metadata."""
+    worst = sorted(mark.attempts.items(), key=lambda item: (-item[1], item[0]))[:MOST_ATTEMPTS]
+    fields: dict[str, Any] = {
+        "v": 1,
+        "open": mark.is_open,
+        "stop": mark.stop,
+        "running": mark.running,
+        "alone": mark.alone,
+        "attempts": [[offset, place, count] for (offset, place), count in worst],
+        "member": owner.member,
+        "process": owner.process,
+    }
+    return json.dumps(
+        {name: value for name, value in fields.items() if value not in (None, "", [])},
+        separators=(",", ":"),
+    )
+
+
+def decode_mark(text: str) -> tuple[Mark, Owner]:
+    """The inverse of `encode_mark`. Raises `ValueError`."""
+    fields = json.loads(text)
+    if not isinstance(fields, dict) or fields.get("v") != 1:
+        raise ValueError(f"mark: expected version 1, got {text[:40]!r}")
+    running = fields.get("running")
+    alone = fields.get("alone")
+    try:
+        mark = Mark(
+            is_open=bool(fields["open"]),
+            stop=int(fields["stop"]),
+            running=None if running is None else _range(running),
+            alone=None if alone is None else int(alone),
+            attempts=_attempts(fields.get("attempts", [])),
+        )
+        owner = Owner(str(fields.get("member", "")), str(fields.get("process", "")))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"mark: expected its fields, got {text[:40]!r}") from error
+    return mark, owner
+
+
+def _range(value: Sequence[Any]) -> tuple[int, int]:
+    start, stop = value
+    return int(start), int(stop)
+
+
+def _attempts(value: Iterable[Sequence[Any]]) -> dict[tuple[int, int], int]:
+    return {(int(offset), int(place)): int(count) for offset, place, count in value}

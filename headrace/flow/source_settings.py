@@ -1,0 +1,34 @@
+"""What a source reads and how, as its segment says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSettings:
+    """What a source reads and how.
+
+    Attributes:
+        group: the consumer group of the membership.
+        progress_group: whose committed offsets say where to start; ours, except for an ingest
+            without its responder.
+        commits: whether settled work is committed here.
+        requests: the topic whose progress is kept here; the one that is read, unless results are.
+        exactly_once: answers are sealed with what they commit.
+        shares: each partition gets but its share of the budget.
+        chains_keys: each request is told which one with the same key goes before it.
+        max_attempts: so many deaths condemn a record that ran alone; 0 suspects none.
+    """
+
+    topic: str
+    group: str
+    progress_group: str
+    commits: bool
+    budget_bytes: int
+    drain_timeout_s: float
+    requests: str = ""
+    exactly_once: bool = False
+    shares: bool = False
+    chains_keys: bool = False
+    max_attempts: int = 0

@@ -1,0 +1,46 @@
+"""A record that ends its process is found, whichever stages run, and all others are answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.errors import Code
+from headrace.pipeline import Pipeline
+from headrace.topics import Topic
+from tests.support.dying import (
+    FUSED,
+    POISON,
+    add_dying_model,
+    number_value,
+    outcomes,
+    records_of,
+    restart_until,
+    send_numbers,
+)
+from tests.support.pipelines import log_for, settings_of
+
+COUNT = 1000
+
+
+async def test_the_record_that_ends_its_process_is_a_dead_letter(tmp_path: Path) -> None:
+    """Among a thousand it is found within nine restarts, and all others are answered rightly."""
+    add_dying_model(tmp_path)
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    numbers = [POISON if place == 617 else float(place % 100) for place in range(COUNT)]
+    await send_numbers(settings, log, numbers)
+
+    async def all_answered() -> bool:
+        return len(await outcomes(settings, log)) == COUNT
+
+    restarts = await restart_until(
+        all_answered,
+        lambda: Pipeline(settings, log, FUSED),
+    )
+
+    found = await outcomes(settings, log)
+    assert found.pop(617) == {Code.MODEL_FAILED}
+    assert found == {place: {2 * n} for place, n in enumerate(numbers) if n != POISON}
+    (letter,) = await records_of(settings, log, Topic.DEAD_LETTERS)
+    assert letter.value == number_value(POISON, "617")
+    assert restarts <= 9

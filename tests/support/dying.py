@@ -1,0 +1,107 @@
+"""Pipelines that a record ends, and a parent that starts them again, all in one process.
+
+A model that raises `Fatal` ends its pipeline at once: nothing is drained, committed or marked as
+clean, just as if the process had died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from headrace.codec import Answer, decode_response, encode_request
+from headrace.config import Settings
+from headrace.flow.lifecycle import Stop
+from headrace.log.memory import MemoryLog
+from headrace.log.port import NewRecord, Record, TopicPartition
+from headrace.pipeline import Pipeline
+from headrace.topics import Stage, Topic
+from tests.support.pipelines import PARTITIONS
+from tests.support.python_models import add_python_model
+
+POISON = 666.0
+
+FATAL = """
+from headrace.errors import Fatal
+if (x == 666.0).any():
+    raise Fatal("a record has ended this process")
+"""
+
+
+def add_dying_model(repository: Path, run: str = FATAL) -> None:
+    """A model that doubles `x`, and ends its process when `x` is `POISON`."""
+    add_python_model(repository, run, config="max_batch_size = 8")
+
+
+def number_value(x: float, id: str) -> bytes:
+    """A request for that model."""
+    return encode_request("application/msgpack", "model", {"x": np.array([[x]], np.float32)}, id=id)
+
+
+async def send_numbers(settings: Settings, log: MemoryLog, numbers: Sequence[float]) -> None:
+    """One request for each number, with its place as id, over all partitions in turn."""
+    topic = settings.topic(Topic.REQUESTS)
+    async with log.producer() as producer:
+        for place, number in enumerate(numbers):
+            record = NewRecord(None, number_value(number, str(place)), ())
+            for run in await producer.send(TopicPartition(topic, place % PARTITIONS), [record]):
+                await run.acknowledged
+
+
+async def records_of(settings: Settings, log: MemoryLog, topic: Topic) -> list[Record]:
+    """All that a topic holds."""
+    name = settings.topic(topic)
+    partitions = [TopicPartition(name, number) for number in range(PARTITIONS)]
+    found: list[Record] = []
+    async with log.reader(partitions) as reader:
+        count = sum((await reader.end_offsets(partitions)).values())
+        for partition in partitions:
+            reader.seek(partition, 0)
+        while len(found) < count:
+            for records in (await reader.poll(0.1, 1000)).values():
+                found += records
+    return found
+
+
+async def outcomes(settings: Settings, log: MemoryLog) -> dict[int, set[str | float]]:
+    """What each request was answered, by its place: a number, or the code of an error."""
+    found: dict[int, set[str | float]] = {}
+    for record in await records_of(settings, log, Topic.RESPONSES):
+        answer = decode_response(record.headers, record.value)
+        if isinstance(answer, Answer):
+            outcome: str | float = float(answer.outputs["y"][0, 0])
+        else:
+            outcome = str(answer.error_details.code)
+        found.setdefault(int(answer.id or -1), set()).add(outcome)
+    return found
+
+
+async def restart_until(
+    done: Callable[[], Awaitable[bool]],
+    make: Callable[[], Pipeline],
+    *,
+    most_restarts: int = 40,
+) -> int:
+    """Run a pipeline, and another whenever it ends by itself, until `done`; then drain it.
+
+    Returns:
+        How often one was started again.
+    """
+    for restarts in range(most_restarts):
+        stop = Stop()
+        serving = asyncio.create_task(make().run(stop), name="pipeline")
+        while not serving.done() and not await done():
+            await asyncio.wait([serving], timeout=0.05)
+        if serving.done():
+            assert serving.exception() is not None
+            continue
+        stop.ask()
+        await serving
+        return restarts
+    raise AssertionError(f"not done after {most_restarts} restarts")
+
+
+FUSED = tuple(Stage)
