@@ -79,6 +79,11 @@ class ModelVersion:
         return f"<ModelVersion {self.name}/{self.version} {self.state}>"
 
     @property
+    def looks_inside(self) -> bool:
+        """Whether `bind` judges by the values of inputs, and not by their shapes alone."""
+        return bool(self.config.range) or self.config.finite_inputs
+
+    @property
     def may_inline(self) -> bool:
         """Whether its backends can be run from any thread, short runs from the event loop's.
 

@@ -13,10 +13,14 @@ from headrace.flow.inflight import Assignment
 from headrace.log.port import Record
 from headrace.messages import Envelope, Failure, Request
 from headrace.models.version import ModelVersion
+from headrace.services.ingest.layouts import Layouts
 from headrace.topics import Stage
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}
 """Of these the value has the tensors; any other payload is made into tensors by the model."""
+
+_layouts = Layouts()
+"""A cache, like `functools.lru_cache`: what is in it follows from the values alone."""
 
 REQUEST_OVERHEAD_BYTES = 1024
 """Charged for every request beside its value: the objects that it is made of."""
@@ -157,10 +161,21 @@ def _bind(
     envelope: Envelope,
     rules: Rules,
 ) -> None:
-    message = decode_request(value, envelope, rules.limits)
-    request.id = message.id
-    version = rules.models.lookup(message.model_name, message.model_version)
-    bound = version.bind(message.inputs, message.outputs)
+    plain: bytes | None = None
+    if type(value) is bytes and not envelope.model and envelope.content_type in MSGPACK_TYPES:
+        plain = value
+    layout = None if plain is None else _layouts.find(plain)
+    if plain is None or layout is None or len(plain) > rules.limits.max_request_bytes:
+        message = decode_request(value, envelope, rules.limits)
+        request.id = message.id
+        version = rules.models.lookup(message.model_name, message.model_version)
+        bound = version.bind(message.inputs, message.outputs)
+        if plain is not None and layout is None:
+            _layouts.learn(plain, message)
+    else:
+        message = layout.message
+        version = rules.models.lookup(message.model_name, message.model_version)
+        bound = layout.bound(plain, version.bind, looks_inside=version.looks_inside)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
 

@@ -1,0 +1,135 @@
+"""Requests that differ in nothing but their tensor's bytes are decoded and checked once.
+
+A MessagePack value says how long its tensor's bytes are before they come. So where two values are
+of the same length, and equal before and behind the tensor of one of them, they decode to the same
+message around other tensor bytes. Most callers send such values all day long, and comparing two
+byte strings costs a tenth of decoding.
+
+Left out are values with an `id` (they all differ), with several inputs, and datatypes whose bytes
+are looked into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from headrace.messages import InferenceRequest, InputTensor, RequestedOutput, Tensor
+from headrace.models.binding import Bound
+
+MAX_LAYOUTS = 256
+MAX_AROUND_BYTES = 1024
+"""Of what stands around the tensor; longer values are decoded each time."""
+DOUBT = 64
+"""After so many values of its length that are not of it, a layout gives way to another one."""
+
+_NOT_NUMBERS = {"BYTES", "BOOL"}
+_new = tuple.__new__  # half the cost of calling a NamedTuple's class
+
+Bind: TypeAlias = Callable[[Sequence[InputTensor], Sequence[RequestedOutput] | None], Bound]
+
+
+class _Shared(NamedTuple):
+    """What was found when a request of the layout was bound by `bind`, and holds for the others."""
+
+    bind: Bind
+    tensor: tuple[str, str, tuple[int, ...]]
+    rest: tuple[int, tuple[int, ...], int, tuple[str, ...] | None]
+
+
+class Layout:
+    """What requests of one layout share.
+
+    Attributes:
+        message: decoded, without the tensor's bytes.
+    """
+
+    __slots__ = ("_head", "_shared", "_start", "_stop", "_tail", "doubt", "message")
+
+    def __init__(self, value: bytes, message: InferenceRequest, start: int) -> None:
+        (tensor,) = message.inputs
+        self._start = start
+        self._stop = start + len(tensor.data)
+        self._head = value[: self._start]
+        self._tail = value[self._stop :]
+        self._shared: _Shared | None = None
+        self.message = message
+        self.doubt = 0
+        tensor.data = memoryview(b"")  # or the first value would live as long as its layout
+
+    def fits(self, value: bytes) -> bool:
+        """Whether a value of the same length is of this layout."""
+        return value.startswith(self._head) and value.endswith(self._tail)
+
+    def bound(self, value: bytes, bind: Bind, *, looks_inside: bool) -> Bound:
+        """The inputs of a request of this layout, as `bind` gives them.
+
+        Args:
+            value: of the request; it `fits`.
+            bind: of the model's version.
+            looks_inside: `bind` judges by the values as well, and has to be asked each time.
+
+        Raises:
+            Rejected: see `headrace.models.binding.Binder.bind`.
+        """
+        content = memoryview(value)[self._start : self._stop]
+        shared = self._shared
+        if shared is not None and shared.bind is bind:
+            tensor = _new(Tensor, (*shared.tensor, content))
+            bound: Bound = _new(Bound, ((tensor,), *shared.rest))
+            return bound
+        (known,) = self.message.inputs
+        given = InputTensor(
+            name=known.name, datatype=known.datatype, shape=known.shape, data=content
+        )
+        bound = bind([given], self.message.outputs)
+        if not looks_inside:
+            self._shared = _Shared(bind, bound.tensors[0][:3], bound[1:])
+        return bound
+
+
+class Layouts:
+    """The layouts of late, one for each length."""
+
+    def __init__(self) -> None:
+        self._by_length: dict[int, Layout] = {}
+
+    def find(self, value: bytes) -> Layout | None:
+        """The layout of a value; None where it has to be decoded."""
+        layout = self._by_length.get(len(value))
+        if layout is None or not layout.fits(value):
+            return None
+        return layout
+
+    def learn(self, value: bytes, message: InferenceRequest) -> None:
+        """Remember the layout of a value that was decoded and bound, if it has one.
+
+        Where it has, the tensor in `message` loses its bytes.
+
+        Raises:
+            ValueError: the message was decoded from another value.
+        """
+        known = self._by_length.get(len(value))
+        if known is not None:
+            known.doubt += 1
+            if known.doubt < DOUBT:
+                return
+        if message.id is not None or len(message.inputs) != 1:
+            return
+        (tensor,) = message.inputs
+        size = len(tensor.data)
+        if not size or len(value) - size > MAX_AROUND_BYTES or tensor.datatype in _NOT_NUMBERS:
+            return
+        if len(self._by_length) >= MAX_LAYOUTS:
+            self._by_length.clear()
+        start = _address(tensor.data) - _address(value)
+        if not 0 <= start <= len(value) - size:
+            raise ValueError("message: expected the one that was decoded from this value")
+        self._by_length[len(value)] = Layout(value, message, start)
+
+
+def _address(content: bytes | memoryview) -> int:
+    address: int = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
+    return address

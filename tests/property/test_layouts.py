@@ -1,0 +1,87 @@
+"""Requests read by their layout are the requests that decoding gives, or refused alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.codec import decode_request, encode_request
+from headrace.config import LimitSettings
+from headrace.errors import Rejected
+from headrace.messages import Envelope
+from headrace.models.binding import Binder
+from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.services.ingest.layouts import Layouts
+
+LIMITS = LimitSettings()
+SIGNATURE: Signature = make_signature(
+    [TensorSpec("x", "FP32", (-1, -1), ("batch", ""))], [TensorSpec("y", "FP32", (-1, 2))]
+)
+
+
+@st.composite
+def values(draw: st.DrawFn) -> bytes:
+    """Requests that resemble each other, and one in a few with a byte changed."""
+    shape = draw(st.sampled_from([(1, 3), (3, 1), (1, 4), (2, 2), (1, 1)]))
+    numbers = draw(st.lists(st.integers(0, 255), min_size=4 * 4, max_size=4 * 4))
+    array = np.array(numbers, np.uint8).view(np.float32)[: shape[0] * shape[1]].reshape(shape)
+    value = bytearray(
+        encode_request(
+            "application/msgpack",
+            draw(st.sampled_from(["one", "two"])),
+            {draw(st.sampled_from(["x", "z"])): array},
+            version=draw(st.sampled_from([None, "1"])),
+            id=draw(st.sampled_from([None, None, "a", "b"])),
+            parameters=draw(st.sampled_from([None, {"p": 1}, {"p": 2}])),
+            outputs=draw(st.sampled_from([None, ["y"], ["q"]])),
+        )
+    )
+    if draw(st.booleans()):
+        value[draw(st.integers(0, len(value) - 1))] = draw(st.integers(0, 255))
+    return bytes(value)
+
+
+def plainly(value: bytes, binder: Binder) -> Any:
+    """What a request says, by decoding it; or its refusal's text."""
+    try:
+        message = decode_request(value, Envelope(), LIMITS)
+        bound = binder.bind(message.inputs, message.outputs)
+    except Rejected as error:
+        return str(error)
+    return message.model_name, message.model_version, message.id, told(bound)
+
+
+def by_layout(value: bytes, layouts: Layouts, binder: Binder, *, looks_inside: bool) -> Any:
+    """The same by its layout, where it has one that is known; learned otherwise."""
+    try:
+        layout = layouts.find(value)
+        if layout is not None:
+            message = layout.message
+            bound = layout.bound(value, binder.bind, looks_inside=looks_inside)
+        else:
+            message = decode_request(value, Envelope(), LIMITS)
+            bound = binder.bind(message.inputs, message.outputs)
+            layouts.learn(value, message)
+    except Rejected as error:
+        return str(error)
+    return message.model_name, message.model_version, message.id, told(bound)
+
+
+def told(bound: Any) -> Any:
+    """A bound request, with its bytes instead of views of them."""
+    return [(*each[:3], bytes(each.data)) for each in bound.tensors], *bound[1:]
+
+
+@given(st.lists(values(), min_size=2, max_size=20), st.booleans())
+def test_a_layout_changes_nothing(requests: list[bytes], finite: bool) -> None:
+    """In any order, with values alike and unlike, checked by shape alone or by content."""
+    binder = Binder(SIGNATURE, finite=finite)
+    bind = binder.bind  # one object, as a model's version has it
+    binder.bind = bind  # type: ignore[method-assign]  # so that it is the same one every time
+    layouts = Layouts()
+
+    for value in requests:
+        assert by_layout(value, layouts, binder, looks_inside=finite) == plainly(value, binder)

@@ -1,0 +1,82 @@
+"""Layouts: which requests have one, when it is known, and when another takes its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.codec import decode_request, encode_request
+from headrace.config import LimitSettings
+from headrace.messages import Envelope
+from headrace.services.ingest.layouts import DOUBT, MAX_AROUND_BYTES, MAX_LAYOUTS, Layouts
+
+
+def request(
+    fill: float = 0.0, model: str = "digits", size: int = 8, id: str | None = None
+) -> bytes:
+    """A request of one input, whose bytes `fill` decides."""
+    pixels = np.full((1, size), fill, np.float32)
+    return encode_request("application/msgpack", model, {"pixels": pixels}, id=id)
+
+
+def learn(layouts: Layouts, value: bytes) -> None:
+    """Decode a value, as one has to whose layout is not known, and have its layout learned."""
+    layouts.learn(value, decode_request(value, Envelope(), LimitSettings()))
+
+
+def test_a_request_that_differs_in_its_bytes_alone_is_known() -> None:
+    """Once one was learned, others of its layout are found, and no others."""
+    layouts = Layouts()
+    learn(layouts, request(1.0))
+
+    assert layouts.find(request(2.0)) is not None
+    assert layouts.find(request(2.0, model="digitz")) is None
+    assert layouts.find(request(2.0, size=9)) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        request(id="mine"),
+        encode_request("", "two", {name: np.zeros((1, 2), np.float32) for name in ("a", "b")}),
+        encode_request("", "text", {"words": np.array([["a"]], object)}),
+        encode_request("", "flags", {"flags": np.array([[True]])}),
+        encode_request("", "empty", {"x": np.zeros((1, 0), np.float32)}),
+        encode_request(
+            "",
+            "wordy",
+            {"x": np.zeros((1, 2), np.float32)},
+            parameters={f"p{number}": "x" * 200 for number in range(MAX_AROUND_BYTES // 200 + 1)},
+        ),
+    ],
+    ids=["an id", "two inputs", "BYTES", "BOOL", "no bytes", "much around it"],
+)
+def test_what_has_no_layout_is_not_learned(value: bytes) -> None:
+    """It is decoded each time."""
+    layouts = Layouts()
+    learn(layouts, value)
+
+    assert layouts.find(value) is None
+
+
+def test_a_layout_gives_way_when_others_come_instead() -> None:
+    """Of two layouts of one length the one that comes is the one that is known, in the end."""
+    layouts = Layouts()
+    first, second = request(model="first-"), request(model="second")
+    learn(layouts, first)
+    for _ in range(DOUBT):
+        assert layouts.find(second) is None
+        learn(layouts, second)
+
+    assert layouts.find(second) is not None
+    assert layouts.find(first) is None
+
+
+def test_the_layouts_are_bounded() -> None:
+    """However many lengths come, no more than a number of layouts is kept."""
+    layouts = Layouts()
+    for size in range(1, MAX_LAYOUTS + 2):
+        learn(layouts, request(size=size))
+
+    known = sum(layouts.find(request(size=size)) is not None for size in range(1, MAX_LAYOUTS + 2))
+    assert known <= MAX_LAYOUTS
