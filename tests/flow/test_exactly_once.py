@@ -13,6 +13,7 @@ from headrace.flow import sealing
 from headrace.flow.answered import Progress
 from headrace.flow.lifecycle import Stop
 from headrace.log.memory import MemoryLog
+from headrace.log.memory.faults import SealFault
 from headrace.log.port import TopicPartition
 from headrace.pipeline import Pipeline
 from headrace.services.responder import sealed
@@ -81,3 +82,157 @@ async def test_each_request_has_one_visible_answer(settings: Settings, form: Gro
 
     assert await answered(log, settings) == each_once(500)
     assert await is_committed(log, 500 // PARTITIONS)
+
+
+@FORMS
+@pytest.mark.parametrize("fault", list(SealFault))
+async def test_an_unknown_outcome_is_found_out(
+    settings: Settings, form: Grouping, fault: SealFault
+) -> None:
+    """Whether the transaction was sealed or not: its successor learns it, and doubles nothing."""
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, form):
+        for _ in range(5):
+            log.faults.spoil_seals(fault, fault)
+            await caller.send(40)
+            await all_visible(log, settings, caller.sent)
+
+    assert await answered(log, settings) == each_once(caller.sent)
+
+
+@FORMS
+async def test_offsets_that_show_late_double_nothing(settings: Settings, form: Grouping) -> None:
+    """They are read after the fence, which waits for them."""
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    log.faults.let_offsets_lag()
+    async with serving(settings, log, form):
+        await caller.send(100)
+        await all_visible(log, settings, 100)
+        log.faults.force_rebalance("headrace")
+        log.faults.spoil_seals(*[SealFault.UNKNOWN_BUT_COMMITTED] * 4)
+        await caller.send(100)
+        await all_visible(log, settings, 200)
+
+    assert await answered(log, settings) == each_once(200)
+
+
+@FORMS
+async def test_a_zombie_shows_nothing(settings: Settings, form: Grouping) -> None:
+    """Evicted between computing and sealing, without knowing: its successor's answers count."""
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, form):
+        (zombie,) = log.faults.members("headrace")
+        log.faults.hold_seals()
+        await caller.send(200)
+        await eventually(lambda: is_open(log))
+        log.faults.expire_session("headrace", zombie, noticed=False)
+        async with serving(settings, log, form):
+            log.faults.release_seals()
+            await caller.send(200)
+            await all_visible(log, settings, 400)
+
+    assert await answered(log, settings) == each_once(400)
+
+
+def is_open(log: MemoryLog) -> bool:
+    """Whether a transaction of every source partition is open."""
+    return len(log._transactions._open) == PARTITIONS
+
+
+@FORMS
+async def test_a_fence_by_the_broker_alone_is_got_over(settings: Settings, form: Grouping) -> None:
+    """The group still counts us in, so that there is no other owner: we go on."""
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, form):
+        await caller.send(40)
+        await all_visible(log, settings, 40)
+        for number in range(PARTITIONS):
+            identity = f"headrace.headrace.requests.{number}"
+            await log.transactional_producer(identity, "headrace").__aenter__()
+        await caller.send(40)
+        await all_visible(log, settings, 80)
+
+    assert await answered(log, settings) == each_once(80)
+
+
+async def test_a_process_that_is_killed_doubles_nothing(settings: Settings) -> None:
+    """What it had sealed is not done again, and what it had not, is."""
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    killed = asyncio.create_task(Pipeline(settings, log).run(Stop()))
+    await caller.send(500)
+    await all_visible(log, settings, 50)
+    killed.cancel()
+    await asyncio.wait([killed])
+
+    async with serving(settings, log, FUSED):
+        await caller.send(100)
+        await all_visible(log, settings, 600)
+
+    assert await answered(log, settings) == each_once(600)
+
+
+@FORMS
+async def test_processes_that_come_and_go_double_nothing(
+    settings: Settings, form: Grouping
+) -> None:
+    """Partitions change hands under load."""
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, form):
+        await caller.send(300)
+        async with serving(settings, log, form):
+            await caller.send(300)
+            await all_visible(log, settings, 400)
+        await caller.send(300)
+        log.faults.force_rebalance("headrace")
+        await all_visible(log, settings, 900)
+
+    assert await answered(log, settings) == each_once(900)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(FUSED, APART), (APART, FUSED), (FUSED, THREE), (THREE, FUSED)],
+    ids=["fused-apart", "apart-fused", "fused-three", "three-fused"],
+)
+async def test_another_form_takes_over(
+    settings: Settings, first: Grouping, second: Grouping
+) -> None:
+    """And the first one again: nothing is lost and nothing doubled."""
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    for form in (first, second, first):
+        async with serving(settings, log, form):
+            await caller.send(200)
+            await all_visible(log, settings, caller.sent - 150)
+
+    async with serving(settings, log, second):
+        await all_visible(log, settings, 600)
+
+    assert await answered(log, settings) == each_once(600)
+
+
+async def test_an_outage_is_waited_for(settings: Settings) -> None:
+    """No broker answers for a while, in the middle of the work."""
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, FUSED) as [pipeline]:
+        await caller.send(200)
+        log.faults.take_down()
+        await eventually(lambda: failures(pipeline) > 1)
+        log.faults.bring_back()
+        await caller.send(200)
+        await all_visible(log, settings, 400)
+
+    assert await answered(log, settings) == each_once(400)
+
+
+def failures(pipeline: Pipeline) -> float:
+    """How many commits have failed."""
+    name, labels = "headrace_commit_failures_total", {"reason": "unavailable"}
+    return pipeline.metrics.registry.get_sample_value(name, labels) or 0.0
