@@ -111,7 +111,7 @@ def _work(record: Record, envelope: Envelope) -> _Work | None:
         return None
     if envelope.content_type not in MSGPACK_TYPES | {JSON}:
         # One item, whose size after its transform is not known.
-        kind = Kind(envelope.model, envelope.version, ())
+        kind = Kind(envelope.model, envelope.version, (), envelope.tenant, envelope.priority)
         return _Work(kind, 1, len(record.value))
     decode = _from_json if envelope.content_type == JSON else _from_msgpack
     try:
@@ -129,7 +129,8 @@ def _work_of(body: _Body, envelope: Envelope) -> _Work | None:
         return None
     inputs = sorted(body.inputs, key=lambda one: one.name)
     shape_class = tuple(size for each in inputs for size in each.shape[1:])
-    kind = Kind(name, body.model_version or envelope.version, shape_class)
+    version = body.model_version or envelope.version
+    kind = Kind(name, version, shape_class, envelope.tenant, envelope.priority)
     return _Work(kind, rows.pop(), sum(sizes))
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.flow.channel import IDLE, Ask
 from headrace.messages import Batch, Envelope, Request
 from headrace.models.latency import Latency
 
@@ -26,7 +27,9 @@ ModelKey = tuple[str, str]
 
 NO_TIMEOUT = -1
 EXPIRED = -1
-"""In the place of a latency: the deadline passed while the request waited."""
+"""In the place of a latency: the request ended while it waited, late or refused."""
+NEVER = 1 << 62
+"""Later than any moment."""
 
 
 class Limits(NamedTuple):
@@ -45,16 +48,18 @@ class Policy(Protocol):
 
     def __len__(self) -> int: ...
     def add(self, request: Request) -> None: ...
-    def next(self, key: ModelKey | None, now_us: int) -> Batch | None: ...
+    def next(self, key: ModelKey | None, now_us: int, ask: Ask = IDLE) -> Batch | None: ...
     def next_event_us(self, now_us: int) -> int | None: ...
 
 
 class Kind(NamedTuple):
-    """What decides who may share a batch."""
+    """What decides who may share a batch, and who goes first."""
 
     model: str
     version: str
     shape_class: tuple[int, ...]
+    tenant: str = ""
+    priority: int = 0
 
     @property
     def key(self) -> ModelKey:
@@ -99,10 +104,15 @@ class Farm(NamedTuple):
     Attributes:
         instances: of each model's version that arrives.
         service_us: how long a batch of some rows of a model takes.
+        prepare_us: how long its rows are gathered and copied before that.
+        ahead: an instance prepares its next batch while it computes, and has it closed just in
+            time for that.
     """
 
     instances: Mapping[ModelKey, int]
     service_us: Callable[[str, int], int]
+    prepare_us: int = 0
+    ahead: bool = False
 
 
 @dataclass(slots=True)
@@ -126,12 +136,31 @@ class Observed:
     end_us: int = 0
 
 
+class _Instance:
+    """One that is idle, or computes and may have prepared its next batch.
+
+    Attributes:
+        asks_us: from when on it asks for a batch; `NEVER` while it has one to go on with.
+        free_us: when what it computes is done.
+    """
+
+    __slots__ = ("asks_us", "free_us", "key", "next_batch", "next_us")
+
+    def __init__(self, key: ModelKey) -> None:
+        self.key = key
+        self.asks_us = 0
+        self.free_us = 0
+        self.next_batch: Batch | None = None
+        self.next_us = 0
+
+
 class _Done(NamedTuple):
     """A batch's end; `order` keeps batches from being compared."""
 
     at_us: int
     order: int
     batch: Batch
+    instance: _Instance
 
 
 class _Receipt:
@@ -158,10 +187,15 @@ class Simulation:
         self._arrivals = arrivals
         self._policy = policy
         self._farm = farm
-        self._free = dict(farm.instances)
+        self._instances = [
+            _Instance(key) for key, number in farm.instances.items() for _ in range(number)
+        ]
         self._running: list[_Done] = []
         self._order = count()
-        self._envelopes = [Envelope(model=one.model, version=one.version) for one in arrivals.kinds]
+        self._envelopes = [
+            Envelope(model=one.model, version=one.version, tenant=one.tenant, priority=one.priority)
+            for one in arrivals.kinds
+        ]
         # Plain integers: an array's elements cost more each time than these do once.
         self._columns = list(zip(*(column.tolist() for column in arrivals[:5]), strict=True))
         self._next = 0
@@ -180,24 +214,32 @@ class Simulation:
 
     def _next_event_us(self, now_us: int) -> int | None:
         times = [self._running[0].at_us] if self._running else []
-        if any(self._free.values()):
+        asking_us = min(each.asks_us for each in self._instances)
+        if asking_us <= now_us:
             if self._next < len(self._columns):
                 times.append(self._columns[self._next][0])
             if self._policy and (due_us := self._policy.next_event_us(now_us)) is not None:
                 times.append(due_us)
-        # While every instance is busy an arrival changes nothing: it is taken in afterwards.
+        elif asking_us < NEVER:
+            times.append(asking_us)
+        # While nobody asks an arrival changes nothing: it is taken in afterwards.
         return min(times, default=None)
 
     def _complete(self, now_us: int) -> None:
         while self._running and self._running[0].at_us <= now_us:
             done = heapq.heappop(self._running)
-            self._free[done.batch.model, done.batch.version] += 1
             self._seen.end_us = done.at_us
             for request in done.batch.requests:
                 self._seen.latency_us[request.offset] = done.at_us - request.ingested_us
                 deadline_ms = request.envelope.deadline_ms
                 if deadline_ms and done.at_us >= deadline_ms * 1000:
                     self._seen.late += 1
+            instance = done.instance
+            batch, instance.next_batch = instance.next_batch, None
+            if batch is None:
+                instance.asks_us = instance.free_us = 0
+            else:
+                self._start(instance, batch, max(done.at_us, instance.next_us))
 
     def _arrive(self, now_us: int) -> None:
         columns, first = self._columns, self._next
@@ -218,18 +260,28 @@ class Simulation:
         return request
 
     def _pull(self, now_us: int) -> None:
-        """Every free instance asks for a batch, as long as it gets one."""
-        for key in self._free:
-            while self._free[key] and self._policy:
-                batch = self._policy.next(key, now_us)
-                if batch is None:
-                    break
-                self._free[key] -= 1
-                self._start(key, batch, now_us)
+        """Who asks for a batch gets one, if there is one."""
+        for instance in self._instances:
+            if instance.asks_us > now_us or not self._policy:
+                continue
+            busy = instance.free_us > now_us
+            ask = Ask(close_at_us=instance.asks_us) if busy else IDLE
+            batch = self._policy.next(instance.key, now_us, ask)
+            if batch is None:
+                continue
+            ready_us = now_us + self._farm.prepare_us
+            if busy:
+                instance.next_batch, instance.next_us = batch, ready_us
+                instance.asks_us = NEVER
+            else:
+                self._start(instance, batch, ready_us)
 
-    def _start(self, key: ModelKey, batch: Batch, now_us: int) -> None:
-        service_us = self._farm.service_us(batch.model, batch.rows)
-        heapq.heappush(self._running, _Done(now_us + service_us, next(self._order), batch))
-        self._seen.reasons[batch.reason] += 1
-        self._seen.batch_rows[batch.rows] += 1
-        self._seen.busy_us[key] += service_us
+    def _start(self, instance: _Instance, batch: Batch, at_us: int) -> None:
+        farm, seen = self._farm, self._seen
+        service_us = farm.service_us(batch.model, batch.rows)
+        instance.free_us = at_us + service_us
+        instance.asks_us = instance.free_us - farm.prepare_us if farm.ahead else NEVER
+        heapq.heappush(self._running, _Done(instance.free_us, next(self._order), batch, instance))
+        seen.reasons[batch.reason] += 1
+        seen.batch_rows[batch.rows] += 1
+        seen.busy_us[instance.key] += service_us
