@@ -222,9 +222,12 @@ async def test_an_outage_is_waited_for(settings: Settings) -> None:
     log = await log_for(settings)
     caller = Caller(settings, log)
     async with serving(settings, log, FUSED) as [pipeline]:
+        log.faults.hold_seals()
         await caller.send(200)
+        await eventually(lambda: is_open(log))
         log.faults.take_down()
-        await eventually(lambda: failures(pipeline) > 1)
+        log.faults.release_seals()
+        await eventually(lambda: failures(pipeline) == PARTITIONS)
         log.faults.bring_back()
         await caller.send(200)
         await all_visible(log, settings, 400)
