@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from enum import StrEnum
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from headrace.cli.broker_checks import (
+    check_broker_settings,
+    check_release,
+    check_replicas,
+    check_rights,
+    transactional_id,
+)
+from headrace.cli.findings import Finding, Health
 from headrace.config import KafkaSettings, Settings
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed
-from headrace.log.port import TopicInfo
+from headrace.log.port import Log, TopicInfo
 from headrace.models.onnx_backend import find_runtime
 from headrace.opening import open_log
 from headrace.topic_plan import RECORD_OVERHEAD_BYTES, compare, plan_topics
@@ -22,33 +29,8 @@ if TYPE_CHECKING:
 
 CUDA = "CUDAExecutionProvider"
 
-OLDEST_RELEASE = {"at_least_once": (3, 0), "exactly_once": (4, 0)}
-
 SLACK_S = 10.0
 """What the broker check may take beside the log's own request timeout."""
-
-
-class Health(StrEnum):
-    """How a finding is meant."""
-
-    OK = "ok"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class Finding(NamedTuple):
-    """One thing that was looked at.
-
-    Attributes:
-        subject: `configuration`, `broker`, `topics`, `models` or `device`.
-        text: what was found.
-        mend: what to do about it; empty when nothing is wrong.
-    """
-
-    subject: str
-    health: Health
-    text: str
-    mend: str = ""
 
 
 def check_settings(settings: Settings) -> Iterator[Finding]:
@@ -93,13 +75,16 @@ async def check_log(settings: Settings) -> list[Finding]:
     if settings.kafka is None:
         return [Finding("broker", Health.OK, "none configured: the embedded log is used")]
     # Without a broker configured, nothing here needs aiokafka.
-    from headrace.log.kafka_release import ask_release
+    from headrace.log.kafka_survey import survey
 
     deadline_s = settings.kafka.request_timeout_ms / 1000 + SLACK_S
     try:
         async with asyncio.timeout(deadline_s), open_log(settings) as log:
-            topics = await log.describe_topics([settings.topic(topic) for topic in Topic])
-            release = await ask_release(settings.kafka)
+            names = [settings.topic(topic) for topic in Topic]
+            found = await survey(
+                settings.kafka, names, settings.namespace, transactional_id(settings)
+            )
+            topics = await _described(log, [*found.topics])
     except TimeoutError:
         return [_unreachable(settings.kafka, f"no answer within {deadline_s:g} s")]
     except LogAuthenticationFailed as error:
@@ -115,24 +100,21 @@ async def check_log(settings: Settings) -> list[Finding]:
         return [Finding("broker", Health.ERROR, str(error), "mend this setting")]
     except HeadraceError as error:
         return [_unreachable(settings.kafka, str(error))]
-    return [check_release(settings, release), *check_topics(settings, topics)]
+    return [
+        check_release(settings, found.release),
+        *check_broker_settings(settings, found.settings),
+        *check_rights(settings, found),
+        *check_topics(settings, topics, found.forbidden_topics),
+        *check_replicas(found, topics or {}),
+    ]
 
 
-def check_release(settings: Settings, release: tuple[int, int]) -> Finding:
-    """Whether the broker is new enough for what the settings promise."""
-    assert settings.kafka is not None
-    where = settings.kafka.bootstrap_servers
-    needed = OLDEST_RELEASE[settings.delivery.guarantee]
-    major, minor = release
-    if release < needed:
-        shown = f"{major}.{minor} or newer, below 4.0" if major else "older than 3.0"
-        return Finding(
-            "broker",
-            Health.ERROR,
-            f"{where}: Kafka {shown}; {settings.delivery.guarantee} needs {needed[0]}.{needed[1]}",
-            "upgrade the brokers",
-        )
-    return Finding("broker", Health.OK, f"{where} answers: Kafka {major}.{minor} or newer")
+async def _described(log: Log, names: Sequence[str]) -> Mapping[str, TopicInfo | None] | None:
+    """The topics' partitions and settings; None where we may not read those."""
+    try:
+        return await log.describe_topics(names)
+    except LogAuthenticationFailed:  # of a topic: the survey has got in before
+        return None
 
 
 def _unreachable(kafka: KafkaSettings, reason: str) -> Finding:
@@ -145,9 +127,22 @@ def _unreachable(kafka: KafkaSettings, reason: str) -> Finding:
     )
 
 
-def check_topics(settings: Settings, existing: Mapping[str, TopicInfo | None]) -> Iterator[Finding]:
+def check_topics(
+    settings: Settings,
+    existing: Mapping[str, TopicInfo | None] | None,
+    forbidden: Collection[str] = (),
+) -> Iterator[Finding]:
     """The faults of the topics that `headrace topics check` tells as well."""
-    faults = compare(plan_topics(settings), existing)
+    if existing is None:
+        yield Finding(
+            "topics",
+            Health.WARNING,
+            "their settings may not be read, and were not checked",
+            "allow DescribeConfigs on the topics",
+        )
+        return
+    needed = [topic for topic in Topic if settings.topic(topic) not in forbidden]
+    faults = compare(plan_topics(settings), existing, needed)
     for fault in faults:
         health = Health.ERROR if fault.blocking else Health.WARNING
         yield Finding("topics", health, f"{fault.topic}: {fault.problem}", fault.mend)

@@ -7,8 +7,6 @@ import json
 import click
 
 from headrace.cli.checks import (
-    Finding,
-    Health,
     check_device,
     check_log,
     check_models,
@@ -16,6 +14,7 @@ from headrace.cli.checks import (
     unreadable_settings,
 )
 from headrace.cli.event_loop import run
+from headrace.cli.findings import Finding, Health
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import Invocation, pass_invocation
 from headrace.config import KafkaSettings

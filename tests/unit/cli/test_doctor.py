@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.checks import Finding, Health, check_release, check_settings
+from headrace.cli.broker_checks import check_release
+from headrace.cli.checks import check_settings
 from headrace.cli.doctor import HIDDEN, without_secrets
+from headrace.cli.findings import Finding, Health
 from headrace.cli.outcome import Exit
 from headrace.config import make_settings
 from headrace.log.kafka_release import oldest_release

@@ -1,0 +1,224 @@
+"""What `headrace doctor` makes of a survey of the cluster: settings, rights, replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from headrace.cli.findings import Finding, Health
+from headrace.config import KafkaSettings, Settings
+from headrace.flow.answered import MAX_METADATA_CHARACTERS
+from headrace.flow.committing import COMMIT_AGAIN_S
+from headrace.log.port import TopicInfo
+from headrace.topic_plan import MIN_INSYNC_REPLICAS
+from headrace.topics import TOPICS, Topic
+
+if TYPE_CHECKING:
+    from headrace.log.kafka_survey import Survey, SurveyedTopic
+
+OLDEST_RELEASE: Final = {"at_least_once": (3, 0), "exactly_once": (4, 0)}
+
+_MINUTE_S: Final = 60
+_REPLICATED: Final = 3
+
+
+class _Judgement(NamedTuple):
+    """A broker setting, and when it is wrong.
+
+    Attributes:
+        is_good: whether a value will do.
+        expected: what would, in words.
+        reason: why.
+    """
+
+    setting: str
+    is_good: Callable[[int], bool]
+    expected: str
+    reason: str
+    health: Health = Health.ERROR
+
+
+def check_release(settings: Settings, release: tuple[int, int]) -> Finding:
+    """Whether the broker is new enough for what the settings promise."""
+    assert settings.kafka is not None
+    where = settings.kafka.bootstrap_servers
+    needed = OLDEST_RELEASE[settings.delivery.guarantee]
+    major, minor = release
+    if release < needed:
+        shown = f"{major}.{minor} or newer, below 4.0" if major else "older than 3.0"
+        return Finding(
+            "broker",
+            Health.ERROR,
+            f"{where}: Kafka {shown}; {settings.delivery.guarantee} needs {needed[0]}.{needed[1]}",
+            "upgrade the brokers",
+        )
+    return Finding("broker", Health.OK, f"{where} answers: Kafka {major}.{minor} or newer")
+
+
+def check_broker_settings(settings: Settings, found: Mapping[str, str] | None) -> Iterator[Finding]:
+    """Broker settings that Headrace leans on; those that a broker does not tell are passed over."""
+    if found is None:
+        yield Finding(
+            "broker",
+            Health.WARNING,
+            "its settings may not be read, and were not checked",
+            "allow DescribeConfigs on the cluster, or compare them with docs/operations.md",
+        )
+        return
+    for judgement in _judgements(settings):
+        value = found.get(judgement.setting)
+        if value is None or judgement.is_good(int(value)):
+            continue
+        yield Finding(
+            "broker",
+            judgement.health,
+            f"{judgement.setting}: expected {judgement.expected}, got {value}: {judgement.reason}",
+            f"set {judgement.setting} on the brokers",
+        )
+
+
+def _judgements(settings: Settings) -> Iterator[_Judgement]:
+    assert settings.kafka is not None
+    yield _Judgement(
+        "offset.metadata.max.bytes",
+        lambda value: value >= MAX_METADATA_CHARACTERS,
+        f"at least {MAX_METADATA_CHARACTERS}",
+        "a commit says in so many characters which offsets above the base are answered",
+    )
+    yield from _retention_judgements(settings)
+    yield from _session_judgements(settings.kafka)
+    if settings.delivery.guarantee == "exactly_once":
+        longest_ms = settings.kafka.transaction_timeout_ms
+        yield _Judgement(
+            "transaction.max.timeout.ms",
+            lambda value: value >= longest_ms,
+            f"at least {longest_ms} (kafka.transaction_timeout_ms)",
+            "no transactional producer could start",
+        )
+    if settings.topics.replication_factor >= _REPLICATED:
+        for internal in ("offsets.topic", "transaction.state.log"):
+            yield _Judgement(
+                f"{internal}.replication.factor",
+                lambda value: value >= _REPLICATED,
+                f"at least {_REPLICATED}, as topics.replication_factor",
+                "with one broker down nobody could commit",
+                Health.WARNING,
+            )
+
+
+def _retention_judgements(settings: Settings) -> Iterator[_Judgement]:
+    name = "offsets.retention.minutes"
+    again = 2 * int(COMMIT_AGAIN_S) // _MINUTE_S
+    yield _Judgement(
+        name,
+        lambda value: value >= again,
+        f"at least {again}",
+        "a deployment would lose its place while it runs; it commits again every hour",
+    )
+    kept = settings.topics.retention_ms // (1000 * _MINUTE_S)
+    yield _Judgement(
+        name,
+        lambda value: value < again or value >= kept,
+        f"at least {kept}, as topics.retention_ms",
+        "a deployment that is stopped for longer would answer again what is still held",
+        Health.WARNING,
+    )
+
+
+def _session_judgements(kafka: KafkaSettings) -> Iterator[_Judgement]:
+    wanted_ms = kafka.session_timeout_ms
+    reason = "no process could join its group"
+    yield _Judgement(
+        "group.min.session.timeout.ms",
+        lambda value: value <= wanted_ms,
+        f"at most {wanted_ms} (kafka.session_timeout_ms)",
+        reason,
+    )
+    yield _Judgement(
+        "group.max.session.timeout.ms",
+        lambda value: value >= wanted_ms,
+        f"at least {wanted_ms} (kafka.session_timeout_ms)",
+        reason,
+    )
+
+
+def check_rights(settings: Settings, survey: Survey) -> Iterator[Finding]:
+    """What access rules keep us from, and which stages need it.
+
+    A process has all rights that its own stages need, so what is forbidden is a warning, but for
+    the groups and ids that answers hang on.
+    """
+    group = settings.namespace
+    if not survey.may_join:
+        yield Finding(
+            "rights",
+            Health.ERROR,
+            f"group {group}: Read is not allowed",
+            f"allow Read on the groups that begin with {group}",
+        )
+    if settings.delivery.guarantee == "exactly_once" and not survey.may_transact:
+        yield Finding(
+            "rights",
+            Health.ERROR,
+            f"transactional ids {transactional_id(settings)} and its like: Write is not allowed",
+            f"allow Write on the transactional ids that begin with {group}.",
+        )
+    for topic in Topic:
+        yield from _topic_rights(settings, topic, survey)
+
+
+def transactional_id(settings: Settings) -> str:
+    """That of the first source partition."""
+    return f"{settings.namespace}.{settings.topic(Topic.REQUESTS)}.0"
+
+
+def _topic_rights(settings: Settings, topic: Topic, survey: Survey) -> Iterator[Finding]:
+    name, spec = settings.topic(topic), TOPICS[topic]
+    found = survey.topics.get(name)
+    if found is not None and found.rights is None:
+        return
+    if found is None and name not in survey.forbidden_topics:
+        return
+    rights = {right.name for right in found.rights} if found and found.rights else set()
+    for right, stages in (("READ", spec.readers), ("WRITE", spec.writers)):
+        if stages and right not in rights:
+            yield Finding(
+                "rights",
+                Health.WARNING,
+                f"{name}: {right.capitalize()} is not allowed, which "
+                f"{' and '.join(stages)} {'needs' if len(stages) == 1 else 'need'}",
+                f"allow {right.capitalize()} on {name} to whom these stages run as",
+            )
+
+
+def check_replicas(survey: Survey, existing: Mapping[str, TopicInfo | None]) -> Iterator[Finding]:
+    """Whether acknowledged records survive a broker, and one broker's restart stops nobody."""
+    for name, found in survey.topics.items():
+        info = existing.get(name)
+        if info is not None:
+            yield from _replica_findings(name, found, int(info.config.get(MIN_INSYNC_REPLICAS, 1)))
+
+
+def _replica_findings(name: str, found: SurveyedTopic, needed: int) -> Iterator[Finding]:
+    least = f"{MIN_INSYNC_REPLICAS} is {needed}"
+    if found.replicas < needed:
+        yield Finding(
+            "topics",
+            Health.ERROR,
+            f"{name}: {least} with {found.replicas} replicas: nothing can be written",
+            f"lower {MIN_INSYNC_REPLICAS}, or add replicas",
+        )
+    elif found.in_sync < needed:
+        yield Finding(
+            "topics",
+            Health.ERROR,
+            f"{name}: {least}, and {found.in_sync} are in sync: nothing can be written now",
+            "see which brokers are away",
+        )
+    elif found.replicas == needed > 1:
+        yield Finding(
+            "topics",
+            Health.WARNING,
+            f"{name}: {least} with as many replicas: every restart of a broker stops writing",
+            f"lower {MIN_INSYNC_REPLICAS}, or add a replica",
+        )

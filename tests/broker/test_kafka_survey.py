@@ -1,0 +1,45 @@
+"""What a real broker lets be seen of itself, with access rules and without."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.config import KafkaSettings
+from headrace.local_kafka import LocalKafka
+from headrace.log.kafka import KafkaLog
+from headrace.log.kafka_survey import Right, SurveyedTopic, survey
+from headrace.log.port import TopicInfo
+from tests.support.acl import AUTHORIZER, Operation, Resource, allow_only
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def test_a_survey_without_access_rules(kafka: LocalKafka, unique_name: str) -> None:
+    """Everything is told and allowed; a topic that does not exist is left out."""
+    settings = KafkaSettings(bootstrap_servers=kafka.bootstrap_servers)
+    async with KafkaLog(settings) as log:
+        await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+    found = await survey(settings, [unique_name, "missing"], unique_name, f"{unique_name}.0")
+    assert found.release >= (4, 0)
+    assert found.settings is not None
+    assert found.settings["offset.metadata.max.bytes"] == "4096"
+    assert found.topics == {unique_name: SurveyedTopic(frozenset(Right), 1, 1)}
+    assert (found.may_join, found.may_transact) == (True, True)
+
+
+async def test_a_survey_tells_what_access_rules_forbid(kafka_installed: None) -> None:
+    """A topic to read only, one that is hidden, and a group and an id that are another's."""
+    async with LocalKafka(properties=AUTHORIZER) as cluster:
+        servers = cluster.bootstrap_servers
+        settings = KafkaSettings(bootstrap_servers=servers)
+        async with KafkaLog(settings) as log:
+            topics = [TopicInfo(name, 1, {}) for name in ("readable", "hidden")]
+            await log.create_topics(topics, replication_factor=1)
+        await allow_only(servers, "readable", Operation.READ)
+        await allow_only(servers, "hidden", Operation.CREATE)
+        await allow_only(servers, "other", Operation.DESCRIBE, Resource.GROUP)
+        await allow_only(servers, "other.0", Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
+        found = await survey(settings, ["readable", "hidden"], "other", "other.0")
+        assert found.topics == {"readable": SurveyedTopic(frozenset({Right.READ}), 1, 1)}
+        assert found.forbidden_topics == {"hidden"}
+        assert (found.may_join, found.may_transact) == (False, False)

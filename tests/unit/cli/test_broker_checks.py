@@ -1,0 +1,145 @@
+"""What the doctor makes of a cluster: settings that do harm, rights that are missing, replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.cli.broker_checks import check_broker_settings, check_replicas, check_rights
+from headrace.cli.findings import Health
+from headrace.config import Settings, make_settings
+from headrace.log.kafka_survey import Right, Survey, SurveyedTopic
+from headrace.log.port import TopicInfo
+from headrace.topics import Topic
+
+BOTH = frozenset(Right)
+GOOD = {
+    "offset.metadata.max.bytes": "4096",
+    "offsets.retention.minutes": "10080",
+    "transaction.max.timeout.ms": "900000",
+    "group.min.session.timeout.ms": "6000",
+    "group.max.session.timeout.ms": "1800000",
+    "offsets.topic.replication.factor": "3",
+    "transaction.state.log.replication.factor": "3",
+}
+
+
+def settings(guarantee: str = "at_least_once", **kafka: int) -> Settings:
+    return make_settings(
+        {
+            "kafka": {"bootstrap_servers": "broker:9092", **kafka},
+            "delivery": {"guarantee": guarantee},
+            "topics": {"replication_factor": 3},
+        }
+    )
+
+
+def survey(**changes: Any) -> Survey:
+    topics = {f"headrace.{topic}": SurveyedTopic(BOTH, 3, 3) for topic in Topic}
+    return Survey((4, 0), GOOD, topics, frozenset(), True, True)._replace(**changes)
+
+
+def test_good_settings_are_not_worth_a_line() -> None:
+    """Kafka's own defaults pass, for either guarantee."""
+    assert not list(check_broker_settings(settings("exactly_once"), GOOD))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "health"),
+    [
+        ("offset.metadata.max.bytes", "4095", Health.ERROR),
+        ("offsets.retention.minutes", "60", Health.ERROR),
+        ("offsets.retention.minutes", "1440", Health.WARNING),
+        ("transaction.max.timeout.ms", "9999", Health.ERROR),
+        ("group.min.session.timeout.ms", "30001", Health.ERROR),
+        ("group.max.session.timeout.ms", "29999", Health.ERROR),
+        ("offsets.topic.replication.factor", "1", Health.WARNING),
+        ("transaction.state.log.replication.factor", "1", Health.WARNING),
+    ],
+)
+def test_a_broker_setting_that_does_harm(name: str, value: str, health: Health) -> None:
+    """One line with the setting, what was expected, what is there, why, and the mend."""
+    (finding,) = check_broker_settings(settings("exactly_once"), GOOD | {name: value})
+    assert finding.health is health
+    assert finding.text.startswith(f"{name}: expected ")
+    assert f"got {value}: " in finding.text
+    assert finding.mend == f"set {name} on the brokers"
+
+
+def test_transactions_do_not_matter_without_them() -> None:
+    """At least once needs no transactional producer."""
+    assert not list(
+        check_broker_settings(settings(), GOOD | {"transaction.max.timeout.ms": "1000"})
+    )
+
+
+def test_settings_that_may_not_be_read_are_said() -> None:
+    """It is a warning that they were not checked, and how they can be."""
+    (finding,) = check_broker_settings(settings(), None)
+    assert (finding.health, "DescribeConfigs" in finding.mend) == (Health.WARNING, True)
+
+
+def test_all_rights_are_not_worth_a_line() -> None:
+    """Nor are those that a broker does not tell, or of topics that do not exist yet."""
+    topics = {"headrace.requests": SurveyedTopic(None, 3, 3)}
+    assert not list(check_rights(settings("exactly_once"), survey()))
+    assert not list(check_rights(settings(), survey(topics=topics)))
+
+
+def test_a_group_that_refuses_us_is_an_error() -> None:
+    """Without it nothing can be read."""
+    (finding,) = check_rights(settings(), survey(may_join=False))
+    assert (finding.health, finding.subject) == (Health.ERROR, "rights")
+
+
+@pytest.mark.parametrize(("guarantee", "count"), [("exactly_once", 1), ("at_least_once", 0)])
+def test_a_transactional_id_that_is_not_ours(guarantee: str, count: int) -> None:
+    """It is an error where transactions are asked for, and named with its prefix."""
+    found = list(check_rights(settings(guarantee), survey(may_transact=False)))
+    assert len(found) == count
+    assert all("headrace.headrace.requests.0" in each.text for each in found)
+
+
+@pytest.mark.parametrize(
+    ("topic", "rights", "text"),
+    [
+        ("responses", {Right.READ}, "Write is not allowed, which responder needs"),
+        ("items", {Right.WRITE}, "Read is not allowed, which batcher needs"),
+        ("results", {Right.READ}, "Write is not allowed, which ingest and batcher and executor"),
+    ],
+)
+def test_a_right_that_is_missing(topic: str, rights: set[Right], text: str) -> None:
+    """It is a warning, since another process may be the one with that stage."""
+    mine = SurveyedTopic(frozenset(rights), 3, 3)
+    topics = {**survey().topics, f"headrace.{topic}": mine}
+    (finding,) = check_rights(settings(), survey(topics=topics))
+    assert finding.health is Health.WARNING
+    assert text in finding.text
+
+
+def test_a_topic_that_we_may_not_know_of_has_no_rights_at_all() -> None:
+    """Whatever its stages need is missing."""
+    topics = {name: each for name, each in survey().topics.items() if name != "headrace.items"}
+    hidden = survey(topics=topics, forbidden_topics=frozenset({"headrace.items"}))
+    assert len(list(check_rights(settings(), hidden))) == 2
+
+
+@pytest.mark.parametrize(
+    ("replicas", "in_sync", "least", "health"),
+    [
+        (3, 3, "2", None),
+        (3, 2, "2", None),
+        (1, 1, "1", None),
+        (1, 1, "2", Health.ERROR),
+        (3, 1, "2", Health.ERROR),
+        (2, 2, "2", Health.WARNING),
+    ],
+)
+def test_replicas_against_what_a_write_needs(
+    replicas: int, in_sync: int, least: str, health: Health | None
+) -> None:
+    """Too few ever, too few now, and none to spare."""
+    found = survey(topics={"t": SurveyedTopic(BOTH, replicas, in_sync)})
+    existing = {"t": TopicInfo("t", 1, {"min.insync.replicas": least})}
+    assert [each.health for each in check_replicas(found, existing)] == ([health] if health else [])
