@@ -245,8 +245,7 @@ class Source:
                     continue
                 delivery = Delivery(assignment, records)
                 if self.probation.active:
-                    mine, trial = self.probation.let_in(partition, records)
-                    delivery = Delivery(assignment, mine, trial)
+                    delivery = Delivery(assignment, *self.probation.let_in(partition, records))
                 if delivery.records:
                     self._arrive(delivery)
             if self._ready:
