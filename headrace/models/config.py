@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from headrace.config import Device, Settings
 from headrace.errors import ConfigurationError
@@ -45,6 +45,41 @@ class DeclaredTensor(_Group):
     def spec(self) -> TensorSpec:
         """The same as a part of a signature."""
         return TensorSpec(self.name, self.datatype, self.shape)
+
+
+def _as_tuple(value: object) -> object:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+_Factors = Annotated[tuple[float, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+_Layout = Literal["NCHW", "NHWC"]
+_Step = Annotated[str, Field(pattern=r"^(softmax|argmax|top_k:[1-9]\d{0,5})$")]
+
+
+class Preprocess(_Group):
+    """How requests carry one input, and how the model's is made of it: x scale + offset."""
+
+    datatype: Literal["UINT8", "FP16", "BF16", "FP32"]
+    layout: _Layout | None = None
+    """Of what requests carry; None where the model's input has no channels."""
+    model_layout: _Layout | None = None
+    """The model's; the same unless it says otherwise."""
+    scale: _Factors = (1.0,)
+    """One value, or one for each channel."""
+    offset: _Factors = (0.0,)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_has_the_layout_of_requests(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "layout" in values:
+            return {"model_layout": values["layout"]} | values
+        return values
+
+    @model_validator(mode="after")
+    def _layouts_go_together(self) -> Self:
+        if self.model_layout and not self.layout:
+            raise ValueError("model_layout: expected layout beside it")
+        return self
 
 
 class ModelConfig(_Group):
@@ -89,13 +124,26 @@ class ModelConfig(_Group):
     """Of the version's files, see `headrace.models.repository.checksum_of`."""
     transform: Literal["python", "text", "octets"] | None = None
     """What makes inputs of a payload that is neither MessagePack nor JSON."""
+    preprocess: dict[str, Preprocess] = {}
+    """By the name of the input."""
+    postprocess: Annotated[tuple[_Step, ...], BeforeValidator(_as_tuple)] = ()
+    """What is appended to the graph: softmax, argmax or top_k:N."""
+    postprocess_output: str = ""
+    """To which output; empty: the only one."""
+    labels: str = ""
+    """A file of one label for each class, in the version's directory or beside this one."""
     inputs: tuple[DeclaredTensor, ...] = ()
     outputs: tuple[DeclaredTensor, ...] = ()
     _declared: frozenset[str] = frozenset()
 
     @model_validator(mode="after")
     def _values_agree(self) -> Self:
-        if faults := [*self._range_faults(), *self._device_faults(), *self._signature_faults()]:
+        if faults := [
+            *self._range_faults(),
+            *self._device_faults(),
+            *self._signature_faults(),
+            *self._adaptation_faults(),
+        ]:
             raise ValueError("; ".join(faults))
         return self
 
@@ -132,6 +180,19 @@ class ModelConfig(_Group):
                 "inputs, outputs: expected only with backend = python; an ONNX file has its own"
             ]
         return []
+
+    def _adaptation_faults(self) -> list[str]:
+        faults = []
+        if self.backend == "python" and (self.preprocess or self.postprocess):
+            faults.append("preprocess, postprocess: expected only with backend = onnx")
+        if any(step != "softmax" for step in self.postprocess[:-1]):
+            faults.append(
+                f"postprocess: expected only softmax before the last, got "
+                f"{', '.join(self.postprocess)}"
+            )
+        if not self.postprocess and (self.labels or self.postprocess_output):
+            faults.append("labels, postprocess_output: expected postprocess beside them")
+        return faults
 
     def declares(self, key: str) -> bool:
         """Whether the model's own file says it, rather than the settings or a default."""

@@ -17,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.models.adapting import Adaptation, adapt
 from headrace.models.backend import Arrays, Placed
 from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
+from headrace.models.entrance import Entrance
+from headrace.models.graph import append
 from headrace.models.onnx_binding import UNBOUND, Binding, Outlets
 from headrace.models.outputs import check_outputs
-from headrace.models.signature import Signature, TensorSpec
+from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
 from headrace.models.warmup import warm_up
 from headrace.tensors import DATATYPES
 
@@ -42,15 +45,9 @@ class OnnxBackend:
         self._session: Any = None
         self._options: Any = None
         self._batching_fault = ""
-        self._output_names = [spec.name for spec in signature.outputs]
-        specs = signature.inputs + signature.outputs
-        self._texts = [spec for spec in specs if spec.datatype == "BYTES"]
-        self._bound = any(spec.datatype == "BF16" for spec in specs)
-        self._outlets = (
-            Outlets(signature)
-            if config.io_binding and config.execution_providers == (CPU,)
-            else None
-        )
+        self._adaptation = Adaptation(signature, signature, {}, None)
+        self._outlets: Outlets | None = None
+        self._entrance: Entrance | None = None
 
     @property
     def signature(self) -> Signature:
@@ -64,6 +61,7 @@ class OnnxBackend:
         import onnxruntime
 
         path = self._directory / "model.onnx"
+        self._adapt(path)
         if self._bound and self._texts:
             raise ConfigurationError(
                 f"{path}: expected no BYTES beside BF16, which ONNX Runtime cannot bind; "
@@ -87,6 +85,22 @@ class OnnxBackend:
         self._session = session
         self._options = _run_options()
 
+    def _adapt(self, path: Path) -> None:
+        """Find out what the session takes and gives, where that is not what requests see."""
+        config = self._config
+        if config.preprocess or config.postprocess:
+            found = adapt(read_onnx_signature(path), config, self._directory)
+            self._adaptation = found
+            if found.widenings:
+                self._entrance = Entrance(found.own, found.widenings)
+        own = self._adaptation.own
+        specs = own.inputs + own.outputs
+        self._output_names = [spec.name for spec in own.outputs]
+        self._texts = [spec for spec in specs if spec.datatype == "BYTES"]
+        self._bound = any(spec.datatype == "BF16" for spec in specs)
+        if config.io_binding and config.execution_providers == (CPU,):
+            self._outlets = Outlets(own)
+
     def _open(self, path: Path, providers: tuple[str, ...]) -> Any:
         import onnxruntime
 
@@ -99,13 +113,26 @@ class OnnxBackend:
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
         try:
             return onnxruntime.InferenceSession(
-                path,
+                self._model(path, options),
                 sess_options=options,
                 providers=list(providers),
                 provider_options=[self._provider_options(name) for name in providers],
             )
         except Exception as error:  # its errors have no common class but this
             raise ConfigurationError(f"{path}: {_first_line(error)}") from error
+
+    def _model(self, path: Path, options: Any) -> Path | bytes:
+        """The file, or its content with what is appended to the graph."""
+        appendix = self._adaptation.appendix
+        if appendix is None:
+            return path
+        import onnx
+
+        model = onnx.load(path, load_external_data=False)
+        append(model, appendix)
+        options.add_session_config_entry(_EXTERNAL_DATA, str(path.parent))
+        content: bytes = model.SerializeToString()
+        return content
 
     def _provider_options(self, provider: str) -> dict[str, str]:
         options: dict[str, Any] = {}
@@ -116,8 +143,6 @@ class OnnxBackend:
 
     def adopt(self, signature: Signature) -> None:
         self._signature = signature
-        if self._outlets is not None:
-            self._outlets = Outlets(signature)
 
     def warm_up(self) -> None:
         self._batching_fault = warm_up(self.run, self._signature, self._config, self._directory)
@@ -126,6 +151,8 @@ class OnnxBackend:
         if self._options.terminate:
             # A cancel that came after its run had ended must not end this one.
             self._options = _run_options()
+        if self._entrance is not None:
+            inputs = self._entrance.widen(inputs)
         if isinstance(inputs, Placed) and self._outlets is not None:
             return self._run_placed(inputs, self._outlets)
         return self._run(inputs)
@@ -140,11 +167,12 @@ class OnnxBackend:
             return self._run(inputs)
         bound: Binding = inputs.bound
         self._session.run_with_iobinding(bound.binding, self._options)
-        return {name: array.copy() for name, array in bound.outputs.items()}
+        return self._labelled({name: array.copy() for name, array in bound.outputs.items()})
 
     def _run(self, inputs: Arrays) -> Arrays:
         feeds = self._decoded(inputs) if self._texts else inputs
         outputs = self._run_bound(feeds) if self._bound else self._run_plain(feeds)
+        outputs = self._labelled(outputs)
         rows = len(inputs[self._signature.inputs[0].name]) if self._signature.batched else 1
         check_outputs(self._signature, outputs, rows)
         return outputs
@@ -152,7 +180,7 @@ class OnnxBackend:
     def _run_plain(self, feeds: Arrays) -> dict[str, NDArray[Any]]:
         arrays = self._session.run(self._output_names, feeds, self._options)
         outputs: dict[str, NDArray[Any]] = dict(zip(self._output_names, arrays, strict=True))
-        for spec in self._signature.outputs:
+        for spec in self._adaptation.own.outputs:
             if spec.datatype == "BYTES":
                 outputs[spec.name] = _each(outputs[spec.name], str.encode)
         return outputs
@@ -160,7 +188,7 @@ class OnnxBackend:
     def _decoded(self, inputs: Arrays) -> Arrays:
         """Strings for `BYTES`: given bytes, ONNX Runtime takes their `repr`."""
         feeds = dict(inputs)
-        for spec in self._signature.inputs:
+        for spec in self._adaptation.own.inputs:
             if spec.datatype != "BYTES":
                 continue
             try:
@@ -176,7 +204,7 @@ class OnnxBackend:
         from onnxruntime import OrtValue
 
         binding = self._session.io_binding()
-        for spec in self._signature.inputs:
+        for spec in self._adaptation.own.inputs:
             array = feeds[spec.name]
             raw = array.view(np.uint16) if spec.datatype == "BF16" else array
             element_type = DATATYPES[spec.datatype].onnx
@@ -188,8 +216,14 @@ class OnnxBackend:
         values = binding.get_outputs_as_ortvaluevector()
         return {
             spec.name: _copied(spec, values[position])
-            for position, spec in enumerate(self._signature.outputs)
+            for position, spec in enumerate(self._adaptation.own.outputs)
         }
+
+    def _labelled(self, outputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        appendix = self._adaptation.appendix
+        if appendix is not None and appendix.labels:
+            outputs[appendix.labelled] = appendix.look_up(outputs[appendix.indices])
+        return outputs
 
     def cancel(self) -> None:
         options = self._options
@@ -210,6 +244,8 @@ def find_runtime() -> tuple[str, list[str]]:
     return onnxruntime.__version__, onnxruntime.get_available_providers()
 
 
+_EXTERNAL_DATA = "session.model_external_initializers_file_folder_path"
+"""Where tensors in other files lie, of a model that does not come as a file itself."""
 _FATAL = 4  # errors come as exceptions; ONNX Runtime would write each to stderr as well
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
+from headrace.models.adapting import adapt
 from headrace.models.config import ModelConfig, read_model_config
 from headrace.models.python_backend import python_signature
 from headrace.models.signature import Signature, read_onnx_signature
@@ -175,4 +176,4 @@ def open_version(found: FoundVersion, config: ModelConfig) -> Signature:
         raise ConfigurationError(f"{path}: expected the model here, got no file")
     if config.backend == "python":
         return python_signature(path, config)
-    return read_onnx_signature(path)
+    return adapt(read_onnx_signature(path), config, found.directory).signature
