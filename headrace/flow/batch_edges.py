@@ -11,6 +11,7 @@ import structlog
 
 from headrace.codec import decode_batch, encode_batch
 from headrace.errors import Rejected
+from headrace.flow.batch_trial import try_batch
 from headrace.flow.channel import Ask, Outlet, PullChannel
 from headrace.flow.edges import refuse
 from headrace.flow.endings import rejection
@@ -114,19 +115,33 @@ class BatchFeed:
                 batch = self._admit(delivery.assignment, record)
                 if batch is None:
                     continue
-                try:
-                    self._check(batch.model, batch.version)
-                except Rejected as error:
-                    for request in batch.requests:
-                        request.fail(rejection(error, Stage.EXECUTOR))
-                    refused += batch.requests
+                if delivery.trial is not None:
+                    send = self._answers.send
+                    await try_batch(batch, record.offset, delivery.trial, self._offer, send)
                 else:
-                    self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
+                    refused += self._take(batch)
             self.pulls.kick()
             if refused:
                 await self._answers.send(refused)
         self.pulls.close()
         self._answers.close()
+
+    def _take(self, batch: Batch) -> list[Request]:
+        """Let it run; where its model does not run here, its requests come back as failures."""
+        try:
+            self._check(batch.model, batch.version)
+        except Rejected as error:
+            for request in batch.requests:
+                request.fail(rejection(error, Stage.EXECUTOR))
+            return batch.requests
+        self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
+        return []
+
+    async def _offer(self, batch: Batch) -> None:
+        refused = self._take(batch)
+        self.pulls.kick()
+        if refused:
+            await self._answers.send(refused)
 
     def _admit(self, assignment: Assignment, record: Record) -> Batch | None:
         if record.offset in assignment.progress:

@@ -118,7 +118,7 @@ async def test_the_one_that_aborts_is_a_dead_letter_and_all_others_are_answered(
         letters = await found.dead_letters()
 
     with capsys.disabled():
-        print(
+        print(  # noqa: T201 - the measurement is to be seen
             f"\none culprit among {COUNT}: {process.restarts} restarts in {took_s:.1f} s, "
             f"{process.killed} of them killed from outside"
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from headrace.errors import Code
-from headrace.pipeline import Pipeline
-from headrace.topics import Topic
+from headrace.topics import Stage, Topic
 from tests.support.dying import (
     FUSED,
     POISON,
@@ -17,12 +18,22 @@ from tests.support.dying import (
     restart_until,
     send_numbers,
 )
-from tests.support.pipelines import log_for, settings_of
+from tests.support.pipelines import Grouping, log_for, name_of, settings_of
 
 COUNT = 1000
 
 
-async def test_the_record_that_ends_its_process_is_a_dead_letter(tmp_path: Path) -> None:
+GROUPINGS = [
+    [FUSED],
+    [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)],
+    [(Stage.INGEST, Stage.BATCHER), (Stage.EXECUTOR,), (Stage.RESPONDER,)],
+]
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
+async def test_the_record_that_ends_its_process_is_a_dead_letter(
+    tmp_path: Path, grouping: Grouping
+) -> None:
     """Among a thousand it is found within nine restarts, and all others are answered rightly."""
     add_dying_model(tmp_path)
     settings = settings_of(tmp_path)
@@ -33,10 +44,7 @@ async def test_the_record_that_ends_its_process_is_a_dead_letter(tmp_path: Path)
     async def all_answered() -> bool:
         return len(await outcomes(settings, log)) == COUNT
 
-    restarts = await restart_until(
-        all_answered,
-        lambda: Pipeline(settings, log, FUSED),
-    )
+    restarts = await restart_until(all_answered, settings, log, grouping)
 
     found = await outcomes(settings, log)
     assert found.pop(617) == {Code.MODEL_FAILED}

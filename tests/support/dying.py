@@ -19,10 +19,12 @@ from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, TopicPartition
 from headrace.pipeline import Pipeline
 from headrace.topics import Stage, Topic
-from tests.support.pipelines import PARTITIONS
+from tests.support.conditions import eventually
+from tests.support.pipelines import PARTITIONS, Grouping
 from tests.support.python_models import add_python_model
 
 POISON = 666.0
+MOST_RESTARTS = 40
 
 FATAL = """
 from headrace.errors import Fatal
@@ -81,27 +83,38 @@ async def outcomes(settings: Settings, log: MemoryLog) -> dict[int, set[str | fl
 
 async def restart_until(
     done: Callable[[], Awaitable[bool]],
-    make: Callable[[], Pipeline],
-    *,
-    most_restarts: int = 40,
+    settings: Settings,
+    log: MemoryLog,
+    grouping: Grouping,
 ) -> int:
-    """Run a pipeline, and another whenever it ends by itself, until `done`; then drain it.
+    """Run a pipeline for each group of stages, and another whenever one ends by itself, until
+    `done`; then drain them.
 
     Returns:
         How often one was started again.
     """
-    for restarts in range(most_restarts):
-        stop = Stop()
-        serving = asyncio.create_task(make().run(stop), name="pipeline")
-        while not serving.done() and not await done():
-            await asyncio.wait([serving], timeout=0.05)
-        if serving.done():
-            assert serving.exception() is not None
-            continue
-        stop.ask()
-        await serving
-        return restarts
-    raise AssertionError(f"not done after {most_restarts} restarts")
+    stops = [Stop() for _ in grouping]
+    counts: list[int] = []
+    async with asyncio.TaskGroup() as tasks:
+        for stages, stop in zip(grouping, stops, strict=True):
+            tasks.create_task(
+                _restart(stages, settings, log, stop, counts), name=f"restart {stages}"
+            )
+        await eventually(done, deadline_s=40, recheck_s=0.05)
+        for stop in stops:
+            stop.ask()
+    return len(counts)
+
+
+async def _restart(
+    stages: Sequence[Stage], settings: Settings, log: MemoryLog, stop: Stop, counts: list[int]
+) -> None:
+    while not stop.requested.is_set():
+        serving = asyncio.create_task(Pipeline(settings, log, stages).run(stop), name="pipeline")
+        await asyncio.wait([serving])
+        if serving.exception() is not None:
+            counts.append(1)
+            assert len(counts) <= MOST_RESTARTS
 
 
 FUSED = tuple(Stage)

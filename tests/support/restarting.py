@@ -28,6 +28,7 @@ class Restarting:
     Attributes:
         restarts: how often it was started again.
         killed: how often this was `kill`'s doing.
+        lives: how long each one took, and how it ended.
     """
 
     def __init__(self, stages: str, environment: dict[str, str], directory: Path) -> None:
@@ -43,6 +44,7 @@ class Restarting:
         self._stopping = False
         self.restarts = 0
         self.killed = 0
+        self.lives: list[str] = []
 
     async def __aenter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -81,7 +83,7 @@ class Restarting:
                     stderr=output,
                 )
                 code = await self._process.wait()
-            print(f"{self._stages}: life {life}: {time.monotonic() - began_s:.1f} s, exit {code}")
+            self.lives.append(f"{time.monotonic() - began_s:.1f} s, exit {code}")
             if self._stopping:
                 return
             self.restarts += 1
