@@ -101,12 +101,23 @@ async def cut_connections(target: Target) -> None:
 
 
 async def swallow(target: Target) -> None:
-    """The network swallows everything for a while, then all connections break."""
-    began_ms = now_ms()
+    """The network swallows everything for a while; then it gives it back, or connections break."""
     target.cluster.proxy.pause()
+    await _hold(target)
+
+
+async def unheard(target: Target) -> None:
+    """For a while the broker does what it is asked, and its answers come late, or never."""
+    target.cluster.proxy.pause_answers()
+    await _hold(target)
+
+
+async def _hold(target: Target) -> None:
+    began_ms = now_ms()
     try:
         await asyncio.sleep(target.rng.uniform(0.5, 3.0))
-        await target.cluster.proxy.cut()
+        if target.rng.random() < 0.7:
+            await target.cluster.proxy.cut()
     finally:
         target.cluster.proxy.resume()
     ended_ms = now_ms() + AFTERMATH_MS
@@ -164,6 +175,7 @@ NEMESES = (
     Nemesis("broker", restart_broker, 6.0),
     Nemesis("cut", cut_connections, 1.5),
     Nemesis("swallow", swallow, 2.0),
+    Nemesis("unheard", unheard, 2.0),
     Nemesis("crowd", crowd, 6.0, alone=True),
     Nemesis("redeploy", redeploy, 4.0),
     Nemesis("change-form", change_form, 5.0, alone=True),

@@ -27,8 +27,8 @@ class TcpProxy:
         self.upstream = upstream
         self.delay_s = 0.0
         self._refusing = False
-        self._passing = asyncio.Event()
-        self._passing.set()
+        self._there = _open_gate()
+        self._back = _open_gate()
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -64,11 +64,17 @@ class TcpProxy:
 
     def pause(self) -> None:
         """Pass nothing on, and keep connections open: a network that swallows everything."""
-        self._passing.clear()
+        self._there.clear()
+        self._back.clear()
+
+    def pause_answers(self) -> None:
+        """Pass on what clients ask, and not what they are answered: it is done, and none knows."""
+        self._back.clear()
 
     def resume(self) -> None:
-        """Undo `pause`: what was held goes on."""
-        self._passing.set()
+        """Undo `pause` and `pause_answers`: what was held goes on."""
+        self._there.set()
+        self._back.set()
 
     def refuse(self) -> None:
         """Hang up on new connections; those that there are stay."""
@@ -95,8 +101,8 @@ class TcpProxy:
         there, back = await asyncio.open_connection(HOST, self.upstream)
         try:
             ways = [
-                asyncio.create_task(self._pass(reader, back), name="proxy-there"),
-                asyncio.create_task(self._pass(there, writer), name="proxy-back"),
+                asyncio.create_task(self._pass(reader, back, self._there), name="proxy-there"),
+                asyncio.create_task(self._pass(there, writer, self._back), name="proxy-back"),
             ]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -107,11 +113,19 @@ class TcpProxy:
         finally:
             back.transport.abort()
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event
+    ) -> None:
         """One way, until its sender is done or the connection is cut."""
         while piece := await reader.read(_CHUNK_BYTES):
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            await self._passing.wait()
+            await gate.wait()
             writer.write(piece)
             await writer.drain()
+
+
+def _open_gate() -> asyncio.Event:
+    gate = asyncio.Event()
+    gate.set()
+    return gate
