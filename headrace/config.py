@@ -89,6 +89,7 @@ class DeliverySettings(_Group):
 
     guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
     max_attempts: Annotated[int, Field(ge=1)] = 3
+    """So often may a process end while a request, and nothing else, runs in it."""
     order: Literal["none", "key", "partition"] = "none"
 
 
