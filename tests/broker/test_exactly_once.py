@@ -1,0 +1,167 @@
+"""Exactly once on a real Kafka, with processes that are killed, and one that wakes up too late."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiokafka
+import numpy as np
+import pytest
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+
+from headrace.codec import encode_request
+from headrace.local_kafka import LocalKafka
+from tests.support.conditions import eventually
+from tests.support.models import add_version, digits
+from tests.support.processes import Process, environment, headrace
+
+PARTITIONS = 4
+FUSED = ("ingest,batcher,executor,responder",)
+THREE = ("ingest", "batcher,executor", "responder")
+
+Answered = Counter[tuple[int, int]]
+
+
+class Bench:
+    """One namespace on a broker: sends requests, and sees what a `read_committed` reader sees.
+
+    Attributes:
+        seen: how many visible answers each request has, by its partition and offset.
+    """
+
+    def __init__(self, bootstrap_servers: str, namespace: str, models: Path) -> None:
+        self._bootstrap_servers = bootstrap_servers
+        self._namespace = namespace
+        self.sent = 0
+        self.seen: Answered = Counter()
+        self.settings = environment(
+            bootstrap_servers,
+            namespace,
+            models,
+            DELIVERY__GUARANTEE="exactly_once",
+            KAFKA__SESSION_TIMEOUT_MS="6000",
+        )
+
+    async def send(self, count: int) -> None:
+        """So many requests, to all partitions in turn."""
+        pixels = np.ones((1, 64), np.float32)
+        value = encode_request("application/msgpack", "digits", {"pixels": pixels})
+        topic = f"{self._namespace}.requests"
+        async with AIOKafkaProducer(bootstrap_servers=self._bootstrap_servers) as producer:
+            acknowledged = [
+                await producer.send(topic, value, partition=number % PARTITIONS)
+                for number in range(self.sent, self.sent + count)
+            ]
+            await asyncio.gather(*acknowledged)
+        self.sent += count
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Count answers while the context lasts."""
+        topic = f"{self._namespace}.responses"
+        async with (
+            AIOKafkaConsumer(
+                bootstrap_servers=self._bootstrap_servers,
+                auto_offset_reset="earliest",
+                isolation_level="read_committed",
+            ) as consumer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(PARTITIONS)])
+            ending = asyncio.Event()
+
+            async def read() -> None:
+                quiet = 0
+                while quiet < 2:
+                    polled = await consumer.getmany(timeout_ms=500)
+                    for records in polled.values():
+                        self.seen.update(_source_of(dict(record.headers)) for record in records)
+                    # What is still to come when all is over has a second to come.
+                    quiet = quiet + 1 if ending.is_set() and not polled else 0
+
+            tasks.create_task(read(), name="reading")
+            yield
+            ending.set()
+
+    async def all_seen(self, deadline_s: float = 60.0) -> None:
+        """Wait until each request has an answer."""
+        try:
+            await eventually(
+                lambda: len(self.seen) >= self.sent, deadline_s=deadline_s, recheck_s=0.05
+            )
+        except AssertionError:
+            raise AssertionError(f"{len(self.seen)} of {self.sent} are answered") from None
+
+    def each_once(self) -> Answered:
+        """What is to be seen in the end."""
+        return Counter((number % PARTITIONS, number // PARTITIONS) for number in range(self.sent))
+
+
+def _source_of(headers: dict[str, bytes]) -> tuple[int, int]:
+    _, partition, offset = headers["x-request"].decode().rsplit("/", 2)
+    return int(partition), int(offset)
+
+
+@pytest.fixture
+async def bench(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> Bench:
+    """With its topics and its model."""
+    add_version(tmp_path, "digits", 1, digits())
+    bench = Bench(kafka.bootstrap_servers, unique_name, tmp_path)
+    await headrace(["topics", "create"], bench.settings)
+    return bench
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("stages", [FUSED, THREE], ids=["fused", "three-processes"])
+async def test_each_request_is_answered_once_though_processes_are_killed(
+    bench: Bench, stages: tuple[str, ...]
+) -> None:
+    """10,000 requests, while each process is killed in the midst of its work and started again."""
+    async with bench.reading(), AsyncExitStack() as stack:
+        processes = [Process(part, bench.settings) for part in stages]
+        await asyncio.gather(*[stack.enter_async_context(each) for each in processes])
+        share = 10_000 // (len(processes) + 1)
+        for part, process in zip(stages, processes, strict=True):
+            reached = len(bench.seen)
+            await bench.send(share)
+            await eventually(lambda least=reached: len(bench.seen) > least, recheck_s=0.005)
+            await process.kill()
+            await stack.enter_async_context(Process(part, bench.settings))
+        await bench.send(10_000 - bench.sent)
+        await bench.all_seen()
+
+    assert bench.seen == bench.each_once()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("stages", [FUSED, THREE], ids=["fused", "three-processes"])
+async def test_a_zombie_shows_nothing(bench: Bench, stages: tuple[str, ...]) -> None:
+    """Stopped in the midst of answering, replaced by another, and woken: only the other counts."""
+    async with bench.reading(), AsyncExitStack() as stack:
+        processes = [Process(part, bench.settings) for part in stages]
+        await asyncio.gather(*[stack.enter_async_context(each) for each in processes])
+        zombie = processes[-1]
+        await bench.send(20_000)
+        await eventually(lambda: len(bench.seen) > 500, recheck_s=0.001)
+        zombie.send(signal.SIGSTOP)
+        seen = len(bench.seen)
+        assert seen < bench.sent, "it must be stopped before it has answered all"
+        await stack.enter_async_context(Process(stages[-1], bench.settings))
+        await bench.all_seen(deadline_s=90)
+        zombie.send(signal.SIGCONT)
+        await eventually(lambda: _has_learned(zombie), recheck_s=0.1)
+        await bench.send(1000)
+        await bench.all_seen()
+
+    assert bench.seen == bench.each_once()
+
+
+def _has_learned(process: Process) -> bool:
+    """Whether a process has said that its partitions are lost, or given up and taken anew."""
+    events = [event["event"] for event in process.events]
+    return "partitions.lost" in events or events.count("partitions.assigned") > 1
