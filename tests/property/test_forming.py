@@ -14,12 +14,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import Ask
-from headrace.messages import Batch, Request
+from headrace.messages import Batch, Envelope, Request
+from headrace.models.latency import Latency
 from headrace.services.batcher.forming import Forming
 from tests.support.work import NOW_US, Limits, make_request, receipt_of
 
+
+def learned(us_of: dict[int, int]) -> Latency:
+    """What runs of the shapes below take, by rows."""
+    latency = Latency()
+    for shape_class in ((), (1,), (2, 3)):
+        for rows, us in us_of.items():
+            latency.observe(shape_class, rows, us)
+    return latency
+
+
 MODELS = {
     ("digits", "1"): Limits(max_batch_size=4, max_batch_bytes=1000),
+    ("magika", "1"): Limits(8, 1000, latency=learned({1: 1000, 2: 1500, 4: 4000, 8: 16_000})),
     ("digits", "2"): Limits(max_batch_size=1, max_batch_bytes=1000),
     ("slow", "1"): Limits(max_batch_size=8, max_batch_bytes=100, max_queue_delay_ms=5),
 }
@@ -33,8 +45,16 @@ class Kind(NamedTuple):
     rows: int
     size_bytes: int
     timeout_ms: int | None
+    tenant: str
+    priority: int
 
 
+ENDED_HERE = (
+    Code.DEADLINE_EXCEEDED,
+    Code.UNKNOWN_MODEL,
+    Code.OVERLOADED,
+    Code.CANCELLED,
+)
 KINDS = st.builds(
     Kind,
     st.sampled_from([*MODELS, ("gone", "1")]),
@@ -42,7 +62,10 @@ KINDS = st.builds(
     st.integers(1, 6),
     st.integers(0, 130),
     st.one_of(st.none(), st.integers(1, 20)),
+    st.sampled_from(["", "", "a", "b"]),
+    st.sampled_from([0, 0, 5, -100]),
 )
+ASKS = st.builds(Ask, st.booleans(), st.sampled_from([0, 0, NOW_US + 20_000, NOW_US + 100_000]))
 
 
 def limits_of(name: str, version: str) -> Limits:
@@ -71,10 +94,16 @@ class FormingMachine(RuleBasedStateMachine):
             rows=kind.rows,
             size_bytes=kind.size_bytes,
             shape_class=kind.shape_class,
-            deadline_ms=0 if kind.timeout_ms is None else self.now_us // 1000 + kind.timeout_ms,
             ingested_us=self.now_us,
+            envelope=Envelope(
+                deadline_ms=(
+                    0 if kind.timeout_ms is None else self.now_us // 1000 + kind.timeout_ms
+                ),
+                tenant=kind.tenant,
+                priority=kind.priority,
+            ),
         )
-        self.forming.add(request)
+        self.forming.add(request, self.now_us)
         self.waiting[request.offset] = request
         self._take_ended()
 
@@ -93,9 +122,19 @@ class FormingMachine(RuleBasedStateMachine):
             offset = data.draw(st.sampled_from(sorted(self.waiting)))
             receipt_of(self.waiting[offset]).void = True
 
-    @rule(key=st.one_of(st.none(), st.sampled_from(sorted(MODELS))))
-    def pull(self, key: tuple[str, str] | None) -> None:
-        batch = self.forming.next(key, self.now_us)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        offsets = st.sampled_from([*sorted(self.waiting), -1])
+        record = make_request("", envelope=Envelope(cancels=("t", 0, data.draw(offsets))))
+        before = len(self.forming)
+        self.forming.add(record)
+        assert self.forming.cancel()[0] == [record]
+        assert before - len(self.forming) == (record.envelope.cancels != ("t", 0, -1))
+        self._take_ended()
+
+    @rule(key=st.one_of(st.none(), st.sampled_from(sorted(MODELS))), ask=ASKS)
+    def pull(self, key: tuple[str, str] | None, ask: Ask) -> None:
+        batch = self.forming.next(key, self.now_us, ask)
         self._take_ended()
         if batch is not None:
             assert key in (None, (batch.model, batch.version))
@@ -124,8 +163,7 @@ class FormingMachine(RuleBasedStateMachine):
         for request in ended:
             assert self.waiting.pop(request.offset) is request
             assert request.failure is not None
-            allowed = {Code.DEADLINE_EXCEEDED, Code.UNKNOWN_MODEL}
-            assert request.receipt.void or request.failure.code in allowed
+            assert request.receipt.void or request.failure.code in ENDED_HERE
 
     @invariant()
     def it_knows_how_many_wait(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from headrace.models.latency import Latency
 from headrace.replay.events import NO_TIMEOUT, Arrivals, Farm, Kind, Limits, Observed, Simulation
 from headrace.services.batcher.forming import Forming
 
@@ -32,23 +34,58 @@ def arrivals(
     )
 
 
-def poisson(count: int, per_us: float, seed: int) -> Arrivals:
-    """A Poisson process."""
+def poisson(
+    count: int,
+    per_us: float,
+    seed: int,
+    *,
+    timeout_us: int = NO_TIMEOUT,
+    kinds: tuple[Kind, ...] = (KIND,),
+) -> Arrivals:
+    """A Poisson process, of the kinds in turn."""
     gaps_us = np.random.default_rng(seed).exponential(1 / per_us, count)
-    return arrivals(np.cumsum(gaps_us).astype(np.int64).tolist())
+    at_us = np.cumsum(gaps_us).astype(np.int64).tolist()
+    return arrivals(at_us, timeout_us=timeout_us, kinds=kinds)
+
+
+def together(*parts: Arrivals) -> Arrivals:
+    """Several streams of requests at the same time."""
+    kinds = tuple(kind for part in parts for kind in part.kinds)
+    first = np.cumsum([0, *(len(part.kinds) for part in parts[:-1])])
+    columns = [np.concatenate(each) for each in zip(*(part[:4] for part in parts), strict=True)]
+    numbers = np.concatenate([part.kind + start for part, start in zip(parts, first, strict=True)])
+    order = np.argsort(columns[0], kind="stable")
+    at_us, rows, size_bytes, timeout_us = (column[order] for column in columns)
+    return Arrivals(at_us, rows, size_bytes, timeout_us, numbers[order], kinds)
+
+
+class Setup(NamedTuple):
+    """How a simulation is set up; see `Limits` and `Farm`."""
+
+    instances: int = 1
+    max_batch_size: int = 32
+    max_queue_delay_ms: float = 0.0
+    prepare_us: int = 0
+    ahead: bool = False
+    latency: Latency | None = None
+
+
+PLAIN = Setup()
 
 
 def simulated(
-    arriving: Arrivals,
-    service_us: Callable[[int], int],
-    *,
-    instances: int = 1,
-    max_batch_size: int = 32,
-    max_queue_delay_ms: float = 0.0,
+    arriving: Arrivals, service_us: Callable[[int], int], setup: Setup = PLAIN
 ) -> Observed:
-    """The batcher's own rules on these arrivals."""
-    limits = Limits(max_batch_size, 1 << 40, max_queue_delay_ms)
-    farm = Farm(
-        {kind.key: instances for kind in arriving.kinds}, lambda _model, rows: service_us(rows)
-    )
+    """The batcher's own rules on these arrivals. With a latency, it learns from each run."""
+    latency = setup.latency
+    limits = Limits(setup.max_batch_size, 1 << 40, setup.max_queue_delay_ms, latency)
+
+    def run_us(_model: str, rows: int) -> int:
+        took_us = service_us(rows)
+        if latency is not None:
+            latency.observe((), rows, took_us)
+        return took_us
+
+    instances = {kind.key: setup.instances for kind in arriving.kinds}
+    farm = Farm(instances, run_us, setup.prepare_us, setup.ahead)
     return Simulation(arriving, Forming(lambda _name, _version: limits, "test"), farm).run()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.replay.events import EXPIRED, Kind
-from tests.support.arrivals import arrivals, poisson, simulated
+from tests.support.arrivals import Setup, arrivals, poisson, simulated
 
 T0_US, A_US = 1000, 50
 CAP = 32
@@ -48,7 +48,7 @@ def test_the_mean_is_that_of_the_closed_form(rho: float) -> None:
     seen = simulated(
         poisson(200_000, rho / a_us, seed=3),
         lambda rows: t0_us + a_us * rows,
-        max_batch_size=100_000,
+        Setup(max_batch_size=100_000),
     )
     phi1_us = 3 * t0_us / (2 * (1 - rho)) + a_us / 2 * (rho + 2) / (1 - rho**2)
 
@@ -67,7 +67,7 @@ def test_what_arrives_during_a_run_rides_together_in_the_next() -> None:
 
 def test_a_limit_of_rows_holds() -> None:
     """Five at once, two to a batch, one batch after the other."""
-    seen = simulated(arrivals([0] * 5), line, max_batch_size=2)
+    seen = simulated(arrivals([0] * 5), line, Setup(max_batch_size=2))
 
     assert dict(seen.batch_rows) == {2: 2, 1: 1}
     assert seen.latency_us.max() == 1100 + 1100 + 1050
@@ -75,14 +75,14 @@ def test_a_limit_of_rows_holds() -> None:
 
 def test_instances_work_side_by_side() -> None:
     """Two requests, one to a batch, on two instances: neither waits."""
-    seen = simulated(arrivals([0, 0]), line, instances=2, max_batch_size=1)
+    seen = simulated(arrivals([0, 0]), line, Setup(instances=2, max_batch_size=1))
 
     assert seen.latency_us.tolist() == [1050, 1050]
 
 
 def test_a_delay_is_waited_out_by_an_idle_instance() -> None:
     """A batch that is not full closes when its first request has waited so long."""
-    seen = simulated(arrivals([0, 400, 9000]), line, max_queue_delay_ms=2)
+    seen = simulated(arrivals([0, 400, 9000]), line, Setup(max_queue_delay_ms=2))
 
     assert seen.latency_us.tolist() == [2000 + 1100, 2000 - 400 + 1100, 2000 + 1050]
     assert dict(seen.reasons) == {"delay": 2}
@@ -116,3 +116,23 @@ def test_a_faster_recording_keeps_its_timeouts() -> None:
 
     assert (faster.at_us - faster.at_us[0]).tolist() == [0, 50, 250]
     assert faster.timeout_us.tolist() == [1000] * 3
+
+
+def test_a_batch_is_prepared_while_the_one_before_it_runs() -> None:
+    """Just in time: the second batch closes 200 us before the first is done, and loses nothing."""
+    seen = simulated(arrivals([0, 300, 900, 1100]), line, Setup(prepare_us=200, ahead=True))
+
+    first_us = 200 + 1050
+    assert seen.latency_us[:3].tolist() == [
+        first_us,
+        first_us + 1100 - 300,
+        first_us + 1100 - 900,
+    ]
+    assert dict(seen.reasons) == {"idle": 1, "just_in_time": 2}
+
+
+def test_preparing_afterwards_takes_its_time_from_the_instance() -> None:
+    """Without it the instance computes nothing while a batch is gathered and copied."""
+    seen = simulated(arrivals([0, 300]), line, Setup(prepare_us=200))
+
+    assert seen.latency_us.tolist() == [200 + 1050, 200 + 1050 + 200 + 1050 - 300]
