@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,9 @@ from headrace.messages import (
     Request,
     Tensor,
 )
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class JsonOutputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -45,6 +48,11 @@ class JsonInferenceResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 _encode_json = msgspec.json.Encoder().encode
 
+_FIXED_MAP = 0x80  # MessagePack's maps of up to 15 fields
+_MAX_REMEMBERED = 1024
+_frames: dict[tuple[object, ...], tuple[bytes, ...] | None] = {}
+_packed_timings: dict[tuple[int, ...], bytes] = {}
+
 
 def encode_response(request: Request, now_us: int) -> bytes:
     """The value of the response record of a request that has its outputs.
@@ -58,40 +66,108 @@ def encode_response(request: Request, now_us: int) -> bytes:
         now_us: epoch microseconds.
     """
     assert request.outputs is not None
-    in_batch_us = now_us - request.formed_us - request.compute_us
-    parameters: dict[str, Parameter] = {
-        "queue_us": max(request.formed_us - request.ingested_us, 0),
-        "batch_us": max(in_batch_us, 0),
-        "compute_us": request.compute_us,
-        "batch_size": request.batch_rows,
-    }
+    formed_us, compute_us = request.formed_us, request.compute_us
+    queue_us, batch_us = formed_us - request.ingested_us, now_us - formed_us - compute_us
+    timings = (
+        queue_us if queue_us > 0 else 0,
+        batch_us if batch_us > 0 else 0,
+        compute_us,
+        request.batch_rows,
+    )
     if request.envelope.content_type in MSGPACK_TYPES:
-        return _encode_msgpack(
-            InferenceResponse(
-                model_name=request.model,
-                model_version=request.version,
-                id=request.id,
-                outputs=[
-                    OutputTensor(
-                        name=tensor.name,
-                        datatype=tensor.datatype,
-                        shape=list(tensor.shape),
-                        data=memoryview(tensor.data),
-                    )
-                    for tensor in request.outputs
-                ],
-                parameters=parameters,
-            )
-        )
+        return _framed(request, request.outputs, timings)
     return _encode_json(
         JsonInferenceResponse(
             model_name=request.model,
             model_version=request.version,
             id=request.id,
             outputs=[_json_output(tensor) for tensor in request.outputs],
-            parameters=parameters,
+            parameters=_parameters(timings),
         )
     )
+
+
+def _framed(request: Request, outputs: tuple[Tensor, ...], timings: tuple[int, ...]) -> bytes:
+    """An `InferenceResponse` in MessagePack.
+
+    Answers of a model differ in their tensors' bytes and in few numbers. What stands around the
+    bytes is encoded once, and so are the timings, which a whole batch has in common.
+    """
+    key: list[object] = [request.model, request.version, request.id is None]
+    for tensor in outputs:
+        key += tensor[:3]
+    known = tuple(key)
+    frame = _frames.get(known)
+    if frame is None:
+        if known not in _frames:
+            frame = _remember(_frames, known, _frame(request, outputs))
+        if frame is None:
+            return _encode_msgpack(_response(request, outputs, timings))
+    packed = _packed_timings.get(timings)
+    if packed is None:
+        packed = _remember(_packed_timings, timings, _encode_msgpack(_parameters(timings)))
+    parts: list[bytes | memoryview] = [*frame, packed]
+    if request.id is None:
+        parts[1:-2:2] = [tensor[3] for tensor in outputs]
+    else:
+        parts[1:-2:2] = [_encode_msgpack(request.id), *[tensor[3] for tensor in outputs]]
+    return b"".join(parts)
+
+
+def _remember(memory: dict[K, V], key: K, value: V) -> V:
+    if len(memory) >= _MAX_REMEMBERED:
+        memory.clear()
+    memory[key] = value
+    return value
+
+
+def _frame(request: Request, outputs: tuple[Tensor, ...]) -> tuple[bytes, ...] | None:
+    """What stands in a response before the id, if there is one, before each tensor's bytes, and
+    behind the last, with an empty place after each but the last. None where the number of bytes
+    does not follow from the shape.
+    """
+    if any(tensor.datatype == "BYTES" for tensor in outputs):
+        return None
+    encode = _encode_msgpack
+    pieces: list[bytes] = []
+    piece = bytes([_FIXED_MAP + 4 + (request.id is not None)])
+    piece += encode("model_name") + encode(request.model)
+    piece += encode("model_version") + encode(request.version)
+    if request.id is not None:
+        pieces += (piece + encode("id"), b"")
+        piece = b""
+    piece += encode("outputs") + _list_header(len(outputs))
+    for name, datatype, shape, data in outputs:
+        size = len(data)
+        piece += bytes([_FIXED_MAP + 4]) + encode("name") + encode(name)
+        piece += encode("datatype") + encode(datatype) + encode("shape") + encode(shape)
+        pieces += (piece + encode("data") + encode(bytes(size))[: -size or None], b"")
+        piece = b""
+    return (*pieces, piece + encode("parameters"))
+
+
+def _response(
+    request: Request, outputs: tuple[Tensor, ...], timings: tuple[int, ...]
+) -> InferenceResponse:
+    return InferenceResponse(
+        model_name=request.model,
+        model_version=request.version,
+        id=request.id,
+        outputs=[
+            OutputTensor(name=name, datatype=datatype, shape=list(shape), data=memoryview(data))
+            for name, datatype, shape, data in outputs
+        ],
+        parameters=_parameters(timings),
+    )
+
+
+def _list_header(length: int) -> bytes:
+    return _encode_msgpack([None] * length)[: -length or None]
+
+
+def _parameters(timings: tuple[int, ...]) -> dict[str, Parameter]:
+    names = ("queue_us", "batch_us", "compute_us", "batch_size")
+    return dict(zip(names, timings, strict=True))
 
 
 def _json_output(tensor: Tensor) -> JsonOutputTensor:

@@ -12,7 +12,7 @@ are looked into.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,15 @@ _NOT_NUMBERS = {"BYTES", "BOOL"}
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
 
 Bind: TypeAlias = Callable[[Sequence[InputTensor], Sequence[RequestedOutput] | None], Bound]
+
+
+class Binding(Protocol):
+    """The part of `headrace.models.version.ModelVersion` that is needed here."""
+
+    @property
+    def bind(self) -> Bind: ...
+    @property
+    def looks_inside(self) -> bool: ...
 
 
 class _Shared(NamedTuple):
@@ -63,30 +72,29 @@ class Layout:
         """Whether a value of the same length is of this layout."""
         return value.startswith(self._head) and value.endswith(self._tail)
 
-    def bound(self, value: bytes, bind: Bind, *, looks_inside: bool) -> Bound:
-        """The inputs of a request of this layout, as `bind` gives them.
+    def bound(self, value: bytes, version: Binding) -> Bound:
+        """The inputs of a request of this layout, as the version's `bind` gives them.
 
         Args:
             value: of the request; it `fits`.
-            bind: of the model's version.
-            looks_inside: `bind` judges by the values as well, and has to be asked each time.
+            version: of the model.
 
         Raises:
             Rejected: see `headrace.models.binding.Binder.bind`.
         """
         content = memoryview(value)[self._start : self._stop]
         shared = self._shared
-        if shared is not None and shared.bind is bind:
-            tensor = _new(Tensor, (*shared.tensor, content))
-            bound: Bound = _new(Bound, ((tensor,), *shared.rest))
+        if shared is not None and shared[0] is version.bind:
+            tensor = _new(Tensor, (*shared[1], content))
+            bound: Bound = _new(Bound, ((tensor,), *shared[2]))
             return bound
         (known,) = self.message.inputs
         given = InputTensor(
             name=known.name, datatype=known.datatype, shape=known.shape, data=content
         )
-        bound = bind([given], self.message.outputs)
-        if not looks_inside:
-            self._shared = _Shared(bind, bound.tensors[0][:3], bound[1:])
+        bound = version.bind([given], self.message.outputs)
+        if not version.looks_inside:
+            self._shared = _Shared(version.bind, bound.tensors[0][:3], bound[1:])
         return bound
 
 

@@ -175,7 +175,7 @@ def _bind(
     else:
         message = layout.message
         version = rules.models.lookup(message.model_name, message.model_version)
-        bound = layout.bound(plain, version.bind, looks_inside=version.looks_inside)
+        bound = layout.bound(plain, version)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
 

@@ -1,0 +1,82 @@
+"""A response put together from remembered pieces is what msgspec makes of the whole."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.codec import encode_response
+from headrace.messages import (
+    Envelope,
+    InferenceResponse,
+    OutputTensor,
+    Request,
+    Tensor,
+)
+from tests.support.receipts import NO_RECEIPT
+
+SIZES = {"UINT8": 1, "FP32": 4, "INT64": 8}
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Of any size, none included; the bytes of `BYTES` may be of any length."""
+    datatype = draw(st.sampled_from([*SIZES, "BYTES"]))
+    shape = tuple(draw(st.lists(st.integers(0, 20), max_size=2)))
+    size = SIZES.get(datatype, 0)
+    for each in shape:
+        size *= each
+    size = draw(st.integers(0, 300)) if datatype == "BYTES" else size
+    return Tensor(draw(st.sampled_from(["a", "ä" * 40])), datatype, shape, bytes(size))
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    """With outputs and times, some of which are of clocks that differ."""
+    request = Request(NO_RECEIPT, (0, 1, 0, 0), None, b"", (), Envelope())
+    request.model = draw(st.sampled_from(["m", "n" * 200]))
+    request.version = draw(st.sampled_from(["1", "2"]))
+    request.id = draw(st.sampled_from([None, "", "x" * 100]))
+    request.outputs = tuple(draw(st.lists(tensors(), max_size=17)))
+    request.ingested_us, request.formed_us, request.compute_us = draw(
+        st.tuples(*[st.integers(0, 2**40)] * 3)
+    )
+    request.batch_rows = draw(st.integers(0, 300))
+    return request
+
+
+def whole(request: Request, now_us: int) -> bytes:
+    """The value by the type of the contract."""
+    assert request.outputs is not None
+    queue_us = request.formed_us - request.ingested_us
+    batch_us = now_us - request.formed_us - request.compute_us
+    return msgspec.msgpack.encode(
+        InferenceResponse(
+            model_name=request.model,
+            model_version=request.version,
+            id=request.id,
+            outputs=[
+                OutputTensor(
+                    name=each.name,
+                    datatype=each.datatype,
+                    shape=list(each.shape),
+                    data=memoryview(each.data),
+                )
+                for each in request.outputs
+            ],
+            parameters={
+                "queue_us": max(queue_us, 0),
+                "batch_us": max(batch_us, 0),
+                "compute_us": request.compute_us,
+                "batch_size": request.batch_rows,
+            },
+        )
+    )
+
+
+@given(st.lists(requests(), min_size=1, max_size=5))
+def test_pieces_make_the_whole(several: list[Request]) -> None:
+    """For any answers, one after another, so that some find what others have left."""
+    for request in [*several, *several]:
+        assert encode_response(request, 2**39) == whole(request, 2**39)
