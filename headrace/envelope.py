@@ -27,6 +27,9 @@ DECODED_TYPES = MSGPACK_TYPES | {JSON}
 MAX_PRIORITY = 100
 """`x-priority` is between minus this and this."""
 
+BY_CORRELATION = ("", -1, -1)
+"""What an empty `x-cancel` means: the request with the record's own `kafka_correlationId`."""
+
 MAX_HEADER_BYTES = 512
 """Of each header that is parsed; those that are only passed on may be longer."""
 
@@ -168,7 +171,9 @@ def _partition(value: bytes) -> int:
     return partition
 
 
-def _identity(value: bytes) -> tuple[str, int, int]:
+def _cancelled(value: bytes) -> tuple[str, int, int]:
+    if not value:
+        return BY_CORRELATION
     topic, slash, place = _text(value).partition("/")
     partition, second, offset = place.partition("/")
     if not (topic and slash and second and _is_number(partition) and _is_number(offset)):
@@ -202,7 +207,7 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     "x-tenant": (6, _text),
     "traceparent": (9, None),
     "tracestate": (10, None),
-    "x-cancel": (12, _identity),
+    "x-cancel": (12, _cancelled),
     "x-timeout-ms": (13, _milliseconds),
     "x-model": (14, _model),
 }
@@ -252,11 +257,7 @@ def answer_headers(request: Request, status: str, request_topic: str) -> list[He
     """
     envelope = request.envelope
     identity = f"{request_topic}/{request.partition}/{request.offset}"
-    headers = [
-        ("content-type", answer_content_type(envelope.content_type).encode()),
-        ("x-status", status.encode()),
-        ("x-request", identity.encode()),
-    ]
+    headers = [*_first_two(envelope.content_type, status), ("x-request", identity.encode())]
     if envelope.correlation_id is not None:
         headers.append(("kafka_correlationId", envelope.correlation_id))
     trace = request.trace
@@ -270,6 +271,12 @@ def answer_headers(request: Request, status: str, request_topic: str) -> list[He
         if value is not None and travels(name):
             headers.append((name, value))
     return headers
+
+
+@lru_cache(maxsize=64)
+def _first_two(request_content_type: str, status: str) -> tuple[Header, Header]:
+    content_type = answer_content_type(request_content_type)
+    return ("content-type", content_type.encode()), ("x-status", status.encode())
 
 
 def travels(name: str) -> bool:
