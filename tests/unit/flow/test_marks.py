@@ -1,0 +1,129 @@
+"""Marks as texts, and where they are kept."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.flow.marks import NOBODY, Marks, Owner, decode_mark, encode_mark
+from headrace.flow.predecessor import is_gone, process_name
+from headrace.flow.suspects import CLEAN, Mark
+from headrace.log.errors import LogUnavailable
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Committed, TopicInfo, TopicPartition
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener
+
+ONE = TopicPartition("requests", 0)
+OFFSETS = st.integers(0, 2**62)
+MARKS = st.builds(
+    Mark,
+    is_open=st.booleans(),
+    stop=OFFSETS,
+    running=st.none() | st.tuples(OFFSETS, OFFSETS),
+    alone=st.none() | st.integers(0, 10_000),
+    attempts=st.dictionaries(
+        st.tuples(OFFSETS, st.integers(0, 10_000)), st.integers(1, 9), max_size=5
+    ),
+)
+
+
+async def made() -> MemoryLog:
+    """An embedded log with the topic."""
+    log = MemoryLog()
+    await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)
+    return log
+
+
+@given(MARKS, st.builds(Owner, st.text(max_size=20), st.text(max_size=20)))
+def test_a_mark_is_read_as_it_was_written(mark: Mark, owner: Owner) -> None:
+    """All of it, and who wrote it."""
+    assert decode_mark(encode_mark(mark, owner)) == (mark, owner)
+
+
+def test_many_attempts_fit_into_a_commit() -> None:
+    """Of more than fit, those with the most deaths are kept."""
+    attempts = {(2**62 + offset, 9999): 1 + offset % 3 for offset in range(500)}
+
+    text = encode_mark(Mark(True, 2**62, (0, 2**62), 0, attempts), Owner("m" * 80, "p" * 80))
+
+    assert len(text) <= 4096
+    assert set(decode_mark(text)[0].attempts.values()) == {3}
+
+
+@pytest.mark.parametrize("text", ["no json", "{}", '{"v":2}', '{"v":1}', "[]", '{"v":1,"open":1}'])
+async def test_a_text_that_is_no_mark_counts_for_nothing(text: str) -> None:
+    """Another version's, or somebody else's: a hint that nobody can read is none."""
+    log = await made()
+    await log.commit("group.marks", {ONE: Committed(0, text)})
+
+    assert await Marks(log, "group").read([ONE]) == {ONE: (CLEAN, NOBODY)}
+
+
+async def test_what_is_kept_already_is_not_written_again() -> None:
+    """The broker may be away then, and nobody minds."""
+    log = await made()
+    marks, owner = Marks(log, "group"), Owner("member", "process")
+    await marks.write({ONE: Mark(True)}, owner)
+    log.faults.take_down()
+
+    await marks.write({ONE: Mark(True)}, owner)
+
+    with pytest.raises(LogUnavailable):
+        await marks.write({ONE: Mark(True)}, Owner("another", "process"))
+
+
+async def test_a_mark_that_may_not_have_been_kept_is_written_again() -> None:
+    """After a failure nobody knows what the log holds."""
+    log = await made()
+    marks, owner = Marks(log, "group"), Owner("member", "process")
+    await marks.write({ONE: Mark(True)}, owner)
+    log.faults.take_down()
+    with pytest.raises(LogUnavailable):
+        await marks.write({ONE: CLEAN}, owner)
+    log.faults.bring_back()
+
+    await marks.write({ONE: Mark(True)}, owner)
+
+    assert await Marks(log, "group").read([ONE]) == {ONE: (Mark(True), owner)}
+
+
+async def test_a_member_whose_process_is_gone_is_removed() -> None:
+    """The group then lets its successor begin without waiting for a session."""
+    log = await made()
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
+    )
+    name = process_name(child.pid)
+    async with log.member("group", ["requests"], RecordingListener()) as member:
+        await eventually(lambda: member.member_id)
+        await Marks(log, "group").write({ONE: Mark(True)}, Owner(member.member_id, name))
+        await Marks(log, "group").remove_dead_members("requests")
+        there = log.faults.members("group")
+        await child.communicate(b"\n")
+
+        await Marks(log, "group").remove_dead_members("requests")
+
+        assert there == (member.member_id,)
+        assert log.faults.members("group") != there
+
+
+def test_this_process_is_not_gone() -> None:
+    """Nor is one without a name, or on another host, of which nothing is known here."""
+    ours = process_name()
+    host, rest = ours.split("/", 1)
+
+    assert not any(map(is_gone, [ours, "", f"{host}-2/{rest}"]))
+
+
+def test_a_process_from_before_the_last_boot_is_gone() -> None:
+    """So is one with our process id in a container that is no more."""
+    host, boot, namespace, pid, start = process_name().split("/")
+
+    assert is_gone(f"{host}/0{boot[1:]}x/{namespace}/{pid}/{start}")
+    assert is_gone(f"{host}/{boot}/{namespace}1/{pid}/{int(start) - 1}")
+    assert not is_gone(f"{host}/{boot}/{namespace}1/{int(pid) + 1}/{start}")

@@ -1,0 +1,235 @@
+"""What a source lets in after an unclean end, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from headrace.flow import probation
+from headrace.flow.inflight import LedgerReceipt
+from headrace.flow.marks import NOBODY, Marks
+from headrace.flow.probation import Trial
+from headrace.flow.source import Source
+from headrace.flow.source_settings import SourceSettings
+from headrace.flow.suspects import CLEAN, Mark
+from headrace.log.memory import MemoryLog
+from headrace.log.port import TopicInfo, TopicPartition
+from headrace.telemetry.metrics import Metrics
+from tests.support.conditions import eventually
+from tests.support.logs import write_to
+
+ONE, TWO = (TopicPartition("requests", number) for number in range(2))
+
+
+@pytest.fixture
+async def log() -> MemoryLog:
+    """With the topic, of two partitions, and ten records in the first."""
+    log = MemoryLog()
+    await log.create_topics([TopicInfo("requests", 2, {})], replication_factor=1)
+    await write_to(log, ONE, *[b"value"] * 10)
+    return log
+
+
+class Stage:
+    """A stage that admits what it receives and settles when it is told to."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.receipts: list[LedgerReceipt] = []
+        self.trials: list[Trial | None] = []
+
+    async def run(self) -> None:
+        while (delivery := await self.source.receive()) is not None:
+            self.trials.append(delivery.trial)
+            for record in delivery.records:
+                if record.offset in delivery.assignment.progress:
+                    delivery.assignment.skip(record.offset)
+                else:
+                    self.receipts.append(delivery.assignment.admit(record.offset, 10))
+
+    @property
+    def holds(self) -> list[str]:
+        """What is in flight, as `partition:offset`."""
+        return sorted(f"{one.assignment.partition.partition}:{one.offset}" for one in self.receipts)
+
+    def settle_all(self) -> None:
+        receipts, self.receipts = self.receipts, []
+        for receipt in receipts:
+            receipt.settle()
+
+
+@asynccontextmanager
+async def reading(log: MemoryLog, *, dies: bool = False) -> AsyncIterator[Stage]:
+    """A running source with a stage behind it; leaving stops it, or breaks it off at once."""
+    settings = SourceSettings("requests", "group", "group", True, 1_000_000, 5.0, max_attempts=2)
+    source = Source(log, settings, Metrics(CollectorRegistry()))
+    stage = Stage(source)
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        work = tasks.create_task(stage.run())
+        await source.assigned.wait()
+        yield stage
+        if dies:
+            running.cancel()
+            work.cancel()
+        else:
+            source.stop_reading()
+            await work
+            await source.close_down(0.1)
+            await running
+
+
+async def marked(log: MemoryLog, partition: TopicPartition = ONE) -> Mark:
+    """What is kept of a partition."""
+    return (await Marks(log, "group").read([partition]))[partition][0]
+
+
+async def mark(log: MemoryLog, of: Mark) -> None:
+    """Leave a mark as a process that is no more would have."""
+    await Marks(log, "group").write({ONE: of}, NOBODY)
+
+
+async def test_a_partition_is_marked_as_open_before_anything_is_let_in(log: MemoryLog) -> None:
+    """While the mark cannot be written, nothing comes."""
+    log.faults.hold_commits()
+    async with reading_soon(log) as stage:
+        held = stage.holds
+        log.faults.release_commits()
+        await eventually(lambda: len(stage.receipts) == 10)
+
+        assert held == []
+        assert (await marked(log)).is_open
+        stage.settle_all()
+
+
+@asynccontextmanager
+async def reading_soon(log: MemoryLog) -> AsyncIterator[Stage]:
+    """A source that has not been assigned anything yet."""
+    settings = SourceSettings("requests", "group", "group", True, 1_000_000, 5.0, max_attempts=2)
+    source = Source(log, settings, Metrics(CollectorRegistry()))
+    stage = Stage(source)
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        work = tasks.create_task(stage.run())
+        await asyncio.sleep(0)
+        yield stage
+        source.stop_reading()
+        await work
+        await source.close_down(5)
+        await running
+
+
+async def test_a_good_end_leaves_a_clean_mark(log: MemoryLog) -> None:
+    """The next owner suspects nothing."""
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.receipts) == 10)
+        stage.settle_all()
+
+    assert await marked(log) == CLEAN
+
+
+async def test_an_end_with_work_left_warns_the_next_owner(log: MemoryLog) -> None:
+    """What was given up unanswered may still be running, and is run with care."""
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.receipts) == 10)
+
+    assert await marked(log) == Mark(False, 10)
+
+
+async def test_what_was_unanswered_at_an_unclean_end_is_run_first_and_alone(
+    log: MemoryLog,
+) -> None:
+    """Later records, and other partitions, wait until all of it is answered."""
+    async with reading(log, dies=True) as stage:
+        await eventually(lambda: len(stage.receipts) == 10)
+    async with reading(log) as stage:
+        await write_to(log, TWO, b"later")
+        await eventually(lambda: len(stage.receipts) == 10)
+        first = stage.holds
+        during = await marked(log)
+        stage.settle_all()
+        await eventually(lambda: stage.holds == ["1:0"])
+        stage.settle_all()
+
+    assert first == [f"0:{offset}" for offset in range(10)]
+    assert during == Mark(True, 10, (0, 10))
+
+
+async def test_a_part_that_was_running_is_cut(log: MemoryLog) -> None:
+    """Ten offsets become ten parts, of which the first comes alone and is marked so."""
+    await mark(log, Mark(True, 10, (0, 10)))
+    async with reading(log) as stage:
+        await eventually(lambda: stage.holds == ["0:0"])
+        during = await marked(log)
+        stage.settle_all()
+        await eventually(lambda: stage.holds == ["0:1"])
+        stage.settle_all()
+
+    assert during == Mark(True, 10, (0, 1), 0)
+
+
+async def test_deaths_alone_condemn(log: MemoryLog) -> None:
+    """At the second one the first stage is told, and the record comes with the others' turn."""
+    await mark(log, Mark(True, 10, (3, 4), 0, {(3, 0): 1}))
+    async with reading(log) as stage:
+        await eventually(lambda: stage.holds == ["0:0", "0:1", "0:2"])
+        stage.settle_all()
+        await eventually(lambda: stage.holds == ["0:3"])
+        trial = stage.trials[-1]
+        stage.settle_all()
+        await eventually(lambda: len(stage.receipts) == 6)
+        stage.settle_all()
+
+    assert trial is not None
+    assert trial.condemned == {(3, 0)}
+
+
+async def test_suspects_beyond_what_the_log_holds_are_forgotten(log: MemoryLog) -> None:
+    """The topic is another one than that which was marked."""
+    await mark(log, Mark(True, 500, (400, 500)))
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.receipts) == 10)
+        stage.settle_all()
+        await write_to(log, ONE, b"new")
+        await eventually(lambda: stage.holds == ["0:10"])
+        stage.settle_all()
+
+    assert await marked(log) == CLEAN
+
+
+async def test_a_rebalance_in_the_middle_leaves_the_rest_suspect(log: MemoryLog) -> None:
+    """The next assignment goes on where this one was, and nothing is held against anybody."""
+    await mark(log, Mark(True, 10, (0, 10)))
+    async with reading(log) as stage:
+        await eventually(lambda: stage.holds == ["0:0"])
+        log.faults.force_rebalance("group")
+        stage.settle_all()
+        await eventually(lambda: stage.trials[1:] and len(stage.receipts) == 9)
+        during = await marked(log)
+        stage.settle_all()
+        await eventually(lambda: not stage.source.probation.active)
+
+    assert during == Mark(True, 10, (1, 10))
+
+
+async def test_a_mark_that_cannot_be_written_is_tried_again(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile nothing is let in; no suspect ever runs unmarked."""
+    monkeypatch.setattr(probation, "RETRY_S", 0.01)
+    await mark(log, Mark(True, 10, (0, 10)))
+    async with reading(log) as stage:
+        await eventually(lambda: stage.holds == ["0:0"])
+        log.faults.take_down()
+        stage.settle_all()
+        await eventually(lambda: stage.source.probation.held == {ONE, TWO})
+        held = stage.holds
+        log.faults.bring_back()
+        await eventually(lambda: stage.holds == ["0:1"])
+        stage.settle_all()
+
+    assert held == []
