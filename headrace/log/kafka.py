@@ -63,9 +63,11 @@ class KafkaLog:
             self._made = Connection(self._settings)
         return self._made
 
-    def member(self, group: str, topics: Sequence[str], listener: RebalanceListener) -> Consumer:
+    def member(
+        self, group: str, topics: Sequence[str], listener: RebalanceListener, *, kind: str = ""
+    ) -> Consumer:
         """See the port."""
-        return KafkaMember(self._connection, group, topics, listener)
+        return KafkaMember(self._connection, group, topics, listener, kind)
 
     def reader(self, partitions: Sequence[TopicPartition]) -> Consumer:
         """See the port."""

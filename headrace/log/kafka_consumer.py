@@ -174,6 +174,11 @@ class KafkaConsumer:
             translated = in_port_words(error, "poll")
             if isinstance(translated, LogAuthenticationFailed):
                 raise translated from error
+            if isinstance(error, kafka_errors.InconsistentGroupProtocolError):
+                raise LogRefused(
+                    "the consumer group has members of another kind, and takes only those: "
+                    "processes of another form, or with another guarantee"
+                ) from error
             # aiokafka's coordination has ended for good, and only a new consumer can go on.
             raise LogRefused(str(translated)) from error
 

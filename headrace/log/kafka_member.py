@@ -35,8 +35,10 @@ class KafkaMember(KafkaConsumer):
         group: str,
         topics: Sequence[str],
         listener: RebalanceListener,
+        kind: str = "",
     ) -> None:
         super().__init__(connection)
+        self._kind = kind
         self._group = group
         self._topics = tuple(topics)
         self._listener = listener
@@ -49,8 +51,7 @@ class KafkaMember(KafkaConsumer):
             "heartbeat_interval_ms": session_timeout_ms // 10,
             "rebalance_timeout_ms": REBALANCE_TIMEOUT_MS,
             "max_poll_interval_ms": 300_000,
-            # Every rebalance revokes everything, so that a sticky assignment would save nothing.
-            "partition_assignment_strategy": (RoundRobinPartitionAssignor,),
+            "partition_assignment_strategy": (_assignor(self._kind),),
         }
 
     async def _start(self, consumer: AIOKafkaConsumer) -> None:
@@ -144,6 +145,21 @@ class KafkaMember(KafkaConsumer):
         """See the port."""
         async with self._asking(f"committed offsets of group {self._group}"):
             return await fetch_committed(self._consumer._client, self._group, partitions)
+
+
+def _assignor(kind: str) -> Any:
+    """Every rebalance revokes everything, so that a sticky assignment would save nothing.
+
+    A coordinator refuses who supports none of the protocols that the members have in common, so
+    that a kind of its own keeps a member apart from those of other kinds.
+    """
+    if not kind:
+        return RoundRobinPartitionAssignor
+
+    class Assignor(RoundRobinPartitionAssignor):  # type: ignore[misc]  # aiokafka publishes no types
+        name = kind
+
+    return Assignor
 
 
 class _Adapter(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka publishes no types

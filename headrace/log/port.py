@@ -321,9 +321,13 @@ class Log(Entered, Protocol):
     enter them with `async with`.
     """
 
-    def member(self, group: str, topics: Sequence[str], listener: RebalanceListener) -> Consumer:
+    def member(
+        self, group: str, topics: Sequence[str], listener: RebalanceListener, *, kind: str = ""
+    ) -> Consumer:
         """A member of a consumer group; reads `read_committed`, from what the group has
         committed, or from the beginning.
+
+        The group takes members of one kind at a time: `poll` raises `LogRefused` in others.
         """
         ...
 

@@ -349,3 +349,21 @@ async def test_an_error_of_the_listener_comes_out_of_poll(
     async with log.member(unique_name, [unique_name], RecordingListener(assigned)) as member:
         with pytest.raises(LookupError, match="no such model"):
             await read(member, 1)
+
+
+async def test_a_group_takes_one_kind_of_members_at_a_time(
+    log: Log, make_topic: MakeTopic, unique_name: str
+) -> None:
+    """One of another kind is refused, and those that are in it stay; once they left it may come."""
+    partitions = await make_topic(2)
+    first, second = RecordingListener(), RecordingListener()
+    fused = log.member(unique_name, [unique_name], first, kind="requests")
+    async with fused as one, polling(one, []):
+        await eventually(lambda: first.held == set(partitions))
+        async with log.member(unique_name, [unique_name], second, kind="results") as two:
+            with pytest.raises(LogRefused, match="another kind"):
+                await read(two, 1)
+        assert one.assignment() == set(partitions)
+    apart = log.member(unique_name, [unique_name], second, kind="results")
+    async with apart as two, polling(two, []):
+        await eventually(lambda: second.held == set(partitions))

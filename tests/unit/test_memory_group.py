@@ -22,7 +22,7 @@ def _group() -> Group:
 
 
 def _join(group: Group, member: str | None = None, *, now: float = 0.0) -> str:
-    return group.join(member, ("t",), _nobody, now)
+    return group.join(member, (("t",), ""), _nobody, now)
 
 
 def _pair() -> tuple[Group, str, str]:
@@ -64,11 +64,11 @@ def test_members_are_told_of_a_rebalance() -> None:
     """A join notifies those who were there, and its completion notifies all."""
     group = _group()
     calls: list[str] = []
-    first = group.join(None, ("t",), lambda: calls.append("first"), 0.0)
+    first = group.join(None, (("t",), ""), lambda: calls.append("first"), 0.0)
     calls.clear()
-    group.join(None, ("t",), lambda: calls.append("second"), 0.0)
+    group.join(None, (("t",), ""), lambda: calls.append("second"), 0.0)
     assert calls == ["first"]
-    group.join(first, ("t",), _nobody, 0.0)
+    group.join(first, (("t",), ""), _nobody, 0.0)
     assert calls == ["first", "first", "second"]
 
 

@@ -20,6 +20,7 @@ MAX_METADATA_CHARACTERS = 4096  # Kafka's offset.metadata.max.bytes, which count
 @dataclass(slots=True)
 class _Member:
     topics: tuple[str, ...]
+    kind: str
     notify: Callable[[], None]
     joined: bool = False  # in the rebalance that is under way
     share: frozenset[TopicPartition] = field(default_factory=frozenset)
@@ -55,15 +56,35 @@ class Group:
         return tuple(self._members)
 
     def join(
-        self, member_id: str | None, topics: Sequence[str], notify: Callable[[], None], now: float
+        self,
+        member_id: str | None,
+        subscription: tuple[Sequence[str], str],
+        notify: Callable[[], None],
+        now: float,
     ) -> str:
-        """Join, or join again in a rebalance; a member that was evicted gets a new id."""
+        """Join, or join again in a rebalance; a member that was evicted gets a new id.
+
+        Args:
+            member_id: None at first.
+            subscription: the topics that it reads, and its kind.
+            notify: see above.
+            now: see above.
+
+        Raises:
+            LogRefused: the group has members of another kind.
+        """
         self.expire(now)
+        topics, kind = subscription
+        if any(each.kind != kind for each in self._members.values()):
+            raise LogRefused(
+                "the consumer group has members of another kind, and takes only those: "
+                "processes of another form, or with another guarantee"
+            )
         self._begin(now)
         if member_id is None or member_id not in self._members:
             self._joins += 1
             member_id = f"member-{self._joins:06d}"
-            self._members[member_id] = _Member(tuple(topics), notify)
+            self._members[member_id] = _Member(tuple(topics), kind, notify)
         self._members[member_id].joined = True
         self._complete_when_all_joined()
         return member_id

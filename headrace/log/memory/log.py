@@ -66,9 +66,9 @@ class MemoryLog:
         self.faults = Faults(self._topics, self._groups, self._transactions, request_timeout_s)
 
     def member(
-        self, group: str, topics: Sequence[str], listener: RebalanceListener
+        self, group: str, topics: Sequence[str], listener: RebalanceListener, *, kind: str = ""
     ) -> MemoryMember:
-        return MemoryMember(self._topics, self.faults, self._group(group), topics, listener)
+        return MemoryMember(self._topics, self.faults, self._group(group), (topics, kind), listener)
 
     def reader(self, partitions: Sequence[TopicPartition]) -> MemoryReader:
         return MemoryReader(self._topics, self.faults, partitions)

@@ -27,7 +27,7 @@ class MemoryMember(MemoryReader):
         topics: where the partitions are.
         faults: what may go wrong.
         group: the group to join.
-        subscription: the topics to read.
+        subscription: the topics to read, and the kind of member.
         listener: whom to tell of assignments.
     """
 
@@ -36,12 +36,13 @@ class MemoryMember(MemoryReader):
         topics: Topics,
         faults: Faults,
         group: Group,
-        subscription: Sequence[str],
+        subscription: tuple[Sequence[str], str],
         listener: RebalanceListener,
     ) -> None:
         super().__init__(topics, faults, ())
         self._group = group
-        self._subscription = tuple(subscription)
+        topics_read, self._kind = subscription
+        self._subscription = tuple(topics_read)
         self._listener = listener
         self._member_id: str | None = None
         self._generation = -1
@@ -114,7 +115,8 @@ class MemoryMember(MemoryReader):
 
     async def _join(self) -> frozenset[TopicPartition] | None:
         group, notify = self._group, self._group_news.set
-        member_id = group.join(self._member_id, self._subscription, notify, _now())
+        subscription = (self._subscription, self._kind)
+        member_id = group.join(self._member_id, subscription, notify, _now())
         self._member_id = member_id
         while group.is_joining(member_id):
             self._group_news.clear()
