@@ -26,20 +26,25 @@ from typing import Any, Protocol
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.flow.batch_edges import BatchFeed, BatchOutlet, ModelKey
+from headrace.flow.announcing import Announcer, Identity
+from headrace.flow.batch_edges import BatchFeed, BatchWriter
 from headrace.flow.channel import Channel, Inlet, Outlet, PullChannel, join_lists
+from headrace.flow.dispatching import BatchOutlet
 from headrace.flow.edges import (
     item_inlet,
     item_outlet,
     result_inlet,
     result_outlet,
 )
+from headrace.flow.fleet import ModelKey
+from headrace.flow.hearing import Hearing
 from headrace.flow.origins import Origins
 from headrace.flow.source import Source
 from headrace.flow.source_settings import SourceSettings
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.models.registry import Models
+from headrace.models.version import State
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
 from headrace.services.ingest.reading import Rules
@@ -57,6 +62,9 @@ _INPUT = {
     Stage.EXECUTOR: Topic.BATCHES,
     Stage.RESPONDER: Topic.RESULTS,
 }
+
+SILENT_AFTER_S = 10.0
+"""An executor is taken for dead on the embedded log, which has no session timeout."""
 
 Chunk = list[Request]
 Run = Callable[[], Coroutine[Any, Any, None]]
@@ -120,6 +128,8 @@ class Segment:
             drain_timeout_s=settings.limits.drain_timeout_s,
             # A responder runs nothing of a model's, and could not answer what ended it.
             max_attempts=0 if stages[0] is Stage.RESPONDER else settings.delivery.max_attempts,
+            # Two forms, or two guarantees, side by side would overwrite each other's commits.
+            kind=f"{_INPUT[stages[0]]}-{settings.delivery.guarantee}" if answers else "",
             requests=settings.topic(Topic.REQUESTS) if answers or reads_requests else "",
             exactly_once=settings.delivery.guarantee == "exactly_once"
             and (answers or reads_requests),
@@ -176,10 +186,13 @@ class Segment:
             items = items or item_inlet(self.source, answers.writer())
             pulls = self._wire_batcher(items, answers)
         if Stage.EXECUTOR in self._stages:
-            self._wire_executor(pulls, answers)
+            events = None if pulls is not None else await self._sized(Topic.EVENTS)
+            self._wire_executor(pulls, answers, producer, events)
         elif pulls is not None:
             topic = await self._sized(Topic.BATCHES)
-            outlet = BatchOutlet(pulls, producer, topic, answers.writer(), self._metrics)
+            writer = BatchWriter(producer, topic, answers.writer(), self._metrics)
+            hearing = Hearing(self._log, await self._sized(Topic.EVENTS))
+            outlet = BatchOutlet(pulls, writer, self._models, hearing, self._metrics)
             self._runs["write-batches"] = outlet.run
 
     def _wire_ingest(self, producer: Producer, answers: _Edge) -> Channel[Chunk]:
@@ -218,14 +231,37 @@ class Segment:
         self._batcher = batcher
         return batcher.pulls
 
-    def _wire_executor(self, pulls: PullChannel[ModelKey, Batch] | None, answers: _Edge) -> None:
+    def _wire_executor(
+        self,
+        pulls: PullChannel[ModelKey, Batch] | None,
+        answers: _Edge,
+        producer: Producer,
+        events: TopicPartition | None,
+    ) -> None:
+        announcer: Announcer | None = None
         if pulls is None:
-            feed = BatchFeed(self.source, answers.writer(), self._models.lookup)
+            assert events is not None
+            announcer = self._announcer(producer, events)
+            feed = BatchFeed(self.source, answers.writer(), self._models.lookup, announcer)
             self._runs["read-batches"] = feed.run
+            self._runs["announce"] = announcer.run
             pulls = feed.pulls
-        executor = ExecutorService(pulls, answers.writer(), self._models, self._instruments)
+        executor = ExecutorService(
+            pulls, answers.writer(), self._models, self._instruments, announcer
+        )
         self._runs["executor"] = executor.run
         self._executor = executor
+
+    def _announcer(self, producer: Producer, events: TopicPartition) -> Announcer:
+        kafka = self._settings.kafka
+        silent_after_s = SILENT_AFTER_S if kafka is None else kafka.session_timeout_ms / 1000
+        return Announcer(
+            producer,
+            events,
+            Identity(f"{os.getpid()}-{secrets.token_hex(4)}", silent_after_s),
+            lambda: sorted(each.partition.partition for each in self.source.ledger.assignments),
+            lambda: self._models.versions(State.READY),
+        )
 
     async def _wire_responder(self, producer: Producer) -> _Edge:
         """Returns where the other stages send what has ended."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 import structlog
 
 from headrace.codec import decode_batch, encode_batch
 from headrace.errors import Rejected
+from headrace.flow.announcing import Announcer
 from headrace.flow.batch_trial import try_batch
 from headrace.flow.channel import Ask, Outlet, PullChannel
 from headrace.flow.edges import refuse
 from headrace.flow.endings import rejection
+from headrace.flow.fleet import ModelKey
 from headrace.flow.inflight import Assignment
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
@@ -26,65 +28,71 @@ from headrace.topics import Stage
 
 log = structlog.get_logger(__name__)
 
-ModelKey = tuple[str, str]
-"""A model's name and version."""
 
-UNACKNOWLEDGED_BATCHES = 4
-
-
-class BatchOutlet:
-    """Pulls batches of any model and writes them to `batches`, a few at a time.
+class BatchWriter:
+    """Writes batches to `batches`, and settles the requests of what is acknowledged.
 
     Args:
+        topic: its name, with how many partitions it has.
         refused: takes requests that do not fit into a record, as failures.
     """
 
     def __init__(
         self,
-        pulls: PullChannel[ModelKey, Batch],
         producer: Producer,
         topic: TopicPartition,
         refused: Outlet[list[Request]],
         metrics: Metrics | None = None,
     ) -> None:
-        self._pulls = pulls
         self._producer = producer
         self._topic, self._partitions = topic
         self._refused = refused
         self._metrics = metrics
         self._turn = count()
 
-    async def run(self) -> None:
-        """Until the batcher closes."""
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(UNACKNOWLEDGED_BATCHES):
-                tasks.create_task(self._write(), name="write-batches")
-        self._refused.close()
+    async def write(self, batch: Batch, partition: int | None) -> bool:
+        """Write a batch; False: it is too large for one record.
 
-    async def _write(self) -> None:
-        puller = self._pulls.puller(None)
-        while (batch := await puller.pull()) is not None:
-            # A batch that is too large for one record travels as its single requests.
-            parts = [batch]
-            while parts:
-                part = parts.pop()
-                if await self._delivered(part):
-                    for request in part.requests:
-                        request.receipt.settle()
-                elif len(part.requests) == 1:
-                    await self._refused.send([refuse(part.requests[0], self._topic, Stage.BATCHER)])
-                else:
-                    parts += [
-                        Batch(f"{part.batch_id}.{place}", [request], part.reason)
-                        for place, request in enumerate(part.requests)
-                    ]
-
-    async def _delivered(self, batch: Batch) -> bool:
-        target = TopicPartition(self._topic, next(self._turn) % self._partitions)
+        Args:
+            batch: of any model.
+            partition: None for the one whose turn it is.
+        """
+        if partition is None:
+            partition = next(self._turn) % self._partitions
+        target = TopicPartition(self._topic, partition)
         refused = await deliver(
             self._producer, target, [NewRecord(None, encode_batch(batch))], self._metrics
         )
-        return not too_large(target, refused)
+        if too_large(target, refused):
+            return False
+        for request in batch.requests:
+            request.receipt.settle()
+        return True
+
+    async def write_or_refuse(self, batch: Batch, partition: int | None) -> bool:
+        """Write a batch of one request; False: it was too large, and is refused."""
+        if await self.write(batch, partition):
+            return True
+        await self._refused.send([refuse(batch.requests[0], self._topic, Stage.BATCHER)])
+        return False
+
+    async def write_all(self, batch: Batch, partition: int | None) -> None:
+        """Write a batch, as its single requests if need be."""
+        if not await self.write(batch, partition):
+            for part in apart(batch):
+                await self.write_or_refuse(part, partition)
+
+    def close(self) -> None:
+        """Nothing more is refused."""
+        self._refused.close()
+
+
+def apart(batch: Batch) -> list[Batch]:
+    """Each request as a batch of its own."""
+    return [
+        Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
+        for place, request in enumerate(batch.requests)
+    ]
 
 
 class BatchFeed:
@@ -93,6 +101,7 @@ class BatchFeed:
     Args:
         check: raises `Rejected` for a model version that does not run here.
         answers: takes requests whose model does not run here, as failures.
+        announcer: told of each batch, and of the requests that end here.
     """
 
     def __init__(
@@ -100,10 +109,12 @@ class BatchFeed:
         source: Source,
         answers: Outlet[list[Request]],
         check: Callable[[str, str], object],
+        announcer: Announcer | None = None,
     ) -> None:
         self._source = source
         self._answers = answers
         self._check = check
+        self._announcer = announcer
         self._ready: dict[ModelKey, deque[Batch]] = {}
         self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._next)
 
@@ -115,9 +126,11 @@ class BatchFeed:
                 batch = self._admit(delivery.assignment, record)
                 if batch is None:
                     continue
+                if self._announcer is not None:
+                    self._announcer.received(batch)
                 if delivery.trial is not None:
-                    send = self._answers.send
-                    await try_batch(batch, record.offset, delivery.trial, self._offer, send)
+                    end = partial(self._end, batch.batch_id)
+                    await try_batch(batch, record.offset, delivery.trial, self._offer, end)
                 else:
                     refused += self._take(batch)
             self.pulls.kick()
@@ -133,6 +146,8 @@ class BatchFeed:
         except Rejected as error:
             for request in batch.requests:
                 request.fail(rejection(error, Stage.EXECUTOR))
+            if self._announcer is not None:
+                self._announcer.finished(batch.batch_id, batch.requests)
             return batch.requests
         self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
         return []
@@ -142,6 +157,11 @@ class BatchFeed:
         self.pulls.kick()
         if refused:
             await self._answers.send(refused)
+
+    async def _end(self, batch_id: str, requests: list[Request]) -> None:
+        if self._announcer is not None:
+            self._announcer.finished(batch_id, requests)
+        await self._answers.send(requests)
 
     def _admit(self, assignment: Assignment, record: Record) -> Batch | None:
         if record.offset in assignment.progress:

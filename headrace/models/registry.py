@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from headrace.config import Settings
 from headrace.errors import Code, Rejected
+from headrace.events import ExecutorEvent
 from headrace.models.opening import Opened, is_outrun, look, relative
 from headrace.models.repository import Repository
 from headrace.models.verdict import Verdict
@@ -245,6 +246,20 @@ class Models:
         if model.serving.get(version.version) is version:
             del model.serving[version.version]
         self._settle(version.name)
+
+    # --- what executors of other processes say ------------------------------------------------
+
+    def heed(self, event: ExecutorEvent) -> None:
+        """Go by what an executor has found out about models, and by how long its runs took."""
+        for hosted in event.models:
+            version = self._ready.get((hosted.name, hosted.version))
+            if version is not None:
+                version.max_batch_size = hosted.max_batch_size
+                version.batching_off = hosted.batching_off
+        for done in event.completions:
+            version = self._ready.get((done.model, done.version))
+            if version is not None and done.compute_us:
+                version.latency.observe(tuple(done.shape_class), done.rows, done.compute_us)
 
     # --- inside -------------------------------------------------------------------------------
 

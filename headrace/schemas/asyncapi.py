@@ -65,7 +65,7 @@ _MESSAGES: dict[Topic, tuple[_Message, ...]] = {
         ),
     ),
     Topic.EVENTS: (
-        _Message("event", "Capacity or completion of an executor", MSGPACK, None, "none"),
+        _Message("event", "What an executor can do, and has done", MSGPACK, "event-record", "none"),
     ),
 }
 
@@ -210,7 +210,8 @@ def _request_headers() -> _Node:
         },
         "x-tenant": _text("On whose behalf."),
         "x-cancel": _text(
-            "The request that this record cancels, as topic/partition/offset; it is none itself."
+            "The request that this record cancels, as topic/partition/offset, or empty: the one with "
+            "its kafka_correlationId. The record is no request itself."
         ),
         "x-model": _text("A model's name, or name/version."),
         **_passed_on(),

@@ -27,9 +27,11 @@ from headrace.codec import (
     encode_response,
     encode_result,
 )
+from headrace.codec.events import decode_event, encode_event
 from headrace.config import LimitSettings
 from headrace.envelope import JSON, MSGPACK, parse_envelope
 from headrace.errors import Code
+from headrace.events import Completion, ExecutorEvent, HostedModel
 from headrace.messages import Batch, Failure, Request, Tensor
 from headrace.schemas.types import SCHEMAS
 from headrace.tensors import DATATYPES, from_array
@@ -215,6 +217,26 @@ def _internal_samples() -> Iterator[tuple[str, Sample]]:
         ("result-traced", lambda: _traced(_answered(MSGPACK, "FP32"))),
     ):
         yield name, sample("result-record", partial(_result_bytes, make), decode_result)
+    yield "event", Sample("event-record", MSGPACK, lambda: encode_event(_EVENT), decode_event)
+
+
+_EVENT = ExecutorEvent(
+    executor="4711-0a1b2c3d",
+    silent_after_ms=30_000,
+    partitions=[0, 2],
+    models=[
+        HostedModel(name="sample", version="1", instances=2, max_batch_size=32),
+        HostedModel(
+            name="alone", version="3", instances=1, max_batch_size=1, batching_off="mates leak"
+        ),
+    ],
+    completions=[
+        Completion(
+            batch_id="b-1", model="sample", version="1", shape_class=[3], rows=4, compute_us=120
+        ),
+        Completion(batch_id="b-2", model="alone", version="3"),
+    ],
+)
 
 
 def _result_bytes(make: Callable[[], Request]) -> bytes:

@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.codec.requests import JsonInferenceRequest
 from headrace.codec.responses import JsonInferenceResponse
+from headrace.events import ExecutorEvent
 from headrace.messages import (
     BatchRecord,
     ErrorResponse,
@@ -29,6 +30,7 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
     "item-record": ItemRecord,
     "batch-record": BatchRecord,
     "result-record": ResultRecord,
+    "event-record": ExecutorEvent,
 }
 """The types by their files' names, without `.schema.json`."""
 

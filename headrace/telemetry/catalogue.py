@@ -128,6 +128,12 @@ RUNS = (
         "Least time left to a deadline among the requests that wait for a batch; "
         "not shown while none of them has one.",
     ),
+    Spec(
+        "headrace_known_executors",
+        "gauge",
+        (),
+        "Executors in other processes that this batcher has heard of; 0 where it needs none.",
+    ),
     Spec("headrace_waiting_requests", "gauge", (), "Requests that wait for a batch."),
     Spec(
         "headrace_model_state",

@@ -46,6 +46,7 @@ class Event(StrEnum):
     DEAD_LETTER_TOO_LARGE = "dead_letter.too_large"
     REPLY_TOPIC_UNKNOWN = "reply_topic.lookup_failed"
     INTERNAL_RECORD_UNREADABLE = "internal_record.unreadable"
+    COMPLETION_MISSING = "completion.missing"
 
     MODEL_READY = "model.ready"
     MODEL_FAILED = "model.failed"

@@ -50,7 +50,7 @@ class Metrics:
 
     Attributes:
         duplicates, void, bisections, unkept, unanswered, skipped: counters without labels.
-        attempts, condemned: likewise; suspects: a gauge.
+        attempts, condemned: likewise; suspects, known_executors: gauges.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures,
             trace_failures_unkept: likewise.
         loop_lag: see `headrace.telemetry.loop_lag`.
@@ -89,6 +89,7 @@ class Metrics:
         self.unkept = self._counter("unkept_dead_letters")
         self.unanswered = self._counter("unanswered")
         self.skipped = self._counter("skipped")
+        self.known_executors = self._gauge("known_executors")
         self.suspects = self._gauge("suspects")
         self.attempts = self._counter("suspect_attempts")
         self.condemned = self._counter("condemned")

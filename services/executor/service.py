@@ -15,6 +15,7 @@ import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected, Retriable
+from headrace.flow.announcing import Announcer
 from headrace.flow.channel import Outlet, PullChannel, Puller
 from headrace.flow.endings import VOID, deadline_passed, rejection
 from headrace.messages import Batch, Failure, Request
@@ -46,6 +47,7 @@ class ExecutorService:
     Args:
         pulls: where batches come from.
         answers: takes requests with their outputs or failures.
+        announcer: told of requests that have ended, where the batcher is in another process.
 
     Attributes:
         loaded: set when every version that was there at the start has loaded or failed.
@@ -57,10 +59,12 @@ class ExecutorService:
         answers: Outlet[list[Request]],
         models: Models,
         instruments: Instruments,
+        announcer: Announcer | None = None,
     ) -> None:
         self._pulls = pulls
         self._answers = answers
         self._models = models
+        self._announcer = announcer
         self._metrics, self._tracing, self._clock = instruments
         self._loading: set[ModelVersion] = set()
         self._activities: dict[Instance, Activity] = {}
@@ -83,6 +87,8 @@ class ExecutorService:
             following = tasks.create_task(self._follow(changes, tasks), name="executor-models")
             await self._pulls.ended()
             following.cancel()
+        if self._announcer is not None:
+            self._announcer.close()
         self._answers.close()
 
     async def _follow(self, changes: asyncio.Queue[Change], tasks: asyncio.TaskGroup) -> None:
@@ -160,6 +166,8 @@ class ExecutorService:
                 if finished:
                     if self._tracing is not None:
                         self._tracing.executed(taken.batch.batch_id, finished, self._clock())
+                    if self._announcer is not None:
+                        self._announcer.finished(taken.batch.batch_id, finished)
                     await self._answers.send(finished)
 
     def _gather_ahead(self, instance: Instance, batch: Batch) -> Taken:

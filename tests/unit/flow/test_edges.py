@@ -12,8 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.errors import Code, Rejected
-from headrace.flow.batch_edges import BatchFeed, BatchOutlet
-from headrace.flow.channel import PullChannel
+from headrace.flow.batch_edges import BatchFeed, BatchWriter
 from headrace.flow.edges import item_inlet, item_outlet, refuse, result_inlet, result_outlet
 from headrace.flow.source import Source
 from headrace.flow.source_settings import SourceSettings
@@ -200,21 +199,14 @@ async def test_a_record_of_somebody_elses_is_passed_over() -> None:
         got.receipt.settle()
 
 
-def supply(batches: list[Batch]) -> PullChannel[tuple[str, str], Batch]:
-    """A pull channel of these batches, closed."""
-    pulls: PullChannel[tuple[str, str], Batch] = PullChannel(
-        lambda _key, _ask: batches.pop(0) if batches else None
-    )
-    pulls.close()
-    return pulls
-
-
 async def write_batches(log: MemoryLog, *batches: Batch) -> Tray:
-    """Write batches through their outlet; what was refused."""
+    """Write batches, as whole ones where they fit; what was refused."""
     refused = Tray()
     async with log.producer() as producer:
-        topic = TopicPartition(TOPIC, 2)
-        await BatchOutlet(supply(list(batches)), producer, topic, refused).run()
+        writer = BatchWriter(producer, TopicPartition(TOPIC, 2), refused)
+        for batch in batches:
+            await writer.write_all(batch, None)
+        writer.close()
     return refused
 
 
