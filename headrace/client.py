@@ -178,7 +178,7 @@ class Client:
         key: bytes | None = None,
         headers: Sequence[tuple[str, bytes]] = (),
     ) -> Response:
-        """Run a model on arrays.
+        """Run a model on arrays. Cancelling the call cancels the request, if it still waits.
 
         Args:
             model: its name.
@@ -240,6 +240,7 @@ class Client:
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise ValueError(f"timeout_s: expected a positive number of seconds, got {timeout_s}")
         deadline_ms = int((time.time() + timeout_s) * 1000)
+        until_s = asyncio.get_running_loop().time() + timeout_s
         about = [
             *request.headers,
             ("content-type", content_type.encode()),
@@ -250,7 +251,7 @@ class Client:
         with _refusals_as_inference_errors():
             try:
                 async with asyncio.timeout(timeout_s) as within, self._permits:
-                    answer = await self._exchange.ask(request._replace(headers=about))
+                    answer = await self._exchange.ask(request._replace(headers=about), until_s)
             except TimeoutError:
                 if not within.expired():
                     raise

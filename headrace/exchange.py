@@ -6,12 +6,14 @@ name the reply partition that this process reads.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
+from headrace.cancelling import Cancellations
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogAuthenticationFailed, TopicForbidden
@@ -50,6 +52,7 @@ class Exchange:
         self._count_until_s = 0.0
         self._producer: Producer | None = None
         self._replies: Replies | None = None
+        self._cancellations: Cancellations | None = None
         self._stack = AsyncExitStack()
 
     @property
@@ -68,6 +71,7 @@ class Exchange:
             await self._request_partitions(producer)
             reply_to = await self._choose_reply_partition(producer)
             self._replies = await stack.enter_async_context(Replies(self._log, reply_to))
+            self._cancellations = await stack.enter_async_context(Cancellations(producer))
             self._producer = producer
             self._stack = stack.pop_all()
         return self
@@ -81,15 +85,20 @@ class Exchange:
         self._producer = None
         await self._stack.aclose()
 
-    async def ask(self, request: NewRecord) -> Record:
+    async def ask(self, request: NewRecord, until_s: float = 0.0) -> Record:
         """Send a request and wait for its answer; the caller bounds the time.
+
+        Args:
+            request: without the headers that say where to answer.
+            until_s: the loop's time at which nobody wants the answer any more. Who is cancelled
+                before that has the request cancelled, as far as that can be done.
 
         Raises:
             ClientClosed: not open, closed meanwhile, or no longer able to read answers.
             ConfigurationError: the topic of requests does not exist any more.
             LogUnavailable, RecordTooLarge: the request was not acknowledged.
         """
-        if self._producer is None or self._replies is None:
+        if self._producer is None or self._replies is None or self._cancellations is None:
             raise ClientClosed("the client is not open: use it within `async with`")
         producer, replies = self._producer, self._replies
         reply_topic, reply_partition = replies.partition
@@ -100,12 +109,17 @@ class Exchange:
             (REPLY_TOPIC, reply_topic.encode()),
             (REPLY_PARTITION, reply_partition.to_bytes(4, "big")),
         ]
+        partition: TopicPartition | None = None
         try:
             count = await self._request_partitions(producer)
             partition = TopicPartition(self._requests, self._choose(request.key, count))
             for run in await producer.send(partition, [request._replace(headers=headers)]):
                 await run.acknowledged
             return await answer
+        except asyncio.CancelledError:
+            if partition is not None and asyncio.get_running_loop().time() < until_s:
+                self._cancellations.add(partition, request.key, correlation_id)
+            raise
         finally:
             replies.forget(correlation_id)
 

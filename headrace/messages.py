@@ -245,7 +245,8 @@ class Envelope(NamedTuple):
         model, version: from `x-model`; empty when absent.
         traceparent, tracestate: as they came.
         fault: what is wrong with the headers, if anything is: the answer is then an error.
-        cancels: topic, partition and offset of the request that the record cancels.
+        cancels: topic, partition and offset of the request that the record cancels, or
+            `headrace.envelope.BY_CORRELATION`.
     """
 
     content_type: str = ""

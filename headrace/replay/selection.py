@@ -116,9 +116,16 @@ class Selection:
     limit: int | None = None
 
     def fits(self, record: Record) -> bool:
-        """Whether a record within the offsets is one of the recording's."""
+        """Whether a record within the offsets is one of the recording's.
+
+        One that cancels another never is: what it names is a request of the past.
+        """
         from_ms = self.window.from_ms
-        return (from_ms is None or record.timestamp >= from_ms) and self.filters.fits(record)
+        return (
+            (from_ms is None or record.timestamp >= from_ms)
+            and self.filters.fits(record)
+            and last_header(record.headers, "x-cancel") is None
+        )
 
 
 def model_of(record: Record) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import TypeAlias
 
+from headrace.envelope import BY_CORRELATION
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import IDLE, Ask
 from headrace.flow.endings import deadline_passed, rejection
@@ -127,14 +128,20 @@ class Forming:
         wait any more goes on.
         """
         cancelling, self.cancellations = self.cancellations, []
-        identities = {
-            each.envelope.cancels[1:] for each in cancelling if each.envelope.cancels is not None
+        names = {
+            (each.partition, each.envelope.correlation_id)
+            for each in cancelling
+            if each.envelope.cancels == BY_CORRELATION
+        }
+        places = {
+            (cancels[1], cancels[2]) for each in cancelling if (cancels := each.envelope.cancels)
         }
         found = [
             request
             for queue in self._queues.values()
             for request in queue.waiting()
-            if (request.partition, request.offset) in identities
+            if (request.partition, request.offset) in places
+            or (request.partition, request.envelope.correlation_id) in names
         ]
         for request in found:
             self._end(request, Failure(Code.CANCELLED, "the caller cancelled it", Stage.BATCHER))

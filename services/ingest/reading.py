@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from headrace.codec import callers_id, check_value, decode_request
 from headrace.config import LimitSettings
-from headrace.envelope import JSON, MSGPACK_TYPES, parse_envelope
+from headrace.envelope import BY_CORRELATION, JSON, MSGPACK_TYPES, parse_envelope
 from headrace.errors import Code, Rejected
 from headrace.flow.endings import deadline_passed, ran_alone, rejection
 from headrace.flow.inflight import Assignment
@@ -77,7 +77,7 @@ def read_request(record: Record, assignment: Assignment, rules: Rules, now_us: i
     limits = rules.limits
     envelope = parse_envelope(record.headers, record.timestamp, limits.default_timeout_ms)
     if envelope.cancels is not None and envelope.fault is None:
-        fault = _misdirected(record, envelope.cancels)
+        fault = _misdirected(record, envelope, envelope.cancels)
         if not fault:
             return _cancelling(record, assignment, envelope)
         envelope = envelope._replace(fault=fault)
@@ -124,8 +124,14 @@ def read_condemned(record: Record, assignment: Assignment, rules: Rules, now_us:
     return request
 
 
-def _misdirected(record: Record, target: tuple[str, int, int]) -> str:
+def _misdirected(record: Record, envelope: Envelope, target: tuple[str, int, int]) -> str:
     """What is wrong with a cancelling record: it has to lie beside the request that it names."""
+    if target == BY_CORRELATION:
+        if envelope.correlation_id is not None:
+            return ""
+        return (
+            "header x-cancel: expected topic/partition/offset, or a kafka_correlationId beside it"
+        )
     topic, partition, offset = target
     if (topic, partition) == (record.topic, record.partition) and offset < record.offset:
         return ""

@@ -59,11 +59,13 @@ class Responder:
 
     Attributes:
         seen: the requests, in the order in which they came.
+        cancelled: the correlation ids of those that were cancelled.
         script: what to answer.
     """
 
     def __init__(self, log: Log, settings: Settings, script: Script = echo) -> None:
         self.seen: list[Record] = []
+        self.cancelled: list[bytes | None] = []
         self.script = script
         self._log = log
         self._settings = settings
@@ -83,6 +85,9 @@ class Responder:
                 while not stopping.is_set():
                     for records in (await reader.poll(POLL_S, 100)).values():
                         for record in records:
+                            if header(record.headers, "x-cancel") is not None:
+                                self.cancelled.append(header(record.headers, CORRELATION_ID))
+                                continue
                             self.seen.append(record)
                             await self.reply(record, *self.script(record))
 

@@ -120,6 +120,19 @@ async def test_cancelled_calls_leave_the_others_alone(client: Client, silent: Re
     assert given_up.cancelled()
 
 
+async def test_a_cancelled_call_cancels_its_request(client: Client, silent: Responder) -> None:
+    """The services are told, by the correlation id; a call that has timed out tells nobody."""
+    with pytest.raises(InferenceTimeout):
+        await client.infer("m", INPUTS, id="late", timeout_s=0.05)
+    given_up = asyncio.create_task(client.infer("m", INPUTS, id="given up"))
+    await eventually(lambda: len(silent.seen) == 2)
+    given_up.cancel()
+
+    await eventually(lambda: silent.cancelled)
+
+    assert silent.cancelled == [dict(silent.seen[1].headers)["kafka_correlationId"]]
+
+
 async def test_calls_in_flight_are_bounded(
     log: MemoryLog, settings: Settings, silent: Responder
 ) -> None:

@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from headrace.envelope import BY_CORRELATION
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import Channel, ChannelWriter
-from headrace.messages import Request
+from headrace.messages import Envelope, Request
 from headrace.services.batcher.service import BatcherService
 from tests.support.conditions import eventually
-from tests.support.services import StillClock, make_instruments
+from tests.support.services import StillClock, counted, make_instruments
 from tests.support.work import NOW_US, Limits, Tray, make_request, receipt_of
 
 KEY = ("digits", "1")
@@ -23,12 +24,11 @@ class Bench:
 
     def __init__(self, limits: Any) -> None:
         self.clock = StillClock()
+        self.instruments = make_instruments(self.clock)
         self.answers = Tray()
         self._inlet: Channel[list[Request]] = Channel()
         self.items: ChannelWriter[list[Request]] = self._inlet.writer()
-        self.batcher = BatcherService(
-            self._inlet, self.answers, limits, "test", make_instruments(self.clock)
-        )
+        self.batcher = BatcherService(self._inlet, self.answers, limits, "test", self.instruments)
         self.pulls = self.batcher.pulls
 
 
@@ -168,3 +168,61 @@ async def test_the_end_does_not_come_before_the_last_deadline_is_answered() -> N
         bench.clock.now_us += 5000
 
     assert bench.answers.requests == [request]
+
+
+async def test_a_busy_instance_gets_its_batch_at_the_moment_that_it_named() -> None:
+    """Nothing comes in, and nobody asks again: the moment alone closes the batch."""
+    async with running(limited(Limits())) as bench:
+        await bench.items.send([make_request()])
+        puller = bench.pulls.puller(KEY)
+        waiting = asyncio.create_task(puller.pull(close_at_us=NOW_US + 20_000))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+
+        bench.clock.now_us += 20_000
+        batch = await asyncio.wait_for(waiting, 5)
+
+    assert batch is not None
+    assert batch.reason == "just_in_time"
+
+
+async def test_an_instance_that_is_free_early_gets_what_is_there() -> None:
+    """Its run was shorter than predicted."""
+    async with running(limited(Limits())) as bench:
+        await bench.items.send([make_request()])
+        puller = bench.pulls.puller(KEY)
+        waiting = asyncio.create_task(puller.pull(close_at_us=NOW_US + 3_600_000_000))
+        await asyncio.sleep(0)
+
+        puller.hurry()
+        batch = await asyncio.wait_for(waiting, 5)
+
+    assert batch is not None
+    assert batch.reason == "idle"
+
+
+async def test_a_cancelled_request_is_answered_and_the_record_that_says_so_is_not() -> None:
+    """By its place or by its correlation id; the records are settled and counted."""
+    async with running(limited(Limits())) as bench:
+        by_place, kept = make_request(), make_request()
+        by_name = make_request(envelope=Envelope(correlation_id=b"mine"))
+        await bench.items.send([by_place, kept, by_name])
+        records = [
+            make_request("", version="", envelope=envelope)
+            for envelope in (
+                Envelope(cancels=("t", 0, by_place.offset)),
+                Envelope(cancels=BY_CORRELATION, correlation_id=b"mine"),
+                Envelope(cancels=BY_CORRELATION, correlation_id=b"gone"),
+            )
+        ]
+
+        await bench.items.send(records)
+        await eventually(lambda: len(bench.answers.requests) == 2)
+
+        assert {id(one) for one in bench.answers.requests} == {id(by_place), id(by_name)}
+        assert [receipt_of(one).settled for one in records] == [1, 1, 1]
+        assert counted(bench.instruments, "cancellations_total", outcome="ended") == 2
+        assert counted(bench.instruments, "cancellations_total", outcome="none") == 1
+        batch = await bench.pulls.puller(KEY).pull()
+        assert batch is not None
+        assert batch.requests == [kept]

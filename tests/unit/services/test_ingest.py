@@ -11,11 +11,10 @@ from headrace.config import LimitSettings
 from headrace.errors import Code
 from headrace.flow.answered import Progress
 from headrace.flow.source import Delivery
-from headrace.messages import Request
+from headrace.messages import Envelope, Failure, Request
 from headrace.models.registry import Models
 from headrace.services.ingest import service
-from headrace.services.ingest.reading import REQUEST_OVERHEAD_BYTES
-from headrace.services.ingest.reading import Rules
+from headrace.services.ingest.reading import REQUEST_OVERHEAD_BYTES, Admission, Rules
 from headrace.services.ingest.service import IngestService
 from tests.support.services import (
     RecordSource,
@@ -35,7 +34,9 @@ def models(tmp_path: Path) -> Models:
     return digits_models(tmp_path)
 
 
-async def ingest(models: Models, *deliveries: Delivery) -> tuple[list[Request], list[Request]]:
+async def ingest(
+    models: Models, *deliveries: Delivery, admission: Admission | None = None
+) -> tuple[list[Request], list[Request]]:
     """Those that can run, and those that have ended."""
     items, answers = Tray(), Tray()
     source = RecordSource(*deliveries)
@@ -44,7 +45,7 @@ async def ingest(models: Models, *deliveries: Delivery) -> tuple[list[Request], 
         source,  # type: ignore[arg-type]  # what is used of it
         items,
         answers,
-        Rules(models, LimitSettings()),
+        Rules(models, LimitSettings(), admission),
         instruments,
     ).run()
     assert items.closed
@@ -150,3 +151,70 @@ async def test_a_revoked_partition_is_not_read_on(models: Models) -> None:
     assignment.void = True
 
     assert await ingest(models, delivery(digits_value(), assignment=assignment)) == ([], [])
+
+
+async def test_a_cancelling_record_goes_on_and_is_owed_nothing(models: Models) -> None:
+    """It is passed over as if it were not there: only the requests around it are in flight."""
+    assignment = make_assignment()
+    cancel = [("x-cancel", b"headrace.requests/0/0")]
+
+    able, ended = await ingest(
+        models,
+        delivery(digits_value(), assignment=assignment),
+        delivery(None, assignment=assignment, headers=cancel, first=1),
+        delivery(digits_value(), assignment=assignment, first=2),
+    )
+
+    assert ended == []
+    assert [one.envelope.cancels for one in able] == [None, ("headrace.requests", 0, 0), None]
+    assert assignment.in_flight == 2
+    for request in able:
+        request.receipt.settle()
+    assert assignment.progress == Progress(3)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (b"mine", "expected topic/partition/offset, as in x-request, got 'mine'"),
+        (b"headrace.requests/0/-1", "expected topic/partition/offset"),
+        (b"headrace.requests/1/0", "expected a request before this record in headrace.requests/0"),
+        (b"headrace.requests/0/9", "got headrace.requests/0/9"),
+        (b"", "or a kafka_correlationId beside it"),
+    ],
+)
+async def test_a_cancelling_record_that_names_nothing_is_answered(
+    models: Models, value: bytes, told: str
+) -> None:
+    """As a request that is wrong: nobody else would tell its sender."""
+    able, (ended,) = await ingest(models, delivery(None, headers=[("x-cancel", value)], first=9))
+
+    assert able == []
+    assert ended.failure is not None
+    assert ended.failure.code == Code.INVALID_REQUEST
+    assert told in ended.failure.message
+
+
+async def test_what_would_be_late_is_refused_by_its_headers(models: Models) -> None:
+    """The batcher beside is asked before the value is read or charged."""
+    asked: list[str] = []
+
+    def full(envelope: Envelope, now_us: int) -> Failure:
+        asked.append(envelope.model)
+        return Failure(Code.OVERLOADED, "full", "ingest", 7)
+
+    deadline = ("x-deadline-ms", b"%d" % (NOW_US // 1000 + 50))
+    assignment = make_assignment()
+    named = [deadline, ("x-model", b"digits")]
+    able, ended = await ingest(
+        models,
+        delivery(b"no request", assignment=assignment, headers=named),
+        delivery(digits_value(), assignment=assignment, headers=[deadline], first=1),
+        delivery(digits_value(), assignment=assignment, headers=named[1:], first=2),
+        admission=full,
+    )
+
+    assert [one.failure and one.failure.code for one in ended] == [Code.OVERLOADED]
+    assert ended[0].value is None
+    assert len(able) == 2
+    assert asked == ["digits"]
