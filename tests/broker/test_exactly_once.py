@@ -97,6 +97,10 @@ class Bench:
         except AssertionError:
             raise AssertionError(f"{len(self.seen)} of {self.sent} are answered") from None
 
+    async def seen_beyond(self, count: int) -> None:
+        """Wait until more requests than these have an answer."""
+        await eventually(lambda: len(self.seen) > count, recheck_s=0.005)
+
     def each_once(self) -> Answered:
         """What is to be seen in the end."""
         return Counter((number % PARTITIONS, number // PARTITIONS) for number in range(self.sent))
@@ -129,7 +133,7 @@ async def test_each_request_is_answered_once_though_processes_are_killed(
         for part, process in zip(stages, processes, strict=True):
             reached = len(bench.seen)
             await bench.send(share)
-            await eventually(lambda least=reached: len(bench.seen) > least, recheck_s=0.005)
+            await bench.seen_beyond(reached)
             await process.kill()
             await stack.enter_async_context(Process(part, bench.settings))
         await bench.send(10_000 - bench.sent)

@@ -12,6 +12,7 @@ from headrace.config import Settings
 from headrace.flow import sealing
 from headrace.flow.answered import Progress
 from headrace.flow.lifecycle import Stop
+from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import SealFault
 from headrace.log.port import TopicPartition
@@ -239,3 +240,21 @@ def failures(pipeline: Pipeline) -> float:
     """How many commits have failed."""
     name, labels = "headrace_commit_failures_total", {"reason": "unavailable"}
     return pipeline.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@pytest.mark.parametrize("other", [THREE[-1:], FUSED], ids=["another-form", "another-guarantee"])
+async def test_two_forms_or_guarantees_do_not_run_side_by_side(
+    settings: Settings, other: Grouping, tmp_path: Path
+) -> None:
+    """They would overwrite each other's commits: who comes second is refused, and says why."""
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, FUSED):
+        mine = settings if other != FUSED else settings_of(tmp_path)
+        with pytest.raises(ExceptionGroup) as refused:
+            await Pipeline(mine, log, other[0]).run(Stop())
+        assert refused.group_contains(LogRefused, match="another kind")
+        await caller.send(40)
+        await all_visible(log, settings, 40)
+
+    assert await answered(log, settings) == each_once(40)

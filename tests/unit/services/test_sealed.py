@@ -1,0 +1,262 @@
+"""The answering step for exactly once: what the log refuses, and what has no room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from headrace.config import make_settings
+from headrace.envelope import parse_envelope
+from headrace.errors import Code
+from headrace.flow import answered, sealing
+from headrace.flow.answered import Progress
+from headrace.flow.books import Books
+from headrace.flow.channel import Channel, ChannelWriter
+from headrace.flow.inflight import Budget, Ledger
+from headrace.flow.sealing import Sealing
+from headrace.log.errors import LogRefused
+from headrace.log.memory import MemoryLog
+from headrace.log.port import TopicInfo, TopicPartition
+from headrace.messages import Failure, Request
+from headrace.services.responder import sealed
+from headrace.services.responder.routing import Routes
+from headrace.services.responder.service import Delivery, ResponderService
+from headrace.services.responder.turns import OrderBy
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener
+from tests.support.services import StillClock, counted, make_instruments
+from tests.support.visible import source_of, status_of, visible
+from tests.support.work import NOW_US, make_request
+
+SOURCE = TopicPartition("headrace.requests", 0)
+RESPONSES = TopicPartition("headrace.responses", 1)
+DEAD_LETTERS = TopicPartition("headrace.dead-letters", 1)
+LIMIT_BYTES = 3000
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries follow at once."""
+    monkeypatch.setattr(sealing, "RETRY_S", 0.01)
+    monkeypatch.setattr(sealed, "RETRY_S", 0.01)
+
+
+class Bench:
+    """A responder that seals, on an embedded log, and the ledger of its source partition."""
+
+    def __init__(self, log: MemoryLog, ledger: Ledger, inlet: ChannelWriter[list[Request]]) -> None:
+        self.log = log
+        self.ledger = ledger
+        self.inlet = inlet
+        self.instruments = make_instruments(StillClock())
+        self._assignment = ledger.assign(SOURCE, Progress(0))
+
+    def request(self, value: float = 1.5, size: int = 1, **headers: bytes) -> Request:
+        """The next record of the source, with outputs."""
+        envelope = parse_envelope(list(headers.items()), NOW_US // 1000, 0)
+        request = make_request(inputs={"y": np.full((1, size), value, np.float32)})
+        request.envelope, request.headers = envelope, list(headers.items())
+        receipt = self._assignment.admit(self._assignment.last_delivered + 1, 10)
+        request.receipt, request.offset, request.previous = (
+            receipt,
+            receipt.offset,
+            receipt.previous,
+        )
+        request.outputs, request.inputs = request.inputs, ()
+        return request
+
+    async def settled(self) -> None:
+        """Wait until nothing is in flight."""
+        await eventually(lambda: not self._assignment.in_flight, deadline_s=10)
+
+    async def statuses(self, topic: str = RESPONSES.topic) -> dict[int, str]:
+        """The visible answers of a topic: the status, by source offset."""
+        return {source_of(each)[1]: status_of(each) for each in await visible(self.log, topic)}
+
+    async def committed(self) -> Progress:
+        """What the group has committed."""
+        found = (await self.log.committed("headrace", [SOURCE]))[SOURCE]
+        return Progress(0) if found is None else Progress.from_committed(found)
+
+
+@asynccontextmanager
+async def running(order_by: OrderBy = "none") -> AsyncIterator[Bench]:
+    """Until the end of the context, when everything must be settled."""
+    log = MemoryLog()
+    limit = {"max.message.bytes": str(LIMIT_BYTES)}
+    await log.create_topics(
+        [
+            TopicInfo(SOURCE.topic, 1, {}),
+            TopicInfo(RESPONSES.topic, 1, limit),
+            TopicInfo(DEAD_LETTERS.topic, 1, limit),
+            TopicInfo("headrace.compacted", 1, {"cleanup.policy": "compact"}),
+        ],
+        replication_factor=1,
+    )
+    channel: Channel[list[Request]] = Channel()
+    ledger = Ledger(Budget(1_000_000), lambda: None)
+    bench = Bench(log, ledger, channel.writer())
+    books = Books(ledger, None, SOURCE.topic, SOURCE.topic)
+    metrics = bench.instruments.metrics
+    seals = Sealing(log, books, "headrace", metrics, lambda: ledger.revoke(SOURCE))
+    routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
+    listener = RecordingListener()
+    async with log.member("headrace", [SOURCE.topic], listener) as member, log.producer() as plain:
+        await eventually(lambda: listener.held)
+        await seals.fence(member, [0])
+        delivery = Delivery(books, None, seals, order_by)
+        responder = ResponderService(channel, plain, routes, delivery, bench.instruments)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(responder.run())
+            yield bench
+            bench.inlet.close()
+        await seals.release()
+
+
+@pytest.mark.parametrize("place", [0, 7, 15])
+async def test_only_the_answer_that_does_not_fit_gives_way(place: int) -> None:
+    """The transaction is taken apart; all others of it go as they are, each once."""
+    async with running() as bench:
+        requests = [bench.request(size=2000 if each == place else 1) for each in range(16)]
+        await bench.inlet.send(requests)
+        await bench.settled()
+        expected = {each: "TOO_LARGE" if each == place else "ok" for each in range(16)}
+        assert await bench.statuses() == expected
+        assert len(await visible(bench.log, RESPONSES.topic)) == 16
+        assert await bench.committed() == Progress(16)
+
+
+@pytest.mark.parametrize("topic", ["headrace.compacted", "headrace.gone"])
+async def test_what_its_reply_topic_refuses_is_answered_on_responses(topic: str) -> None:
+    """A compacted topic wants a key; one that was deleted meanwhile takes nothing."""
+    async with running() as bench:
+        if topic == "headrace.gone":
+            await bench.log.create_topics([TopicInfo(topic, 1, {})], replication_factor=1)
+            await bench.inlet.send([bench.request(kafka_replyTopic=topic.encode())])
+            await bench.settled()
+            del bench.log._topics._topics[topic]
+        requests = [
+            bench.request(),
+            bench.request(kafka_replyTopic=topic.encode()),
+            bench.request(),
+        ]
+        requests[1].key = None
+        await bench.inlet.send(requests)
+        await bench.settled()
+        offsets = [request.offset for request in requests]
+        assert await bench.statuses() == dict(
+            zip(offsets, ["ok", "INVALID_REQUEST", "ok"], strict=True)
+        )
+
+
+async def test_an_error_that_does_not_fit_goes_bare() -> None:
+    """A key or headers that fill a record must not keep an answer from being given."""
+    async with running() as bench:
+        request = bench.request(long=b"x" * LIMIT_BYTES)
+        await bench.inlet.send([request])
+        await bench.settled()
+        (record,) = await visible(bench.log, RESPONSES.topic)
+
+    assert status_of(record) == "TOO_LARGE"
+    assert record.key is None
+    assert counted(bench.instruments, "unkept_dead_letters_total") == 1
+
+
+async def test_a_dead_letter_goes_with_its_answer() -> None:
+    """In the same transaction; one that does not fit is left out and counted."""
+    async with running() as bench:
+        small, large = bench.request(), bench.request()
+        for request in (small, large):
+            request.outputs = None
+            request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
+        small.value, large.value = b"kept", b"x" * LIMIT_BYTES
+        await bench.inlet.send([small, large])
+        await bench.settled()
+        assert await bench.statuses() == {0: "MODEL_FAILED", 1: "MODEL_FAILED"}
+        assert [each.value for each in await visible(bench.log, DEAD_LETTERS.topic)] == [b"kept"]
+        assert counted(bench.instruments, "unkept_dead_letters_total") == 1
+
+
+async def test_an_answer_that_nothing_fits_is_given_up_and_committed() -> None:
+    """The partition goes on without it."""
+    async with running() as bench:
+        await bench.log.create_topics(
+            [TopicInfo("headrace.tiny", 1, {"max.message.bytes": "120"})], replication_factor=1
+        )
+        await bench.inlet.send([bench.request(kafka_replyTopic=b"headrace.tiny"), bench.request()])
+        await bench.settled()
+        assert await bench.statuses() == {1: "ok"}
+        assert await bench.committed() == Progress(2)
+        assert counted(bench.instruments, "unanswered_total") == 1
+
+
+async def test_responses_that_refuse_for_good_end_the_process() -> None:
+    """A topic of ours that takes nothing is for a person to mend."""
+    with pytest.raises(ExceptionGroup) as ended:
+        await answer_where_responses_are_forbidden()
+    assert ended.group_contains(LogRefused)
+
+
+async def answer_where_responses_are_forbidden() -> None:
+    """One answer, which nobody takes."""
+    async with running() as bench:
+        bench.log.faults.forbid(RESPONSES.topic)
+        await bench.inlet.send([bench.request()])
+        await bench.settled()
+
+
+async def test_answers_whose_offsets_have_no_room_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsealed, until lower ones make room; nothing that is visible is missing in the commit."""
+    monkeypatch.setattr(answered, "_MAX_BODY_BYTES", 4)
+    async with running() as bench:
+        requests = [bench.request() for _ in range(80)]
+        await bench.inlet.send(requests[1::2])
+        await eventually(lambda: bench.ledger.in_flight() < 80)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        seen = await bench.statuses()
+        assert 0 < len(seen) < 40
+        committed = await bench.committed()
+        assert [each for each in range(80) if each in committed] == sorted(seen)
+
+        await bench.inlet.send(requests[0::2])
+        await bench.settled()
+        assert await bench.statuses() == dict.fromkeys(range(80), "ok")
+        assert await bench.committed() == Progress(80)
+
+
+async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
+    """What waited for its turn is void, and charged no more."""
+    async with running() as bench:
+        bench.log.faults.hold_seals()
+        await bench.inlet.send([bench.request() for _ in range(10)])
+        await eventually(lambda: bench.log._transactions._open)
+        await bench.inlet.send([bench.request() for _ in range(10)])
+        (member,) = bench.log.faults.members("headrace")
+        bench.log.faults.expire_session("headrace", member, noticed=False)
+        await bench.log.transactional_producer(
+            "headrace.headrace.requests.0", "headrace"
+        ).__aenter__()
+        bench.log.faults.release_seals()
+        await eventually(lambda: not bench.ledger.budget.used_bytes)
+        assert await bench.statuses() == {}
+        assert counted(bench.instruments, "void_total") == 20
+
+
+async def offsets_in_order(bench: Bench, topic: str = RESPONSES.topic) -> Sequence[int]:
+    """Of the visible answers of a topic with one partition, as they stand."""
+    return [source_of(each)[1] for each in await visible(bench.log, topic)]
+
+
+async def test_in_order_of_the_partition_nothing_overtakes() -> None:
+    """Not through a transaction that is taken apart, either."""
+    async with running("partition") as bench:
+        requests = [bench.request(size=2000 if each % 5 == 3 else 1) for each in range(20)]
+        for request in reversed(requests):
+            await bench.inlet.send([request])
+        await bench.settled()
+        assert await offsets_in_order(bench) == list(range(20))
