@@ -122,7 +122,8 @@ class Source:
 
     async def __aenter__(self) -> Self:
         await self.probation.joining(self._settings.topic)
-        member = self._log.member(self._settings.group, [self._settings.topic], self)
+        settings = self._settings
+        member = self._log.member(settings.group, [settings.topic], self, kind=settings.kind)
         self._consumer = await self._stack.enter_async_context(member)
         self._opened = True
         return self

@@ -14,6 +14,7 @@ class SourceSettings:
         progress_group: whose committed offsets say where to start; ours, except for an ingest
             without its responder.
         commits: whether settled work is committed here.
+        kind: members of the group that are of another kind are kept out.
         requests: the topic whose progress is kept here; the one that is read, unless results are.
         exactly_once: answers are sealed with what they commit.
         shares: each partition gets but its share of the budget.
@@ -27,6 +28,7 @@ class SourceSettings:
     commits: bool
     budget_bytes: int
     drain_timeout_s: float
+    kind: str = ""
     requests: str = ""
     exactly_once: bool = False
     shares: bool = False
