@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from headrace.device.port import Block, Event, Memory, Stream
+from headrace.device.port import Block, Event, Memory, Stream, Widen
+from headrace.device.widening import Widening, source_shape, widen
+from headrace.tensors import DATATYPES
 
 
 class CpuDevice:
@@ -42,6 +47,20 @@ class CpuDevice:
     ) -> None:
         work()
 
+    def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
+        source_dtype = DATATYPES[widening.source].dtype
+        target_dtype = DATATYPES[widening.target].dtype
+        source_row = source_shape(widening, (0, *row_shape))[1:]
+
+        def run(source: Block, target: Block, rows: int) -> None:
+            widen(
+                widening,
+                view(source, source_dtype, (rows, *source_row)),
+                view(target, target_dtype, (rows, *row_shape)),
+            )
+
+        return run
+
     def record(self, event: Event, stream: Stream) -> None:
         pass
 
@@ -54,3 +73,10 @@ class CpuDevice:
     def memory(self) -> Memory:
         """Of no device of its own."""
         return Memory(0, 0, {})
+
+
+def view(block: Block, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """The beginning of a host block as an array."""
+    assert block.array is not None
+    size_bytes = math.prod(shape) * dtype.itemsize
+    return block.array[:size_bytes].view(dtype).reshape(shape)

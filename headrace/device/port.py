@@ -11,10 +11,12 @@ https://docs.nvidia.com/cuda/cuda-c-programming-guide/#asynchronous-concurrent-e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headrace.device.widening import Widening
 
 
 class Block:
@@ -64,6 +66,10 @@ class Memory(NamedTuple):
     free_bytes: int
     total_bytes: int
     used_bytes: Mapping[str, int]
+
+
+Widen: TypeAlias = Callable[[Block, Block, int], None]
+"""Source, target and rows; see `Device.widening`."""
 
 
 class Device(Protocol):
@@ -117,6 +123,16 @@ class Device(Protocol):
             stream: on which.
             reads: all blocks that it reads.
             writes: all blocks that it writes.
+        """
+        ...
+
+    def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
+        """What widens so many rows of one block into another, enqueued on this stream.
+
+        Args:
+            widening: how.
+            row_shape: of the model's input, the batch left out.
+            stream: on which, from within `launch`.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from headrace.errors import HeadraceError
 
 if TYPE_CHECKING:
+    from headrace.models.adapting import Adaptation
     from headrace.models.signature import Signature
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
@@ -97,4 +98,41 @@ class Backend(Protocol):
 
     def unload(self) -> None:
         """Let go of everything."""
+        ...
+
+
+class StreamBackend(Backend, Protocol):
+    """A backend that can run between blocks of a device, on a stream that it is given."""
+
+    @property
+    def adaptation(self) -> Adaptation:
+        """What the model takes and gives, and what requests see of it. Before `load` too."""
+        ...
+
+    def use_stream(self, address: int, *, graphs: bool) -> None:
+        """Run on this stream of the device, without waiting for it. Before `load`.
+
+        Args:
+            address: the library's handle of the stream; 0 on the CPU.
+            graphs: capture a CUDA graph for each binding.
+        """
+        ...
+
+    def bind(
+        self, rows: int, number: int, inputs: Mapping[str, int], outputs: Mapping[str, int]
+    ) -> Callable[[], None]:
+        """What enqueues a run of so many rows from and to fixed addresses.
+
+        It raises `Fatal` for an error of the device's, anything else for the model's.
+
+        Args:
+            rows: of the run.
+            number: of the binding, from 1; each has its own graph.
+            inputs: addresses on the device, by the model's own names.
+            outputs: likewise.
+        """
+        ...
+
+    def label(self, outputs: dict[str, npt.NDArray[Any]]) -> Arrays:
+        """Outputs of a bound run as `run` would have returned them, in place."""
         ...

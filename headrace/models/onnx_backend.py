@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.errors import Code, ConfigurationError, Fatal, Rejected
 from headrace.models.adapting import Adaptation, adapt
 from headrace.models.backend import Arrays, Placed
 from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
 from headrace.models.entrance import Entrance
 from headrace.models.graph import append
-from headrace.models.onnx_binding import UNBOUND, Binding, Outlets
+from headrace.models.onnx_binding import UNBOUND, Binding, Outlets, bind_blocks
 from headrace.models.outputs import check_outputs
 from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
 from headrace.models.warmup import warm_up
@@ -45,7 +47,10 @@ class OnnxBackend:
         self._session: Any = None
         self._options: Any = None
         self._batching_fault = ""
-        self._adaptation = Adaptation(signature, signature, {}, None)
+        self._adaptation: Adaptation | None = None
+        self._stream: int | None = None
+        self._graphs = False
+        self._bound_options: list[Any] = []
         self._outlets: Outlets | None = None
         self._entrance: Entrance | None = None
 
@@ -57,11 +62,22 @@ class OnnxBackend:
     def batching_fault(self) -> str:
         return self._batching_fault
 
+    @property
+    def adaptation(self) -> Adaptation:
+        if self._adaptation is None:
+            config, signature = self._config, self._signature
+            if config.preprocess or config.postprocess:
+                found = read_onnx_signature(self._directory / "model.onnx")
+                self._adaptation = adapt(found, config, self._directory)
+            else:
+                self._adaptation = Adaptation(signature, signature, {}, None)
+        return self._adaptation
+
     def load(self) -> None:
         import onnxruntime
 
         path = self._directory / "model.onnx"
-        self._adapt(path)
+        self._look_at_own()
         if self._bound and self._texts:
             raise ConfigurationError(
                 f"{path}: expected no BYTES beside BF16, which ONNX Runtime cannot bind; "
@@ -85,15 +101,11 @@ class OnnxBackend:
         self._session = session
         self._options = _run_options()
 
-    def _adapt(self, path: Path) -> None:
-        """Find out what the session takes and gives, where that is not what requests see."""
-        config = self._config
-        if config.preprocess or config.postprocess:
-            found = adapt(read_onnx_signature(path), config, self._directory)
-            self._adaptation = found
-            if found.widenings:
-                self._entrance = Entrance(found.own, found.widenings)
-        own = self._adaptation.own
+    def _look_at_own(self) -> None:
+        """What the session takes and gives decides on how it is run."""
+        config, own = self._config, self.adaptation.own
+        if self.adaptation.widenings:
+            self._entrance = Entrance(own, self.adaptation.widenings)
         specs = own.inputs + own.outputs
         self._output_names = [spec.name for spec in own.outputs]
         self._texts = [spec for spec in specs if spec.datatype == "BYTES"]
@@ -123,7 +135,7 @@ class OnnxBackend:
 
     def _model(self, path: Path, options: Any) -> Path | bytes:
         """The file, or its content with what is appended to the graph."""
-        appendix = self._adaptation.appendix
+        appendix = self.adaptation.appendix
         if appendix is None:
             return path
         import onnx
@@ -138,8 +150,45 @@ class OnnxBackend:
         options: dict[str, Any] = {}
         if provider in (CUDA, TENSORRT):
             options["device_id"] = self._config.device.removeprefix("cuda:")
+        if provider == CUDA:
+            options |= self._cuda_options()
         options |= self._config.provider_options.get(provider, {})  # type: ignore[call-overload]
         return {name: _text(value) for name, value in options.items()}
+
+    def _cuda_options(self) -> dict[str, Any]:
+        """What holds for all models; `provider_options` goes over it."""
+        options: dict[str, Any] = {
+            "arena_extend_strategy": "kSameAsRequested",  # sizes come back, as buckets do
+            "cudnn_conv_algo_search": "HEURISTIC",  # the default was seen four times slower
+        }
+        if self._config.gpu_memory_limit_bytes:
+            options["gpu_mem_limit"] = self._config.gpu_memory_limit_bytes
+        if self._stream is not None:
+            options["user_compute_stream"] = self._stream
+            options["enable_cuda_graph"] = self._graphs
+        return options
+
+    def use_stream(self, address: int, *, graphs: bool) -> None:
+        self._stream, self._graphs = address, graphs
+
+    def bind(
+        self, rows: int, number: int, inputs: Mapping[str, int], outputs: Mapping[str, int]
+    ) -> Callable[[], None]:
+        device = self._config.device
+        binding = bind_blocks(self._session, self.adaptation.own, device, rows, (inputs, outputs))
+        options = _run_options(number if self._graphs else -1, wait=False)
+        self._bound_options.append(options)
+
+        def enqueue() -> None:
+            options.terminate = False  # a cancel was for an earlier run
+            try:
+                self._session.run_with_iobinding(binding, options)
+            except Exception as error:
+                if device != "cpu" and _is_cuda_error(error):
+                    raise Fatal(f"{device}: {_first_line(error)}") from error
+                raise
+
+        return enqueue
 
     def adopt(self, signature: Signature) -> None:
         self._signature = signature
@@ -167,12 +216,12 @@ class OnnxBackend:
             return self._run(inputs)
         bound: Binding = inputs.bound
         self._session.run_with_iobinding(bound.binding, self._options)
-        return self._labelled({name: array.copy() for name, array in bound.outputs.items()})
+        return self.label({name: array.copy() for name, array in bound.outputs.items()})
 
     def _run(self, inputs: Arrays) -> Arrays:
         feeds = self._decoded(inputs) if self._texts else inputs
         outputs = self._run_bound(feeds) if self._bound else self._run_plain(feeds)
-        outputs = self._labelled(outputs)
+        outputs = self.label(outputs)
         rows = len(inputs[self._signature.inputs[0].name]) if self._signature.batched else 1
         check_outputs(self._signature, outputs, rows)
         return outputs
@@ -180,7 +229,7 @@ class OnnxBackend:
     def _run_plain(self, feeds: Arrays) -> dict[str, NDArray[Any]]:
         arrays = self._session.run(self._output_names, feeds, self._options)
         outputs: dict[str, NDArray[Any]] = dict(zip(self._output_names, arrays, strict=True))
-        for spec in self._adaptation.own.outputs:
+        for spec in self.adaptation.own.outputs:
             if spec.datatype == "BYTES":
                 outputs[spec.name] = _each(outputs[spec.name], str.encode)
         return outputs
@@ -188,7 +237,7 @@ class OnnxBackend:
     def _decoded(self, inputs: Arrays) -> Arrays:
         """Strings for `BYTES`: given bytes, ONNX Runtime takes their `repr`."""
         feeds = dict(inputs)
-        for spec in self._adaptation.own.inputs:
+        for spec in self.adaptation.own.inputs:
             if spec.datatype != "BYTES":
                 continue
             try:
@@ -204,7 +253,7 @@ class OnnxBackend:
         from onnxruntime import OrtValue
 
         binding = self._session.io_binding()
-        for spec in self._adaptation.own.inputs:
+        for spec in self.adaptation.own.inputs:
             array = feeds[spec.name]
             raw = array.view(np.uint16) if spec.datatype == "BF16" else array
             element_type = DATATYPES[spec.datatype].onnx
@@ -216,11 +265,11 @@ class OnnxBackend:
         values = binding.get_outputs_as_ortvaluevector()
         return {
             spec.name: _copied(spec, values[position])
-            for position, spec in enumerate(self._adaptation.own.outputs)
+            for position, spec in enumerate(self.adaptation.own.outputs)
         }
 
-    def _labelled(self, outputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        appendix = self._adaptation.appendix
+    def label(self, outputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        appendix = self.adaptation.appendix
         if appendix is not None and appendix.labels:
             outputs[appendix.labelled] = appendix.look_up(outputs[appendix.indices])
         return outputs
@@ -229,10 +278,13 @@ class OnnxBackend:
         options = self._options
         if options is not None:
             options.terminate = True
+        for bound in self._bound_options:
+            bound.terminate = True
 
     def unload(self) -> None:
         self._session = None
         self._options = None
+        self._bound_options.clear()
 
 
 def find_runtime() -> tuple[str, list[str]]:
@@ -261,13 +313,23 @@ def intra_op_threads(config: ModelConfig) -> int:
     return max(1, cores // config.instances)
 
 
-def _run_options() -> Any:
+def _run_options(graph: int = -1, *, wait: bool = True) -> Any:
     import onnxruntime
 
     options = onnxruntime.RunOptions()
     options.log_severity_level = _FATAL
-    options.add_run_config_entry("gpu_graph_id", "-1")
+    # Always: a look-up of an entry that is missing costs more than most of what it would decide.
+    options.add_run_config_entry("gpu_graph_id", str(graph))
+    if not wait:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
+
+
+def _is_cuda_error(error: Exception) -> bool:
+    """Of the device's or of a library on it, after which its context is of no use."""
+    return bool(
+        re.search(r"\b(CUDA|CUDNN|CUBLAS|CUFFT)( failure| error|_STATUS_|_ERROR_)", str(error))
+    )
 
 
 def _each(array: NDArray[Any], convert: Any) -> NDArray[Any]:

@@ -8,6 +8,7 @@ bound: for them the copy costs more than the binding saves.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -68,6 +69,36 @@ class Outlets:
             self._memory[position] = np.empty(like.nbytes, np.uint8)
         memory = self._memory[position][: like.nbytes]
         return memory.view(like.dtype).reshape(like.shape)
+
+
+def bind_blocks(
+    session: Any,
+    own: Signature,
+    device: str,
+    rows: int,
+    addresses: tuple[Mapping[str, int], Mapping[str, int]],
+) -> Any:
+    """A binding to memory of the device's. ONNX Runtime keeps nothing of it alive.
+
+    Args:
+        session: of ONNX Runtime.
+        own: what it takes and gives, of fixed shapes besides the batch.
+        device: such as `cpu` or `cuda:0`.
+        rows: of each tensor.
+        addresses: of the inputs and of the outputs, by name.
+    """
+    kind, _, number = device.partition(":")
+    inputs, outputs = addresses
+    binding = session.io_binding()
+    for specs, places, bind in (
+        (own.inputs, inputs, binding.bind_input),
+        (own.outputs, outputs, binding.bind_output),
+    ):
+        for spec in specs:
+            element_type = DATATYPES[spec.datatype].onnx
+            shape = [rows, *spec.shape[1:]]
+            bind(spec.name, kind, int(number or 0), element_type, shape, places[spec.name])
+    return binding
 
 
 def _is_fixed(spec: TensorSpec, array: NDArray[Any]) -> bool:

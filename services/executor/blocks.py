@@ -72,15 +72,7 @@ class HostBlock:
         if place is None:
             return None
         for position, part in enumerate(place.parts):
-            contents = [request.inputs[position].data for request in requests]
-            if len(contents[0]) < _COPY_EACH_BYTES:
-                part[:] = b"".join(contents)
-                continue
-            start = 0
-            for content in contents:
-                stop = start + len(content)
-                part[start:stop] = content
-                start = stop
+            copy_rows(requests, position, part)
         return place.arrays
 
     def _shapes_of(self, requests: Sequence[Request]) -> Shapes:
@@ -113,6 +105,19 @@ class HostBlock:
         larger = max(size_bytes, 2 * self._memory[position].size)
         self._memory[position] = _aligned(min(self._limit_bytes, larger))
         self._places.clear()
+
+
+def copy_rows(requests: Sequence[Request], position: int, target: memoryview) -> None:
+    """One input of all requests, one after another, into memory of exactly their size."""
+    contents = [request.inputs[position].data for request in requests]
+    if len(contents[0]) < _COPY_EACH_BYTES:
+        target[:] = b"".join(contents)
+        return
+    start = 0
+    for content in contents:
+        stop = start + len(content)
+        target[start:stop] = content
+        start = stop
 
 
 def _known_bytes(shape: Sequence[int], itemsize: int, rows: int) -> int:

@@ -72,7 +72,7 @@ class Call:
 
     Attributes:
         done: its result, on the loop.
-        compute_us: how long it took, when it is done.
+        compute_us: how long it took, when it is done, unless it says so itself.
     """
 
     __slots__ = ("compute_us", "done", "loop", "work")
@@ -121,10 +121,13 @@ class Instance:
         self._room = room
         self._blocks: cycle[HostBlock | None] = cycle((None,))
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=serve_calls, args=(self._next_call,), name=name, daemon=True
+        )
         self._inline = Inline()
         self._inline_since_s = 0.0
         self._cut_off = False
+        self._hangs = False
         self.compute_us = 0
 
     @property
@@ -156,6 +159,8 @@ class Instance:
         it: native code that is still running then would abort the process.
         """
         self._calls.put(None)
+        if self._hangs:
+            return
         self._backend.cancel()
         await asyncio.to_thread(self._thread.join, CANCEL_GRACE_S)
 
@@ -174,6 +179,10 @@ class Instance:
         """
         block = next(self._blocks) if fresh else None
         return gather(requests, self._backend.signature, block)
+
+    def start_ahead(self, inputs: Arrays) -> bool:
+        """Begin a run behind the one that is under way, if that can be; it is then run for sure."""
+        return False
 
     async def run(self, inputs: Arrays) -> Arrays:
         """Run once; `compute_us` tells afterwards how long it took.
@@ -227,6 +236,7 @@ class Instance:
         self._backend.cancel()
         done, _ = await asyncio.wait([call.done], timeout=CANCEL_GRACE_S)
         if not done:
+            self._hangs = True
             raise Fatal(
                 f"{self._thread.name}: a run did not end {CANCEL_GRACE_S} s after it was cancelled"
             )
@@ -249,25 +259,26 @@ class Instance:
                     self._cut_off = True
                     self._backend.cancel()
 
-    def _serve(self) -> None:
-        """The thread: calls, one after the other."""
-        while (call := self._next_call()) is not None:
-            result: Any = None
-            error: Exception | None = None
-            began = time.perf_counter_ns()
-            try:
-                result = call.work()
-            except StopIteration as raised:  # which no future takes
-                error = _as_error(raised)
-            except Exception as raised:  # noqa: BLE001 - it is raised again by who awaits
-                error = raised
-            except BaseException as raised:  # noqa: BLE001 - a model must not end the process
-                error = _as_error(raised)
-            call.compute_us = (time.perf_counter_ns() - began) // 1000
-            try:
-                call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                return
+
+def serve_calls(next_call: Callable[[], Call | None]) -> None:
+    """What a thread does: calls, one after the other, until there is none."""
+    while (call := next_call()) is not None:
+        result: Any = None
+        error: Exception | None = None
+        began = time.perf_counter_ns()
+        try:
+            result = call.work()
+        except StopIteration as raised:  # which no future takes
+            error = _as_error(raised)
+        except Exception as raised:  # noqa: BLE001 - it is raised again by who awaits
+            error = raised
+        except BaseException as raised:  # noqa: BLE001 - a model must not end the process
+            error = _as_error(raised)
+        call.compute_us = call.compute_us or (time.perf_counter_ns() - began) // 1000
+        try:
+            call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
 
 
 class _CutOffError(Exception):

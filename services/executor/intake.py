@@ -31,6 +31,7 @@ class Taken(NamedTuple):
         arrays: their rows; None while they are not gathered.
         began_us, gathered_us: when gathering began and ended, in epoch microseconds.
         fresh: it has not run before.
+        started: its run was begun behind the one before it.
     """
 
     batch: Batch
@@ -40,6 +41,7 @@ class Taken(NamedTuple):
     began_us: int = 0
     gathered_us: int = 0
     fresh: bool = True
+    started: bool = False
 
 
 class Intake:

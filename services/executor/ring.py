@@ -21,9 +21,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from headrace.device.port import Block, Device, Event
+from headrace.device.widening import Widening
 from headrace.errors import Fatal
 
 SLOTS = 3
@@ -35,14 +37,15 @@ class TensorPlan(NamedTuple):
     Attributes:
         row_bytes: of one row as it travels between host and device.
         model_row_bytes: of one row as the model has it.
-        convert: enqueues the way from the first to the second on the compute stream, for so many
-            rows; None where both are the same and a copy does it. Inputs only.
+        widening: what makes the second of the first; None where both are the same. Inputs only.
+        row_shape: of one row as the model has it, for the widening.
     """
 
     name: str
     row_bytes: int
     model_row_bytes: int
-    convert: Callable[[Block, Block, int], None] | None = None
+    widening: Widening | None = None
+    row_shape: tuple[int, ...] = ()
 
 
 class RingPlan(NamedTuple):
@@ -138,6 +141,10 @@ class Ring:
             )
             for each in plan.outputs
         }
+        self._widen = [
+            each.widening and device.widening(each.widening, each.row_shape, self.compute)
+            for each in plan.inputs
+        ]
         self._free = deque(Slot(device, plan, number) for number in range(SLOTS))
 
     def take(self) -> Slot | None:
@@ -180,17 +187,14 @@ class Ring:
             device.copy(host, staged, rows * tensor.row_bytes, self._copy_in)
         device.record(slot.landed, self._copy_in)
         device.wait(self.compute, slot.landed)
-        for tensor, staged in zip(self._plan.inputs, slot.staged, strict=True):
+        ways = zip(self._plan.inputs, self._widen, slot.staged, strict=True)
+        for tensor, widen, staged in ways:
             target = self.inputs[tensor.name]
-            if tensor.convert is None:
+            if widen is None:
                 device.copy(staged, target, rows * tensor.row_bytes, self.compute)
             else:
-                device.launch(
-                    _call(tensor.convert, staged, target, rows),
-                    self.compute,
-                    reads=(staged,),
-                    writes=(target,),
-                )
+                work = partial(widen, staged, target, rows)
+                device.launch(work, self.compute, reads=(staged,), writes=(target,))
 
     def _set_aside(self, slot: Slot) -> None:
         """Before the next run overwrites the model's outputs."""
@@ -217,9 +221,3 @@ class Ring:
     def release(self, slot: Slot) -> None:
         """The answers are taken."""
         self._free.append(slot)
-
-
-def _call(
-    convert: Callable[[Block, Block, int], None], source: Block, target: Block, rows: int
-) -> Callable[[], None]:
-    return lambda: convert(source, target, rows)

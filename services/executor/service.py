@@ -25,7 +25,8 @@ from headrace.models.registry import Change, Models
 from headrace.models.version import ModelVersion, State
 from headrace.services.executor.finite import refuse_nonfinite
 from headrace.services.executor.gather import scatter
-from headrace.services.executor.instance import Instance, Room
+from headrace.services.executor.hosting import make_instance
+from headrace.services.executor.instance import Instance
 from headrace.services.executor.intake import Intake, Taken
 from headrace.services.executor.trial import Trial
 from headrace.telemetry.instruments import Instruments
@@ -113,16 +114,7 @@ class ExecutorService:
             async with AsyncExitStack() as stack:
                 preparation = Preparation(version)
                 instances = [
-                    await stack.enter_async_context(
-                        Instance(
-                            version.new_backend(preparation.signature),
-                            f"{name}-{number}",
-                            max_execution_s=version.config.max_execution_s,
-                            may_inline=version.may_inline,
-                            prepare=preparation.prepare,
-                            room=_room_of(version),
-                        )
-                    )
+                    await stack.enter_async_context(make_instance(version, number, preparation))
                     for number in range(len(pullers))
                 ]
                 self._models.mark_ready(version, preparation.verdict)
@@ -179,19 +171,22 @@ class ExecutorService:
             arrays = instance.gather(wanted) if wanted else None
         except Exception:  # noqa: BLE001 - it comes again when it is the batch's turn, and is told
             arrays = None
-        return Taken(batch, ended, wanted, arrays, began_us, self._clock())
+        gathered_us = self._clock()
+        started = arrays is not None and instance.start_ahead(arrays)
+        return Taken(batch, ended, wanted, arrays, began_us, gathered_us, started=started)
 
     async def _run(
         self, version: ModelVersion, instance: Instance, intake: Intake, taken: Taken
     ) -> tuple[list[Request], list[Batch]]:
         """Run requests together; returns those that are done, and what is to be run apart."""
         batch = taken.batch
-        ended, wanted = self._sort_out(taken.requests)
+        # What has started is too late to be stopped; the responder looks at deadlines again.
+        ended, wanted = ([], taken.requests) if taken.started else self._sort_out(taken.requests)
         if taken.ended:
             ended = taken.ended + ended
         if not wanted:
             return ended, []
-        if version.batching_off and len(wanted) > 1:
+        if version.batching_off and len(wanted) > 1 and not taken.started:
             if version.on_trial:
                 await self._try_together(version, instance, wanted)
             return ended, _apart(batch, wanted)
@@ -329,14 +324,6 @@ class ExecutorService:
             copy_us=run.gathered_us - run.began_us,
             compute_us=run.compute_us,
         )
-
-
-def _room_of(version: ModelVersion) -> Room | None:
-    """What its batches are gathered into. A model in Python may keep what it is given."""
-    config = version.config
-    if config.backend == "python" or not config.io_binding:
-        return None
-    return Room(config.max_batch_size, config.max_batch_bytes)
 
 
 def _apart(batch: Batch, requests: Sequence[Request]) -> list[Batch]:

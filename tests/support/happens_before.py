@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.device.port import Block, Event, Memory, Stream
+from headrace.device.cpu import CpuDevice
+from headrace.device.port import Block, Event, Memory, Stream, Widen
+from headrace.device.widening import Widening
 from headrace.errors import Fatal
 
 Clock = dict[str, int]
@@ -128,6 +130,11 @@ class CheckedDevice:
         effects = tuple(self._effects)
         operation = Operation("launch", stream.name, writes[0].name)
         self._enqueue(operation, reads, writes, lambda: [effect() for effect in effects])
+
+    def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
+        """As on the CPU, but later."""
+        widen = CpuDevice().widening(widening, row_shape, stream)
+        return lambda source, target, rows: self.later(lambda: widen(source, target, rows))
 
     def record(self, event: Event, stream: Stream) -> None:
         operation = self._asked_for(Operation("record", stream.name, event.name))

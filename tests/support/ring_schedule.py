@@ -7,13 +7,17 @@ from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
+
 from headrace.device.port import Block, Device
+from headrace.device.widening import Widening
 from headrace.services.executor.ring import Ring, RingPlan, Slot, TensorPlan
 from tests.support.happens_before import CheckedDevice, Clock, Operation
 
 ROW_BYTES = 3
 MAX_ROWS = 4
 POISON = 232
+WIDENING = Widening("UINT8", "FP16")
 
 
 class Sent(NamedTuple):
@@ -27,8 +31,8 @@ class Sent(NamedTuple):
 class Schedule:
     """A loop, a dispatcher and a reaper that take turns by chance.
 
-    The model adds one to every byte, after the conversion has doubled each; it fails where the
-    first byte is `POISON` or more.
+    The rows of `x` are widened; the model adds one to every byte of what comes of that, and fails
+    where the first byte of the rows is `POISON` or more.
 
     Args:
         seed: of all that is left to chance.
@@ -48,9 +52,9 @@ class Schedule:
         self._random = Random(seed)
         self._early = early
         self.device = device = CheckedDevice(self._random, edit)
-        doubled = TensorPlan("x", ROW_BYTES, 2 * ROW_BYTES, self._double)
+        widened = TensorPlan("x", ROW_BYTES, 2 * ROW_BYTES, WIDENING, (ROW_BYTES,))
         plain = TensorPlan("z", 2 * ROW_BYTES, 2 * ROW_BYTES)
-        self.ring = make_ring(device, RingPlan((doubled,), (plain,), MAX_ROWS))
+        self.ring = make_ring(device, RingPlan((widened,), (plain,), MAX_ROWS))
         self._to_dispatch: deque[Sent] = deque()
         self._to_collect: deque[Sent] = deque()
         self._to_answer: deque[Sent] = deque()
@@ -96,13 +100,6 @@ class Schedule:
         if self._early:
             self.ring.release(sent.slot)
 
-    def _double(self, source: Block, target: Block, rows: int) -> None:
-        def effect() -> None:
-            given = _bytes(source, rows * ROW_BYTES)
-            _put(target, bytes(byte for byte in given for _ in range(2)))
-
-        self.device.later(effect)
-
     def _compute(self, rows: bytes, count: int) -> None:
         if rows[0] >= POISON:
             raise ValueError("poison")
@@ -127,8 +124,8 @@ class Schedule:
         else:
             assert slot.error is None
             device.touch(slot.answers[0], write=False)
-            doubled = bytes(byte for byte in sent.rows for _ in range(2))
-            assert _bytes(slot.answers[0], len(doubled)) == expected(doubled)
+            wide = np.frombuffer(sent.rows, np.uint8).astype(np.float16).tobytes()
+            assert _bytes(slot.answers[0], len(wide)) == expected(wide)
         if not self._early:
             self.ring.release(slot)
         self.answered += 1

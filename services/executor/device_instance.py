@@ -1,0 +1,251 @@
+"""An instance whose batches go round a ring.
+
+Two threads: the *dispatcher* loads the model and enqueues each batch, which takes microseconds;
+the *reaper* sleeps until the answers are there and copies them out of the ring. The loop gathers
+the next batch into a free slot meanwhile, and has it enqueued behind the one that computes, so
+that its rows are on the device when that one ends.
+
+What does not fit into the ring (a request of more rows than the largest batch, a part of a batch
+that failed, all batches of a model whose shapes are free) takes the plain way of `Instance`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+from numpy.typing import NDArray
+
+from headrace.device.fitting import require
+from headrace.device.port import Device, Memory
+from headrace.errors import ConfigurationError, Fatal
+from headrace.messages import Request
+from headrace.models.backend import Arrays, Backend, Placed, StreamBackend
+from headrace.services.executor.blocks import copy_rows
+from headrace.services.executor.instance import (
+    Call,
+    Instance,
+    load_and_warm_up,
+    serve_calls,
+)
+from headrace.services.executor.ring import Ring, RingPlan, Slot
+from headrace.services.executor.ring_plan import buckets, plan_ring
+from headrace.tensors import DATATYPES
+
+GRAPH_RUNS = 3
+"""Of each bucket before it is used: ONNX Runtime captures a graph at the third run."""
+MEMORY_PERIOD_S = 1.0
+
+
+class OnDevice(NamedTuple):
+    """Where and how an instance runs.
+
+    Attributes:
+        open_device: called on the dispatcher's thread.
+        max_rows: of the largest batch.
+        ring: use one, where the model's shapes allow it.
+        graphs: capture one for each bucket.
+        needs: bytes of the device's memory besides the ring, by what they are for.
+    """
+
+    open_device: Callable[[], Device]
+    max_rows: int
+    ring: bool
+    graphs: bool
+    needs: dict[str, int]
+
+
+class Loaded(Placed):
+    """A batch in a slot; its rows cannot be seen here."""
+
+    __slots__ = ("call", "rows", "slot")
+
+    def __init__(self, slot: Slot, rows: int) -> None:
+        super().__init__()
+        self.slot = slot
+        self.rows = rows
+        self.call: Call | None = None
+
+
+class DeviceInstance(Instance):
+    """See `Instance`; entering it opens the device too.
+
+    Args:
+        backend: not yet loaded.
+        name: of the dispatcher's thread.
+        where: the device, and what of it.
+        max_execution_s: a run that takes longer is taken for hung and ended.
+        prepare: makes the backend ready, on the dispatcher's thread.
+
+    Attributes:
+        memory: of the device, a moment ago; None before it is open, and for the CPU.
+    """
+
+    def __init__(
+        self,
+        backend: StreamBackend,
+        name: str,
+        where: OnDevice,
+        *,
+        max_execution_s: float,
+        prepare: Callable[[Backend], None] = load_and_warm_up,
+    ) -> None:
+        super().__init__(
+            backend,
+            name,
+            max_execution_s=max_execution_s,
+            may_inline=False,
+            prepare=lambda _: self._set_up(prepare),
+        )
+        self._streaming = backend
+        self._where = where
+        self._reaps: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._reaper = threading.Thread(
+            target=serve_calls, args=(self._reaps.get,), name=f"{name}-reaper", daemon=True
+        )
+        self._ring: Ring | None = None
+        self._plan: RingPlan | None = None
+        self._runs: dict[int, Callable[[], None]] = {}
+        self._bucket_of: list[int] = []
+        self._device: Device | None = None
+        self._ready_ns = 0
+        self._looked_s = 0.0
+        self.memory: Memory | None = None
+
+    # --- the dispatcher's thread ----------------------------------------------------------------
+
+    def _set_up(self, prepare: Callable[[Backend], None]) -> None:
+        backend, where = self._streaming, self._where
+        device = self._device = where.open_device()
+        plan = plan_ring(backend.adaptation, where.max_rows) if where.ring else None
+        needs = dict(where.needs)
+        if plan is not None:
+            needs["ring"] = plan.device_bytes
+        self._look_at_memory()
+        if self.memory is not None:
+            require(device.name, self.memory, needs)
+        ring = Ring(device, plan) if plan is not None else None
+        if ring is not None:
+            backend.use_stream(ring.compute.address, graphs=where.graphs)
+        prepare(backend)
+        if ring is not None and plan is not None and backend.signature.batched:
+            self._bind(ring, plan)
+            self._ring, self._plan = ring, plan
+
+    def _bind(self, ring: Ring, plan: RingPlan) -> None:
+        """Every bucket to the ring's own inputs and outputs, the largest first."""
+        inputs = {name: block.address for name, block in ring.inputs.items()}
+        outputs = {name: block.address for name, block in ring.outputs.items()}
+        sizes = buckets(plan.max_rows)
+        for number, rows in enumerate(reversed(sizes), start=1):
+            run = self._runs[rows] = self._streaming.bind(rows, number, inputs, outputs)
+            for _ in range(GRAPH_RUNS if self._where.graphs else 1):
+                self._try(ring, rows, run)
+        self._bucket_of = [
+            next(size for size in sizes if size >= rows) for rows in range(1, plan.max_rows + 1)
+        ]
+
+    def _try(self, ring: Ring, rows: int, run: Callable[[], None]) -> None:
+        slot = ring.take()
+        assert slot is not None
+        ring.submit(slot, rows, run)
+        ring.collect(slot)
+        error = slot.error
+        ring.release(slot)
+        if error is not None:
+            raise ConfigurationError(f"{self.name}: a bound run of {rows} rows failed: {error}")
+
+    def _dispatch(self, loaded: Loaded, reap: Call) -> None:
+        assert self._ring is not None
+        rows = loaded.rows
+        submitted_ns = time.perf_counter_ns()
+        try:
+            self._ring.submit(loaded.slot, rows, self._runs[self._bucket_of[rows - 1]])
+        except Fatal as raised:
+            error = raised
+            reap.work = lambda: _raise(error)
+        else:
+            reap.work = lambda: self._reap(loaded, reap, submitted_ns)
+        self._reaps.put(reap)
+        self._look_at_memory()
+
+    def _look_at_memory(self) -> None:
+        device, now_s = self._device, time.monotonic()
+        if device is None or device.shares_memory or now_s - self._looked_s < MEMORY_PERIOD_S:
+            return
+        self._looked_s = now_s
+        self.memory = device.memory()
+
+    # --- the reaper's thread --------------------------------------------------------------------
+
+    def _reap(self, loaded: Loaded, reap: Call, submitted_ns: int) -> Arrays:
+        assert self._ring is not None
+        slot = loaded.slot
+        self._ring.collect(slot)
+        ready_ns = time.perf_counter_ns()
+        reap.compute_us = (ready_ns - max(submitted_ns, self._ready_ns)) // 1000
+        self._ready_ns = ready_ns
+        if slot.error is not None:
+            raise slot.error
+        assert self._plan is not None
+        arrays: dict[str, NDArray[Any]] = {}
+        specs = self._streaming.adaptation.own.outputs
+        for spec, tensor, block in zip(specs, self._plan.outputs, slot.answers, strict=True):
+            assert block.array is not None
+            content = block.array[: loaded.rows * tensor.row_bytes].copy()
+            shape = (loaded.rows, *spec.shape[1:])
+            arrays[spec.name] = content.view(DATATYPES[spec.datatype].dtype).reshape(shape)
+        return self._streaming.label(arrays)
+
+    # --- the loop's -----------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._reaper.start()
+        try:
+            return await super().__aenter__()
+        except BaseException:
+            self._reaps.put(None)
+            raise
+
+    async def __aexit__(self, *details: object) -> None:
+        await super().__aexit__(*details)
+        self._reaps.put(None)
+
+    def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:
+        """See `Instance.gather`; what is gathered `fresh` has to be run."""
+        ring, plan = self._ring, self._plan
+        rows = sum(request.rows for request in requests)
+        if ring is None or plan is None or not fresh or rows > plan.max_rows:
+            return super().gather(requests, fresh=False)
+        slot = ring.take()
+        assert slot is not None, "more than a running batch and the next one"
+        for position, (block, tensor) in enumerate(zip(slot.host, plan.inputs, strict=True)):
+            assert block.array is not None
+            copy_rows(requests, position, block.array.data[: rows * tensor.row_bytes])
+        return Loaded(slot, rows)
+
+    def start_ahead(self, inputs: Arrays) -> bool:
+        """Enqueue a batch behind the one that computes."""
+        if not isinstance(inputs, Loaded):
+            return False
+        self.begin(inputs)
+        return True
+
+    def begin(self, inputs: Arrays) -> Call:
+        if not isinstance(inputs, Loaded):
+            return super().begin(inputs)
+        if inputs.call is None:
+            reap = inputs.call = Call(lambda: None)
+            self._call(lambda: self._dispatch(inputs, reap))
+            ring, slot = self._ring, inputs.slot
+            assert ring is not None
+            # Before anybody who waits for the answers goes on.
+            reap.done.add_done_callback(lambda _: ring.release(slot))
+        return inputs.call
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,74 @@
+"""Which kind of instance a version runs on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headrace.device.cpu import CpuDevice
+from headrace.device.port import Device
+from headrace.models.config import CPU, CUDA
+from headrace.models.onnx_backend import OnnxBackend
+from headrace.models.preparing import Preparation
+from headrace.models.repository import files_of
+from headrace.models.version import ModelVersion
+from headrace.services.executor.device_instance import DeviceInstance, OnDevice
+from headrace.services.executor.instance import Instance, Room
+
+
+def make_instance(version: ModelVersion, number: int, preparation: Preparation) -> Instance:
+    """One instance of a version, not yet entered."""
+    config = version.config
+    name = f"{version.name}-{version.version}-{number}"
+    backend = version.new_backend(preparation.signature)
+    if isinstance(backend, OnnxBackend) and (config.ring or config.device != "cpu"):
+        return DeviceInstance(
+            backend,
+            name,
+            _on_device(version),
+            max_execution_s=config.max_execution_s,
+            prepare=preparation.prepare,
+        )
+    return Instance(
+        backend,
+        name,
+        max_execution_s=config.max_execution_s,
+        may_inline=version.may_inline,
+        prepare=preparation.prepare,
+        room=_room_of(version),
+    )
+
+
+def _room_of(version: ModelVersion) -> Room | None:
+    """What its batches are gathered into. A model in Python may keep what it is given."""
+    config = version.config
+    if config.backend == "python" or not config.io_binding:
+        return None
+    return Room(config.max_batch_size, config.max_batch_bytes)
+
+
+def _on_device(version: ModelVersion) -> OnDevice:
+    config = version.config
+    streams = config.execution_providers[0] in (CPU, CUDA)
+    return OnDevice(
+        open_device=partial(open_device, config.device),
+        max_rows=config.max_batch_size,
+        ring=config.ring and streams,
+        graphs=config.cuda_graphs and config.execution_providers == (CUDA,),
+        needs={
+            "weights": sum(path.stat().st_size for path in files_of(version.directory)),
+            "arena": config.gpu_memory_limit_bytes,
+        },
+    )
+
+
+def open_device(name: str) -> Device:
+    """A device by its name; call it on the thread that will use it.
+
+    Raises:
+        ConfigurationError: it is not there.
+    """
+    if name == "cpu":
+        return CpuDevice()
+    from headrace.device.cuda import CudaDevice
+
+    return CudaDevice(int(name.removeprefix("cuda:")))

@@ -1,0 +1,53 @@
+"""How large a ring is for a model, and for how many rows its runs are bound."""
+
+from __future__ import annotations
+
+import math
+
+from headrace.models.adapting import Adaptation
+from headrace.models.signature import TensorSpec
+from headrace.services.executor.ring import RingPlan, TensorPlan
+from headrace.tensors import DATATYPES
+
+EACH_UP_TO = 4
+STEP = 4
+
+
+def buckets(max_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that runs are bound for: each up to 4, then every fourth, and the largest.
+
+    A batch is padded to the next one. Steps that grow, such as powers of two, waste more of a
+    device than they save of its memory.
+    """
+    sizes = {*range(1, min(EACH_UP_TO, max_rows) + 1), *range(EACH_UP_TO, max_rows, STEP), max_rows}
+    return tuple(sorted(size for size in sizes if size <= max_rows))
+
+
+def plan_ring(adaptation: Adaptation, max_rows: int) -> RingPlan | None:
+    """The ring of a model; None where it has no batch, or sizes that are known only by the run."""
+    own = adaptation.own
+    if not own.batched or not all(_is_fixed(spec) for spec in own.inputs + own.outputs):
+        return None
+    travelling = {spec.name: spec for spec in adaptation.signature.inputs}
+    inputs = tuple(
+        TensorPlan(
+            spec.name,
+            _row_bytes(travelling[spec.name]),
+            _row_bytes(spec),
+            adaptation.widenings.get(spec.name),
+            spec.shape[1:],
+        )
+        for spec in own.inputs
+    )
+    outputs = tuple(
+        TensorPlan(spec.name, _row_bytes(spec), _row_bytes(spec)) for spec in own.outputs
+    )
+    return RingPlan(inputs, outputs, max_rows)
+
+
+def _is_fixed(spec: TensorSpec) -> bool:
+    return -1 not in spec.shape[1:] and bool(DATATYPES[spec.datatype].itemsize)
+
+
+def _row_bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape[1:]) * DATATYPES[spec.datatype].itemsize
