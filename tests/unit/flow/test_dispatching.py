@@ -1,0 +1,227 @@
+"""Batches go to executors that are free, and no more than they have room for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from headrace.codec import decode_batch
+from headrace.codec.events import encode_event
+from headrace.events import Completion, ExecutorEvent, HostedModel
+from headrace.flow.batch_edges import BatchWriter
+from headrace.flow.channel import PullChannel
+from headrace.flow.dispatching import BatchOutlet
+from headrace.flow.hearing import Hearing
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Consumer, TopicInfo, TopicPartition
+from headrace.messages import Batch
+from headrace.models.registry import Models
+from headrace.telemetry.metrics import Metrics
+from tests.support.conditions import eventually
+from tests.support.logs import write_to
+from tests.support.services import digits_models
+from tests.support.work import TestReceipt, Tray, make_request
+
+PARTITIONS = 4
+BATCHES = [TopicPartition("batches", number) for number in range(PARTITIONS)]
+EVENTS = TopicPartition("events", 0)
+PIXELS = {"pixels": np.zeros((1, 64), np.float32)}
+
+
+class Bench:
+    """An outlet of endless batches, and what it writes."""
+
+    def __init__(self, log: MemoryLog, models: Models, reader: Consumer, metrics: Metrics) -> None:
+        self._log = log
+        self._reader = reader
+        self._registry = metrics.registry
+        self.models = models
+        self.left = 1000
+        self.pulls: PullChannel[tuple[str, str], Batch] = PullChannel(self._supply)
+        self.written: dict[str, int] = {}
+
+    def _supply(self, key: tuple[str, str] | None, _ask: object) -> Batch | None:
+        if not self.left:
+            return None
+        self.left -= 1
+        name, version = key or ("digits", "1")
+        request = make_request(name, version=version, inputs=PIXELS)
+        return Batch(f"b-{self.left}", [request], "idle")
+
+    async def announce(
+        self,
+        executor: str,
+        *partitions: int,
+        instances: int = 1,
+        ended: list[str] | None = None,
+        leaving: bool = False,
+    ) -> None:
+        """Have an executor speak, and wait until it was heard."""
+        model = HostedModel(name="digits", version="1", instances=instances, max_batch_size=7)
+        event = ExecutorEvent(
+            executor=executor,
+            silent_after_ms=10_000,
+            partitions=list(partitions),
+            models=[model],
+            completions=[
+                Completion(
+                    batch_id=batch_id,
+                    model="digits",
+                    version="1",
+                    shape_class=[64],
+                    rows=4,
+                    compute_us=500,
+                )
+                for batch_id in ended or []
+            ],
+            leaving=leaving,
+        )
+        await write_to(self._log, EVENTS, encode_event(event))
+
+    async def listening(self) -> None:
+        """Wait until the outlet hears what is said: it begins at the end of the topic."""
+
+        async def is_heard() -> bool:
+            await self.announce("first")
+            return self.known() == 1
+
+        await eventually(is_heard)
+        await self.announce("first", leaving=True)
+        await eventually(lambda: self.known() == 0)
+
+    def known(self) -> float | None:
+        """How many executors the outlet knows."""
+        return self._registry.get_sample_value("headrace_known_executors")
+
+    async def look(self) -> dict[str, int]:
+        """The batches that are there, with their partitions."""
+        for partition, records in (await self._reader.poll(0.05, 1000)).items():
+            for record in records:
+                batch = decode_batch(record.value or b"", TestReceipt())
+                self.written[batch.batch_id] = partition.partition
+        return self.written
+
+    async def settles(self, count: int) -> dict[str, int]:
+        """Wait until so many batches were written, and see that no more come."""
+
+        async def there() -> bool:
+            return len(await self.look()) >= count
+
+        await eventually(there)
+        for _ in range(3):
+            await self.look()
+        assert len(self.written) == count
+        return self.written
+
+
+@asynccontextmanager
+async def running(repository: Path) -> AsyncIterator[Bench]:
+    """An outlet, until the end of the context."""
+    log = MemoryLog()
+    topics = [TopicInfo("batches", PARTITIONS, {}), TopicInfo("events", 1, {})]
+    await log.create_topics(topics, replication_factor=1)
+    metrics = Metrics(CollectorRegistry())
+    models = digits_models(repository)
+    async with log.producer() as producer, log.reader(BATCHES) as reader:
+        bench = Bench(log, models, reader, metrics)
+        bench.left = 0  # nobody is known yet
+        writer = BatchWriter(producer, TopicPartition("batches", PARTITIONS), Tray(), metrics)
+        hearing = Hearing(log, TopicPartition("events", 1))
+        outlet = BatchOutlet(bench.pulls, writer, models, hearing, metrics)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(outlet.run())
+            await bench.listening()
+            yield bench
+            bench.left = 0
+            bench.pulls.close()
+
+
+async def heard(bench: Bench, count: int) -> None:
+    """Wait until so many executors are known, then let batches come."""
+    await eventually(lambda: bench.known() == count)
+    bench.left = 1000
+    bench.pulls.kick()
+
+
+async def test_an_executor_gets_two_batches_for_each_instance(tmp_path: Path) -> None:
+    """In the partitions that it has announced, and no more until one of them has ended."""
+    async with running(tmp_path) as bench:
+        await bench.announce("a", 1, 3, instances=2)
+        await heard(bench, 1)
+        written = await bench.settles(4)
+        assert set(written.values()) == {1, 3}
+
+
+async def test_the_next_batch_goes_when_one_has_ended(tmp_path: Path) -> None:
+    """One completion makes room for one."""
+    async with running(tmp_path) as bench:
+        await bench.announce("a", 2)
+        await heard(bench, 1)
+        written = await bench.settles(2)
+        await bench.announce("a", 2, ended=[next(iter(written))])
+        await bench.settles(3)
+
+
+async def test_a_completion_may_come_from_who_has_taken_over(tmp_path: Path) -> None:
+    """A batch of a partition that moved is run, and announced, by its new owner."""
+    async with running(tmp_path) as bench:
+        await bench.announce("a", 0, 1)
+        await heard(bench, 1)
+        written = dict(await bench.settles(2))
+        await bench.announce("b", 1, ended=list(written))
+        await bench.settles(6)  # two for each of them
+        later = [partition for name, partition in bench.written.items() if name not in written]
+        assert sorted(later) == [0, 0, 1, 1]
+
+
+async def test_what_a_dead_executor_had_under_way_is_not_waited_for(tmp_path: Path) -> None:
+    """Another one has announced all its partitions, so that its room is open at once."""
+    async with running(tmp_path) as bench:
+        await bench.announce("a", 0)
+        await heard(bench, 1)
+        await bench.settles(2)
+        await bench.announce("b", 0)
+        await bench.settles(4)
+
+
+async def test_while_nobody_is_known_partitions_take_turns(tmp_path: Path) -> None:
+    """A few batches at a time, as many as are acknowledged."""
+    async with running(tmp_path) as bench:
+        bench.left = 8
+        bench.pulls.kick()
+        written = await bench.settles(8)
+        assert set(written.values()) == {0, 1, 2, 3}
+
+
+async def test_when_the_last_executor_has_left_partitions_take_turns_again(tmp_path: Path) -> None:
+    """Whoever comes next finds the batches."""
+    async with running(tmp_path) as bench:
+        await bench.announce("a", 0)
+        await eventually(lambda: bench.known() == 1)
+        await bench.announce("a", leaving=True)
+        await eventually(lambda: bench.known() == 0)
+        bench.left = 8
+        bench.pulls.kick()
+        await bench.settles(8)
+
+
+async def test_the_batcher_learns_from_what_executors_say(tmp_path: Path) -> None:
+    """How large batches may be, and how long runs take."""
+    async with running(tmp_path) as bench:
+        version = bench.models.lookup("digits")
+        await bench.announce("a", 0, ended=["b-1"])
+        await eventually(lambda: version.latency.predict_us((64,), 4) == 500)
+        assert version.max_batch_size == 7
+
+
+async def test_records_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
+    """Whatever else may stand on the topic."""
+    async with running(tmp_path) as bench:
+        await write_to(bench._log, EVENTS, b"nonsense")
+        await bench.announce("a", 0)
+        await eventually(lambda: bench.known() == 1)

@@ -1,0 +1,96 @@
+"""The fleet: who is there, what it takes, and where it reads."""
+
+from __future__ import annotations
+
+from headrace.events import ExecutorEvent, HostedModel
+from headrace.flow.fleet import Berth, Fleet
+
+DIGITS = ("digits", "1")
+
+
+def event(
+    executor: str = "a",
+    *partitions: int,
+    instances: int = 1,
+    leaving: bool = False,
+    silent_after_ms: int = 10_000,
+) -> ExecutorEvent:
+    """An announcement of an executor that has digits."""
+    model = HostedModel(name="digits", version="1", instances=instances, max_batch_size=32)
+    return ExecutorEvent(
+        executor=executor,
+        silent_after_ms=silent_after_ms,
+        partitions=list(partitions),
+        models=[model],
+        leaving=leaving,
+    )
+
+
+def fleet_of(*events: ExecutorEvent) -> Fleet:
+    """A fleet that has heard these, at second 0."""
+    fleet = Fleet()
+    for each in events:
+        fleet.heard(each, 0.0)
+    return fleet
+
+
+def test_each_instance_has_room_for_two_batches() -> None:
+    """One runs and one is there when it ends."""
+    fleet = fleet_of(event("a", 0), event("b", 1, instances=3))
+    assert fleet.berths() == {Berth("a", DIGITS): 2, Berth("b", DIGITS): 6}
+
+
+def test_an_executor_without_partitions_gets_nothing() -> None:
+    """It would not read what is sent to it."""
+    fleet = fleet_of(event("a"))
+    assert fleet.berths() == {}
+    assert fleet.partition_of("a") is None
+
+
+def test_its_partitions_take_turns() -> None:
+    """None of them grows longer than the others."""
+    fleet = fleet_of(event("a", 1, 4))
+    assert {fleet.partition_of("a"), fleet.partition_of("a")} == {1, 4}
+
+
+def test_a_partition_is_its_last_announcers() -> None:
+    """The group has moved it, and the former owner does not read it any more."""
+    fleet = fleet_of(event("a", 0, 1), event("b", 1))
+    assert [fleet.partition_of("a") for _ in range(3)] == [0, 0, 0]
+    assert fleet.partition_of("b") == 1
+
+
+def test_who_has_lost_all_its_partitions_is_gone() -> None:
+    """Its group has noticed that it died before its silence shows."""
+    fleet = fleet_of(event("a", 0), event("b", 0, 1))
+    assert not fleet.knows("a")
+    assert len(fleet) == 1
+
+
+def test_who_is_silent_for_too_long_is_gone() -> None:
+    """Each says how long that is."""
+    fleet = fleet_of(event("a", 0, silent_after_ms=1000), event("b", 1, silent_after_ms=5000))
+    fleet.expire(1.5)
+    assert not fleet.knows("a")
+    assert fleet.knows("b")
+
+
+def test_who_speaks_is_not_silent() -> None:
+    """Every announcement counts."""
+    fleet = fleet_of(event("a", 0, silent_after_ms=1000))
+    fleet.heard(event("a", 0, silent_after_ms=1000), 0.9)
+    fleet.expire(1.5)
+    assert fleet.knows("a")
+
+
+def test_who_leaves_is_gone_at_once() -> None:
+    """A stop needs no timeout."""
+    fleet = fleet_of(event("a", 0), event("a", leaving=True))
+    assert fleet.berths() == {}
+
+
+def test_a_partition_that_was_given_up_can_be_announced_by_others() -> None:
+    """And the one that has it again later is its owner again."""
+    fleet = fleet_of(event("a", 0, 1), event("a", 1), event("b", 0), event("a", 0, 1))
+    assert {fleet.partition_of("a") for _ in range(4)} == {0, 1}
+    assert not fleet.knows("b")
