@@ -101,6 +101,8 @@ class LimitSettings(_Group):
     default_timeout_ms: Annotated[int, Field(ge=0)] = 0
     """Counted from the record's timestamp; 0 means none."""
     drain_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    max_stall_s: Annotated[float, Field(ge=0)] = 60.0
+    """An event loop that stands still for so long ends its process; 0 is never."""
 
 
 class ModelSettings(_Group):

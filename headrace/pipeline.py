@@ -23,6 +23,7 @@ from headrace.telemetry.gauges import show, show_interpreter
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.last_resort import LastResort
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import WaitingSnapshot
@@ -193,6 +194,7 @@ async def run(settings: Settings, stages: Sequence[Stage], flood: Flood) -> int:
         pipeline.state.log_lines_suppressed = flood.suppressed
         show_interpreter(metrics.registry)
         stack.enter_context(stop_on_signals(stop))
+        stack.enter_context(LastResort(settings.limits.max_stall_s))
         telemetry = settings.telemetry
         server = HttpServer(
             (telemetry.http_host, telemetry.http_port),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
+from typing import NamedTuple
 
-import numpy as np
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
@@ -20,15 +21,24 @@ from tests.support.dying import POISON, add_dying_model, number_value
 from tests.support.processes import environment, headrace
 from tests.support.restarting import Restarting
 
-COUNT = 10_000
 PARTITIONS = 4
 FUSED = "ingest,batcher,executor,responder"
-KILLS = 3
 
 ABORTS = """
 import os
 if (x == 666.0).any():
     os.abort()
+"""
+
+
+HOLDS_THE_LOCK = """
+import ctypes
+if (x == 666.0).any():
+    ctypes.PyDLL(None).sleep(1000)
+"""
+IGNORES_CANCEL = """
+while (x == 666.0).any():
+    time.sleep(0.1)
 """
 
 
@@ -85,45 +95,83 @@ async def produce(bootstrap_servers: str, topic: str, numbers: list[float]) -> N
                 await asyncio.sleep(0.02)
 
 
+class Deaths(NamedTuple):
+    """How a model ends its process on the poison, and under which settings.
+
+    Attributes:
+        kills: how often the process is killed from outside besides.
+    """
+
+    run: str
+    requests: int
+    kills: int = 0
+    config: str = ""
+    stages: tuple[str, ...] = (FUSED,)
+    settings: Mapping[str, str] = MappingProxyType({})
+
+
+DEATHS = {
+    "aborts": Deaths(ABORTS, 10_000, kills=3),
+    "aborts-apart": Deaths(
+        ABORTS, 1_000, kills=1, stages=("ingest,batcher", "executor", "responder")
+    ),
+    "holds-the-interpreter-lock": Deaths(
+        HOLDS_THE_LOCK, 500, settings={"LIMITS__MAX_STALL_S": "1.5"}
+    ),
+    "ignores-that-it-is-cancelled": Deaths(
+        IGNORES_CANCEL, 20, config="max_execution_s = 0.5", settings={"DELIVERY__MAX_ATTEMPTS": "1"}
+    ),
+}
+
+
 @pytest.mark.timeout(180)
-async def test_the_one_that_aborts_is_a_dead_letter_and_all_others_are_answered(
-    kafka: LocalKafka, unique_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS.keys())
+async def test_the_one_that_ends_its_process_is_a_dead_letter(
+    kafka: LocalKafka,
+    unique_name: str,
+    tmp_path: Path,
+    deaths: Deaths,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ten thousand requests, one `os.abort()`, a few kills from outside: one dead letter."""
+    """All others are answered rightly, while the processes are killed from outside as well."""
     random = Random(unique_name)
     models = tmp_path / "models"
-    add_dying_model(models, ABORTS)
-    settings = environment(kafka.bootstrap_servers, unique_name, models)
+    add_dying_model(models, deaths.run, deaths.config)
+    settings = environment(kafka.bootstrap_servers, unique_name, models, **deaths.settings)
     await headrace(["topics", "create"], settings)
-    poison = random.randrange(COUNT)
-    numbers = [POISON if place == poison else float(place % 500) for place in range(COUNT)]
+    poison = random.randrange(deaths.requests)
+    numbers = [float(place % 500) for place in range(deaths.requests)]
+    numbers[poison] = POISON
 
     began_s = time.monotonic()
-    async with (
-        outcomes(kafka.bootstrap_servers, unique_name) as found,
-        Restarting(FUSED, settings, tmp_path / "output") as process,
-        asyncio.TaskGroup() as tasks,
-    ):
-        tasks.create_task(
-            produce(kafka.bootstrap_servers, f"{unique_name}.requests", numbers), name="produce"
-        )
-        kill_at_s = [began_s + random.uniform(3, 12) for _ in range(KILLS)]
+    async with AsyncExitStack() as stack:
+        found = await stack.enter_async_context(outcomes(kafka.bootstrap_servers, unique_name))
+        processes = [
+            await stack.enter_async_context(Restarting(each, settings, tmp_path / "output"))
+            for each in deaths.stages
+        ]
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        sending = produce(kafka.bootstrap_servers, f"{unique_name}.requests", numbers)
+        tasks.create_task(sending, name="produce")
+        kill_at_s = sorted(began_s + random.uniform(3, 12) for _ in range(deaths.kills))
         async with asyncio.timeout(150):
-            while len(found.answered) < COUNT:
+            while len(found.answered) < deaths.requests:
                 await found.read()
-                if kill_at_s and time.monotonic() >= min(kill_at_s):
-                    kill_at_s.remove(min(kill_at_s))
-                    process.kill()
+                if kill_at_s and time.monotonic() >= kill_at_s[0]:
+                    kill_at_s.pop(0)
+                    random.choice(processes).kill()
         took_s = time.monotonic() - began_s
         letters = await found.dead_letters()
 
+    restarts = sum(process.restarts for process in processes)
+    killed = sum(process.killed for process in processes)
     with capsys.disabled():
         print(  # noqa: T201 - the measurement is to be seen
-            f"\none culprit among {COUNT}: {process.restarts} restarts in {took_s:.1f} s, "
-            f"{process.killed} of them killed from outside"
+            f"\none culprit among {deaths.requests}: {restarts} restarts in {took_s:.1f} s, "
+            f"{killed} of them killed from outside"
         )
     assert found.answered.pop(poison) == {Code.MODEL_FAILED}
     assert found.answered == {
         place: {2 * number} for place, number in enumerate(numbers) if place != poison
     }
-    assert letters == [number_value(np.float32(POISON).item(), str(poison))]
+    assert letters == [number_value(POISON, str(poison))]

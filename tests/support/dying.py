@@ -33,9 +33,9 @@ if (x == 666.0).any():
 """
 
 
-def add_dying_model(repository: Path, run: str = FATAL) -> None:
+def add_dying_model(repository: Path, run: str = FATAL, config: str = "") -> None:
     """A model that doubles `x`, and ends its process when `x` is `POISON`."""
-    add_python_model(repository, run, config="max_batch_size = 8")
+    add_python_model(repository, run, config=f"max_batch_size = 8\n{config}")
 
 
 def number_value(x: float, id: str) -> bytes:

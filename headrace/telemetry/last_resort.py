@@ -1,0 +1,51 @@
+"""Ends a process whose event loop does not turn any more, when nothing in Python can.
+
+Native code that holds the interpreter lock stops every thread of Python's, and with them whatever
+watches over the process in Python. `faulthandler` has a watchdog thread in C that needs no lock:
+unless it is wound up again in time it writes where each thread is, and ends the process
+(https://docs.python.org/3/library/faulthandler.html). The loop winds it up as long as it turns.
+
+It is one for the process, so only the composition root may enter it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+from types import TracebackType
+from typing import Self
+
+WINDS_PER_LIMIT = 10
+STDERR = 2
+
+
+class LastResort:
+    """While the context lasts, a loop that stands still for `limit_s` ends the process (exit 1).
+
+    Args:
+        limit_s: in seconds; 0 is never.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._next: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        if self._limit_s:
+            self._wind_up()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _wind_up(self) -> None:
+        faulthandler.dump_traceback_later(self._limit_s, exit=True, file=STDERR)
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_later(self._limit_s / WINDS_PER_LIMIT, self._wind_up)

@@ -1,0 +1,48 @@
+"""What ends a process in which Python does not run any more."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+import asyncio, ctypes, sys, time
+from headrace.telemetry.last_resort import LastResort
+
+async def main():
+    with LastResort(float(sys.argv[1])):
+        {body}
+    {after}
+
+asyncio.run(main())
+"""
+HOLDS_THE_LOCK = "ctypes.PyDLL(None).sleep(20)"  # PyDLL keeps the interpreter lock
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "body", "after", "code"),
+    [
+        ("0.5", HOLDS_THE_LOCK, "pass", 1),
+        ("0.5", "time.sleep(20)", "pass", 1),
+        ("0.5", "await asyncio.sleep(1.2)", "pass", 0),
+        ("0.5", "pass", "time.sleep(1.2)", 0),
+        ("0", "time.sleep(1.2)", "pass", 0),
+    ],
+    ids=["holds-the-lock", "blocks-the-loop", "turns", "left", "never"],
+)
+async def test_only_a_loop_that_stands_still_ends_its_process(
+    limit_s: str, body: str, after: str, code: int
+) -> None:
+    """It says where each thread was."""
+    program = textwrap.dedent(PROGRAM).format(body=body, after=after)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, limit_s, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(15):
+        _, stderr = await process.communicate()
+
+    assert process.returncode == code, stderr.decode()
+    assert (b"most recent call first" in stderr) == (code == 1)
