@@ -24,7 +24,7 @@ from headrace.services.executor.trial import AGREEMENTS
 from headrace.tensors import to_array
 from tests.support import python_models
 from tests.support.conditions import eventually
-from tests.support.models import settings_for
+from tests.support.models import add_version, digits, settings_for
 from tests.support.python_models import add_python_model
 from tests.support.services import StillClock, counted, make_instruments
 from tests.support.work import NOW_US, Tray, make_request, receipt_of
@@ -480,3 +480,18 @@ async def test_rows_that_are_not_finite_are_passed_on_otherwise(tmp_path: Path) 
         bench.give(requests)
         await bench.answered(2)
     assert np.isnan(outcome(requests[1]))
+
+
+async def test_ring_gives_each_request_its_own_rows(tmp_path: Path) -> None:
+    """With the next batch on the device before the one that computes has ended."""
+    add_version(tmp_path, "digits", 1, digits(), "ring = true")
+    requests = [
+        make_request(inputs={"pixels": np.full((1, 64), value, np.float32)}) for value in range(40)
+    ]
+    async with running(tmp_path) as bench:
+        bench.models.lookup("digits").latency.observe((64,), 1, 50_000)
+        bench.give(*(requests[start : start + 3] for start in range(0, 40, 3)))
+        await bench.answered(40)
+
+    scores = [to_array((one.outputs or ())[0])[0, 1] for one in requests]
+    assert scores == [64.0 * value for value in range(40)]

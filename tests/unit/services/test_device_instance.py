@@ -1,0 +1,234 @@
+"""An instance with a ring, on the CPU: what a GPU would do, without its speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+from headrace.device.cpu import CpuDevice
+from headrace.device.port import Block, Device, Memory, Stream
+from headrace.errors import ConfigurationError, Fatal
+from headrace.messages import Request
+from headrace.models.config import make_model_config
+from headrace.models.onnx_backend import OnnxBackend
+from headrace.models.repository import FoundVersion, open_version
+from headrace.services.executor.device_instance import DeviceInstance, Loaded, OnDevice
+from tests.support import models
+from tests.support.work import make_request
+
+MAX_ROWS = 6
+
+
+class Gpu(CpuDevice):
+    """A device of its own, with little memory, that fails when the test says so."""
+
+    name = "cuda:0"
+    shares_memory = False
+
+    def __init__(self, free_bytes: int = 2**40) -> None:
+        self.free_bytes = free_bytes
+        self.copies = 0
+        self.fails_at = 0
+
+    def memory(self) -> Memory:
+        return Memory(self.free_bytes, 2**34, {"cupy": 2**20})
+
+    def copy(self, source: Block, target: Block, size_bytes: int, stream: Stream) -> None:
+        self.copies += 1
+        if self.copies == self.fails_at:
+            raise Fatal("cuda:0: an illegal memory access was encountered")
+        super().copy(source, target, size_bytes, stream)
+
+
+def make(
+    tmp_path: Path,
+    model: onnx.ModelProto,
+    *,
+    device: Device | None = None,
+    needs: Mapping[str, int] | None = None,
+    **config: Any,
+) -> DeviceInstance:
+    """An instance with a ring; keywords are lines of `model.toml`."""
+    directory = models.add_version(tmp_path, "model", 1, model)
+    made = make_model_config({"max_batch_size": MAX_ROWS, **config}, models.settings_for(tmp_path))
+    signature = open_version(FoundVersion("1", directory, ""), made)
+    backend = OnnxBackend(directory, made, signature)
+    where = OnDevice(
+        open_device=lambda: device or CpuDevice(),
+        max_rows=MAX_ROWS,
+        ring=True,
+        graphs=False,
+        needs=dict(needs or {}),
+    )
+    return DeviceInstance(backend, "instance", where, max_execution_s=10)
+
+
+def asking(*rows: NDArray[Any], name: str = "pixels") -> list[Request]:
+    """A request for each array, which may have several rows."""
+    return [make_request(rows=len(each), inputs={name: each}) for each in rows]
+
+
+def digits(*values: float) -> list[Request]:
+    """Rows of equal pixels; the sum of class 1 is 64 times the value."""
+    return asking(*(np.full((1, 64), value, np.float32) for value in values))
+
+
+async def answer(instance: DeviceInstance, requests: Sequence[Request]) -> list[float]:
+    """The scores of class 1."""
+    outputs = await instance.run(instance.gather(requests))
+    return [float(value) for value in outputs["scores"][:, 1]]
+
+
+@pytest.mark.parametrize("count", range(1, MAX_ROWS + 1))
+async def test_answers_are_those_of_the_rows(tmp_path: Path, count: int) -> None:
+    """For every number of rows, those that are padded to a bucket included."""
+    async with make(tmp_path, models.digits()) as instance:
+        for first in (0, 10):
+            values = [float(first + number) for number in range(count)]
+            assert await answer(instance, digits(*values)) == [64 * value for value in values]
+
+
+async def test_batch_starts_behind_the_one_that_computes(tmp_path: Path) -> None:
+    """Each gets its own answers, for more rounds than there are slots."""
+    async with make(tmp_path, models.digits()) as instance:
+        current = instance.gather(digits(0))
+        for value in range(1, 12):
+            ahead = instance.gather(digits(value))
+            first = instance.begin(current)
+            assert instance.start_ahead(ahead)
+            outputs = await instance.finish(first)
+            assert outputs["scores"][0, 1] == 64 * (value - 1)
+            current = ahead
+        assert (await instance.run(current))["scores"][0, 1] == 64 * 11
+
+
+async def test_answers_stay_when_the_slot_is_filled_again(tmp_path: Path) -> None:
+    """They are written to the log after later batches have run."""
+    async with make(tmp_path, models.digits()) as instance:
+        earlier = await instance.run(instance.gather(digits(1)))
+        for value in range(6):
+            await answer(instance, digits(value))
+        assert earlier["scores"][0, 1] == 64
+
+
+async def test_request_beyond_the_largest_bucket_takes_the_plain_way(tmp_path: Path) -> None:
+    """A request's rows are never parted."""
+    rows = np.ones((MAX_ROWS + 1, 64), np.float32)
+    async with make(tmp_path, models.digits()) as instance:
+        inputs = instance.gather(asking(rows))
+        assert not isinstance(inputs, Loaded)
+        assert not instance.start_ahead(inputs)
+        assert len((await instance.run(inputs))["scores"]) == MAX_ROWS + 1
+
+
+async def test_part_of_a_failed_batch_takes_the_plain_way(tmp_path: Path) -> None:
+    """The slots are for what runs once."""
+    async with make(tmp_path, models.digits()) as instance:
+        assert not isinstance(instance.gather(digits(1), fresh=False), Loaded)
+
+
+async def test_model_of_free_shapes_has_no_ring(tmp_path: Path) -> None:
+    """It runs all the same."""
+    ids = np.ones((1, 3), np.int64)
+    request = make_request(inputs={"input_ids": ids, "attention_mask": ids})
+    async with make(tmp_path, models.tokens()) as instance:
+        outputs = await instance.run(instance.gather([request]))
+        assert outputs["masked"].tolist() == [[1, 1, 1]]
+
+
+async def test_rows_are_widened_and_answers_labelled(tmp_path: Path) -> None:
+    """The same as without a ring."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    labels = "\n".join(f"class {number}" for number in range(10))
+    (directory / "labels.txt").write_text(labels, encoding="utf-8")
+    config: dict[str, Any] = {
+        "preprocess": {"pixels": {"datatype": "UINT8", "scale": 0.5, "offset": 1}},
+        "postprocess": "argmax",
+        "labels": "labels.txt",
+    }
+    photo = np.arange(64, dtype=np.uint8).reshape(1, 64)
+    async with make(tmp_path, models.digits(), **config) as instance:
+        outputs = await instance.run(instance.gather(asking(photo)))
+        plain = await instance.run(instance.gather(asking(photo), fresh=False))
+    assert outputs["scores_labels"].tolist() == [b"class 9"]
+    assert outputs["scores_argmax"].tolist() == plain["scores_argmax"].tolist()
+
+
+async def test_failed_run_is_told_and_the_next_one_works(tmp_path: Path) -> None:
+    """Its slot comes back: there are no more than three."""
+    indices = [np.array([[value]], np.int64) for value in (99, 99, 99, 99, 2)]
+    async with make(tmp_path, models.embedding()) as instance:
+        for index in indices[:-1]:
+            with pytest.raises(Exception, match="out of data bounds"):
+                await instance.run(instance.gather(asking(index, name="index")))
+        outputs = await instance.run(instance.gather(asking(indices[-1], name="index")))
+    assert outputs["vector"].tolist() == [[[8, 9, 10, 11]]]
+
+
+async def test_error_of_the_device_ends_the_process(tmp_path: Path) -> None:
+    """What comes after it on the same context would fail as well."""
+    gpu = Gpu()
+    async with make(tmp_path, models.digits(), device=gpu) as instance:
+        gpu.fails_at = gpu.copies + 1
+        with pytest.raises(Fatal, match="illegal memory access"):
+            await answer(instance, digits(1))
+
+
+async def test_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """With all figures, before anything is loaded."""
+    gpu = Gpu(free_bytes=600 * 2**20)
+    instance = make(
+        tmp_path, models.digits(), device=gpu, needs={"weights": 100 * 2**20, "arena": 0}
+    )
+    with pytest.raises(
+        ConfigurationError,
+        match=r"memory of cuda:0: expected 613 MiB free \(weights 100 MiB, arena 0 MiB, "
+        r"ring 1 MiB, reserve 512 MiB\), got 600 MiB of 16384 MiB, ours so far: cupy 1 MiB",
+    ):
+        async with instance:
+            pass
+
+
+async def test_memory_of_a_device_of_its_own_can_be_seen(tmp_path: Path) -> None:
+    """As it was a moment ago."""
+    async with make(tmp_path, models.digits(), device=Gpu()) as instance:
+        assert instance.memory == Memory(2**40, 2**34, {"cupy": 2**20})
+
+
+async def test_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """Its threads end."""
+
+    def absent() -> Device:
+        raise ConfigurationError("cuda:0: expected a GPU of this number, got 0")
+
+    instance = make(tmp_path, models.digits())
+    instance._where = instance._where._replace(open_device=absent)
+    with pytest.raises(ConfigurationError, match="expected a GPU"):
+        async with instance:
+            pass
+    instance._reaper.join(5)
+    assert not instance._reaper.is_alive()
+
+
+async def test_binding_is_tried_before_the_model_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that cannot run so does not take the place of one that can."""
+
+    def bind(*_: object) -> Callable[[], None]:
+        def enqueue() -> None:
+            raise ValueError("no")
+
+        return enqueue
+
+    monkeypatch.setattr(OnnxBackend, "bind", bind)
+    with pytest.raises(ConfigurationError, match="a bound run of 6 rows failed: no"):
+        async with make(tmp_path, models.digits()):
+            pass

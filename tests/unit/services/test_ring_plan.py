@@ -1,0 +1,55 @@
+"""Buckets, and how large a ring is."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.device.widening import Widening
+from headrace.models.adapting import Adaptation
+from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.services.executor.ring import RingPlan, TensorPlan
+from headrace.services.executor.ring_plan import buckets, plan_ring
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "expected"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (4, (1, 2, 3, 4)),
+        (6, (1, 2, 3, 4, 6)),
+        (16, (1, 2, 3, 4, 8, 12, 16)),
+        (30, (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 30)),
+    ],
+)
+def test_buckets_are_close_together(max_rows: int, expected: tuple[int, ...]) -> None:
+    """Each number up to four, then every fourth, and the largest batch."""
+    assert buckets(max_rows) == expected
+
+
+def adaptation(output: TensorSpec) -> Adaptation:
+    """Bytes [2, 3] that the model takes as floats, and one output."""
+    own = make_signature([TensorSpec("x", "FP32", (-1, 2, 3))], [output])
+    seen = Signature((TensorSpec("x", "UINT8", (-1, 2, 3)),), own.outputs, own.batched)
+    return Adaptation(own, seen, {"x": Widening("UINT8", "FP32")}, None)
+
+
+def test_what_travels_is_smaller_than_what_the_model_takes() -> None:
+    """The slots hold the one, the model's input the other."""
+    plan = plan_ring(adaptation(TensorSpec("y", "FP32", (-1, 5))), max_rows=8)
+    widened = TensorPlan("x", 6, 24, Widening("UINT8", "FP32"), (2, 3))
+    assert plan == RingPlan((widened,), (TensorPlan("y", 20, 20),), 8)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        TensorSpec("y", "FP32", (-1, -1)),
+        TensorSpec("y", "BYTES", (-1, 5)),
+        TensorSpec("y", "FP32", (4, 5)),
+    ],
+    ids=["free", "strings", "no batch"],
+)
+def test_sizes_that_only_a_run_tells_have_no_ring(output: TensorSpec) -> None:
+    """Nor has a model without a batch."""
+    assert plan_ring(adaptation(output), max_rows=8) is None
