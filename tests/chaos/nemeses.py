@@ -115,11 +115,26 @@ async def unheard(target: Target) -> None:
 async def _hold(target: Target) -> None:
     began_ms = now_ms()
     try:
-        await asyncio.sleep(target.rng.uniform(0.5, 3.0))
+        await asyncio.sleep(target.rng.uniform(0.5, 4.0))
         if target.rng.random() < 0.7:
             await target.cluster.proxy.cut()
     finally:
         target.cluster.proxy.resume()
+    ended_ms = now_ms() + AFTERMATH_MS
+    target.history.add(Fault(began_ms, ended_ms, FaultKind.CONNECTIONS_CUT, ()))
+
+
+async def slow_kill(target: Target) -> None:
+    """The network is slow, by another measure for each connection, and a process is killed with
+    much on its way: what it wrote last is gone, or what it wrote before that.
+    """
+    began_ms = now_ms()
+    target.cluster.proxy.delay_s = target.rng.uniform(0.1, 0.8)
+    try:
+        await asyncio.sleep(target.rng.uniform(1.0, 2.5))
+        await target.victim().kill()
+    finally:
+        target.cluster.proxy.delay_s = 0.0
     ended_ms = now_ms() + AFTERMATH_MS
     target.history.add(Fault(began_ms, ended_ms, FaultKind.CONNECTIONS_CUT, ()))
 
@@ -176,6 +191,7 @@ NEMESES = (
     Nemesis("cut", cut_connections, 1.5),
     Nemesis("swallow", swallow, 2.0),
     Nemesis("unheard", unheard, 2.0),
+    Nemesis("slow-kill", slow_kill, 3.0),
     Nemesis("crowd", crowd, 6.0, alone=True),
     Nemesis("redeploy", redeploy, 4.0),
     Nemesis("change-form", change_form, 5.0, alone=True),

@@ -29,6 +29,8 @@ COMMITTED_DEADLINE_S = 20.0
 LATECOMERS_S = 1.0
 """How long answers are still read after each request has one: a repetition may follow."""
 STRIKES_S = 10.0
+REQUEST_TIMEOUT_S = 2.0
+"""Less than nemeses hold a network up for, so that outcomes become unknown."""
 
 
 class Trial(NamedTuple):
@@ -132,7 +134,7 @@ def _settings(trial: Trial, cluster: Cluster, directory: Path) -> Settings:
             "kafka": {
                 "bootstrap_servers": cluster.proxied,
                 "session_timeout_ms": int(SESSION_TIMEOUT_S * 1000),
-                "request_timeout_ms": 5000,
+                "request_timeout_ms": int(REQUEST_TIMEOUT_S * 1000),
             },
             "topics": {"partitions": PARTITIONS},
             "delivery": {"guarantee": trial.promise.guarantee, "order": trial.promise.order},

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Coroutine
 from types import TracebackType
 from typing import Self
 
 _CHUNK_BYTES = 64 * 1024
+_HELD_PIECES = 256
 HOST = "127.0.0.1"
 
 
@@ -19,7 +22,8 @@ class TcpProxy:
     Attributes:
         port: where it listens; 0 before it is open.
         upstream: the port on the loopback where connections are passed on to.
-        delay_s: how long each piece is held, each way.
+        delay_s: how long each piece is held, each way, at most: each connection has a share of it
+            that is drawn when it is made, so that what one carries overtakes what another does.
     """
 
     def __init__(self, upstream: int = 0) -> None:
@@ -99,10 +103,15 @@ class TcpProxy:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(HOST, self.upstream)
+        share = random.random()
         try:
+            # What is held when one end hangs up is lost, as it is when a machine fails.
             ways = [
-                asyncio.create_task(self._pass(reader, back, self._there), name="proxy-there"),
-                asyncio.create_task(self._pass(there, writer, self._back), name="proxy-back"),
+                asyncio.create_task(way, name="proxy-way")
+                for way in (
+                    *self._way(reader, back, self._there, share),
+                    *self._way(there, writer, self._back, share),
+                )
             ]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -113,16 +122,41 @@ class TcpProxy:
         finally:
             back.transport.abort()
 
-    async def _pass(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event
+    def _way(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        gate: asyncio.Event,
+        share: float,
+    ) -> tuple[Coroutine[None, None, None], Coroutine[None, None, None]]:
+        """What brings bytes in and what takes them on, each until its end hangs up."""
+        held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_HELD_PIECES)
+        return self._read(reader, held, share), self._write(held, writer, gate)
+
+    async def _read(
+        self, reader: asyncio.StreamReader, held: asyncio.Queue[tuple[float, bytes]], share: float
     ) -> None:
-        """One way, until its sender is done or the connection is cut."""
+        clock = asyncio.get_running_loop().time
         while piece := await reader.read(_CHUNK_BYTES):
-            if self.delay_s:
-                await asyncio.sleep(self.delay_s)
+            await held.put((clock() + share * self.delay_s, piece))
+        if not self.delay_s:
+            await held.join()
+
+    async def _write(
+        self,
+        held: asyncio.Queue[tuple[float, bytes]],
+        writer: asyncio.StreamWriter,
+        gate: asyncio.Event,
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            due_s, piece = await held.get()
+            if (wait_s := due_s - clock()) > 0:
+                await asyncio.sleep(wait_s)
             await gate.wait()
             writer.write(piece)
             await writer.drain()
+            held.task_done()
 
 
 def _open_gate() -> asyncio.Event:
