@@ -1,0 +1,17 @@
+"""What the tests on a GPU need, and why they are skipped where it is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.device.cuda import CudaDevice
+from headrace.errors import ConfigurationError
+
+
+@pytest.fixture
+def cuda() -> CudaDevice:
+    """The first GPU."""
+    try:
+        return CudaDevice(0)
+    except ConfigurationError as error:
+        pytest.skip(str(error))

@@ -1,0 +1,118 @@
+"""The CUDA adapter on a GPU."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from headrace.device.cpu import view
+from headrace.device.cuda import CudaDevice
+from headrace.device.port import Block
+from headrace.errors import ConfigurationError
+from headrace.tensors import DATATYPES
+from tests.support.widenings import CASES, expected, given
+
+pytestmark = pytest.mark.gpu
+
+SIZE_BYTES = 64 * 2**20
+
+
+def fill(block: Block, value: int) -> None:
+    """A host block with one value everywhere."""
+    assert block.array is not None
+    block.array[:] = value
+
+
+def test_bytes_come_back(cuda: CudaDevice) -> None:
+    """In, across and out, each ordered after the one before by an event."""
+    host, back = (cuda.host_block(name, 1000) for name in ("host", "back"))
+    first, second = (cuda.device_block(name, 1000) for name in ("first", "second"))
+    streams = [cuda.stream(name) for name in ("in", "across", "out")]
+    events = [cuda.event(name) for name in ("landed", "computed", "ready")]
+    assert host.array is not None
+    host.array[:] = np.arange(1000) % 251
+    way = [host, first, second, back]
+    for number, stream in enumerate(streams):
+        if number:
+            cuda.wait(stream, events[number - 1])
+        cuda.copy(way[number], way[number + 1], 1000, stream)
+        cuda.record(events[number], stream)
+    cuda.synchronize(events[2])
+    assert back.array is not None
+    np.testing.assert_array_equal(back.array, host.array)
+
+
+def test_stream_waits_for_an_event(cuda: CudaDevice) -> None:
+    """A large copy is still under way when the one that depends on it is enqueued."""
+    host, back = (cuda.host_block(name, SIZE_BYTES) for name in ("host", "back"))
+    there = cuda.device_block("there", SIZE_BYTES)
+    copy_in, copy_out = cuda.stream("in"), cuda.stream("out")
+    landed, ready = cuda.event("landed"), cuda.event("ready")
+    for value in (1, 2, 3):
+        fill(host, value)
+        cuda.copy(host, there, SIZE_BYTES, copy_in)
+        cuda.record(landed, copy_in)
+        cuda.wait(copy_out, landed)
+        cuda.copy(there, back, SIZE_BYTES, copy_out)
+        cuda.record(ready, copy_out)
+        cuda.synchronize(ready)
+        assert back.array is not None
+        assert set(back.array[:: 2**12].tolist()) == {value}
+
+
+def test_copies_do_not_hold_up_the_thread(cuda: CudaDevice) -> None:
+    """Enqueueing takes a small part of what the copy takes; the host block is pinned."""
+    host = cuda.host_block("host", SIZE_BYTES)
+    there = cuda.device_block("there", SIZE_BYTES)
+    stream, done = cuda.stream("in"), cuda.event("done")
+    cuda.copy(host, there, SIZE_BYTES, stream)
+    cuda.record(done, stream)
+    cuda.synchronize(done)
+    began_s = time.perf_counter()
+    cuda.copy(host, there, SIZE_BYTES, stream)
+    cuda.record(done, stream)
+    enqueued_s = time.perf_counter() - began_s
+    cuda.synchronize(done)
+    assert enqueued_s < (time.perf_counter() - began_s) / 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_gives_the_expected_bits(cuda: CudaDevice, name: str) -> None:
+    """The same cases that NumPy's form is held to."""
+    case = CASES[name]
+    source = given(case)
+    dtype = DATATYPES[case.widening.target].dtype
+    size_bytes = int(np.prod(case.shape)) * dtype.itemsize
+    host = cuda.host_block("host", source.nbytes)
+    back = cuda.host_block("back", size_bytes)
+    there = cuda.device_block("there", source.nbytes)
+    wide = cuda.device_block("wide", size_bytes)
+    assert host.array is not None
+    host.array[:] = np.frombuffer(source.tobytes(), np.uint8)
+    stream, done = cuda.stream("compute"), cuda.event("done")
+    widen = cuda.widening(case.widening, case.shape[1:], stream)
+
+    cuda.copy(host, there, source.nbytes, stream)
+    cuda.launch(lambda: widen(there, wide, case.shape[0]), stream, reads=(there,), writes=(wide,))
+    cuda.copy(wide, back, size_bytes, stream)
+    cuda.record(done, stream)
+    cuda.synchronize(done)
+
+    assert view(back, dtype, case.shape).tobytes() == expected(case, source).tobytes()
+
+
+def test_memory_is_told(cuda: CudaDevice) -> None:
+    """What we take is less for others."""
+    before = cuda.memory()
+    block = cuda.device_block("large", SIZE_BYTES)
+    after = cuda.memory()
+    assert 0 < after.free_bytes <= before.free_bytes <= before.total_bytes
+    assert after.used_bytes["cupy"] >= block.size_bytes
+
+
+def test_device_that_is_not_there_is_refused(cuda: CudaDevice) -> None:
+    """With how many there are."""
+    with pytest.raises(ConfigurationError, match="cuda:99: expected a GPU of this number, got"):
+        CudaDevice(99)

@@ -1,0 +1,93 @@
+"""Models on a GPU: the ring, graphs and the plain path give the same answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headrace.device.cuda import CudaDevice
+from headrace.messages import Request
+from headrace.models.config import make_model_config
+from headrace.models.onnx_backend import OnnxBackend, find_runtime
+from headrace.models.repository import FoundVersion, open_version
+from headrace.services.executor.device_instance import DeviceInstance, OnDevice
+from tests.support import models
+from tests.support.work import make_request
+
+pytestmark = pytest.mark.gpu
+
+MAX_ROWS = 8
+WAYS = {
+    "plain": {"ring": False, "cuda_graphs": False},
+    "ring": {"ring": True, "cuda_graphs": False},
+    "graphs": {"ring": True, "cuda_graphs": True},
+}
+
+
+@pytest.fixture(params=WAYS)
+def instance(request: pytest.FixtureRequest, tmp_path: Path, cuda: CudaDevice) -> DeviceInstance:
+    """Digits on the GPU, in each of the ways, not yet entered."""
+    if "CUDAExecutionProvider" not in find_runtime()[1]:
+        pytest.skip("the installed onnxruntime has no CUDAExecutionProvider: headrace[gpu] has")
+    way = WAYS[request.param]
+    directory = models.add_version(tmp_path, "model", 1, models.digits())
+    config: dict[str, Any] = {
+        "device": cuda.name,
+        "experimental_cuda": True,
+        "max_batch_size": MAX_ROWS,
+        "preprocess": {"pixels": {"datatype": "UINT8"}},
+        **way,
+    }
+    made = make_model_config(config, models.settings_for(tmp_path))
+    signature = open_version(FoundVersion("1", directory, ""), made)
+    where = OnDevice(lambda: CudaDevice(0), MAX_ROWS, way["ring"], way["cuda_graphs"], {})
+    return DeviceInstance(
+        OnnxBackend(directory, made, signature), "instance", where, max_execution_s=10
+    )
+
+
+def photos(values: Sequence[int]) -> list[Request]:
+    """One row for each value."""
+    return [make_request(inputs={"pixels": np.full((1, 64), value, np.uint8)}) for value in values]
+
+
+def scores(values: Sequence[int]) -> NDArray[Any]:
+    """What the model makes of them; small whole numbers, which every precision has."""
+    return np.outer(64 * np.array(values), np.arange(10)).astype(np.float32)
+
+
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+async def test_answers_are_those_of_the_rows(instance: DeviceInstance, rows: int) -> None:
+    """For every number of rows, those that are padded included, and again with other values."""
+    async with instance:
+        for first in (0, 10, 20):
+            values = range(first, first + rows)
+            outputs = await instance.run(instance.gather(photos(values)))
+            np.testing.assert_array_equal(outputs["scores"], scores(values))
+
+
+async def test_batches_overlap_without_touching_each_other(instance: DeviceInstance) -> None:
+    """Each starts behind the one that computes."""
+    async with instance:
+        ahead = instance.gather(photos([0, 1]))
+        for value in range(1, 200):
+            call = instance.begin(ahead)
+            ahead = instance.gather(photos([value % 100, value % 50]))
+            instance.start_ahead(ahead)
+            outputs = await instance.finish(call)
+            before = value - 1
+            wanted = [before % 100, before % 50] if before else [0, 1]
+            np.testing.assert_array_equal(outputs["scores"], scores(wanted))
+        await instance.run(ahead)
+
+
+async def test_memory_can_be_seen(instance: DeviceInstance) -> None:
+    """For the metrics."""
+    async with instance:
+        assert instance.memory is not None
+        assert 0 < instance.memory.free_bytes < instance.memory.total_bytes
