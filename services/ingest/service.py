@@ -77,9 +77,9 @@ class IngestService:
                 assignment.skip(record.offset)
                 continue
             if condemned and (record.offset, 0) in condemned:
-                ended.append(read_condemned(record, assignment, self._rules, now_us))
-                continue
-            request = read_request(record, assignment, self._rules, now_us)
+                request = read_condemned(record, assignment, self._rules, now_us)
+            else:
+                request = read_request(record, assignment, self._rules, now_us)
             if chains is not None:
                 request.after = chains.follow(record.key, record.offset)
             (able if request.failure is None else ended).append(request)
