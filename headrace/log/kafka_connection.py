@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final
 
 import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient
+from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
 from aiokafka.errors import KafkaError
 from aiokafka.protocol.metadata import MetadataRequest
@@ -81,13 +83,15 @@ class Connection:
         return client
 
     def take_over_bootstrap(self, client: AIOKafkaClient) -> None:
-        """Have this client find its brokers by `bootstrap` of this class.
+        """Have this client find its brokers by `bootstrap` of this class, at first and again.
 
         aiokafka's own logs why a server could not be used and forgets it, although "wrong
         password" and "no broker" call for different people; and it leaves the connection to
-        close by itself, which with TLS takes longer than a loop may live.
+        close by itself, which with TLS takes longer than a loop may live. Later it asks the
+        brokers that it knows and nobody else, be they all gone to other addresses.
         """
         client.bootstrap = partial(self._bootstrap, client)
+        client._metadata_update = partial(self._metadata_update, client._metadata_update)
 
     async def _bootstrap(self, client: AIOKafkaClient) -> None:
         reasons: list[str] = []
@@ -105,6 +109,24 @@ class Connection:
                 return
         raise LogUnavailable("; ".join(reasons))
 
+    async def _metadata_update(
+        self,
+        ask_known_brokers: Callable[[ClusterMetadata, Collection[str]], Awaitable[bool]],
+        cluster: ClusterMetadata,
+        topics: Collection[str],
+    ) -> bool:
+        """Ask the known brokers, and where none of them answers, the bootstrap servers."""
+        if await ask_known_brokers(cluster, topics):
+            return True
+        for host, port, _ in collect_hosts(self.settings.bootstrap_servers):
+            try:
+                answer = await self._first_answer(host, port, list(topics) or None)
+            except HeadraceError:
+                continue  # `refusal` finds out what is wrong, once the silence has lasted
+            cluster.update_metadata(answer)
+            return True
+        return False
+
     async def refusal(self) -> HeadraceError | None:
         """Connect once more, and give what a broker, or the settings, have against us if that
         is the matter; None where brokers are merely away, or answer again.
@@ -119,8 +141,8 @@ class Connection:
             return None
         return None
 
-    async def _first_answer(self, host: str, port: int) -> Any:
-        """The metadata that one server gives to a connection of its own."""
+    async def _first_answer(self, host: str, port: int, topics: Sequence[str] | None = ()) -> Any:
+        """The metadata that one server gives to a connection of its own; None: of all topics."""
         timeout_s = min(self.request_timeout_s, _FIRST_ANSWER_S)
         connection = AIOKafkaConnection(
             host,
@@ -131,7 +153,9 @@ class Connection:
         )
         try:
             await connection.connect()
-            answer = await connection.send(MetadataRequest([]))
+            answer = await connection.send(
+                MetadataRequest(None if topics is None else list(topics))
+            )
         except (OSError, KafkaError, ValueError) as error:
             raise self._explained(f"{host}:{port}", error) from error
         finally:

@@ -28,6 +28,7 @@ from headrace.log.errors import (
     LogRefused,
     LogUnavailable,
     RecordRefused,
+    RecordTooLarge,
     TopicForbidden,
 )
 from headrace.log.kafka_batch import MAX_BATCH_BYTES, Packed
@@ -144,9 +145,12 @@ class KafkaTransactionalProducer:
                         self._group,
                     )
                 await producer.commit_transaction()
-        except BaseException:
+        except BaseException as error:
             # At once: left alone, it would go on trying to end the transaction.
             await self.close()
+            if isinstance(error, RecordTooLarge | RecordRefused):
+                for partition in records:
+                    self._topics.forget_rules(partition.topic)  # they may have changed
             raise
 
     async def _packed(
@@ -165,7 +169,6 @@ class KafkaTransactionalProducer:
                 packed = Packed(partition, rules, self._connection.codec, is_transactional=True)
                 start, refusal = packed.take(chunk, start)
                 if refusal is not None:
-                    self._topics.forget_rules(partition.topic)  # they may have changed
                     raise refusal
                 packed.builder.close()
                 lane.append(packed)

@@ -59,13 +59,13 @@ def kafka_installed() -> None:
 @pytest.fixture(scope="session")
 def kafka(kafka_installed: None) -> Iterator[LocalKafka]:
     """One node without security, shared by the whole session."""
-    yield from _running(LocalKafka())
+    yield from running(LocalKafka())
 
 
 @pytest.fixture(scope="session")
 def kafka_scram_tls(kafka_installed: None) -> Iterator[LocalKafka]:
     """One node with TLS and SASL, shared; `SCRAM_USER` logs in with `SCRAM_PASSWORD`."""
-    yield from _running(LocalKafka(security=ScramTls({SCRAM_USER: SCRAM_PASSWORD})))
+    yield from running(LocalKafka(security=ScramTls({SCRAM_USER: SCRAM_PASSWORD})))
 
 
 @pytest.fixture
@@ -75,7 +75,8 @@ def unique_name(request: pytest.FixtureRequest) -> str:
     return f"{readable}-{secrets.token_hex(4)}"
 
 
-def _running(cluster: LocalKafka) -> Iterator[LocalKafka]:
+def running(cluster: LocalKafka) -> Iterator[LocalKafka]:
+    """The body of a fixture that starts a cluster and stops it."""
     _run(cluster.start())
     try:
         yield cluster

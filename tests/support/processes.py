@@ -147,6 +147,17 @@ class Process:
         return int(found[1]) * 1024
 
     @property
+    def cpu_s(self) -> float:
+        """The processor time that its threads have used so far, in the kernel as well."""
+        assert self._process is not None
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def is_ready(self) -> bool:
+        """Whether `/health/ready` answers 200 now."""
+        return await self._is_ready()
+
+    @property
     def output(self) -> str:
         """What it has printed so far."""
         return os.pread(self._output.fileno(), 10_000_000, 0).decode(errors="replace")

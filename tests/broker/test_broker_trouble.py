@@ -1,0 +1,283 @@
+"""What brokers do to a deployment: go away, restart, move, slow down, hang up. Work goes on.
+
+One cluster of three nodes serves the tests that only stop nodes and start them again; each leaves
+all three running and in sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
+
+from headrace.config import KafkaSettings
+from headrace.local_kafka import LocalKafka, ScramTls
+from headrace.log.errors import LogUnavailable
+from headrace.log.kafka import KafkaLog
+from headrace.log.kafka_survey import survey
+from headrace.log.port import Producer, Record, TopicInfo, TopicPartition
+from headrace.topics import Topic
+from tests.chaos.cluster import running_cluster
+from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER, running
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, polling, values, write
+from tests.support.processes import Process, environment, headrace
+from tests.support.tcp_proxy import HOST, TcpProxy
+from tests.support.traffic import PARTITIONS, Traffic
+
+MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"
+ALL = "ingest,batcher,executor,responder"
+OUTAGE_S = 30.0
+BUSY = 0.15
+"""The share of a core that a process may use while it waits for brokers."""
+
+ONE_NODE = {"TOPICS__REPLICATION_FACTOR": "1"}
+GUARANTEES = pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def cluster(kafka_installed: None) -> Iterator[LocalKafka]:
+    """Three nodes; acknowledged records lie on two of them at least."""
+    yield from running(LocalKafka(nodes=3))
+
+
+@asynccontextmanager
+async def deployment(
+    servers: str,
+    namespace: str,
+    guarantee: str,
+    more: Mapping[str, str] | None = None,
+    *,
+    outside: str = "",
+) -> AsyncIterator[tuple[Process, Traffic]]:
+    """All four stages in a process, with traffic that flows, by other addresses where told so."""
+    settings = environment(
+        servers,
+        namespace,
+        MODELS,
+        KAFKA__SESSION_TIMEOUT_MS="6000",
+        DELIVERY__GUARANTEE=guarantee,
+        TOPICS__PARTITIONS=str(PARTITIONS),
+        **{"TOPICS__REPLICATION_FACTOR": "3", **(more or {})},
+    )
+    await headrace(["topics", "create"], settings)
+    async with (
+        Process(ALL, settings) as process,
+        Traffic(outside or servers, namespace) as traffic,
+    ):
+        await traffic.flows()
+        yield process, traffic
+
+
+async def unready(process: Process, deadline_s: float) -> None:
+    """Wait until it says that it is not ready."""
+
+    async def is_unready() -> bool:
+        return not await process.is_ready()
+
+    await eventually(is_unready, deadline_s=deadline_s, recheck_s=0.2)
+
+
+async def in_sync(cluster: LocalKafka, namespace: str) -> None:
+    """Wait until every partition of the namespace's topics has three replicas in sync."""
+    settings = KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)
+    topics = [f"{namespace}.{topic}" for topic in (Topic.REQUESTS, Topic.RESPONSES)]
+
+    async def are_in_sync() -> bool:
+        found = await survey(settings, topics, namespace, namespace)
+        return all(each.in_sync == 3 for each in found.topics.values())
+
+    await eventually(are_in_sync, deadline_s=60, recheck_s=0.2)
+
+
+def require_nothing_lost(traffic: Traffic, guarantee: str) -> None:
+    assert set(traffic.counts) == set(range(traffic.sent))
+    assert set(traffic.codes) == {"ok"}
+    if guarantee == "exactly_once":
+        assert traffic.doubled == set()
+
+
+@GUARANTEES
+async def test_all_brokers_away(cluster: LocalKafka, unique_name: str, guarantee: str) -> None:
+    """A process says that it is not ready, waits without being busy, and goes on afterwards."""
+    outage_s = OUTAGE_S if guarantee == "at_least_once" else OUTAGE_S / 2
+    async with deployment(cluster.bootstrap_servers, unique_name, guarantee) as (process, traffic):
+        for node in cluster.node_ids:
+            cluster.kill_node(node)
+        down_s, cpu_s = time.monotonic(), process.cpu_s
+        await unready(process, outage_s)
+        await asyncio.sleep(max(0.0, down_s + outage_s - time.monotonic()))
+        busy = (process.cpu_s - cpu_s) / (time.monotonic() - down_s)
+        await asyncio.gather(*map(cluster.start_node, cluster.node_ids))
+        await traffic.flows()
+        await eventually(process.is_ready, deadline_s=30, recheck_s=0.2)
+        await traffic.all_answered()
+    require_nothing_lost(traffic, guarantee)
+    assert busy < BUSY
+
+
+@GUARANTEES
+async def test_a_rolling_restart(cluster: LocalKafka, unique_name: str, guarantee: str) -> None:
+    """One node after the other stops and comes back; requests go on being answered."""
+    async with deployment(cluster.bootstrap_servers, unique_name, guarantee) as (_, traffic):
+        for node in cluster.node_ids:
+            await in_sync(cluster, unique_name)
+            await cluster.stop_node(node)
+            await traffic.flows()
+            await cluster.start_node(node)
+        await traffic.all_answered()
+    require_nothing_lost(traffic, guarantee)
+
+
+@GUARANTEES
+async def test_the_node_that_leads_and_coordinates_is_killed(
+    cluster: LocalKafka, unique_name: str, guarantee: str
+) -> None:
+    """Leaders and the group's coordinator move to other nodes, and work goes on there."""
+    async with deployment(cluster.bootstrap_servers, unique_name, guarantee) as (_, traffic):
+        await in_sync(cluster, unique_name)
+        coordinator = await _coordinator(cluster.bootstrap_servers, unique_name)
+        cluster.kill_node(coordinator)
+        await traffic.flows(200)
+        moved_to = await _coordinator(cluster.bootstrap_servers, unique_name)
+        await cluster.start_node(coordinator)
+        await traffic.all_answered()
+    assert moved_to != coordinator
+    require_nothing_lost(traffic, guarantee)
+
+
+async def _coordinator(servers: str, group: str) -> int:
+    async with administration(servers) as admin:
+        return int(await admin.find_coordinator(group))
+
+
+@asynccontextmanager
+async def administration(servers: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    """A client for what an operator does to topics."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=servers)
+    await admin.start()
+    try:
+        yield admin
+    finally:
+        await admin.close()
+
+
+@GUARANTEES
+async def test_a_slow_network_that_hangs_up(
+    kafka_installed: None, unique_name: str, guarantee: str
+) -> None:
+    """Delay, cut connections and a silence delay requests, and lose none."""
+    async with (
+        running_cluster() as cluster,
+        deployment(cluster.proxied, unique_name, guarantee, ONE_NODE, outside=cluster.direct) as (
+            process,
+            traffic,
+        ),
+    ):
+        cluster.proxy.delay_s = 0.2
+        await traffic.flows(100)
+        cluster.proxy.delay_s = 0.0
+        for _ in range(3):
+            await cluster.proxy.cut()
+            await traffic.flows()
+        cluster.proxy.pause()
+        await unready(process, 30)
+        cluster.proxy.resume()
+        await traffic.flows()
+        await traffic.all_answered()
+    require_nothing_lost(traffic, guarantee)
+
+
+@GUARANTEES
+async def test_logins_that_expire(kafka_installed: None, unique_name: str, guarantee: str) -> None:
+    """A broker that hangs up on each connection after three seconds loses and stops nothing."""
+    security = ScramTls({SCRAM_USER: SCRAM_PASSWORD})
+    async with LocalKafka(
+        security=security, properties={"connections.max.reauth.ms": "3000"}
+    ) as cluster:
+        login = {
+            "KAFKA__SECURITY_PROTOCOL": "SASL_SSL",
+            "KAFKA__SASL_MECHANISM": "SCRAM-SHA-512",
+            "KAFKA__SASL_USERNAME": SCRAM_USER,
+            "KAFKA__SASL_PASSWORD": SCRAM_PASSWORD,
+            "KAFKA__SSL_CA_FILE": str(cluster.ca_file),
+        }
+        async with deployment(
+            cluster.bootstrap_servers,
+            unique_name,
+            guarantee,
+            ONE_NODE | login,
+            outside=cluster.plaintext_bootstrap_servers,
+        ) as (_, traffic):
+            until_s = time.monotonic() + 3 * 3.0
+            while time.monotonic() < until_s:
+                await traffic.flows()
+            await traffic.all_answered()
+    require_nothing_lost(traffic, guarantee)
+
+
+@GUARANTEES
+async def test_a_topic_too_small_for_one_answer(
+    kafka: LocalKafka, unique_name: str, guarantee: str
+) -> None:
+    """The one that does not fit is answered with `TOO_LARGE`, and the others as ever."""
+    servers = kafka.bootstrap_servers
+    async with deployment(servers, unique_name, guarantee, ONE_NODE) as (_, traffic):
+        async with administration(servers) as admin:
+            smaller = {"max.message.bytes": "2000"}
+            topic = f"{unique_name}.{Topic.RESPONSES}"
+            await admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, smaller)])
+        await traffic.flows()
+        await traffic.send_one([("x-note", b"copied to the answer" * 500)])
+        await eventually(lambda: traffic.codes["TOO_LARGE"], deadline_s=30)
+        await traffic.flows()
+        await traffic.all_answered()
+    assert set(traffic.codes) == {"ok", "TOO_LARGE"}
+    assert traffic.codes["ok"] >= traffic.sent
+
+
+async def test_brokers_that_changed_their_addresses(
+    kafka_installed: None, tmp_path: Path, unique_name: str
+) -> None:
+    """A member and a producer ask the bootstrap servers again, and go on with the new ones."""
+    partition = TopicPartition(unique_name, 0)
+    seen: list[Record] = []
+    async with TcpProxy() as names, AsyncExitStack() as entered:
+        servers = f"{HOST}:{names.port}"
+        log = await entered.enter_async_context(
+            KafkaLog(KafkaSettings(bootstrap_servers=servers, session_timeout_ms=6000))
+        )
+        async with LocalKafka(tmp_path) as former:
+            names.upstream = former_port = _port(former)
+            await log.create_topics([TopicInfo(unique_name, 1, {})], replication_factor=1)
+            member = await entered.enter_async_context(
+                log.member(unique_name, [unique_name], RecordingListener())
+            )
+            producer = await entered.enter_async_context(log.producer())
+            await write(producer, partition, b"before")
+        async with polling(member, seen), LocalKafka(tmp_path) as moved:
+            names.upstream = _port(moved)
+            assert names.upstream != former_port
+            await eventually(lambda: _is_written(producer, partition), deadline_s=60)
+            await eventually(lambda: values(seen)[-1:] == [b"after"], deadline_s=60)
+    assert values(seen)[0] == b"before"
+
+
+def _port(cluster: LocalKafka) -> int:
+    return int(cluster.bootstrap_servers.rpartition(":")[2])
+
+
+async def _is_written(producer: Producer, partition: TopicPartition) -> bool:
+    try:
+        await write(producer, partition, b"after")
+    except LogUnavailable:
+        return False
+    return True
