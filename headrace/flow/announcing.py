@@ -7,6 +7,7 @@ records follows the log's pace and not that of the batches.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from headrace.messages import Batch, Request
 from headrace.models.version import ModelVersion
 
 HEARTBEAT_S = 1.0
+LOOK_S = 0.1
+"""How soon partitions that were assigned or revoked are told."""
 
 
 class Identity(NamedTuple):
@@ -56,6 +59,7 @@ class Announcer:
         self._models = models
         key = identity.executor.encode()
         self._key, self._target = key, TopicPartition(topic[0], partition_for_key(key, topic[1]))
+        self._told: list[int] = []
         self._unfinished: dict[str, int] = {}
         self._completions: list[Completion] = []
         self._news = asyncio.Event()
@@ -100,20 +104,27 @@ class Announcer:
         """Until it is closed."""
         while not self._closed:
             await self._announce()
+            await self._wait_for_news()
+        await self._announce()
+
+    async def _wait_for_news(self) -> None:
+        end_s = time.monotonic() + HEARTBEAT_S
+        while time.monotonic() < end_s and self._partitions() == self._told:
             try:
-                async with asyncio.timeout(HEARTBEAT_S):
+                async with asyncio.timeout(LOOK_S):
                     await self._news.wait()
             except TimeoutError:
-                pass
-        await self._announce()
+                continue
+            return
 
     async def _announce(self) -> None:
         self._news.clear()
+        self._told = self._partitions()
         completions, self._completions = self._completions, []
         event = ExecutorEvent(
             executor=self._identity.executor,
             silent_after_ms=int(self._identity.silent_after_s * 1000),
-            partitions=self._partitions(),
+            partitions=self._told,
             models=[_hosted(version) for version in self._models()],
             completions=completions,
             leaving=self._closed,

@@ -48,8 +48,8 @@ class Fleet:
         self._owners: dict[int, str] = {}
 
     def __len__(self) -> int:
-        """How many executors are known."""
-        return len(self._executors)
+        """How many executors are known that can be reached."""
+        return sum(bool(executor.partitions) for executor in self._executors.values())
 
     def heard(self, event: ExecutorEvent, now_s: float) -> None:
         """Take an announcement in."""

@@ -87,7 +87,7 @@ class Bench:
         """Wait until the outlet hears what is said: it begins at the end of the topic."""
 
         async def is_heard() -> bool:
-            await self.announce("first")
+            await self.announce("first", 0)
             return self.known() == 1
 
         await eventually(is_heard)
