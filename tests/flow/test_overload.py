@@ -1,0 +1,123 @@
+"""More than can be done: every request is answered, most of the capacity is used, and nobody
+pays for somebody else's flood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from headrace.client import Client, InferenceError
+from headrace.config import Settings, make_settings
+from headrace.errors import Code
+from headrace.opening import open_log
+from headrace.pipeline import Pipeline, running
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.metrics import Metrics
+from tests.support.python_models import add_python_model
+from tests.support.services import counted
+
+RUN_S = 0.02
+BATCH_ROWS = 4
+CAPACITY_PER_S = BATCH_ROWS / RUN_S
+
+X = {"x": np.ones((1, 1), np.float32)}
+
+
+def settings_of(repository: Path) -> Settings:
+    """With a model whose every run takes the same time, whatever is in it."""
+    add_python_model(repository, f"time.sleep({RUN_S})", config=f"max_batch_size = {BATCH_ROWS}")
+    return make_settings({"models": {"repository": str(repository)}})
+
+
+class Served(NamedTuple):
+    """A client, and what the services that it asks have counted."""
+
+    client: Client
+    instruments: Instruments
+
+    def runs(self) -> float:
+        """How often the model has run."""
+        return counted(self.instruments, "compute_duration_seconds_count", model="model")
+
+    def rows(self) -> float:
+        """How many rows it has run."""
+        return counted(self.instruments, "rows_total", model="model", version="1")
+
+
+@asynccontextmanager
+async def serving(repository: Path) -> AsyncIterator[Served]:
+    """The four services, which have had a backlog once and know their pace."""
+    settings = settings_of(repository)
+    instruments = Instruments(Metrics(CollectorRegistry()))
+    async with (
+        open_log(settings) as log,
+        running(Pipeline(settings, log, instruments=instruments)),
+        Client(log=log, settings=settings, max_in_flight=5000) as client,
+    ):
+        await asyncio.gather(*(client.infer("model", X) for _ in range(10 * BATCH_ROWS)))
+        yield Served(client, instruments)
+
+
+async def outcome(client: Client, timeout_s: float, tenant: str = "") -> InferenceError | None:
+    """None where there was an answer; the client waits longer than the deadline lasts."""
+    headers = [("x-timeout-ms", b"%d" % round(timeout_s * 1000))]
+    try:
+        await client.infer("model", X, timeout_s=30, headers=headers, tenant=tenant)
+    except InferenceError as error:
+        return error
+    return None
+
+
+async def test_overload_is_answered_early_and_the_capacity_is_used(tmp_path: Path) -> None:
+    """Of twice as much as can be done in a second the rest is told when to come again. Batches
+    stay full, and hardly a row is run in vain.
+    """
+    async with serving(tmp_path) as served:
+        runs, rows = served.runs(), served.rows()
+        outcomes = await asyncio.gather(
+            *(outcome(served.client, 1.0) for _ in range(round(2 * CAPACITY_PER_S)))
+        )
+        runs, rows = served.runs() - runs, served.rows() - rows
+
+    refused = [error for error in outcomes if error is not None]
+    done = len(outcomes) - len(refused)
+    codes = Counter(error.code for error in refused)
+    assert set(codes) <= {Code.OVERLOADED, Code.DEADLINE_EXCEEDED}, codes
+    assert rows >= 0.9 * runs * BATCH_ROWS, (rows, runs)
+    assert done >= 0.9 * rows, (done, rows, codes)
+    early = [error for error in refused if error.code == Code.OVERLOADED]
+    assert len(early) >= 0.8 * len(refused), codes
+    for error in early:
+        assert error.retriable
+        assert error.retry_after_ms is not None
+        assert 0 < error.retry_after_ms <= 4000
+
+
+async def test_a_flood_does_not_take_anothers_deadline(tmp_path: Path) -> None:
+    """One tenant sends the work of five seconds; another's requests, sent after that, are done
+    within half of it.
+    """
+    async with serving(tmp_path) as served, asyncio.TaskGroup() as tasks:
+        client = served.client
+        flood = [
+            tasks.create_task(outcome(client, 30.0, "flood"), name=f"flood {number}")
+            for number in range(round(5 * CAPACITY_PER_S))
+        ]
+        await flood[0]
+
+        outcomes = await asyncio.gather(
+            *(outcome(client, 2.5, "quiet") for _ in range(round(CAPACITY_PER_S / 10)))
+        )
+
+        assert outcomes == [None] * len(outcomes)
+        assert sum(task.done() for task in flood) < 0.9 * len(flood)
+        for task in flood:
+            task.cancel()
