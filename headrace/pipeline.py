@@ -67,6 +67,7 @@ class Pipeline:
         for segment in self._segments:
             self.state.sources.append(segment.source.snapshot)
             self.state.activities.append(segment.activities)
+            self.state.devices.append(segment.devices)
         self.state.waiting = self._waiting
         show(self.state)
 

@@ -52,7 +52,7 @@ from headrace.services.ingest.service import IngestService
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.telemetry.instruments import Instruments
-from headrace.telemetry.snapshots import WaitingSnapshot
+from headrace.telemetry.snapshots import DeviceSnapshot, WaitingSnapshot
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage, Topic
 
@@ -165,6 +165,10 @@ class Segment:
         """What must get on: the reader, and the instances of the models."""
         running = [] if self._executor is None else self._executor.activities()
         return [self.source.reading, *running]
+
+    def devices(self) -> list[DeviceSnapshot]:
+        """The memory of the devices that models run on, the host's left out."""
+        return [] if self._executor is None else self._executor.devices()
 
     def waiting(self) -> WaitingSnapshot | None:
         """What waits for a batch; None without a batcher."""

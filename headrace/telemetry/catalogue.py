@@ -136,6 +136,12 @@ RUNS = (
     ),
     Spec("headrace_waiting_requests", "gauge", (), "Requests that wait for a batch."),
     Spec(
+        "headrace_device_memory_bytes",
+        "gauge",
+        ("device", "kind"),
+        "Of a GPU that models run on: free, total, or the pool of ours that holds it.",
+    ),
+    Spec(
         "headrace_model_state",
         "gauge",
         ("model", "version", "state"),

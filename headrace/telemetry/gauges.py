@@ -60,6 +60,7 @@ class StateGauges(Collector):
         yield from _of_sources(sources)
         yield from _of_partitions(sources)
         yield from self._of_process()
+        yield self._devices()
         yield self._models()
         yield self._suppressed()
 
@@ -73,6 +74,15 @@ class StateGauges(Collector):
         if waiting is not None:
             yield _gauge("waiting_requests", [((), waiting.requests)])
             yield _gauge("deadline_slack_seconds", [((), waiting.deadline_slack_s)])
+
+    def _devices(self) -> GaugeMetricFamily:
+        memory = {
+            (each.device, kind): size
+            for asked in self._state.devices
+            for each in asked()
+            for kind, size in each.memory_bytes.items()
+        }
+        return _gauge("device_memory_bytes", memory.items())
 
     def _models(self) -> GaugeMetricFamily:
         return _gauge(

@@ -5,6 +5,7 @@ The source makes these when it is asked; telemetry knows nothing of ledgers and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -86,6 +87,13 @@ class SourceSnapshot(NamedTuple):
     time_to_drain_s: float | None
     commit: CommitSnapshot
     partitions: tuple[PartitionSnapshot, ...]
+
+
+class DeviceSnapshot(NamedTuple):
+    """The memory of a device that is not the host's, a moment ago: bytes by kind or pool."""
+
+    device: str
+    memory_bytes: Mapping[str, int]
 
 
 class WaitingSnapshot(NamedTuple):

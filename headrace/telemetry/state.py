@@ -17,7 +17,12 @@ from headrace.telemetry.health import Health
 from headrace.telemetry.loop_lag import LoopLag
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.recent_errors import RecentErrors
-from headrace.telemetry.snapshots import PartitionSnapshot, SourceSnapshot, WaitingSnapshot
+from headrace.telemetry.snapshots import (
+    DeviceSnapshot,
+    PartitionSnapshot,
+    SourceSnapshot,
+    WaitingSnapshot,
+)
 from headrace.telemetry.watchdog import Activity, LoopWatch
 
 BROKER_SILENCE_S = 10.0
@@ -51,6 +56,7 @@ class ProcessState:
         self.models = models
         self.sources: list[Callable[[], SourceSnapshot]] = []
         self.activities: list[Callable[[], Sequence[Activity]]] = []
+        self.devices: list[Callable[[], Sequence[DeviceSnapshot]]] = []
         self.waiting: Callable[[], WaitingSnapshot | None] = lambda: None
         self.recent_errors = RecentErrors()
         self.loop_lag = LoopLag(metrics.loop_lag)

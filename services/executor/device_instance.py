@@ -33,6 +33,7 @@ from headrace.services.executor.instance import (
 )
 from headrace.services.executor.ring import Ring, RingPlan, Slot
 from headrace.services.executor.ring_plan import buckets, plan_ring
+from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.tensors import DATATYPES
 
 GRAPH_RUNS = 3
@@ -201,6 +202,13 @@ class DeviceInstance(Instance):
         return self._streaming.label(arrays)
 
     # --- the loop's -----------------------------------------------------------------------------
+
+    def device_memory(self) -> DeviceSnapshot | None:
+        device, memory = self._device, self.memory
+        if device is None or memory is None:
+            return None
+        sizes = {"free": memory.free_bytes, "total": memory.total_bytes, **memory.used_bytes}
+        return DeviceSnapshot(device.name, sizes)
 
     async def __aenter__(self) -> Self:
         self._reaper.start()

@@ -27,6 +27,7 @@ from headrace.models.user_code import describe
 from headrace.services.executor.blocks import TURNS, HostBlock
 from headrace.services.executor.gather import gather
 from headrace.telemetry.logs import Event
+from headrace.telemetry.snapshots import DeviceSnapshot
 
 INLINE_BELOW_US = 200
 INLINE_CUT_OFF_S = 1.0
@@ -134,6 +135,10 @@ class Instance:
     def name(self) -> str:
         """Of its model, version and number."""
         return self._thread.name
+
+    def device_memory(self) -> DeviceSnapshot | None:
+        """Of the device that it runs on, unless that is the host."""
+        return None
 
     async def __aenter__(self) -> Self:
         self._thread.start()

@@ -31,6 +31,7 @@ from headrace.services.executor.intake import Intake, Taken
 from headrace.services.executor.trial import Trial
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
+from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.span_attributes import Run
 from headrace.telemetry.watchdog import RUN_GRACE_S, Activity
 from headrace.topics import Stage
@@ -75,6 +76,10 @@ class ExecutorService:
     def activities(self) -> list[Activity]:
         """What each instance is at."""
         return list(self._activities.values())
+
+    def devices(self) -> list[DeviceSnapshot]:
+        """The memory of each device that is not the host's."""
+        return [seen for each in self._activities if (seen := each.device_memory()) is not None]
 
     async def run(self) -> None:
         """Until the batches end. Versions that come or go meanwhile are taken up or let go."""

@@ -19,6 +19,7 @@ from headrace.models.config import make_model_config
 from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.repository import FoundVersion, open_version
 from headrace.services.executor.device_instance import DeviceInstance, Loaded, OnDevice
+from headrace.telemetry.snapshots import DeviceSnapshot
 from tests.support import models
 from tests.support.work import make_request
 
@@ -199,7 +200,8 @@ async def test_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 async def test_memory_of_a_device_of_its_own_can_be_seen(tmp_path: Path) -> None:
     """As it was a moment ago."""
     async with make(tmp_path, models.digits(), device=Gpu()) as instance:
-        assert instance.memory == Memory(2**40, 2**34, {"cupy": 2**20})
+        seen = instance.device_memory()
+    assert seen == DeviceSnapshot("cuda:0", {"free": 2**40, "total": 2**34, "cupy": 2**20})
 
 
 async def test_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
