@@ -39,7 +39,8 @@ class Pauses:
     Attributes:
         paused: the partitions that are.
         held: partitions of which nothing may be let in for now.
-        reason: why, of all or of some; empty while all are read.
+        reason: why, while all of them are; otherwise empty.
+        reasons: why, of partitions that are paused alone.
     """
 
     def __init__(self, ledger: Ledger, *, seals: bool, shares: bool) -> None:
@@ -50,6 +51,7 @@ class Pauses:
         self.paused: frozenset[TopicPartition] = frozenset()
         self.held: frozenset[TopicPartition] = frozenset()
         self.reason = ""
+        self.reasons: Mapping[TopicPartition, str] = {}
 
     def regulate(self, consumer: Consumer, waiting_bytes: int, *, stopping: bool) -> bool:
         """Pause or resume as the budget says; True while all partitions are paused.
@@ -66,12 +68,11 @@ class Pauses:
         budget.used_bytes -= waiting_bytes
         assigned = consumer.assignment()
         if wanted:
+            self.reason, self.reasons = "drain" if stopping else "budget", {}
             paused = assigned
-            self.reason = "drain" if stopping else "budget"
         else:
-            crowded = self._crowded()
-            paused = assigned & crowded.keys()
-            self.reason = next((crowded[each] for each in paused), "")
+            self.reason, self.reasons = "", self._crowded()
+            paused = assigned & self.reasons.keys()
         if fresh := paused - self.paused:
             consumer.pause(sorted(fresh))
         if freed := (self.paused & assigned) - paused:

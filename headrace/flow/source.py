@@ -222,7 +222,7 @@ class Source:
                 backlog=self._backlog,
                 waiting_bytes=self._ready_bytes,
                 commits=settings.commits,
-                paused=self._pauses.reason,
+                pauses=self._pauses,
                 last_contact_s=self.last_contact_s() if self._opened else 0.0,
             )
         )

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from headrace.flow.backlog import Backlog
 from headrace.flow.committing import Committer, Companion
 from headrace.flow.inflight import NEVER_COMMITTED, Assignment, Ledger
+from headrace.flow.pausing import Pauses
+from headrace.log.port import TopicPartition
 from headrace.telemetry.snapshots import CommitSnapshot, PartitionSnapshot, SourceSnapshot
 
 
@@ -17,7 +19,7 @@ class Parts(NamedTuple):
     Attributes:
         waiting_bytes: of records that were read and are not admitted yet.
         commits: whether it commits.
-        paused: why nothing is read; empty while reading.
+        pauses: what is not read, and why.
     """
 
     topic: str
@@ -28,13 +30,17 @@ class Parts(NamedTuple):
     backlog: Backlog
     waiting_bytes: int
     commits: bool
-    paused: str
+    pauses: Pauses
     last_contact_s: float
 
 
 def source_snapshot(parts: Parts) -> SourceSnapshot:
     """The whole source."""
-    partitions = partition_snapshots(parts.ledger, parts.backlog)
+    reasons = parts.pauses.reasons
+    partitions = [
+        each._replace(paused=reasons.get(TopicPartition(each.topic, each.partition), ""))
+        for each in partition_snapshots(parts.ledger, parts.backlog)
+    ]
     backlog = sum(each.backlog_records for each in partitions)
     throughput = parts.backlog.throughput
     companions = () if parts.companion is None else tuple(parts.companion.snapshots())
@@ -46,7 +52,7 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
         in_flight_records=parts.ledger.in_flight(),
         in_flight_bytes=budget.used_bytes + parts.waiting_bytes,
         limit_bytes=budget.limit_bytes,
-        paused=parts.paused,
+        paused=parts.pauses.reason,
         oldest_age_s=_oldest_age_s(parts.ledger),
         backlog_records=backlog,
         throughput_per_s=throughput.per_s,

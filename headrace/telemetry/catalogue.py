@@ -293,7 +293,7 @@ PARTITIONS = (
         "headrace_partition_paused",
         "gauge",
         ("topic", "partition", "reason"),
-        "1 while the partition is not read, by reason: budget or drain.",
+        "1 while the partition is not read, by reason: budget, drain, metadata, order or suspects.",
     ),
 )
 

@@ -25,7 +25,7 @@ from headrace.telemetry.state import ProcessState
 Value: TypeAlias = float | None
 Series: TypeAlias = tuple[tuple[str, ...], Value]
 
-PAUSES = ("budget", "drain")
+PAUSES = ("budget", "drain", "metadata", "order", "suspects")
 _OURS = frozenset(str(event) for event in Event)
 
 
@@ -142,7 +142,7 @@ def _of_partitions(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFamily]
     yield _gauge(
         "partition_paused",
         [
-            ((*_labels(one), reason), source.paused == reason)
+            ((*_labels(one), reason), reason in (source.paused, one.paused))
             for source in sources
             for one in source.partitions
             if one.topic == source.topic

@@ -20,6 +20,7 @@ class PartitionSnapshot(NamedTuple):
         span_records: offsets from the base up to the last one read.
         answered_records: how many offsets above the base are answered, in how many ranges.
         metadata_characters: length of the metadata committed last.
+        paused: why it alone is not read: `metadata`, `order` or `suspects`; otherwise empty.
     """
 
     topic: str
@@ -33,6 +34,7 @@ class PartitionSnapshot(NamedTuple):
     answered_records: int
     answered_ranges: int
     metadata_characters: int
+    paused: str = ""
 
     @property
     def lag_records(self) -> int | None:
@@ -69,7 +71,7 @@ class SourceSnapshot(NamedTuple):
 
     Attributes:
         last_contact_s: since the log was last heard of; 0 before the source is open.
-        paused: why nothing is read: `budget` or `drain`; empty while reading.
+        paused: why nothing is read: `budget` or `drain`; otherwise empty.
         oldest_age_s: of the oldest record that was read and is unanswered.
         throughput_per_s: learned; None before anything was.
     """

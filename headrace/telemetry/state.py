@@ -129,4 +129,5 @@ def _source(source: SourceSnapshot) -> dict[str, Any]:
 
 
 def _partition(partition: PartitionSnapshot, paused: str) -> dict[str, Any]:
+    paused = paused or partition.paused
     return {**partition._asdict(), "lag_records": partition.lag_records, "paused": paused}
