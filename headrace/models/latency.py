@@ -33,6 +33,7 @@ EXACT_ROWS = 64
 MAX_CLASSES = 64
 """The class that was seen longest ago makes room for another one."""
 _LEAST_WEIGHT = 1e-6
+SHOWN_CLASSES = 8
 NEARLY_BEST = 0.95
 """Of the best throughput: the largest size that reaches it is taken, since the rest of the work
 that a batch makes, outside its run, is less for each row of a larger one."""
@@ -219,18 +220,22 @@ class Latency:
         return best / known.curve()(best) * 1e6
 
     def table(self) -> list[dict[str, Any]]:
-        """For people: by class, the line t0 + a b, and S in microseconds of each size seen."""
+        """For people: of the classes seen last the line t0 + a b, the size with the best
+        throughput among those seen, and S in microseconds of each of them.
+        """
+        latest = list(self._classes.items())[: -SHOWN_CLASSES - 1 : -1]
         return [
             {
                 "shape_class": list(shape_class),
                 "t0_us": round(curve.t0_us, 1),
                 "row_us": round(curve.slope_us, 3),
                 "runs": known.runs,
+                "best_rows": known.best_rows(curve.rows[-1]),
                 "compute_us": {
                     str(rows): round(us) for rows, us in zip(curve.rows, curve.us, strict=True)
                 },
             }
-            for shape_class, known in self._classes.items()
+            for shape_class, known in latest
             for curve in [known.curve()]
         ]
 

@@ -141,6 +141,7 @@ class Models:
                 "batching_off": version.batching_off,
                 "contradiction": version.contradiction,
                 "batching": version.verdict and version.verdict.entry(),
+                "latency": version.latency.table(),
             }
             for version in self.versions()
         ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.models.latency import MAX_CLASSES, Latency, Point, bucket_of, isotonic
+from headrace.models.latency import MAX_CLASSES, SHOWN_CLASSES, Latency, Point, bucket_of, isotonic
 
 CLASS = (64,)
 
@@ -130,8 +130,23 @@ def test_shapes_without_end_take_bounded_memory() -> None:
         latency.observe((size,), 1, 100)
         latency.observe((7,), 1, 100)
 
-    assert len(latency.table()) == MAX_CLASSES
+    assert len(latency._classes) == MAX_CLASSES
     assert [7] in [entry["shape_class"] for entry in latency.table()]
+    assert len(latency.table()) == SHOWN_CLASSES
+
+
+def test_the_table_is_for_people() -> None:
+    """It has the line, the best size, and each size that was seen."""
+    assert seeded({2: 1100, 4: 1200, 8: 1400}).table() == [
+        {
+            "shape_class": [64],
+            "t0_us": 1000.0,
+            "row_us": 50.0,
+            "runs": 3,
+            "best_rows": 8,
+            "compute_us": {"2": 1100, "4": 1200, "8": 1400},
+        }
+    ]
 
 
 @given(st.integers(1, 100_000))
