@@ -37,11 +37,14 @@ def moving(kind: str, event: str, stream: str) -> Edit:
     return edit
 
 
-class MarksTooEarly(Ring):
+class PutsAsideTooLate(Ring):
     """Says *computed* before the results are put aside."""
 
     def _set_aside(self, slot: Slot) -> None:
-        self._device.record(slot.computed, self.compute)
+        pass
+
+    def _bring_out(self, slot: Slot) -> None:
+        super()._bring_out(slot)
         super()._set_aside(slot)
 
 
@@ -71,6 +74,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     "results put aside on copy-out": {"edit": moving("copy", "results z", "copy-out")},
     "rows copied in on copy-out": {"edit": moving("copy", "staged x", "copy-out")},
     "answers copied on compute": {"edit": moving("copy", "answers z", "compute")},
+    "computed recorded before the results are put aside": {"make_ring": PutsAsideTooLate},
     "one result block for all slots": {"make_ring": SharesResults},
 }
 

@@ -1,0 +1,42 @@
+"""Gauges that a scrape asks the process for."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from headrace.telemetry.gauges import StateGauges
+from headrace.telemetry.health import Health
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import DeviceSnapshot
+from headrace.telemetry.state import ProcessState
+
+
+def test_memory_of_a_device_is_shown_once() -> None:
+    """By kind and pool, however many instances tell of it."""
+    state = ProcessState(["executor"], Health(), Metrics(CollectorRegistry()), list)
+    seen = DeviceSnapshot("cuda:0", {"free": 5, "total": 8, "cupy": 2})
+    state.devices.append(lambda: [seen, seen])
+    registry = CollectorRegistry()
+    registry.register(StateGauges(state))
+
+    samples = {
+        tuple(sample.labels.items()): sample.value
+        for family in registry.collect()
+        if family.name == "headrace_device_memory_bytes"
+        for sample in family.samples
+    }
+    assert samples == {
+        (("device", "cuda:0"), ("kind", kind)): size for kind, size in seen.memory_bytes.items()
+    }
+
+
+def test_process_without_a_gpu_shows_no_memory_of_one() -> None:
+    """The metric is explained, and has no values."""
+    state = ProcessState(["executor"], Health(), Metrics(CollectorRegistry()), list)
+    registry = CollectorRegistry()
+    registry.register(StateGauges(state))
+
+    [family] = [
+        family for family in registry.collect() if family.name == "headrace_device_memory_bytes"
+    ]
+    assert family.samples == []
