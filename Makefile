@@ -113,6 +113,29 @@ demo: setup ## all four services on real files, in one process, without a broker
 kafka: setup ## a real Kafka on this machine without Docker; NODES=3 for a cluster
 	@$(BIN)/python -m headrace.local_kafka --nodes $(NODES)
 
+# --- measuring it ------------------------------------------------------------------------------
+
+PEERS := .venv-bench
+BENCH ?=
+MINUTES ?= 60
+
+.PHONY: bench
+bench: setup $(PEERS)/.complete ## measure it against others on a local Kafka; 18 minutes, BENCH=--quick three
+	@$(BIN)/python -m benchmarks $(BENCH)
+
+.PHONY: bench-peers
+bench-peers: $(PEERS)/.complete ## make .venv-bench, with the frameworks that bench measures
+
+$(PEERS)/.complete: benchmarks/peers.txt
+	@rm -f $@
+	@$(BIN)/python -m venv --clear $(PEERS)
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r benchmarks/peers.txt
+	@touch $@
+
+.PHONY: soak
+soak: setup ## hold a load for an hour and watch the memory; MINUTES=60
+	@$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+
 .PHONY: clean
 clean: ## remove caches and build results; .venv stays
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

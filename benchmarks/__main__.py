@@ -1,0 +1,64 @@
+"""`python -m benchmarks`: measure, write the results, and the tables of docs/performance.md."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import click
+import msgspec
+import uvloop
+
+from benchmarks.campaign import DEFAULT, QUICK, Campaign, measure
+from benchmarks.subjects import SUBJECTS
+
+RESULTS = Path("benchmarks/results")
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="One short round: does it work? About three minutes.")
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice(sorted(SUBJECTS)),
+    help="This model alone; may be repeated.",
+)
+@click.option(
+    "--contestant", "named", multiple=True, help="Those whose name contains this; may be repeated."
+)
+@click.option("--part", multiple=True, type=click.Choice(["saturation", "latency"]))
+@click.option("--rounds", type=click.IntRange(min=1), help="How often each is measured.")
+@click.option("--no-page", is_flag=True, help="Leave docs/performance.md as it is.")
+def main(
+    quick: bool,
+    only: tuple[str, ...],
+    named: tuple[str, ...],
+    part: tuple[str, ...],
+    rounds: int | None,
+    no_page: bool,
+) -> None:
+    """Measure Headrace and others on a local broker."""
+    plan: Campaign = QUICK if quick else DEFAULT
+    plan = plan._replace(
+        subjects=only or plan.subjects,
+        named=named,
+        parts=part or plan.parts,
+        rounds=rounds or plan.rounds,
+    )
+    began_s = time.monotonic()
+    results = uvloop.run(measure(plan, lambda line: click.echo(line, err=True)))
+    RESULTS.mkdir(exist_ok=True)
+    target = RESULTS / ("quick.json" if quick else "latest.json")
+    text = msgspec.json.format(msgspec.json.encode(results), indent=2).decode()
+    target.write_text(text + "\n", encoding="utf-8")
+    click.echo(f"{target}: after {time.monotonic() - began_s:.0f} s", err=True)
+    if not (no_page or quick):
+        from benchmarks.page import write_page
+
+        write_page(results)
+
+
+if __name__ == "__main__":
+    os.environ.pop("HEADRACE_CONFIG", None)
+    main()

@@ -1,0 +1,227 @@
+"""A whole run: every model, every contestant, in rounds, so that a busy moment hits all alike."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.cluster import Cluster
+from benchmarks.contestants import (
+    BARE,
+    CONTESTANTS,
+    ENOUGH_FOR_SLOW_MODELS,
+    PEERS_PYTHON,
+    Contestant,
+    ContestantMissing,
+    Place,
+)
+from benchmarks.latency import LatencyRun
+from benchmarks.machine import describe_machine, versions_of
+from benchmarks.processes import ProgramFailed
+from benchmarks.results import Contest, Results, SubjectResults
+from benchmarks.saturation import run_bare, saturate
+from benchmarks.subjects import SUBJECTS, Subject, SubjectMissing
+from headrace.errors import HeadraceError
+
+SCRATCH = Path("build/benchmarks")
+SETTLE_S = max(each.settle_s for each in CONTESTANTS)
+SWEEP = (1, 2, 4, 8, 16, 32)
+Say = Callable[[str], None]
+
+FORGETFUL = """
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Forget(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_): pass
+server = ThreadingHTTPServer(("127.0.0.1", 0), Forget)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+class Campaign(NamedTuple):
+    """What is measured, and for how long.
+
+    Attributes:
+        window_s: of one saturated run.
+        named: contestants whose name has one of these in it; all when empty.
+        latency_s: of one open-loop run.
+    """
+
+    subjects: tuple[str, ...]
+    rounds: int
+    window_s: float
+    latency_s: float
+    sweep_s: float
+    parts: tuple[str, ...] = ("saturation", "latency")
+    named: tuple[str, ...] = ()
+
+
+DEFAULT = Campaign(tuple(SUBJECTS), rounds=3, window_s=5.0, latency_s=8.0, sweep_s=1.0)
+QUICK = Campaign(tuple(SUBJECTS), rounds=1, window_s=1.5, latency_s=2.0, sweep_s=0.3)
+
+
+async def measure(plan: Campaign, say: Say) -> Results:
+    """Measure everything; what fails is told in the results and does not end the run."""
+    machine = describe_machine()
+    machine["peers"] = versions_of(PEERS_PYTHON, ("faststream", "quixstreams", "confluent-kafka"))
+    results = Results(
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        machine,
+        plan.rounds,
+        plan.window_s,
+        (os.getloadavg()[0], 0.0),
+    )
+    with _collector() as collector:
+        for name in plan.subjects:
+            try:
+                subject = SUBJECTS[name](SCRATCH)
+            except SubjectMissing as error:
+                say(f"{name}: left out: {error}")
+                results.subjects.append(SubjectResults(name, "", 0, failures=[str(error)]))
+                continue
+            # A broker of its own for each model: what the one before has written is gone.
+            async with Cluster() as cluster:
+                measuring = _Measuring(plan, cluster, subject, collector, say)
+                results.subjects.append(await measuring.run())
+    results.load_average = (results.load_average[0], os.getloadavg()[0])
+    return results
+
+
+class _Measuring:
+    """One model, on one broker."""
+
+    def __init__(
+        self, plan: Campaign, cluster: Cluster, subject: Subject, collector: str, say: Say
+    ) -> None:
+        self._plan = plan
+        self._cluster = cluster
+        self._subject = subject
+        self._collector = collector
+        self._say = say
+        self._results = SubjectResults(subject.name, subject.kind, subject.batch)
+        self._requests = f"bench.{subject.name}.requests"
+
+    async def run(self) -> SubjectResults:
+        if self._subject.slow:
+            self._sweep()
+        if "saturation" in self._plan.parts:
+            await self._saturation()
+        if "latency" in self._plan.parts:
+            await self._latency()
+        return self._results
+
+    def _sweep(self) -> None:
+        """The bare model at several batch sizes; the best one is what everybody gets."""
+        for batch in SWEEP:
+            found = run_bare(self._subject._replace(batch=batch), self._plan.sweep_s)
+            self._results.sweep[str(batch)] = found.per_s
+        best = max(self._results.sweep, key=self._results.sweep.__getitem__)
+        self._say(f"{self._subject.name}: best batch size {best}")
+        self._subject = self._subject.with_batch(int(best))
+        self._results.batch = int(best)
+
+    # --- throughput ------------------------------------------------------------------------
+
+    async def _saturation(self) -> None:
+        plan, subject = self._plan, self._subject
+        count = int(subject.fastest_per_s * (plan.window_s + SETTLE_S)) + 10 * subject.batch
+        await self._cluster.create_plain(self._requests)
+        began_s = time.monotonic()
+        await self._cluster.fill(self._requests, subject.values, count)
+        self._say(f"{subject.name}: {count} requests in {time.monotonic() - began_s:.1f} s")
+        contestants = [each for each in CONTESTANTS if self._is_in(each)]
+        contests = [Contest(each.name, each.family) for each in contestants]
+        bare = Contest(BARE, "bare")
+        self._results.contests = [bare, *contests]
+        for number in range(plan.rounds):
+            self._bare(bare)
+            # The other way round every second time: no one always follows the same one.
+            pairs = list(zip(contestants, contests, strict=True))
+            for contestant, contest in pairs if number % 2 == 0 else reversed(pairs):
+                if not (contest.failures and not contest.runs):
+                    await self._contest(contestant, contest)
+
+    def _is_in(self, contestant: Contestant) -> bool:
+        if self._subject.slow and contestant.name not in ENOUGH_FOR_SLOW_MODELS:
+            return False
+        named = self._plan.named
+        return not named or any(part.lower() in contestant.name.lower() for part in named)
+
+    def _bare(self, contest: Contest) -> None:
+        try:
+            contest.runs.append(run_bare(self._subject, self._plan.window_s))
+        except (ProgramFailed, subprocess.TimeoutExpired) as error:
+            contest.failures.append(str(error))
+
+    async def _contest(self, contestant: Contestant, contest: Contest) -> None:
+        try:
+            found = await saturate(
+                self._cluster, contestant, self._subject, self._place(), self._plan.window_s
+            )
+        except (ContestantMissing, ProgramFailed) as error:
+            contest.failures.append(str(error))
+            self._say(f"{self._subject.name}, {contestant.name}: {error}")
+            return
+        contest.runs.append(found)
+        self._say(
+            f"{self._subject.name}, {contestant.name}: {found.per_s:,.1f}/s, "
+            f"{found.cpu_us:.1f} us (broker {found.broker_us:.1f}), {found.memory_mib:.0f} MiB"
+        )
+
+    def _place(self) -> Place:
+        return Place(
+            self._cluster.bootstrap_servers,
+            self._requests,
+            f"bench.{self._subject.name}.{secrets.token_hex(4)}",
+            self._collector,
+        )
+
+    # --- latency ---------------------------------------------------------------------------
+
+    async def _latency(self) -> None:
+        results, cluster, subject = self._results, self._cluster, self._subject
+        try:
+            run = LatencyRun(cluster, subject, self._private_place())
+            results.capacity_per_s, results.latencies = await run.loaded(self._plan.latency_s)
+            for each in results.latencies:
+                self._say(
+                    f"{subject.name} at {each.load:.0%}, {each.offered_per_s:,.0f}/s: p50 "
+                    f"{each.p50_ms:.1f} ms, p99 {each.p99_ms:.1f} ms, p99.9 {each.p999_ms:.1f} ms"
+                )
+            run = LatencyRun(cluster, subject, self._private_place())
+            results.unloaded = await run.unloaded(self._private_place())
+            self._say(f"{subject.name} unloaded: {results.unloaded}")
+        except (ProgramFailed, HeadraceError, ExceptionGroup) as error:
+            results.failures.append(f"latency: {error}")
+            self._say(f"{subject.name}, latency: {error}")
+
+    def _private_place(self) -> Place:
+        """With a topic of requests that nobody else reads."""
+        place = self._place()
+        return place._replace(requests=f"{place.run}.requests")
+
+
+@contextmanager
+def _collector() -> Iterator[str]:
+    """A process that takes traces and forgets them; yields its address."""
+    process = subprocess.Popen([sys.executable, "-c", FORGETFUL], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.terminate()
+        process.wait()

@@ -1,0 +1,163 @@
+"""Who is measured: the programs of each contestant, given a model, a broker and topics."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.processes import Program
+from benchmarks.subjects import Subject
+from headrace.config import Settings, make_settings
+from headrace.errors import ConfigurationError
+
+PYTHON = Path(sys.executable)
+HEADRACE = PYTHON.parent / "headrace"
+PEERS_PYTHON = Path(".venv-bench/bin/python")
+"""The environment of the other frameworks; `make bench-peers` makes it."""
+
+
+class ContestantMissing(Exception):
+    """A contestant cannot run here; the text says why."""
+
+
+class Place(NamedTuple):
+    """Where a contestant reads and writes; topics and group are its own for one run.
+
+    Attributes:
+        collector: where traces are sent, if they are.
+    """
+
+    bootstrap_servers: str
+    requests: str
+    run: str
+    collector: str = ""
+
+    @property
+    def responses(self) -> str:
+        """The topic of answers."""
+        return f"{self.run}.responses"
+
+
+class Contestant(NamedTuple):
+    """One way to serve a model.
+
+    Attributes:
+        family: `loop`, `framework` or `headrace`.
+        settings: None for those that are not Headrace.
+        settle_s: from the first answer until the count begins. Headrace reads ahead as far as its
+            byte budget goes; until then it reads more than it answers.
+    """
+
+    name: str
+    family: str
+    programs: Callable[[Subject, Place], list[Program]]
+    settings: Callable[[Subject, Place], Settings] | None = None
+    settle_s: float = 1.0
+
+
+# --- loops by hand and frameworks --------------------------------------------------------------
+
+
+def _loop(name: str, module: str, *more: str, family: str = "loop") -> Contestant:
+    def programs(subject: Subject, place: Place) -> list[Program]:
+        python = PYTHON
+        if family == "framework":
+            python = PEERS_PYTHON
+            if not python.exists():
+                raise ContestantMissing(f"expected {python}; make it with `make bench-peers`")
+        command = [python, "-m", f"benchmarks.loops.{module}", *more]
+        command += ["--bootstrap-servers", place.bootstrap_servers, "--requests", place.requests]
+        command += ["--responses", place.responses, "--group", place.run]
+        command += ["--model", str(subject.onnx), "--batch", str(subject.batch)]
+        if subject.slow:
+            command.append("--slow")
+        return [Program(command)]
+
+    return Contestant(name, family, programs)
+
+
+# --- Headrace ----------------------------------------------------------------------------------
+
+
+def _environment(subject: Subject, place: Place, delivery: str, *, traced: bool) -> dict[str, str]:
+    names = {"requests": place.requests, "responses": place.responses}
+    environment = {
+        "HEADRACE_NAMESPACE": place.run,
+        "HEADRACE_KAFKA__BOOTSTRAP_SERVERS": place.bootstrap_servers,
+        "HEADRACE_MODELS__REPOSITORY": str(subject.repository),
+        "HEADRACE_TOPICS__NAMES": json.dumps(names),
+        "HEADRACE_BATCHING__MAX_BATCH_SIZE": str(subject.batch),
+        "HEADRACE_DELIVERY__GUARANTEE": delivery,
+        "HEADRACE_TELEMETRY__HTTP_PORT": "0",
+        "HEADRACE_TELEMETRY__LOG_LEVEL": "warning",
+    }
+    if traced:
+        environment["HEADRACE_TELEMETRY__OTLP_ENDPOINT"] = place.collector
+    return environment
+
+
+def _settings_from(environment: Mapping[str, str]) -> Settings:
+    """As the program will read them, which the environment of this process does not matter for."""
+    values: dict[str, dict[str, object]] = {}
+    for name, value in environment.items():
+        group, _, field = name.removeprefix("HEADRACE_").lower().partition("__")
+        if field:
+            values.setdefault(group, {})[field] = json.loads(value) if field == "names" else value
+    return make_settings({**values, "namespace": environment["HEADRACE_NAMESPACE"]})
+
+
+def _headrace(
+    name: str,
+    *processes: str,
+    delivery: str = "at_least_once",
+    traced: bool = False,
+) -> Contestant:
+    def programs(subject: Subject, place: Place) -> list[Program]:
+        environment = _environment(subject, place, delivery, traced=traced)
+        return [
+            Program([HEADRACE, "run", *([stages] if stages else [])], environment)
+            for stages in processes or ("",)
+        ]
+
+    def settings(subject: Subject, place: Place) -> Settings:
+        try:
+            return _settings_from(_environment(subject, place, delivery, traced=traced))
+        except ConfigurationError as error:
+            raise ContestantMissing(str(error)) from error
+
+    return Contestant(name, "headrace", programs, settings, settle_s=3.0)
+
+
+FUSED = "Headrace"
+OVERLAPPED = "aiokafka, bulk, partitions overlapped"
+BARE = "bare ONNX Runtime"
+
+FUSED_CONTESTANT = _headrace(FUSED)
+ECHO = _loop("two hops through Kafka", "echo")
+
+CONTESTANTS = [
+    _loop("aiokafka, one record at a time", "one_at_a_time"),
+    _loop("aiokafka, batches, commit awaited", "awaited"),
+    _loop("aiokafka, batches, commit in background", "background"),
+    _loop("aiokafka, bulk", "bulk"),
+    _loop(OVERLAPPED, "bulk", "--overlapped"),
+    _loop("FastStream", "faststream_app", family="framework"),
+    _loop("Quix Streams", "quix_app", family="framework"),
+    FUSED_CONTESTANT,
+    _headrace("Headrace, exactly once", delivery="exactly_once"),
+    _headrace("Headrace, traced at 1 %", traced=True),
+    _headrace("Headrace, three processes", "ingest", "batcher,executor", "responder"),
+    _headrace("Headrace, four processes", "ingest", "batcher", "executor", "responder"),
+]
+ENOUGH_FOR_SLOW_MODELS = {
+    "aiokafka, one record at a time",
+    "aiokafka, batches, commit awaited",
+    OVERLAPPED,
+    FUSED,
+    "Headrace, exactly once",
+    "Headrace, three processes",
+}
+"""Where the model is slow, the others come out like one of these."""

@@ -1,0 +1,96 @@
+"""What was measured, as it is written to JSON."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from msgspec import Struct, field
+
+
+class Saturated(Struct):
+    """One run of a contestant over records that were there before.
+
+    Attributes:
+        per_s: answers per second.
+        cpu_us: processor microseconds for each answer, of all the contestant's processes.
+        broker_us: likewise, of the broker.
+        memory_mib: resident, of all its processes, at the end.
+    """
+
+    per_s: float
+    cpu_us: float
+    broker_us: float = 0.0
+    memory_mib: float = 0.0
+
+
+class Contest(Struct):
+    """A contestant's runs, one for each round; or why there are none."""
+
+    name: str
+    family: str
+    runs: list[Saturated] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def spread(self, what: str) -> tuple[float, float, float] | None:
+        """Median, lowest and highest of a field; None without runs."""
+        values = [getattr(run, what) for run in self.runs]
+        return (median(values), min(values), max(values)) if values else None
+
+
+class Latency(Struct):
+    """Open-loop latency at one rate, in milliseconds from when a request was due.
+
+    Attributes:
+        load: as a share of the capacity.
+        late_ms: the 99th percentile of how much later than due requests were sent.
+        unanswered: when the time to wait for answers was over.
+    """
+
+    load: float
+    offered_per_s: float
+    answered_per_s: float
+    p50_ms: float
+    p99_ms: float
+    p999_ms: float
+    late_ms: float
+    unanswered: int
+
+
+class Unloaded(Struct):
+    """One request at a time, in milliseconds: medians of the rounds' medians and 99 percentiles."""
+
+    two_hops_p50_ms: float
+    two_hops_p99_ms: float
+    run_ms: float
+    headrace_p50_ms: float
+    headrace_p99_ms: float
+
+
+class SubjectResults(Struct):
+    """Everything about one model."""
+
+    name: str
+    kind: str
+    batch: int
+    sweep: dict[str, float] = field(default_factory=dict)
+    contests: list[Contest] = field(default_factory=list)
+    capacity_per_s: float = 0.0
+    latencies: list[Latency] = field(default_factory=list)
+    unloaded: Unloaded | None = None
+    failures: list[str] = field(default_factory=list)
+
+    def contest(self, name: str) -> Contest | None:
+        """By the contestant's name."""
+        return next((each for each in self.contests if each.name == name), None)
+
+
+class Results(Struct):
+    """A whole run of the benchmarks."""
+
+    date: str
+    machine: dict[str, Any]
+    rounds: int
+    window_s: float
+    load_average: tuple[float, float]
+    subjects: list[SubjectResults] = field(default_factory=list)

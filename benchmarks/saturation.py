@@ -1,0 +1,108 @@
+"""Saturated throughput: records are there first, a contestant answers them, answers are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.cluster import Cluster, Counter
+from benchmarks.contestants import PYTHON, Contestant, Place
+from benchmarks.processes import ProgramFailed, Running
+from benchmarks.results import Saturated
+from benchmarks.subjects import Subject
+from headrace.topic_plan import plan_topics
+from headrace.topics import Topic
+
+START_DEADLINE_S = 40.0
+LOOK_EVERY_S = 0.02
+
+
+async def prepare(
+    cluster: Cluster, contestant: Contestant, subject: Subject, place: Place
+) -> list[str]:
+    """Make a contestant's topics; returns their names. Raises `ContestantMissing`."""
+    if contestant.settings is None:
+        await cluster.create_plain(place.responses)
+        return [place.responses]
+    planned = plan_topics(contestant.settings(subject, place))
+    topics = [topic for kind, topic in planned.items() if kind is not Topic.REQUESTS]
+    await cluster.create(topics)
+    return [topic.name for topic in topics]
+
+
+async def saturate(
+    cluster: Cluster, contestant: Contestant, subject: Subject, place: Place, window_s: float
+) -> Saturated:
+    """One run.
+
+    Raises:
+        ContestantMissing: it cannot run here.
+        ProgramFailed: it did not get on.
+    """
+    programs = contestant.programs(subject, place)
+    topics = await prepare(cluster, contestant, subject, place)
+    try:
+        async with cluster.counting(place.requests) as requests:
+            there = await requests.now()
+        async with cluster.counting(place.responses) as answers:
+            with Running(programs) as running:
+                await _first_answer(running, answers)
+                await asyncio.sleep(contestant.settle_s)
+                return await _count(cluster, running, answers, there, window_s)
+    finally:
+        await cluster.delete(topics)
+
+
+async def _first_answer(running: Running, answers: Counter) -> None:
+    give_up_s = time.monotonic() + START_DEADLINE_S
+    while not await answers.now():
+        running.check()
+        if time.monotonic() > give_up_s:
+            raise ProgramFailed(f"no answer within {START_DEADLINE_S:g} s: {running.last_words()}")
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _count(
+    cluster: Cluster, running: Running, answers: Counter, there: int, window_s: float
+) -> Saturated:
+    """From now until the window is over, or all that was there is answered."""
+    count = await answers.now()
+    began = (time.monotonic(), count, running.cpu_s(), cluster.cpu_s())
+    while time.monotonic() < began[0] + window_s and count < there:
+        await asyncio.sleep(LOOK_EVERY_S)
+        count = await answers.now()
+    now_s = time.monotonic()
+    running.check()
+    answered = count - began[1]
+    if not answered:
+        raise ProgramFailed(f"no answers in {window_s:g} s: {running.last_words()}")
+    return Saturated(
+        per_s=answered / (now_s - began[0]),
+        cpu_us=(running.cpu_s() - began[2]) / answered * 1e6,
+        broker_us=(cluster.cpu_s() - began[3]) / answered * 1e6,
+        memory_mib=running.resident_bytes() / 2**20,
+    )
+
+
+def run_bare(subject: Subject, seconds: float) -> Saturated:
+    """The model alone, at the subject's batch size."""
+    with tempfile.TemporaryDirectory() as scratch:
+        batch = Path(scratch) / "batch.npy"
+        np.save(batch, subject.array())
+        found = subprocess.run(
+            [PYTHON, "-m", "benchmarks.loops.bare", subject.onnx, batch, str(seconds)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds + START_DEADLINE_S,
+        )
+    if found.returncode:
+        raise ProgramFailed(found.stderr[-1500:])
+    said = json.loads(found.stdout)
+    return Saturated(said["rows"] / said["seconds"], said["cpu_s"] / said["rows"] * 1e6)

@@ -1,0 +1,124 @@
+"""The models that are served: their repositories, requests and sizes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.models import IMAGE, write_resnet50
+from headrace.codec import encode_request
+from headrace.demo.magika_model import find_magika
+
+DISTINCT_REQUESTS = 64
+
+
+class SubjectMissing(Exception):
+    """A model is not to be had here."""
+
+
+class Subject(NamedTuple):
+    """A model, and requests to it of one row each.
+
+    Attributes:
+        kind: what binds it.
+        repository: with this model alone.
+        onnx: the file.
+        batch: rows at most in a run, for every contestant.
+        values: of the request records.
+        fastest_per_s: more than any contestant answers; sizes what is written in advance.
+        slow: a run takes milliseconds.
+    """
+
+    name: str
+    kind: str
+    repository: Path
+    onnx: Path
+    batch: int
+    values: list[bytes]
+    fastest_per_s: int
+    slow: bool
+
+    def with_batch(self, batch: int) -> Subject:
+        """The same model at another batch size, which its repository then says."""
+        path = self.repository / self.name / "model.toml"
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r"max_batch_size = \d+", f"max_batch_size = {batch}", text)
+        path.write_text(text, encoding="utf-8")
+        return self._replace(batch=batch)
+
+    def array(self) -> NDArray[Any]:
+        """One batch for the bare model."""
+        return _ROWS[self.name](np.random.default_rng(0), self.batch)
+
+
+def _digits_rows(random: np.random.Generator, rows: int) -> NDArray[Any]:
+    return random.integers(0, 17, (rows, 64)).astype(np.float32)
+
+
+def _magika_rows(random: np.random.Generator, rows: int) -> NDArray[Any]:
+    return random.integers(0, 257, (rows, 2048)).astype(np.int32)
+
+
+def _resnet_rows(random: np.random.Generator, rows: int) -> NDArray[Any]:
+    return random.integers(0, 256, (rows, 3, IMAGE, IMAGE), dtype=np.uint8)
+
+
+_ROWS: dict[str, Callable[[np.random.Generator, int], NDArray[Any]]] = {
+    "digits": _digits_rows,
+    "magika": _magika_rows,
+    "resnet50": _resnet_rows,
+}
+
+
+def _values(name: str, input_name: str) -> list[bytes]:
+    rows = _ROWS[name](np.random.default_rng(1), DISTINCT_REQUESTS)
+    return [
+        encode_request("application/msgpack", name, {input_name: row[np.newaxis]}) for row in rows
+    ]
+
+
+def digits(scratch: Path) -> Subject:
+    """64 numbers through two small layers: everything else costs more than the run."""
+    repository = scratch / "digits-repository"
+    with as_file(files("headrace.demo") / "models" / "digits") as model:
+        shutil.copytree(model, repository / "digits", dirs_exist_ok=True)
+    onnx = repository / "digits" / "1" / "model.onnx"
+    values = _values("digits", "pixels")
+    return Subject("digits", "bound by overhead", repository, onnx, 32, values, 150_000, False)
+
+
+def magika(scratch: Path) -> Subject:
+    """File types by content: a few milliseconds a batch."""
+    model = find_magika()
+    if model is None:
+        raise SubjectMissing("expected the package magika (extra demo) to be installed")
+    repository = scratch / "magika-repository"
+    model.add_to(repository)
+    onnx = repository / "magika" / "1" / "model.onnx"
+    values = _values("magika", "bytes")
+    return Subject("magika", "mixed", repository, onnx, 8, values, 1_500, True)
+
+
+def resnet50(scratch: Path) -> Subject:
+    """Images of 224 by 224, as bytes: computing is nearly all."""
+    repository = scratch / "resnet50-repository"
+    onnx = repository / "resnet50" / "1" / "model.onnx"
+    if not onnx.exists():
+        write_resnet50(onnx)
+    (repository / "resnet50" / "model.toml").write_text("max_batch_size = 8\n", encoding="utf-8")
+    values = _values("resnet50", "image")
+    return Subject("resnet50", "bound by computing", repository, onnx, 8, values, 100, True)
+
+
+SUBJECTS: dict[str, Callable[[Path], Subject]] = {
+    "digits": digits,
+    "magika": magika,
+    "resnet50": resnet50,
+}

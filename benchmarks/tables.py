@@ -1,0 +1,190 @@
+"""The tables of docs/performance.md, in Markdown; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks.contestants import BARE, FUSED, OVERLAPPED
+from benchmarks.results import Contest, Results, SubjectResults
+
+EXACTLY_ONCE = "Headrace, exactly once"
+
+
+class Budget(NamedTuple):
+    """One line of the budgets: what was asked, what was found; `limit` is what holds it."""
+
+    name: str
+    asked: str
+    found: float | None
+    limit: float
+    at_most: bool = False
+
+    def row(self) -> str:
+        """As a row of the table."""
+        if self.found is None:
+            return f"| {self.name} | {self.asked} | not measured | |"
+        holds = self.found <= self.limit if self.at_most else self.found >= self.limit
+        verdict = "holds" if holds else "**missed**"
+        return f"| {self.name} | {self.asked} | {self.found:.2f} | {verdict} |"
+
+
+def render(results: Results) -> str:
+    """Everything between the marks of the page."""
+    parts = [*_machine(results), "", *_budgets(results)]
+    for subject in results.subjects:
+        parts += ["", *_subject(subject)]
+    return "\n".join(parts)
+
+
+def _machine(results: Results) -> Iterator[str]:
+    machine = results.machine
+    packages = {**machine["packages"], **machine.get("peers", {})}
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    yield (
+        f"Measured {results.date} at commit `{machine['commit']}` on {machine['cores']} cores of "
+        f"{machine['cpu']}, {machine['memory_gib']} GiB, Linux {machine['kernel']}, Python "
+        f"{machine['python']}; {versions}. {results.rounds} rounds of {results.window_s:g} s for "
+        f"each; medians, with the lowest and the highest in brackets. Load average of the machine "
+        f"before {results.load_average[0]:.1f}."
+    )
+
+
+# --- budgets -----------------------------------------------------------------------------------
+
+
+def _budgets(results: Results) -> Iterator[str]:
+    yield "## Budgets"
+    yield ""
+    yield "| budget | asked | found | |"
+    yield "|---|---|---:|---|"
+    for subject in results.subjects:
+        for budget in budgets(subject):
+            yield budget.row()
+
+
+def budgets(subject: SubjectResults) -> list[Budget]:
+    """The budgets that a model's results speak of."""
+    name = subject.name
+    found: list[Budget] = []
+    if name == "digits":
+        share = ratio(subject, FUSED, OVERLAPPED)
+        what = f"{name}: throughput against the overlapped bulk loop"
+        found.append(Budget(what, "0.50, aim 0.70", share, 0.5))
+    elif name == "resnet50":
+        share = ratio(subject, FUSED, BARE)
+        what = f"{name}: throughput against the bare model, batches of {subject.batch}"
+        found.append(Budget(what, "0.97", share, 0.97))
+    once = ratio(subject, EXACTLY_ONCE, FUSED)
+    found.append(Budget(f"{name}: exactly once against at least once", "0.90", once, 0.9))
+    if subject.unloaded is not None:
+        times = subject.unloaded
+        whole = times.headrace_p50_ms / (times.two_hops_p50_ms + times.run_ms)
+        what = f"{name}: unloaded latency against two hops and the run"
+        found.append(Budget(what, "at most 1.30", whole, 1.3, at_most=True))
+    return found
+
+
+def ratio(subject: SubjectResults, name: str, to: str) -> float | None:
+    """The throughput of one contestant in that of another: the median over the rounds."""
+    ours, theirs = subject.contest(name), subject.contest(to)
+    if ours is None or theirs is None or not ours.runs or not theirs.runs:
+        return None
+    pairs = zip(ours.runs, theirs.runs, strict=False)
+    return median(one.per_s / other.per_s for one, other in pairs)
+
+
+# --- one model ---------------------------------------------------------------------------------
+
+
+def _subject(subject: SubjectResults) -> Iterator[str]:
+    yield f"## {subject.name}: {subject.kind}" if subject.kind else f"## {subject.name}"
+    yield ""
+    if subject.sweep:
+        sizes = ", ".join(f"{size}: {per_s:,.1f}/s" for size, per_s in subject.sweep.items())
+        yield f"The bare model by batch size: {sizes}. All below ran batches of {subject.batch}."
+        yield ""
+    yield from _throughput(subject)
+    yield from _latency(subject)
+    for failure in subject.failures:
+        yield ""
+        yield f"Not measured: {_first_line(failure)}."
+
+
+def reference(subject: SubjectResults) -> str:
+    """Who the others of a model are compared with."""
+    return OVERLAPPED if subject.name == "digits" else BARE
+
+
+def _throughput(subject: SubjectResults) -> Iterator[str]:
+    if not subject.contests:
+        return
+    against = reference(subject)
+    yield f"Records that were there before, as fast as they can be answered; 1.00 is *{against}*."
+    yield ""
+    yield f"![Throughput of {subject.name}](images/performance-{subject.name}.svg)"
+    yield ""
+    yield "| | ratio | answers/s | CPU µs per answer | broker µs | memory MiB |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for contest in subject.contests:
+        yield _contest_row(subject, contest, against)
+
+
+def _contest_row(subject: SubjectResults, contest: Contest, against: str) -> str:
+    per_s = contest.spread("per_s")
+    if per_s is None:
+        why = _first_line(contest.failures[0]) if contest.failures else "not run"
+        return f"| {contest.name} | | {why} | | | |"
+    share = ratio(subject, contest.name, against)
+    shown = "" if share is None else f"{share:.2f}" if share >= 0.095 else f"{share:.3f}"
+    cells = [contest.name, shown, _range(per_s), _range(contest.spread("cpu_us"))]
+    bare = contest.family == "bare"
+    cells += ["" if bare else _range(contest.spread(each)) for each in ("broker_us", "memory_mib")]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _latency(subject: SubjectResults) -> Iterator[str]:
+    if subject.latencies:
+        yield ""
+        yield (
+            f"Latency from when a request was due until its answer was read, Poisson arrivals, "
+            f"load from the same machine, which can have {subject.capacity_per_s:,.0f} answered "
+            "per second:"
+        )
+        yield ""
+        yield "| load | requests/s | p50 ms | p99 ms | p99.9 ms | sent late, p99 ms | unanswered |"
+        yield "|---:|---:|---:|---:|---:|---:|---:|"
+        for each in subject.latencies:
+            yield (
+                f"| {each.load:.0%} | {each.offered_per_s:,.0f} | {each.p50_ms:.1f} | "
+                f"{each.p99_ms:.1f} | {each.p999_ms:.1f} | {each.late_ms:.1f} | "
+                f"{each.unanswered} |"
+            )
+    unloaded = subject.unloaded
+    if unloaded is not None:
+        yield ""
+        yield (
+            f"One request at a time: {unloaded.headrace_p50_ms:.2f} ms at the median "
+            f"({unloaded.headrace_p99_ms:.1f} ms at the 99th percentile); two hops through Kafka "
+            f"{unloaded.two_hops_p50_ms:.2f} ms ({unloaded.two_hops_p99_ms:.1f} ms); the run alone "
+            f"{unloaded.run_ms:.2f} ms."
+        )
+
+
+def _range(spread: tuple[float, float, float] | None) -> str:
+    if spread is None:
+        return ""
+    if spread[1] == spread[2]:
+        return _number(spread[0])
+    return f"{_number(spread[0])} ({_number(spread[1])}–{_number(spread[2])})"
+
+
+def _number(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0].rstrip(".")[:120].replace("|", "/")
