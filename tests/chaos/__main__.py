@@ -9,19 +9,16 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 import click
 
-from tests.chaos.checker import duplicates
+from tests.chaos.checker import Guarantee, Order, duplicates
 from tests.chaos.cluster import running_cluster
 from tests.chaos.deployment import FORMS
 from tests.chaos.story import tell
-from tests.chaos.trial import Outcome, Trial, draw_trial, run_trial
+from tests.chaos.trial import GUARANTEES, Outcome, Trial, draw_trial, run_trial
 
-Guarantee = Literal["at_least_once", "exactly_once"]
-Order = Literal["none", "key", "partition"]
-GUARANTEES: tuple[Guarantee, ...] = get_args(Guarantee)
 STORIES = 3
 """Of one seed; where much is broken, the rest tell the same."""
 
@@ -32,7 +29,7 @@ STORIES = 3
 @click.option("--requests", default=5000, show_default=True, help="Of each seed.")
 @click.option("--form", type=click.Choice(list(FORMS)), help="Drawn by the seed if not given.")
 @click.option("--guarantee", type=click.Choice(GUARANTEES), help="In turns if not given.")
-@click.option("--order", type=click.Choice(get_args(Order)), default="none", show_default=True)
+@click.option("--order", type=click.Choice(get_args(Order)), help="Drawn by the seed if not given.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Where failures are kept.")
 def main(
     seeds: int,
@@ -40,7 +37,7 @@ def main(
     requests: int,
     form: str | None,
     guarantee: Guarantee | None,
-    order: Order,
+    order: Order | None,
     keep: Path | None,
 ) -> None:
     """Run seeds on a local Kafka; exit code 1 if any promise was broken.
@@ -50,9 +47,7 @@ def main(
     # The harness's own clients tell of every broker that restarts, which is what it does to them.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     drawn = (
-        draw_trial(seed, guarantee or GUARANTEES[seed % 2], form or "", order)._replace(
-            requests=requests
-        )
+        draw_trial(seed, guarantee, form, order)._replace(requests=requests)
         for seed in range(first_seed, first_seed + seeds)
     )
     outcomes = asyncio.run(run(drawn, keep or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))))

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from tests.chaos.history import (
     NO_NUMBER,
@@ -36,6 +36,9 @@ from tests.chaos.history import (
     Identity,
     Sent,
 )
+
+Guarantee: TypeAlias = Literal["at_least_once", "exactly_once"]
+Order: TypeAlias = Literal["none", "key", "partition"]
 
 OK = "ok"
 RESPONDER = "responder"
@@ -68,8 +71,8 @@ class Breach(StrEnum):
 class Promise:
     """What was promised of the run."""
 
-    guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
-    order: Literal["none", "key", "partition"] = "none"
+    guarantee: Guarantee = "at_least_once"
+    order: Order = "none"
 
 
 class Finding(NamedTuple):

@@ -8,14 +8,14 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 from headrace.config import KafkaSettings, Settings, make_settings
 from headrace.log.kafka import KafkaLog
 from headrace.log.port import TopicInfo
 from headrace.topic_plan import plan_topics
 from headrace.topics import Topic
-from tests.chaos.checker import Finding, Promise, check, duplicates
+from tests.chaos.checker import Finding, Guarantee, Order, Promise, check, duplicates
 from tests.chaos.clients import Sender, read_answers, read_back, watch_commits
 from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
@@ -24,6 +24,8 @@ from tests.chaos.nemeses import SESSION_TIMEOUT_S, Plan, Target, draw_plan, stri
 from tests.chaos.workload import PARTITIONS, REPLIES, add_models, ask
 from tests.support.conditions import eventually
 
+GUARANTEES: tuple[Guarantee, ...] = get_args(Guarantee)
+ORDERS: tuple[Order, ...] = ("none", "none", "none", "key", "partition")
 ANSWERED_DEADLINE_S = 60.0
 COMMITTED_DEADLINE_S = 20.0
 LATECOMERS_S = 1.0
@@ -89,13 +91,15 @@ class Outcome(NamedTuple):
 
 def draw_trial(
     seed: int,
-    guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once",
-    form: str = "",
-    order: Literal["none", "key", "partition"] = "none",
+    guarantee: Guarantee | None = None,
+    form: str | None = None,
+    order: Order | None = None,
 ) -> Trial:
-    """What the seed draws of what is not said."""
-    drawn = random.Random(f"form {seed}").choice(list(FORMS))
-    return Trial(seed, form or drawn, Promise(guarantee, order))
+    """What the seed draws of what is not said; the guarantees take turns."""
+    drawn_form = random.Random(f"form {seed}").choice(list(FORMS))
+    drawn_order = random.Random(f"order {seed}").choice(ORDERS)
+    promise = Promise(guarantee or GUARANTEES[seed % 2], order or drawn_order)
+    return Trial(seed, form or drawn_form, promise)
 
 
 async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
