@@ -1,8 +1,9 @@
-"""What an instance runs next: fresh batches, pulled ahead while it computes, and suspects.
+"""What an instance runs next: fresh batches, pulled ahead while it computes, and failed ones.
 
 While a run of some length is under way, the next batch is pulled just in time and gathered into
 the block that is not in use, so that it can begin when the run ends. Parts of failed batches and
-fresh batches take turns.
+fresh batches take turns. A batch that the backend could not run now waits for its moment, while
+others run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
 from headrace.flow.channel import Puller
@@ -31,6 +34,7 @@ class Taken(NamedTuple):
         arrays: their rows; None while they are not gathered.
         began_us, gathered_us: when gathering began and ended, in epoch microseconds.
         fresh: it has not run before.
+        attempts: how often these requests have run together.
         started: its run was begun behind the one before it.
     """
 
@@ -42,6 +46,16 @@ class Taken(NamedTuple):
     gathered_us: int = 0
     fresh: bool = True
     started: bool = False
+    attempts: int = 0
+
+
+class _Later(NamedTuple):
+    """A batch to be run again, at a moment of the loop's clock; the earliest sorts first."""
+
+    at_s: float
+    number: int
+    batch: Batch
+    attempts: int
 
 
 class Intake:
@@ -62,26 +76,55 @@ class Intake:
         self._puller = puller
         self._gather = gather
         self._tasks = tasks
-        self._suspects: deque[Batch] = deque()
+        self._parts: deque[Batch] = deque()
+        self._later: list[_Later] = []
+        self._numbers = count()
         self._fresh_turn = False
         self._pulling: asyncio.Task[Taken | None] | None = None
         self._gathering_us = 0
 
-    def put_aside(self, suspects: Iterable[Batch]) -> None:
+    def put_aside(self, parts: Iterable[Batch]) -> None:
         """Parts of a batch that failed: they are run when it is their turn."""
-        self._suspects.extend(suspects)
+        self._parts.extend(parts)
+
+    def put_off(self, batch: Batch, pause_s: float, attempts: int) -> None:
+        """A batch that may work later: it is run after a pause."""
+        at_s = asyncio.get_running_loop().time() + pause_s
+        heappush(self._later, _Later(at_s, next(self._numbers), batch, attempts))
 
     async def next(self) -> Taken | None:
         """The next batch; None when there will be no more."""
-        if not self._suspects:
-            return await self._fresh()
-        taken = self._fresh_now() if self._fresh_turn else None
-        self._fresh_turn = not self._fresh_turn
-        return taken or _of(self._suspects.popleft(), fresh=False)
+        if self._later and self._wait_s() <= 0:
+            return self._due()
+        if self._parts:
+            taken = self._fresh_now() if self._fresh_turn else None
+            self._fresh_turn = not self._fresh_turn
+            return taken or _of(self._parts.popleft(), fresh=False)
+        return await (self._fresh_or_due() if self._later else self._fresh())
+
+    def _wait_s(self) -> float:
+        return self._later[0].at_s - asyncio.get_running_loop().time()
+
+    def _due(self) -> Taken:
+        _, _, batch, attempts = heappop(self._later)
+        return _of(batch, fresh=False)._replace(attempts=attempts)
+
+    async def _fresh_or_due(self) -> Taken | None:
+        """Whatever comes first. Nobody cancels a pull, whose batch would be lost with it."""
+        if self._pulling is None:
+            self._pulling = self._tasks.create_task(self._pull(), name="executor-pull")
+        self._puller.hurry()
+        await asyncio.wait([self._pulling], timeout=self._wait_s())
+        if self._pulling.done():
+            taken = await self._fresh()
+            if taken is not None:
+                return taken
+            await asyncio.sleep(self._wait_s())
+        return self._due()
 
     def look_ahead(self, now_us: int, run_us: int | None) -> None:
         """A run begins that is predicted to take so long: have the next batch ready at its end."""
-        if run_us is None or run_us < AHEAD_FROM_US or self._suspects or self._pulling is not None:
+        if run_us is None or run_us < AHEAD_FROM_US or self._parts or self._pulling is not None:
             return
         close_at_us = now_us + run_us - LEAD_US - 2 * self._gathering_us
         self._pulling = self._tasks.create_task(
@@ -105,6 +148,9 @@ class Intake:
             if not pulling.done():  # the run has ended earlier than was predicted
                 self._puller.hurry()
             return await pulling
+        return await self._pull()
+
+    async def _pull(self) -> Taken | None:
         batch = await self._puller.pull()
         return None if batch is None else _of(batch)
 

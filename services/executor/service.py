@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import structlog
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected, Retriable
 from headrace.flow.announcing import Announcer
@@ -23,6 +22,7 @@ from headrace.models.backend import Arrays
 from headrace.models.preparing import Preparation
 from headrace.models.registry import Change, Models
 from headrace.models.version import ModelVersion, State
+from headrace.services.executor.again import divide, pause_after
 from headrace.services.executor.finite import refuse_nonfinite
 from headrace.services.executor.gather import scatter
 from headrace.services.executor.hosting import make_instance
@@ -39,7 +39,6 @@ from headrace.topics import Stage
 log = structlog.get_logger(__name__)
 
 ModelKey = tuple[str, str]
-RUN_ATTEMPTS = 3
 MAX_MESSAGE_LENGTH = 2000
 
 
@@ -198,21 +197,34 @@ class ExecutorService:
         if len(wanted) != len(taken.requests):
             taken = taken._replace(requests=wanted, arrays=None)
         run = Run(batch, wanted, taken.began_us or self._clock(), taken.gathered_us)
-        run.failure = failure = await self._compute(version, instance, intake, run, taken)
-        run.ended_us = self._clock()
+        run.attempts = taken.attempts + 1
+        try:
+            run.failure = await self._compute(version, instance, intake, run, taken)
+        except Retriable as error:
+            run.failure = Failure(Code.INTERNAL, _told(error), Stage.EXECUTOR)
+            late = self._put_off(intake, run, run.failure)
+            if late is not None:
+                return ended + late, []
         run.compute_us = instance.compute_us
+        done, parts = self._conclude(version, run)
+        return ended + done, parts
+
+    def _conclude(self, version: ModelVersion, run: Run) -> tuple[list[Request], list[Batch]]:
+        """What is done with a run; the halves of one that failed are to be run apart."""
+        batch, wanted, failure = run.batch, run.requests, run.failure
+        run.ended_us = self._clock()
         if self._tracing is not None:
             self._tracing.ran(run)
         if failure is None:
             self._note(version, run)
-            return ended + wanted, []
+            return wanted, []
         if len(wanted) == 1:
             wanted[0].fail(failure)
-            return ended + wanted, []
+            return wanted, []
         self._metrics.bisections.inc()
         middle = len(wanted) // 2
         halves = (wanted[:middle], wanted[middle:])
-        return ended, [
+        return [], [
             Batch(f"{batch.batch_id}.{place}", half, "bisected")
             for place, half in enumerate(halves)
         ]
@@ -255,16 +267,14 @@ class ExecutorService:
                     run.requests[0].shape_class, sum(request.rows for request in run.requests)
                 )
                 intake.look_ahead(self._clock(), predicted_us)
-            outputs = await self._attempt(instance, arrays, run)
+            outputs = await self._watched(instance, arrays)
             scatter(run.requests, version.signature, outputs)
             if version.config.finite_outputs:
                 refuse_nonfinite(run.requests, version.signature, outputs)
-        except Fatal:
+        except (Fatal, Retriable):
             raise
         except Rejected as error:
             return rejection(error, Stage.EXECUTOR)
-        except Retriable as error:
-            return Failure(Code.INTERNAL, _told(error), Stage.EXECUTOR)
         except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends as an answer
             return Failure(
                 Code.MODEL_FAILED,
@@ -273,24 +283,24 @@ class ExecutorService:
             )
         return None
 
-    async def _attempt(self, instance: Instance, arrays: Arrays, run: Run) -> Arrays:
-        """Run, and again a few times when the backend says that it may work then."""
-        run.attempts = 1
-        try:
-            return await self._watched(instance, arrays)
-        except Retriable as error:
-            self._metrics.retried("run")
-            log.warning(Event.RUN_RETRIED, reason=_told(error))
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(Retriable),
-            stop=stop_after_attempt(RUN_ATTEMPTS - 1),
-            wait=wait_exponential(multiplier=0.05, max=1.0),
-            reraise=True,
-        ):
-            with attempt:
-                run.attempts += 1
-                return await self._watched(instance, arrays)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+    def _put_off(self, intake: Intake, run: Run, failure: Failure) -> list[Request] | None:
+        """Run once more what the backend may be able to run later, as far as deadlines allow.
+
+        Returns:
+            Those whose deadline is before that, as failures; None when it was tried often enough.
+        """
+        pause_s = pause_after(run.attempts, run.batch)
+        if pause_s is None:
+            return None
+        self._metrics.retried("run")
+        log.warning(Event.RUN_RETRIED, reason=failure.message)
+        wanted, late = divide(run.requests, self._clock() + int(pause_s * 1e6))
+        for request in late:
+            request.fail(failure)
+        if wanted:
+            again = Batch(run.batch.batch_id, wanted, run.batch.reason)
+            intake.put_off(again, pause_s, run.attempts)
+        return late
 
     async def _watched(self, instance: Instance, arrays: Arrays) -> Arrays:
         activity = self._activities[instance]

@@ -124,6 +124,18 @@ DEATHS = {
 }
 
 
+def tell(deaths: Deaths, processes: list[Restarting], took_s: float) -> None:
+    """What was measured."""
+    restarts = sum(process.restarts for process in processes)
+    killed = sum(process.killed for process in processes)
+    print(  # noqa: T201 - it is to be seen
+        f"\none culprit among {deaths.requests}: {restarts} restarts in {took_s:.1f} s, "
+        f"{killed} of them killed from outside"
+    )
+    for process in processes:
+        print("  ", process.stages, "; ".join(process.lives))  # noqa: T201 - see above
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS.keys())
 async def test_the_one_that_ends_its_process_is_a_dead_letter(
@@ -163,13 +175,8 @@ async def test_the_one_that_ends_its_process_is_a_dead_letter(
         took_s = time.monotonic() - began_s
         letters = await found.dead_letters()
 
-    restarts = sum(process.restarts for process in processes)
-    killed = sum(process.killed for process in processes)
     with capsys.disabled():
-        print(  # noqa: T201 - the measurement is to be seen
-            f"\none culprit among {deaths.requests}: {restarts} restarts in {took_s:.1f} s, "
-            f"{killed} of them killed from outside"
-        )
+        tell(deaths, processes, took_s)
     assert found.answered.pop(poison) == {Code.MODEL_FAILED}
     assert found.answered == {
         place: {2 * number} for place, number in enumerate(numbers) if place != poison

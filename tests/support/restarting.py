@@ -26,13 +26,14 @@ class Restarting:
         directory: what it prints goes there, a file for each life.
 
     Attributes:
+        stages: its.
         restarts: how often it was started again.
         killed: how often this was `kill`'s doing.
         lives: how long each one took, and how it ended.
     """
 
     def __init__(self, stages: str, environment: dict[str, str], directory: Path) -> None:
-        self._stages = stages
+        self.stages = stages
         self._environment = {
             **{name: value for name, value in os.environ.items() if "HEADRACE" not in name},
             **environment,
@@ -48,7 +49,7 @@ class Restarting:
 
     async def __aenter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._keeping = asyncio.create_task(self._keep(), name=f"restarting {self._stages}")
+        self._keeping = asyncio.create_task(self._keep(), name=f"restarting {self.stages}")
         return self
 
     async def __aexit__(
@@ -71,12 +72,12 @@ class Restarting:
 
     async def _keep(self) -> None:
         for life in range(1, 1000):
-            with (self._directory / f"{self._stages}-{life}.log").open("wb") as output:
+            with (self._directory / f"{self.stages}-{life}.log").open("wb") as output:
                 began_s = time.monotonic()
                 self._process = await asyncio.create_subprocess_exec(
                     HEADRACE,
                     "run",
-                    self._stages,
+                    self.stages,
                     env=self._environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -98,5 +99,5 @@ class Restarting:
     @property
     def output(self) -> str:
         """What all lives have printed."""
-        paths = sorted(self._directory.glob(f"{self._stages}-*.log"), key=os.path.getmtime)
+        paths = sorted(self._directory.glob(f"{self.stages}-*.log"), key=os.path.getmtime)
         return "\n".join(path.read_text("utf-8", "replace") for path in paths)

@@ -4,98 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from headrace.errors import Code, Fatal
-from headrace.flow.channel import Ask, PullChannel
-from headrace.messages import Batch, Request
-from headrace.models.registry import Models
+from headrace.errors import Code
+from headrace.messages import Request
 from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import State
-from headrace.services.executor import instance as instances
-from headrace.services.executor.service import MAX_MESSAGE_LENGTH, ExecutorService
+from headrace.services.executor.service import MAX_MESSAGE_LENGTH
 from headrace.services.executor.trial import AGREEMENTS
 from headrace.tensors import to_array
 from tests.support import python_models
 from tests.support.conditions import eventually
-from tests.support.models import add_version, digits, settings_for
+from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running
+from tests.support.models import add_version, digits
 from tests.support.python_models import add_python_model
-from tests.support.services import StillClock, counted, make_instruments
-from tests.support.work import NOW_US, Tray, make_request, receipt_of
-
-POISON = 13.0
-
-
-def requests_of(*values: float, deadline_ms: int = 0) -> list[Request]:
-    """One request of one row for each value."""
-    return [
-        make_request(
-            "model",
-            shape_class=(1,),
-            deadline_ms=deadline_ms,
-            inputs={"x": np.full((1, 1), value, np.float32)},
-        )
-        for value in values
-    ]
-
-
-def outcome(request: Request) -> float | str:
-    """What came out, or the code."""
-    if request.failure is not None:
-        return request.failure.code
-    assert request.outputs is not None
-    return float(to_array(request.outputs[0])[0, 0])
-
-
-class Bench:
-    """A running executor, the batches that it pulls, and its answers."""
-
-    def __init__(self, repository: Path) -> None:
-        self.models = Models(settings_for(repository), executes=True)
-        self.clock = StillClock()
-        self.instruments = make_instruments(self.clock)
-        self.answers = Tray()
-        self._ready: dict[tuple[str, str], deque[Batch]] = {}
-        self.pulls: PullChannel[tuple[str, str], Batch] = PullChannel(self._supply)
-        self.executor = ExecutorService(self.pulls, self.answers, self.models, self.instruments)
-
-    def _supply(self, key: tuple[str, str] | None, _ask: Ask) -> Batch | None:
-        queue = self._ready.get(key) if key is not None else None
-        return queue.popleft() if queue else None
-
-    def give(self, *batches: list[Request]) -> None:
-        """Batches to be pulled."""
-        for requests in batches:
-            batch = Batch(f"b-{requests[0].offset}", requests, "idle")
-            self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
-        self.pulls.kick()
-
-    def waits(self) -> int:
-        """How many batches nobody has pulled."""
-        return sum(len(queue) for queue in self._ready.values())
-
-    async def answered(self, count: int) -> list[Request]:
-        """The requests that have ended, in the order in which they did."""
-        await eventually(lambda: len(self.answers.requests) >= count, deadline_s=10)
-        return self.answers.requests
-
-
-@asynccontextmanager
-async def running(repository: Path) -> AsyncIterator[Bench]:
-    """Until the end of the context, when its batches end."""
-    bench = Bench(repository)
-    bench.models.open()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(bench.executor.run())
-        await bench.executor.loaded.wait()
-        yield bench
-        bench.pulls.close()
+from tests.support.services import counted
+from tests.support.work import NOW_US, make_request, receipt_of
 
 
 async def test_each_request_gets_its_own_rows(tmp_path: Path) -> None:
@@ -186,53 +113,6 @@ async def test_a_long_error_is_cut(tmp_path: Path) -> None:
 
     assert request.failure is not None
     assert len(request.failure.message) < MAX_MESSAGE_LENGTH + 100
-
-
-async def test_a_passing_failure_is_retried_in_place(tmp_path: Path) -> None:
-    """A `Retriable` error is tried again before anything is halved."""
-    add_python_model(tmp_path, "if len(self.calls) < 3: raise Retriable('busy')")
-    async with running(tmp_path) as bench:
-        requests = requests_of(1, 2)
-        bench.give(requests)
-        await bench.answered(2)
-
-    assert [outcome(one) for one in requests] == [2, 4]
-    assert counted(bench.instruments, "bisections_total") == 0
-
-
-async def test_a_hung_run_is_ended(tmp_path: Path) -> None:
-    """After `max_execution_s` the run is cancelled, and its request fails."""
-    add_python_model(
-        tmp_path,
-        f"if {POISON} in x: self.cancelled.wait(30); raise RuntimeError('cancelled')",
-        config="max_execution_s = 0.05",
-    )
-    async with running(tmp_path) as bench:
-        requests = requests_of(POISON)
-        bench.give(requests, requests_of(1))
-        await bench.answered(2)
-
-    assert requests[0].failure is not None
-    assert requests[0].failure.code == Code.MODEL_FAILED
-    assert "max_execution_s = 0.05" in requests[0].failure.message
-
-
-async def test_a_run_that_cannot_be_ended_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its instance is lost; the work is uncommitted and runs elsewhere."""
-    monkeypatch.setattr(instances, "CANCEL_GRACE_S", 0.05)
-    add_python_model(tmp_path, "time.sleep(1)", config="max_execution_s = 0.05")
-
-    async def serve() -> None:
-        async with running(tmp_path) as bench:
-            bench.give(requests_of(1))
-            await bench.answered(1)
-
-    with pytest.raises(ExceptionGroup) as raised:
-        await serve()
-
-    assert raised.value.subgroup(Fatal) is not None
 
 
 async def test_what_is_late_or_void_does_not_run(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""An executor at work, without a batcher before it or a responder behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from headrace.flow.channel import Ask, PullChannel
+from headrace.messages import Batch, Request
+from headrace.models.registry import Models
+from headrace.services.executor.service import ExecutorService
+from headrace.tensors import to_array
+from tests.support.conditions import eventually
+from tests.support.models import settings_for
+from tests.support.services import StillClock, make_instruments
+from tests.support.work import Tray, make_request
+
+POISON = 13.0
+
+
+def requests_of(*values: float, deadline_ms: int = 0) -> list[Request]:
+    """One request of one row for each value."""
+    return [
+        make_request(
+            "model",
+            shape_class=(1,),
+            deadline_ms=deadline_ms,
+            inputs={"x": np.full((1, 1), value, np.float32)},
+        )
+        for value in values
+    ]
+
+
+def outcome(request: Request) -> float | str:
+    """What came out, or the code."""
+    if request.failure is not None:
+        return request.failure.code
+    assert request.outputs is not None
+    return float(to_array(request.outputs[0])[0, 0])
+
+
+class Bench:
+    """A running executor, the batches that it pulls, and its answers."""
+
+    def __init__(self, repository: Path) -> None:
+        self.models = Models(settings_for(repository), executes=True)
+        self.clock = StillClock()
+        self.instruments = make_instruments(self.clock)
+        self.answers = Tray()
+        self._ready: dict[tuple[str, str], deque[Batch]] = {}
+        self.pulls: PullChannel[tuple[str, str], Batch] = PullChannel(self._supply)
+        self.executor = ExecutorService(self.pulls, self.answers, self.models, self.instruments)
+
+    def _supply(self, key: tuple[str, str] | None, _ask: Ask) -> Batch | None:
+        queue = self._ready.get(key) if key is not None else None
+        return queue.popleft() if queue else None
+
+    def give(self, *batches: list[Request]) -> None:
+        """Batches to be pulled."""
+        for requests in batches:
+            batch = Batch(f"b-{requests[0].offset}", requests, "idle")
+            self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
+        self.pulls.kick()
+
+    def waits(self) -> int:
+        """How many batches nobody has pulled."""
+        return sum(len(queue) for queue in self._ready.values())
+
+    async def answered(self, count: int) -> list[Request]:
+        """The requests that have ended, in the order in which they did."""
+        await eventually(lambda: len(self.answers.requests) >= count, deadline_s=10)
+        return self.answers.requests
+
+
+@asynccontextmanager
+async def running(repository: Path) -> AsyncIterator[Bench]:
+    """Until the end of the context, when its batches end."""
+    bench = Bench(repository)
+    bench.models.open()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.executor.run())
+        await bench.executor.loaded.wait()
+        yield bench
+        bench.pulls.close()

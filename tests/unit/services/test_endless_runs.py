@@ -1,0 +1,47 @@
+"""Runs that do not end by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import Code, Fatal
+from headrace.services.executor import instance as instances
+from tests.support.executor_bench import POISON, requests_of, running
+from tests.support.python_models import add_python_model
+
+
+async def test_a_hung_run_is_ended(tmp_path: Path) -> None:
+    """After `max_execution_s` the run is cancelled, and its request fails."""
+    add_python_model(
+        tmp_path,
+        f"if {POISON} in x: self.cancelled.wait(30); raise RuntimeError('cancelled')",
+        config="max_execution_s = 0.05",
+    )
+    async with running(tmp_path) as bench:
+        requests = requests_of(POISON)
+        bench.give(requests, requests_of(1))
+        await bench.answered(2)
+
+    assert requests[0].failure is not None
+    assert requests[0].failure.code == Code.MODEL_FAILED
+    assert "max_execution_s = 0.05" in requests[0].failure.message
+
+
+async def test_a_run_that_cannot_be_ended_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its instance is lost; the work is uncommitted and runs elsewhere."""
+    monkeypatch.setattr(instances, "CANCEL_GRACE_S", 0.05)
+    add_python_model(tmp_path, "time.sleep(1)", config="max_execution_s = 0.05")
+
+    async def serve() -> None:
+        async with running(tmp_path) as bench:
+            bench.give(requests_of(1))
+            await bench.answered(1)
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await serve()
+
+    assert raised.value.subgroup(Fatal) is not None
