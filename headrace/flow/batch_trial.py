@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from headrace.flow.delivery import Trial
 from headrace.flow.endings import ran_alone
-from headrace.flow.probation import Trial
 from headrace.messages import Batch, Receipt, Request
 from headrace.topics import Stage
 

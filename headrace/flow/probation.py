@@ -13,17 +13,17 @@ source pauses them, and what of them was polled is dropped and read again later.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import structlog
 
 from headrace.errors import Retriable
 from headrace.flow.answered import Progress
+from headrace.flow.delivery import Trial
 from headrace.flow.inflight import Assignment, Ledger
 from headrace.flow.marks import Marks, Owner
 from headrace.flow.predecessor import process_name
-from headrace.flow.suspects import Mark, Part, Suspects, Unit
+from headrace.flow.suspects import Mark, Part, Suspects
 from headrace.log.port import Consumer, Record, TopicPartition
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -33,19 +33,6 @@ log = structlog.get_logger(__name__)
 RETRY_S = 0.5
 CLOSING_MARK_S = 1.0
 """For the mark at a revocation; without it, the next owner takes what it reads for suspects."""
-
-
-class Trial(NamedTuple):
-    """What the first stage has to know of records that come from a part.
-
-    Attributes:
-        condemned: to be answered without being run.
-        run_place: given where one record runs alone: before each of its requests, if it has
-            several, to be called with the request's place.
-    """
-
-    condemned: frozenset[Unit]
-    run_place: Callable[[int], Awaitable[None]] | None
 
 
 class _Opening:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Self
 
 import structlog
 
@@ -27,13 +27,14 @@ from headrace.flow.answered import Progress
 from headrace.flow.backlog import Backlog
 from headrace.flow.books import Books
 from headrace.flow.committing import COMMIT_RETRY_S, Committer
+from headrace.flow.delivery import Delivery, size_bytes
 from headrace.flow.inflight import Assignment, Budget, Ledger
 from headrace.flow.marks import Marks
 from headrace.flow.ordering import KeyChains
 from headrace.flow.origins import Origins
 from headrace.flow.pausing import Pauses
 from headrace.flow.positions import go_on_in_range, starting_progress
-from headrace.flow.probation import Probation, Trial
+from headrace.flow.probation import Probation
 from headrace.flow.sealing import Sealing
 from headrace.flow.signal import Signal
 from headrace.flow.source_settings import SourceSettings
@@ -56,16 +57,6 @@ MAX_REVOCATION_S = 25.0
 """Draining and the last commit together: the group waits 30 s for a member to let go."""
 LAST_COMMIT_S = 2.0
 """What the last commit gets of the time for a revocation, at most."""
-RECORD_OVERHEAD_BYTES = 1024
-"""Charged for every record that waits, beside its value: many small ones are large as well."""
-
-
-class Delivery(NamedTuple):
-    """Records of one partition, in offset order, not yet admitted; on trial while suspect."""
-
-    assignment: Assignment
-    records: Sequence[Record]
-    trial: Trial | None = None
 
 
 class Source:
@@ -173,7 +164,7 @@ class Source:
                 self._arrived.clear()
                 await self._arrived.wait()
             delivery = self._ready.popleft()
-            self._ready_bytes -= _size(delivery.records)
+            self._ready_bytes -= size_bytes(delivery.records)
             if not delivery.assignment.void:
                 return delivery
 
@@ -259,7 +250,7 @@ class Source:
         self._ready.append(delivery)
         assignment.last_read = records[-1].offset
         assignment.ages.note(assignment.last_read, records[0].timestamp)
-        self._ready_bytes += _size(records)
+        self._ready_bytes += size_bytes(records)
 
     async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
         if self.probation.active:
@@ -378,7 +369,7 @@ class Source:
             if partitions is not None and delivery.assignment.partition not in partitions
         ]
         self._ready = deque(kept)
-        self._ready_bytes = sum(_size(delivery.records) for delivery in kept)
+        self._ready_bytes = sum(size_bytes(delivery.records) for delivery in kept)
 
     # --- settling and committing -----------------------------------------------------------
 
@@ -393,9 +384,3 @@ class Source:
                     await self._settled.wait(deadline_s)
         except TimeoutError:
             log.warning(Event.DRAIN_INCOMPLETE, in_flight=self.ledger.in_flight(partitions))
-
-
-def _size(records: Sequence[Record]) -> int:
-    """What records take that wait; their headers are counted as part of the overhead."""
-    values = sum([len(record.value) for record in records if record.value is not None])
-    return values + RECORD_OVERHEAD_BYTES * len(records)

@@ -15,7 +15,8 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from headrace.flow.source import MAX_POLL_RECORDS, RECORD_OVERHEAD_BYTES
+from headrace.flow.delivery import RECORD_OVERHEAD_BYTES
+from headrace.flow.source import MAX_POLL_RECORDS
 from headrace.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace

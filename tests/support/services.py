@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from headrace.codec import encode_request
 from headrace.flow.answered import Progress
+from headrace.flow.delivery import Delivery
 from headrace.flow.inflight import Assignment, Budget, Ledger
-from headrace.flow.source import Delivery
 from headrace.log.port import TopicPartition
 from headrace.models.registry import Models
 from headrace.telemetry.instruments import Instruments

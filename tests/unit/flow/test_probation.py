@@ -10,9 +10,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.flow import probation
+from headrace.flow.delivery import Trial
 from headrace.flow.inflight import LedgerReceipt
 from headrace.flow.marks import NOBODY, Marks
-from headrace.flow.probation import Trial
 from headrace.flow.source import Source
 from headrace.flow.source_settings import SourceSettings
 from headrace.flow.suspects import CLEAN, Mark

@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from headrace.flow import committing, source
 from headrace.flow.answered import Progress
+from headrace.flow.delivery import RECORD_OVERHEAD_BYTES
 from headrace.flow.inflight import Assignment, LedgerReceipt
-from headrace.flow.source import RECORD_OVERHEAD_BYTES, Source
+from headrace.flow.source import Source
 from headrace.flow.source_settings import SourceSettings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Record, TopicInfo, TopicPartition

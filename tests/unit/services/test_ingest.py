@@ -10,7 +10,7 @@ import pytest
 from headrace.config import LimitSettings
 from headrace.errors import Code
 from headrace.flow.answered import Progress
-from headrace.flow.source import Delivery
+from headrace.flow.delivery import Delivery
 from headrace.messages import Envelope, Failure, Request
 from headrace.models.registry import Models
 from headrace.services.ingest import service
