@@ -2,46 +2,87 @@
 
 A transaction that the log refuses is taken apart until the answer that is at fault stands alone;
 that one gives way, by the same rules as without transactions, and the others go as they are.
+
+One that does not end in time may have met a reply partition without a leader. Then the answers for
+each reply partition are sealed by themselves. What fails again is *stalled*: it is put aside, and
+tried again now and then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import structlog
 
 from headrace.errors import Rejected
 from headrace.flow.books import Outgoing, by_offset, requests_of
 from headrace.flow.sealing import Lost, Records, Sealing, Unsealed
 from headrace.log.errors import LogRefused, TopicForbidden, UnknownPartition
+from headrace.log.port import TopicPartition
 from headrace.services.responder.composing import Addressed, Composer
+from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering
 
+log = structlog.get_logger(__name__)
+
 RETRY_S = 0.1
 MAX_RETRY_S = 5.0
+STALLED_S = 2.0
+MAX_STALLED_S = 60.0
+
+
+class _Stall(NamedTuple):
+    until_s: float
+    pause_s: float
 
 
 class SealedStep:
-    """Answers requests of one source partition; see `turns.Step`."""
+    """Answers requests of one source partition; see `turns.Step`.
 
-    def __init__(self, sealing: Sealing, composer: Composer, metrics: Metrics) -> None:
+    Args:
+        responses: the topic; what is for one of its partitions is never put aside.
+        in_order: nothing is, since nothing may pass it.
+    """
+
+    def __init__(
+        self,
+        sealing: Sealing,
+        composer: Composer,
+        metrics: Metrics,
+        responses: str,
+        *,
+        in_order: bool,
+    ) -> None:
         self._sealing = sealing
         self._composer = composer
         self._metrics = metrics
+        self._responses = responses
+        self._in_order = in_order
+        self._stalls: dict[TopicPartition, _Stall] = {}
 
     async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
-        left = by_offset(outgoing)
+        now_s = time.monotonic()
+        aside = [each for each in outgoing if self._is_stalled(each[1], now_s)]
+        if aside:
+            outgoing = [each for each in outgoing if not self._is_stalled(each[1], now_s)]
+        return [*aside, *await self._answer(number, by_offset(outgoing))]
+
+    async def _answer(self, number: int, left: list[Outgoing]) -> Sequence[Outgoing]:
         while left:
             try:
-                await self._seal(number, left, _Draft(self._composer))
+                await self._seal(number, left)
             except (UnknownPartition, TopicForbidden) as error:
                 left = self._reroute(left, error)
             except Rejected as error:
                 if len(left) == 1:
                     await self._alone(number, left, error)
-                    continue
+                    return left
                 middle = len(left) // 2
-                waiting = await self(number, left[:middle])
+                waiting = await self._answer(number, left[:middle])
                 left = left[middle:]
                 if waiting:  # then nothing that is above it has room either
                     return [*waiting, *left]
@@ -49,28 +90,71 @@ class SealedStep:
                 return left
         return []
 
-    async def _seal(self, number: int, outgoing: list[Outgoing], draft: _Draft) -> None:
-        """Until it is sealed, or void; what has to wait for room stays in the list.
+    async def _seal(
+        self, number: int, outgoing: list[Outgoing], draft: _Draft | None = None
+    ) -> None:
+        """Until it is sealed, or void; what has to wait stays in the list.
 
         Raises:
             Rejected: the log refuses a record.
         """
         pause_s = RETRY_S
-        while outgoing:
-            try:
-                await self._sealing.seal(number, outgoing, draft.compose)
-            except Unsealed:
-                self._metrics.retried("send", len(outgoing))
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_RETRY_S)
-            except Lost:
-                self._metrics.void.inc(len(outgoing))
-                for request in requests_of(outgoing):
-                    request.receipt.settle()
-                outgoing.clear()
-            else:
-                draft.note()
+        while not await self._try(number, outgoing, draft or _Draft(self._composer)):
+            targets = {target for _, target in outgoing if target.topic != self._responses}
+            if targets and not self._in_order and await self._isolate(number, outgoing, targets):
                 return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    async def _try(self, number: int, outgoing: list[Outgoing], draft: _Draft) -> bool:
+        """One transaction; False when it failed. Void answers are settled without it."""
+        if not outgoing:
+            return True
+        try:
+            await self._sealing.seal(number, outgoing, draft.compose)
+        except Unsealed:
+            self._metrics.retried("send", len(outgoing))
+            return False
+        except Lost:
+            self._metrics.void.inc(len(outgoing))
+            for request in requests_of(outgoing):
+                request.receipt.settle()
+            outgoing.clear()
+        else:
+            draft.note()
+        return True
+
+    async def _isolate(
+        self, number: int, outgoing: list[Outgoing], targets: set[TopicPartition]
+    ) -> bool:
+        """Seal the answers for each reply partition by themselves; what fails stays, as stalled.
+
+        Returns:
+            False when those for `responses` fail as well: no reply partition is at fault then.
+        """
+        home = [each for each in outgoing if each[1] not in targets]
+        done = await self._try(number, home, _Draft(self._composer))
+        outgoing[:] = [*home, *(each for each in outgoing if each[1] in targets)]
+        if not done:
+            return False
+        for target in sorted(targets):
+            part = [each for each in outgoing if each[1] == target]
+            if await self._try(number, part, _Draft(self._composer)):
+                self._stalls.pop(target, None)
+            else:
+                self._stall(target)
+            outgoing[:] = [*part, *(each for each in outgoing if each[1] != target)]
+        return True
+
+    def _stall(self, target: TopicPartition) -> None:
+        before = self._stalls.get(target)
+        pause_s = STALLED_S if before is None else min(2 * before.pause_s, MAX_STALLED_S)
+        self._stalls[target] = _Stall(time.monotonic() + pause_s, pause_s)
+        log.warning(Event.ANSWERS_STALLED, topic=str(target), again_in_s=pause_s)
+
+    def _is_stalled(self, target: TopicPartition, now_s: float) -> bool:
+        stall = self._stalls.get(target)
+        return stall is not None and now_s < stall.until_s
 
     def _reroute(
         self, outgoing: Sequence[Outgoing], error: UnknownPartition | TopicForbidden
@@ -95,17 +179,15 @@ class SealedStep:
         A refusal does not say whether the answer is at fault or its dead letter. So each form of
         the answer is tried with the letter, and then without.
         """
-        (request, target), bare, with_letter = outgoing[0], False, True
-        while outgoing:
+        (request, target), bare, with_letter, given_up = outgoing[0], False, True, False
+        while True:
             letters = self._composer.letters([request])
             with_letter = not (with_letter and letters)
-            way: tuple[object, bool] | None = (target, bare)
             if with_letter:
-                found = self._composer.give_way(request, target, error, bare=bare)
-                way = found
-                if found is not None:
-                    target, bare = found
-            draft = _Draft(self._composer, bare=bare, letters=with_letter, answers=way is not None)
+                way = self._composer.give_way(request, target, error, bare=bare)
+                given_up = way is None
+                target, bare = way or (target, bare)
+            draft = _Draft(self._composer, bare=bare, letters=with_letter, answers=not given_up)
             outgoing[:] = [(request, target)]
             try:
                 await self._seal(number, outgoing, draft)

@@ -75,7 +75,13 @@ class ResponderService:
     def _make_answers(self, producer: Producer, delivery: Delivery) -> Overlapping | Turns:
         books, sealing, metrics = delivery.books, delivery.sealing, self._metrics
         if sealing is not None:
-            step: SealedStep | OrderedStep = SealedStep(sealing, self._composer, metrics)
+            step: SealedStep | OrderedStep = SealedStep(
+                sealing,
+                self._composer,
+                metrics,
+                self._routes.responses,
+                in_order=delivery.order_by != "none",
+            )
         elif delivery.order_by != "none":
             step = OrderedStep(producer, self._composer, books, metrics)
         else:

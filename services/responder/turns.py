@@ -16,12 +16,16 @@ from headrace.flow.answered import Progress
 from headrace.flow.books import Books, Outgoing
 from headrace.flow.ordering import Order
 from headrace.flow.room import Room
+from headrace.flow.signal import Signal
 from headrace.messages import Request
 from headrace.services.responder.composing import Addressed, answer_bytes
 from headrace.telemetry.metrics import Metrics
 
 QUEUED_BYTES = 64 * 1024 * 1024
 """Of outputs that could go now; those that wait for an earlier answer are not counted."""
+
+WAITING_S = 1.0
+"""What has to wait is tried again after this time, or with the next answers."""
 
 OrderBy = Literal["none", "key", "partition"]
 Step = Callable[[int, list[Outgoing]], Awaitable[Sequence[Outgoing]]]
@@ -37,6 +41,7 @@ class _Lane:
         self.order: Order[Outgoing] = Order(progress)
         self.queue: list[Outgoing] = []
         self.waiting: list[Outgoing] = []
+        self.more = Signal()
         self.task: asyncio.Task[None] | None = None
 
 
@@ -118,30 +123,41 @@ class Turns:
         self._room.take(_size(outgoing))
 
     def _start(self, lane: _Lane) -> None:
+        lane.more.give()
         if lane.queue and lane.task is None:
             lane.task = self._tasks.create_task(self._turn(lane), name=f"answer-{lane.number}")
 
     async def _turn(self, lane: _Lane) -> None:
-        """Steps, until nothing is left that could go."""
+        """Steps, until nothing is left; what has to wait is tried again, now and then."""
         try:
-            while lane.queue:
-                taken, lane.queue = lane.queue, []
-                size_bytes = _size(taken)
-                try:
-                    lane.waiting = list(await self._step(lane.number, lane.waiting + taken))
-                finally:
-                    self._room.leave(size_bytes)
-                # Recovering may have found answers that another owner gave.
-                self._queue(lane, lane.order.look_again())
+            while lane.queue or (lane.waiting and self._is_current(lane)):
+                if not lane.queue:
+                    await lane.more.wait(WAITING_S)
+                await self._take_turn(lane)
         finally:
             lane.task = None
-        if self._lanes.get(lane.number) is not lane:
+        if not self._is_current(lane):
             self._end(lane)
+
+    async def _take_turn(self, lane: _Lane) -> None:
+        taken, lane.queue = lane.queue, []
+        waited, lane.waiting = lane.waiting, []
+        size_bytes = _size(taken)
+        try:
+            lane.waiting += await self._step(lane.number, waited + taken)
+        finally:
+            self._room.leave(size_bytes)
+        # Recovering may have found answers that another owner gave.
+        self._queue(lane, lane.order.look_again())
+
+    def _is_current(self, lane: _Lane) -> bool:
+        return self._lanes.get(lane.number) is lane
 
     def _end(self, lane: _Lane) -> None:
         """Its assignment is over. What a step has in hand it finds to be void itself."""
-        if self._lanes.get(lane.number) is lane:
+        if self._is_current(lane):
             del self._lanes[lane.number]
+        lane.more.give()
         left, lane.queue = lane.queue, []
         self._room.leave(_size(left))
         if lane.task is None:

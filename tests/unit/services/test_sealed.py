@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -18,11 +18,12 @@ from headrace.flow.books import Books
 from headrace.flow.channel import Channel, ChannelWriter
 from headrace.flow.inflight import Budget, Ledger
 from headrace.flow.sealing import Sealing
-from headrace.log.errors import LogRefused
+from headrace.log.errors import LogRefused, LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.port import TopicInfo, TopicPartition
+from headrace.log.memory.sealing import MemoryTransactionalProducer
+from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from headrace.messages import Failure, Request
-from headrace.services.responder import sealed
+from headrace.services.responder import sealed, turns
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.services.responder.turns import OrderBy
@@ -69,6 +70,11 @@ class Bench:
         request.outputs, request.inputs = request.inputs, ()
         return request
 
+    @property
+    def in_flight(self) -> int:
+        """How many requests are not settled."""
+        return self._assignment.in_flight
+
     async def settled(self) -> None:
         """Wait until nothing is in flight."""
         await eventually(lambda: not self._assignment.in_flight, deadline_s=10)
@@ -84,9 +90,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(order_by: OrderBy = "none") -> AsyncIterator[Bench]:
+async def running(order_by: OrderBy = "none", log: MemoryLog | None = None) -> AsyncIterator[Bench]:
     """Until the end of the context, when everything must be settled."""
-    log = MemoryLog()
+    log = log or MemoryLog()
     limit = {"max.message.bytes": str(LIMIT_BYTES)}
     await log.create_topics(
         [
@@ -260,3 +266,53 @@ async def test_in_order_of_the_partition_nothing_overtakes() -> None:
             await bench.inlet.send([request])
         await bench.settled()
         assert await offsets_in_order(bench) == list(range(20))
+
+
+class LeaderlessLog(MemoryLog):
+    """One topic's partitions have no leader: whatever is sent there is not acknowledged in time.
+
+    Attributes:
+        leaderless: the topic; empty while all have leaders.
+    """
+
+    leaderless = ""
+
+    def transactional_producer(
+        self, transactional_id: str, group: str
+    ) -> MemoryTransactionalProducer:
+        producer = super().transactional_producer(transactional_id, group)
+        seal = producer.seal
+
+        async def fail(
+            records: Mapping[TopicPartition, Sequence[NewRecord]],
+            offsets: Mapping[TopicPartition, Committed],
+        ) -> None:
+            if any(partition.topic == self.leaderless for partition in records):
+                raise LogUnavailable("the records were not acknowledged in time")
+            await seal(records, offsets)
+
+        producer.seal = fail  # type: ignore[method-assign]  # a fault of this topic's alone
+        return producer
+
+
+async def test_a_reply_partition_without_a_leader_holds_up_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answers are put aside, and are given once it has a leader again."""
+    monkeypatch.setattr(sealed, "STALLED_S", 0.02)
+    monkeypatch.setattr(turns, "WAITING_S", 0.02)
+    log = LeaderlessLog()
+    log.leaderless = "headrace.mine"
+    async with running(log=log) as bench:
+        await log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
+        stuck = [bench.request(kafka_replyTopic=b"headrace.mine") for _ in range(3)]
+        await bench.inlet.send([*stuck, bench.request()])
+        await eventually(lambda: bench.in_flight == 3)
+        await bench.inlet.send([bench.request() for _ in range(5)])
+        await eventually(lambda: bench.in_flight == 3)
+        assert await bench.statuses() == dict.fromkeys(range(3, 9), "ok")
+
+        log.leaderless = ""
+        await bench.settled()
+        assert await bench.statuses("headrace.mine") == dict.fromkeys(range(3), "ok")
+        assert await bench.committed() == Progress(9)
