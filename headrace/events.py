@@ -27,7 +27,7 @@ class HostedModel(Struct, kw_only=True, omit_defaults=True):
 
 class Completion(Struct, kw_only=True, omit_defaults=True):
     """All requests of a batch have ended. `compute_us` is what its run of so many rows took; 0
-    where it was not run as one.
+    where it was not run as one. `stay_us` is how long the executor had it.
     """
 
     batch_id: str
@@ -36,6 +36,7 @@ class Completion(Struct, kw_only=True, omit_defaults=True):
     shape_class: list[int] = []
     rows: int = 0
     compute_us: int = 0
+    stay_us: int = 0
 
 
 class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):

@@ -36,6 +36,16 @@ class Identity(NamedTuple):
     silent_after_s: float
 
 
+class _Stay:
+    """A batch that is here: how many of its requests have not ended, and since when it is."""
+
+    __slots__ = ("left", "since_s")
+
+    def __init__(self, left: int, since_s: float) -> None:
+        self.left = left
+        self.since_s = since_s
+
+
 class Announcer:
     """Writes an executor's announcements.
 
@@ -60,14 +70,14 @@ class Announcer:
         key = identity.executor.encode()
         self._key, self._target = key, TopicPartition(topic[0], partition_for_key(key, topic[1]))
         self._told: list[int] = []
-        self._unfinished: dict[str, int] = {}
+        self._unfinished: dict[str, _Stay] = {}
         self._completions: list[Completion] = []
         self._news = asyncio.Event()
         self._closed = False
 
     def received(self, batch: Batch) -> None:
         """A batch was read, which is owed a completion."""
-        self._unfinished[batch.batch_id] = len(batch.requests)
+        self._unfinished[batch.batch_id] = _Stay(len(batch.requests), time.monotonic())
 
     def finished(self, batch_id: str, requests: Sequence[Request]) -> None:
         """These requests of a batch, or of a part of one, have ended."""
@@ -76,9 +86,9 @@ class Announcer:
             root, _, part = root.rpartition(".")
             if not part:
                 return
-        left = self._unfinished[root] - len(requests)
-        if left > 0:
-            self._unfinished[root] = left
+        stay = self._unfinished[root]
+        stay.left -= len(requests)
+        if stay.left > 0:
             return
         del self._unfinished[root]
         whole = root == batch_id and all(one.failure is None for one in requests)
@@ -91,6 +101,7 @@ class Announcer:
                 shape_class=list(first.shape_class),
                 rows=first.batch_rows if whole else 0,
                 compute_us=first.compute_us if whole else 0,
+                stay_us=int((time.monotonic() - stay.since_s) * 1e6),
             )
         )
         self._news.set()

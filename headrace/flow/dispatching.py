@@ -1,9 +1,10 @@
 """Batches on their way to executors of other processes, each to one that is free.
 
-Every executor that has announced itself has berths, two for each instance of a model. A berth
-pulls a batch, writes it to a partition that its executor reads, and pulls the next when the
-completion of this one was announced. So a batch closes when there is room for it, as it does in one
-process. While no executor is known, a few writers pull for whoever reads.
+Every executor that has announced itself has berths, at least two for each instance of a model
+(`headrace.flow.fleet.Window`). A berth pulls a batch, writes it to a partition that its executor
+reads, and pulls the next when the completion of this one was announced. So a batch closes when
+there is room for it, as it does in one process. While no executor is known, a few writers pull for
+whoever reads.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import time
 
 import structlog
 
-from headrace.events import ExecutorEvent
+from headrace.events import Completion, ExecutorEvent
 from headrace.flow.batch_edges import BatchWriter, apart
 from headrace.flow.channel import PullChannel, Puller
-from headrace.flow.fleet import ANYBODY, Berth, Fleet, ModelKey
+from headrace.flow.fleet import ANYBODY, Berth, Fleet, ModelKey, Window
 from headrace.flow.hearing import Hearing
 from headrace.messages import Batch
 from headrace.models.registry import Models
@@ -35,10 +36,11 @@ COMPLETION_S = 60.0
 class _Flight:
     """What was written of one batch; `done` is set when all of it has ended, or nobody knows."""
 
-    __slots__ = ("done", "executor", "parts")
+    __slots__ = ("berth", "done", "parts", "since_s")
 
-    def __init__(self, executor: str) -> None:
-        self.executor = executor
+    def __init__(self, berth: Berth, since_s: float) -> None:
+        self.berth = berth
+        self.since_s = since_s
         self.parts: set[str] = set()
         self.done = asyncio.Event()
 
@@ -72,6 +74,7 @@ class BatchOutlet:
         self._metrics = metrics
         self._fleet = Fleet()
         self._pullers: dict[Berth, list[Puller[ModelKey, Batch]]] = {}
+        self._windows: dict[Berth, Window] = {}
         self._flights: dict[str, _Flight] = {}
         self._closing = False
 
@@ -98,19 +101,28 @@ class BatchOutlet:
             self._fleet.heard(event, now_s)
             self._models.heed(event)
             for completion in event.completions:
-                flight = self._flights.pop(completion.batch_id, None)
-                if flight is not None:
-                    flight.ended(completion.batch_id)
+                self._ended(completion, now_s)
         self._fleet.expire(now_s)
         for flight in self._flights.values():
-            if flight.executor and not self._fleet.knows(flight.executor):
+            if not self._fleet.knows(flight.berth.executor):
                 flight.done.set()
         self._metrics.known_executors.set(len(self._fleet))
+
+    def _ended(self, completion: Completion, now_s: float) -> None:
+        flight = self._flights.pop(completion.batch_id, None)
+        if flight is None:
+            return
+        flight.ended(completion.batch_id)
+        window = self._windows.get(flight.berth)
+        if window is not None and completion.compute_us:
+            flight_us = int((now_s - flight.since_s) * 1e6)
+            window.observe(flight_us, completion.stay_us, completion.compute_us)
 
     def _arrange(self, tasks: asyncio.TaskGroup) -> None:
         """Have as many pull for each berth as it has room for."""
         wanted = self._wanted()
         for berth in [berth for berth in self._pullers if berth not in wanted]:
+            self._windows.pop(berth, None)
             for puller in self._pullers.pop(berth):
                 puller.release()
         for berth, room in wanted.items():
@@ -130,10 +142,14 @@ class BatchOutlet:
         if not berths:
             return {Berth(ANYBODY, None): UNACKNOWLEDGED_BATCHES}
         hosted = {berth.key for berth in berths}
+        room = {
+            berth: instances * self._windows.setdefault(berth, Window()).size
+            for berth, instances in berths.items()
+        }
         homeless = {
             (version.name, version.version) for version in self._models.versions(State.READY)
         } - hosted
-        return berths | {Berth(ANYBODY, key): 1 for key in homeless}
+        return room | {Berth(ANYBODY, key): 1 for key in homeless}
 
     async def _fill(self, berth: Berth, puller: Puller[ModelKey, Batch]) -> None:
         """Write one batch after the other, each when the one before has ended."""
@@ -145,7 +161,7 @@ class BatchOutlet:
             if partition is None:
                 await self._writer.write_all(batch, None)
                 continue
-            flight = _Flight(berth.executor)
+            flight = _Flight(berth, time.monotonic())
             self._expect(flight, [batch])
             if not await self._writer.write(batch, partition):
                 parts = apart(batch)
@@ -169,6 +185,8 @@ class BatchOutlet:
             async with asyncio.timeout(COMPLETION_S):
                 await flight.done.wait()
         except TimeoutError:
-            log.warning(Event.COMPLETION_MISSING, executor=flight.executor, batches=flight.parts)
+            log.warning(
+                Event.COMPLETION_MISSING, executor=flight.berth.executor, batches=flight.parts
+            )
         for part in flight.parts:
             self._flights.pop(part, None)

@@ -7,6 +7,9 @@ that it is gone. A partition is its last announcer's.
 
 from __future__ import annotations
 
+from collections import deque
+from math import ceil
+from statistics import median
 from typing import NamedTuple, TypeAlias
 
 from headrace.events import ExecutorEvent
@@ -14,8 +17,10 @@ from headrace.events import ExecutorEvent
 ModelKey: TypeAlias = tuple[str, str]
 """A model's name and version."""
 
-IN_FLIGHT_PER_INSTANCE = 2
-"""One batch runs, and the next one is there when it ends; more would only wait elsewhere."""
+LEAST_IN_FLIGHT = 2
+"""For each instance: one batch runs, and the next one is there when it ends."""
+MOST_IN_FLIGHT = 16
+_WINDOW = 31
 
 
 ANYBODY = ""
@@ -27,6 +32,33 @@ class Berth(NamedTuple):
 
     executor: str
     key: ModelKey | None
+
+
+class Window:
+    """How many batches may be under way to one instance.
+
+    Two, or as many as it runs in the time that a batch takes to it and its completion back: an
+    instance whose runs are shorter than that would wait for the log otherwise. What a batch waits
+    at the executor does not count, so that a queue there makes the window no larger.
+    """
+
+    def __init__(self) -> None:
+        self._travel_us: deque[int] = deque(maxlen=_WINDOW)
+        self._compute_us: deque[int] = deque(maxlen=_WINDOW)
+        self.size = LEAST_IN_FLIGHT
+
+    def observe(self, flight_us: int, stay_us: int, compute_us: int) -> None:
+        """Learn from a batch.
+
+        Args:
+            flight_us: from before it was written until its completion was heard.
+            stay_us: of that, how long the executor had it.
+            compute_us: how long its run took.
+        """
+        self._travel_us.append(max(0, flight_us - stay_us))
+        self._compute_us.append(max(1, compute_us))
+        covered = ceil(median(self._travel_us) / median(self._compute_us))
+        self.size = max(LEAST_IN_FLIGHT, min(MOST_IN_FLIGHT, 1 + covered))
 
 
 class _Executor:
@@ -79,9 +111,9 @@ class Fleet:
             self._forget(name)
 
     def berths(self) -> dict[Berth, int]:
-        """How many batches may be under way to each."""
+        """How many instances each has."""
         return {
-            Berth(name, key): instances * IN_FLIGHT_PER_INSTANCE
+            Berth(name, key): instances
             for name, executor in self._executors.items()
             if executor.partitions
             for key, instances in executor.instances.items()

@@ -232,7 +232,13 @@ _EVENT = ExecutorEvent(
     ],
     completions=[
         Completion(
-            batch_id="b-1", model="sample", version="1", shape_class=[3], rows=4, compute_us=120
+            batch_id="b-1",
+            model="sample",
+            version="1",
+            shape_class=[3],
+            rows=4,
+            compute_us=120,
+            stay_us=450,
         ),
         Completion(batch_id="b-2", model="alone", version="3"),
     ],

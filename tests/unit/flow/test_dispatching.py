@@ -30,6 +30,8 @@ from tests.support.work import TestReceipt, Tray, make_request
 PARTITIONS = 4
 BATCHES = [TopicPartition("batches", number) for number in range(PARTITIONS)]
 EVENTS = TopicPartition("events", 0)
+RUN_US = 10_000_000
+"""Longer than any way there and back, so that two batches are under way at a time."""
 PIXELS = {"pixels": np.zeros((1, 64), np.float32)}
 
 
@@ -75,7 +77,7 @@ class Bench:
                     version="1",
                     shape_class=[64],
                     rows=4,
-                    compute_us=500,
+                    compute_us=RUN_US,
                 )
                 for batch_id in ended or []
             ],
@@ -215,7 +217,7 @@ async def test_the_batcher_learns_from_what_executors_say(tmp_path: Path) -> Non
     async with running(tmp_path) as bench:
         version = bench.models.lookup("digits")
         await bench.announce("a", 0, ended=["b-1"])
-        await eventually(lambda: version.latency.predict_us((64,), 4) == 500)
+        await eventually(lambda: version.latency.predict_us((64,), 4) == RUN_US)
         assert version.max_batch_size == 7
 
 

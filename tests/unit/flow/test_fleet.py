@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.events import ExecutorEvent, HostedModel
-from headrace.flow.fleet import Berth, Fleet
+from headrace.flow.fleet import Berth, Fleet, Window
 
 DIGITS = ("digits", "1")
 
@@ -34,10 +34,42 @@ def fleet_of(*events: ExecutorEvent) -> Fleet:
     return fleet
 
 
-def test_each_instance_has_room_for_two_batches() -> None:
-    """One runs and one is there when it ends."""
+def test_each_executor_has_berths_for_its_models() -> None:
+    """As many instances as it has announced."""
     fleet = fleet_of(event("a", 0), event("b", 1, instances=3))
-    assert fleet.berths() == {Berth("a", DIGITS): 2, Berth("b", DIGITS): 6}
+    assert fleet.berths() == {Berth("a", DIGITS): 1, Berth("b", DIGITS): 3}
+
+
+def window_of(*, travel_us: int, compute_us: int, stay_us: int = 0) -> Window:
+    """A window that has seen many such batches."""
+    window = Window()
+    for _ in range(40):
+        window.observe(travel_us + stay_us, stay_us, compute_us)
+    return window
+
+
+def test_two_batches_are_under_way_where_runs_take_longer_than_the_way() -> None:
+    """One runs and one is there when it ends; more would only wait elsewhere."""
+    assert Window().size == 2
+    assert window_of(travel_us=4000, compute_us=20_000).size == 2
+
+
+def test_short_runs_have_as_many_under_way_as_cover_the_way() -> None:
+    """An instance shall not wait for the log."""
+    assert window_of(travel_us=4000, compute_us=1000).size == 5
+    assert window_of(travel_us=40_000, compute_us=50).size == 16
+
+
+def test_a_queue_at_the_executor_makes_the_window_no_larger() -> None:
+    """Otherwise it would feed itself."""
+    assert window_of(travel_us=4000, compute_us=1000, stay_us=500_000).size == 5
+
+
+def test_one_batch_that_was_held_up_changes_nothing() -> None:
+    """The median counts."""
+    window = window_of(travel_us=4000, compute_us=20_000)
+    window.observe(10_000_000, 0, 1)
+    assert window.size == 2
 
 
 def test_an_executor_without_partitions_gets_nothing() -> None:
