@@ -1,0 +1,129 @@
+"""Which partitions are not read for now, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from headrace.flow import pausing
+from headrace.flow.answered import SAFE_SPAN_OFFSETS, SAFE_UNANSWERED, Progress
+from headrace.flow.inflight import Assignment, Budget, Ledger, LedgerReceipt
+from headrace.flow.pausing import Pauses
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Committed, Consumer, TopicInfo, TopicPartition
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener
+
+ONE, TWO = TopicPartition("t", 0), TopicPartition("t", 1)
+
+
+class Reading:
+    """A consumer that has two partitions, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.paused: set[TopicPartition] = set()
+
+    def assignment(self) -> frozenset[TopicPartition]:
+        return frozenset({ONE, TWO})
+
+    def pause(self, partitions: Sequence[TopicPartition]) -> None:
+        self.paused.update(partitions)
+
+    def resume(self, partitions: Sequence[TopicPartition]) -> None:
+        self.paused.difference_update(partitions)
+
+
+class Bench:
+    """Two assigned partitions, whose pauses follow the rules that a test asks for."""
+
+    def __init__(self, *, seals: bool = False, shares: bool = False) -> None:
+        self.ledger = Ledger(Budget(1000), lambda: None)
+        self.one, self.two = (self.ledger.assign(each, Progress(0)) for each in (ONE, TWO))
+        self.pauses = Pauses(self.ledger, seals=seals, shares=shares)
+        self.consumer = Reading()
+
+    def regulate(self) -> bool:
+        """One round."""
+        consumer = cast(Consumer, self.consumer)
+        return self.pauses.regulate(consumer, 0, stopping=False)
+
+    def read(self, assignment: Assignment, count: int, size_bytes: int = 0) -> list[LedgerReceipt]:
+        """Read so many records."""
+        first = assignment.last_read + 1
+        assignment.last_read += count
+        return [assignment.admit(first + each, size_bytes) for each in range(count)]
+
+
+def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
+    """With a long span and many unanswered in it; with fewer unanswered it is read again."""
+    bench = Bench(seals=True)
+    receipts = bench.read(bench.one, SAFE_SPAN_OFFSETS)
+    bench.read(bench.two, 10)
+
+    assert not bench.regulate()
+    assert bench.consumer.paused == {ONE}
+    assert bench.pauses.reasons == {ONE: "metadata"}
+
+    for receipt in receipts[SAFE_UNANSWERED:]:
+        receipt.settle()
+    bench.regulate()
+    assert bench.consumer.paused == {ONE}
+    receipts[1].settle()
+    bench.regulate()
+    assert bench.consumer.paused == set()
+
+
+def test_at_least_once_reads_on() -> None:
+    """What has no room is answered once more after a crash, which is allowed then."""
+    bench = Bench()
+    bench.read(bench.one, 2 * SAFE_SPAN_OFFSETS)
+
+    bench.regulate()
+    assert bench.consumer.paused == set()
+
+
+def test_a_partition_gets_its_share_of_the_budget_where_order_is_kept() -> None:
+    """One that is stuck fills its own half, and the other is read."""
+    bench = Bench(shares=True)
+    stuck = bench.read(bench.one, 10, 50)
+    bench.read(bench.two, 1, 10)
+
+    assert not bench.regulate()
+    assert bench.consumer.paused == set()
+    stuck += bench.read(bench.one, 1, 50)
+    assert not bench.regulate()
+    assert bench.consumer.paused == {ONE}
+    assert bench.pauses.reasons == {ONE: "order"}
+
+    for receipt in stuck[:6]:
+        receipt.settle()
+    bench.regulate()
+    assert bench.consumer.paused == set()
+
+
+async def test_what_another_process_has_committed_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An ingest that stands apart settles what it wrote on; answered it is only later."""
+    monkeypatch.setattr(pausing, "LOOK_S", 0.001)
+    log = MemoryLog()
+    await log.create_topics([TopicInfo("t", 2, {})], replication_factor=1)
+    bench = Bench(seals=True)
+    for assignment in (bench.one, bench.two):
+        bench.pauses.follow(assignment.partition, assignment.progress.copy())
+    for receipt in bench.read(bench.one, SAFE_SPAN_OFFSETS):
+        receipt.settle()
+    bench.regulate()
+    assert bench.consumer.paused == {ONE}
+
+    watching = asyncio.create_task(bench.pauses.watch(log, "g"))
+    listener = RecordingListener()
+    async with log.member("g", ["t"], listener) as member:
+        await eventually(lambda: listener.held)
+        await member.commit({ONE: Committed(SAFE_SPAN_OFFSETS - 100)})
+        await eventually(lambda: not bench.regulate() and not bench.consumer.paused)
+    watching.cancel()
+    await asyncio.wait([watching])
