@@ -302,8 +302,13 @@ def split_rows(name: str, array: NDArray[Any], rows: Sequence[int]) -> list[Tens
         return tensors
     content = _raw(array, datatype)
     row_bytes = datatype.itemsize * math.prod(row_shape)
+    shapes: dict[int, tuple[int, ...]] = {}  # most requests have the same number of rows
     for size in rows:
+        shape = shapes.get(size)
+        if shape is None:
+            shape = shapes[size] = (size, *row_shape)
         stop = start + size * row_bytes
-        tensors.append(Tensor(name, datatype.name, (size, *row_shape), content[start:stop]))
+        # Half the cost of calling a NamedTuple's class.
+        tensors.append(tuple.__new__(Tensor, (name, datatype.name, shape, content[start:stop])))
         start = stop
     return tensors
