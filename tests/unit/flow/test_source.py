@@ -391,3 +391,21 @@ async def test_the_consumer_is_not_closed_under_a_poll(log: MemoryLog) -> None:
         await running
 
     assert running.exception() is None
+
+
+async def test_draining_and_the_last_commit_share_one_deadline(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group does not wait for a member whose commit nobody answers, or evicts it."""
+    monkeypatch.setattr(source, "MAX_REVOCATION_S", 0.2)
+    monkeypatch.setattr(source, "LAST_COMMIT_S", 0.1)
+    await fill(log, 4)
+    async with reading(log) as stage, AsyncExitStack() as stack:
+        await eventually(lambda: len(stage.offsets) == 4)
+        log.faults.hold_commits()
+        stage.settle([0])
+        other = RecordingListener()
+        await stack.enter_async_context(log.member(GROUP, [TOPIC], other))
+        await eventually(lambda: other.assignments, deadline_s=3)
+        log.faults.release_commits()
+        stage.receipts.clear()
