@@ -235,12 +235,16 @@ class DeviceInstance(Instance):
             copy_rows(requests, position, block.array.data[: rows * tensor.row_bytes])
         return Loaded(slot, rows)
 
-    def start_ahead(self, inputs: Arrays) -> bool:
-        """Enqueue a batch behind the one that computes."""
+    def start_ahead(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
+        """Enqueue a batch behind the one that computes, if it is wanted now."""
         if not isinstance(inputs, Loaded):
-            return False
+            return super().start_ahead(inputs, wanted)
         self.begin(inputs)
         return True
+
+    def _cancel(self, call: Call) -> None:
+        """Nothing on a device can be ended; on the CPU, where a ring has no use, it can."""
+        self._streaming.cancel()
 
     def begin(self, inputs: Arrays) -> Call:
         if not isinstance(inputs, Loaded):

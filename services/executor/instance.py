@@ -129,6 +129,8 @@ class Instance:
         self._inline_since_s = 0.0
         self._cut_off = False
         self._hangs = False
+        self._ahead: tuple[Arrays, Call] | None = None
+        self._current: Call | None = None
         self.compute_us = 0
 
     @property
@@ -172,7 +174,7 @@ class Instance:
     @property
     def is_quick(self) -> bool:
         """The next run is made on the loop: it would not go on while another one computes."""
-        return self._may_inline and self._inline.allowed
+        return self._may_inline and self._inline.allowed and self._ahead is None
 
     def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:
         """The inputs of a run of them together.
@@ -185,18 +187,36 @@ class Instance:
         block = next(self._blocks) if fresh else None
         return gather(requests, self._backend.signature, block)
 
-    def start_ahead(self, inputs: Arrays) -> bool:
-        """Begin a run behind the one that is under way, if that can be; it is then run for sure."""
-        return False
+    def start_ahead(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
+        """Begin a run behind the one that is under way, if that can be; `run` then waits for it.
+
+        Args:
+            inputs: from `gather`.
+            wanted: asked on the thread, before the run; if not, `run` raises `TooLate`.
+        """
+        if self.is_quick:
+            return False
+
+        def work() -> Arrays:
+            if not wanted():
+                raise TooLate
+            return self._backend.run(inputs)
+
+        self._ahead = (inputs, self._call(work))
+        return True
 
     async def run(self, inputs: Arrays) -> Arrays:
         """Run once; `compute_us` tells afterwards how long it took.
 
         Raises:
             TimeoutError: it took longer than `max_execution_s` and was ended.
+            TooLate: it was begun ahead, and is not wanted any more.
             Fatal: it did not even end when told to.
             Exception: whatever the backend raises.
         """
+        if self._ahead is not None and self._ahead[0] is inputs:
+            (_, call), self._ahead = self._ahead, None
+            return await self.finish(call)
         if self.is_quick:
             try:
                 return self._on_the_loop(inputs)
@@ -214,10 +234,18 @@ class Instance:
     async def finish(self, call: Call) -> Arrays:
         """Wait for a run that was begun. See `run`."""
         try:
-            return await self._bounded(call)
-        finally:
-            self.compute_us = call.compute_us
-            self._inline.observe(call.compute_us)
+            outputs = await self._bounded(call)
+        except TooLate:
+            raise
+        except BaseException:
+            self._learn(call)
+            raise
+        self._learn(call)
+        return outputs
+
+    def _learn(self, call: Call) -> None:
+        self.compute_us = call.compute_us
+        self._inline.observe(call.compute_us)
 
     def _on_the_loop(self, inputs: Arrays) -> Arrays:
         """Run here and now; the thread, which is idle meanwhile, watches how long it takes."""
@@ -238,7 +266,7 @@ class Instance:
         done, _ = await asyncio.wait([call.done], timeout=self._max_execution_s)
         if done:
             return call.done.result()  # type: ignore[no-any-return]  # a future of anything
-        self._backend.cancel()
+        self._cancel(call)
         done, _ = await asyncio.wait([call.done], timeout=CANCEL_GRACE_S)
         if not done:
             self._hangs = True
@@ -247,8 +275,17 @@ class Instance:
             )
         raise TimeoutError(f"the run took longer than max_execution_s = {self._max_execution_s}")
 
+    def _cancel(self, call: Call) -> None:
+        """End a call, unless it has ended by itself meanwhile and another one is under way."""
+        if self._current is call:
+            self._backend.cancel()
+
     def _call(self, work: Callable[[], Any]) -> Call:
-        call = Call(work)
+        def begin() -> Any:
+            self._current = call
+            return work()
+
+        call = Call(begin)
         self._calls.put(call)
         return call
 
@@ -284,6 +321,10 @@ def serve_calls(next_call: Callable[[], Call | None]) -> None:
             call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
         except RuntimeError:  # the loop is closed: nobody waits any more
             return
+
+
+class TooLate(Exception):
+    """A run that was begun ahead is not wanted any more by the time that its turn has come."""
 
 
 class _CutOffError(Exception):

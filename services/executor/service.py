@@ -8,7 +8,7 @@ only that request fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import structlog
@@ -26,7 +26,7 @@ from headrace.services.executor.again import divide, pause_after
 from headrace.services.executor.finite import refuse_nonfinite
 from headrace.services.executor.gather import scatter
 from headrace.services.executor.hosting import make_instance
-from headrace.services.executor.instance import Instance
+from headrace.services.executor.instance import Instance, TooLate
 from headrace.services.executor.intake import Intake, Taken
 from headrace.services.executor.trial import Trial
 from headrace.telemetry.instruments import Instruments
@@ -155,7 +155,9 @@ class ExecutorService:
         self, version: ModelVersion, instance: Instance, puller: Puller[ModelKey, Batch]
     ) -> None:
         async with asyncio.TaskGroup() as tasks:
-            intake = Intake(puller, lambda batch: self._gather_ahead(instance, batch), tasks)
+            intake = Intake(
+                puller, lambda batch: self._gather_ahead(version, instance, batch), tasks
+            )
             while (taken := await intake.next()) is not None:
                 finished, halves = await self._run(version, instance, intake, taken)
                 intake.put_aside(halves)
@@ -166,8 +168,8 @@ class ExecutorService:
                         self._announcer.finished(taken.batch.batch_id, finished)
                     await self._answers.send(finished)
 
-    def _gather_ahead(self, instance: Instance, batch: Batch) -> Taken:
-        """Gather a batch while another one computes."""
+    def _gather_ahead(self, version: ModelVersion, instance: Instance, batch: Batch) -> Taken:
+        """Gather a batch while another one computes, and have it begin when that one ends."""
         began_us = self._clock()
         ended, wanted = self._sort_out(batch.requests)
         arrays: Arrays | None = None
@@ -176,7 +178,12 @@ class ExecutorService:
         except Exception:  # noqa: BLE001 - it comes again when it is the batch's turn, and is told
             arrays = None
         gathered_us = self._clock()
-        started = arrays is not None and instance.start_ahead(arrays)
+        together = len(wanted) == 1 or not version.batching_off
+        started = (
+            arrays is not None
+            and together
+            and instance.start_ahead(arrays, self._while_in_time(wanted))
+        )
         return Taken(batch, ended, wanted, arrays, began_us, gathered_us, started=started)
 
     async def _run(
@@ -184,7 +191,7 @@ class ExecutorService:
     ) -> tuple[list[Request], list[Batch]]:
         """Run requests together; returns those that are done, and what is to be run apart."""
         batch = taken.batch
-        # What has started is too late to be stopped; the responder looks at deadlines again.
+        # What has been started looks at deadlines by itself.
         ended, wanted = ([], taken.requests) if taken.started else self._sort_out(taken.requests)
         if taken.ended:
             ended = taken.ended + ended
@@ -200,6 +207,9 @@ class ExecutorService:
         run.attempts = taken.attempts + 1
         try:
             run.failure = await self._compute(version, instance, intake, run, taken)
+        except TooLate:
+            rest = taken._replace(ended=ended, arrays=None, started=False)
+            return await self._run(version, instance, intake, rest)
         except Retriable as error:
             run.failure = Failure(Code.INTERNAL, _told(error), Stage.EXECUTOR)
             late = self._put_off(intake, run, run.failure)
@@ -271,7 +281,7 @@ class ExecutorService:
             scatter(run.requests, version.signature, outputs)
             if version.config.finite_outputs:
                 refuse_nonfinite(run.requests, version.signature, outputs)
-        except (Fatal, Retriable):
+        except (Fatal, Retriable, TooLate):
             raise
         except Rejected as error:
             return rejection(error, Stage.EXECUTOR)
@@ -310,6 +320,14 @@ class ExecutorService:
         finally:
             activity.end()
 
+    def _while_in_time(self, requests: list[Request]) -> Callable[[], bool]:
+        """Whether none of their deadlines has passed yet; to be asked on any thread."""
+        deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
+        if not deadlines:
+            return lambda: True
+        earliest_us = min(deadlines) * 1000
+        return lambda: self._clock() < earliest_us
+
     def _sort_out(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
         """Requests whose deadline has passed or whose partition has gone do not run."""
         now_us = self._clock()
@@ -332,6 +350,8 @@ class ExecutorService:
             request.compute_us = run.compute_us
             request.batch_rows = rows
         version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
+        if run.batch.end_us:
+            version.latency.slipped(run.ended_us - run.batch.end_us)
         self._metrics.ran(
             (version.name, version.version),
             rows,

@@ -78,7 +78,7 @@ async def test_batches_overlap_without_touching_each_other(instance: DeviceInsta
         for value in range(1, 200):
             call = instance.begin(ahead)
             ahead = instance.gather(photos([value % 100, value % 50]))
-            instance.start_ahead(ahead)
+            instance.start_ahead(ahead, lambda: True)
             outputs = await instance.finish(call)
             before = value - 1
             wanted = [before % 100, before % 50] if before else [0, 1]

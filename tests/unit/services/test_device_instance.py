@@ -102,7 +102,7 @@ async def test_batch_starts_behind_the_one_that_computes(tmp_path: Path) -> None
         for value in range(1, 12):
             ahead = instance.gather(digits(value))
             first = instance.begin(current)
-            assert instance.start_ahead(ahead)
+            assert instance.start_ahead(ahead, lambda: True)
             outputs = await instance.finish(first)
             assert outputs["scores"][0, 1] == 64 * (value - 1)
             current = ahead
@@ -124,7 +124,6 @@ async def test_request_beyond_the_largest_bucket_takes_the_plain_way(tmp_path: P
     async with make(tmp_path, models.digits()) as instance:
         inputs = instance.gather(asking(rows))
         assert not isinstance(inputs, Loaded)
-        assert not instance.start_ahead(inputs)
         assert len((await instance.run(inputs))["scores"]) == MAX_ROWS + 1
 
 

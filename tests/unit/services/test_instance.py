@@ -12,7 +12,8 @@ from headrace.errors import ConfigurationError
 from headrace.models.backend import Arrays
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.services.executor import instance as instances
-from headrace.services.executor.instance import Inline, Instance
+from headrace.services.executor.instance import Inline, Instance, TooLate
+from tests.support.conditions import eventually
 
 INPUTS: Arrays = {"x": np.zeros((1, 1), np.float32)}
 
@@ -157,3 +158,59 @@ async def test_whatever_loading_raises_is_the_models_fault(fault: BaseException)
     with pytest.raises(ConfigurationError, match=f"instance: .*{type(fault).__name__}"):
         async with make(backend):
             pass
+
+
+OTHERS: Arrays = {"x": np.ones((1, 1), np.float32)}
+
+
+async def test_run_that_was_begun_ahead_follows_by_itself() -> None:
+    """It does not wait for the loop to take the answers of the one before."""
+    backend = Sleeper()
+    async with make(backend) as instance:
+        first = instance.begin(INPUTS)
+        assert instance.start_ahead(OTHERS, lambda: True)
+        await eventually(lambda: len(backend.threads) == 2)
+        assert await instance.finish(first) is INPUTS
+        assert await instance.run(OTHERS) is OTHERS
+    assert len(backend.threads) == 2
+
+
+async def test_run_that_was_begun_ahead_is_not_made_too_late() -> None:
+    """Whether it is still wanted is asked when its turn has come, and is no run to learn from."""
+    backend = Sleeper()
+    async with make(backend) as instance:
+        for _ in range(15):
+            await instance.run(INPUTS)
+        first = instance.begin(INPUTS)
+        instance.start_ahead(OTHERS, lambda: False)
+        await instance.finish(first)
+        with pytest.raises(TooLate):
+            await instance.run(OTHERS)
+        assert await instance.run(OTHERS) is OTHERS
+    assert len(backend.threads) == 17
+
+
+async def test_short_runs_are_not_begun_ahead() -> None:
+    """They are made on the loop, one after the other."""
+    backend = Sleeper()
+    async with make(backend) as instance:
+        for _ in range(16):
+            await instance.run(INPUTS)
+        assert not instance.start_ahead(OTHERS, lambda: True)
+
+
+async def test_hung_run_is_ended_and_not_the_one_behind_it() -> None:
+    """A cancel is for the run that took too long."""
+
+    class Slow(Sleeper):
+        def run(self, inputs: Arrays) -> Arrays:
+            self.run_s = 10.0 if inputs is INPUTS else 0.0
+            return super().run(inputs)
+
+    instance = Instance(Slow(), "instance", max_execution_s=0.05, may_inline=False)
+    async with instance:
+        first = instance.begin(INPUTS)
+        instance.start_ahead(OTHERS, lambda: True)
+        with pytest.raises(TimeoutError, match="longer than max_execution_s"):
+            await instance.finish(first)
+        assert await instance.run(OTHERS) is OTHERS
