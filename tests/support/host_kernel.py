@@ -78,8 +78,16 @@ class HostKernel:
         layout: Layout,
     ) -> None:
         scale, offset = factors
+        self.launch(
+            [each.ctypes.data for each in (given, target, scale, offset)],
+            [target.size, layout.channels, layout.pixels],
+            [layout.source_last, layout.target_last, scale.size > 1],
+        )
+
+    def launch(self, addresses: list[int], numbers: list[int], flags: list[int]) -> None:
+        """The kernel's arguments in its own order."""
         self._library.launch(
-            *(ctypes.c_void_p(each.ctypes.data) for each in (given, target, scale, offset)),
-            *(ctypes.c_longlong(n) for n in (target.size, layout.channels, layout.pixels)),
-            *(ctypes.c_int(n) for n in (layout.source_last, layout.target_last, scale.size > 1)),
+            *(ctypes.c_void_p(each) for each in addresses),
+            *(ctypes.c_longlong(each) for each in numbers),
+            *(ctypes.c_int(each) for each in flags),
         )
