@@ -73,8 +73,12 @@ async def deployment(
         Process(ALL, settings) as process,
         Traffic(outside or servers, namespace) as traffic,
     ):
-        await traffic.flows()
-        yield process, traffic
+        try:
+            await traffic.flows()
+            yield process, traffic
+        except BaseException as error:
+            error.add_note(process.output[-8000:] + await process.get("/status"))
+            raise
 
 
 async def unready(process: Process, deadline_s: float) -> None:

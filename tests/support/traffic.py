@@ -63,12 +63,10 @@ class Traffic:
 
     async def __aenter__(self) -> Self:
         reading = asyncio.Event()
-        self._tasks = [
-            asyncio.create_task(self._read(reading), name="traffic-answers"),
-            asyncio.create_task(self._send(), name="traffic-requests"),
-        ]
+        self._tasks = [asyncio.create_task(self._read(reading), name="traffic-answers")]
         async with asyncio.timeout(20):
             await reading.wait()
+        self._tasks.append(asyncio.create_task(self._send(), name="traffic-requests"))
         return self
 
     async def __aexit__(
@@ -103,7 +101,12 @@ class Traffic:
         self._sending = False
         async with asyncio.timeout(deadline_s):
             await self._tasks[1]
-        await eventually(lambda: self._got_on(self.sent), deadline_s=deadline_s, recheck_s=0.05)
+        try:
+            await eventually(lambda: self._got_on(self.sent), deadline_s=deadline_s, recheck_s=0.05)
+        except AssertionError as error:
+            missing = sorted(set(range(self.sent)) - self.counts.keys())
+            error.add_note(f"{len(missing)} of {self.sent} without an answer: {missing[:40]}")
+            raise
 
     @property
     def doubled(self) -> set[int]:
