@@ -1,0 +1,201 @@
+"""What a request costs, counted without a clock: calls, objects, garbage, copies.
+
+Each ceiling is what was counted when it was last set, and a little room. A change that goes over
+one has made the path of every request dearer: make it cheaper, or raise the ceiling and say why.
+`docs/performance.md` has the same in microseconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import headrace
+from headrace.codec import encode_request, encode_response
+from headrace.config import LimitSettings
+from headrace.log.memory import MemoryLog
+from headrace.log.port import NewRecord, TopicPartition
+from headrace.messages import Request
+from headrace.models.registry import Models
+from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.services.executor.gather import gather, scatter
+from headrace.services.ingest.reading import Rules, read_request
+from headrace.topics import STAGES
+from tests.support.models import add_version, identity, settings_for
+from tests.support.pipelines import Caller, log_for, serving, settings_of
+from tests.support.services import delivery, digits_models, digits_value, make_assignment
+from tests.support.work import NOW_US
+
+REQUESTS = 4096
+FEW = 256
+CALLS_PER_REQUEST = 54.0
+BLOCKS_PER_REQUEST = 7.5
+GARBAGE_PER_REQUEST = 0.02
+
+CODE = Path(headrace.__file__).parent
+PLACES = (str(CODE), str(CODE.parent / "services"))
+NOT_THE_PATH = str(CODE / "log" / "memory")
+
+
+class CallCounter:
+    """Counts calls of Headrace's own Python functions on this thread, without the test's log."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            name = frame.f_code.co_filename
+            if name.startswith(PLACES) and not name.startswith(NOT_THE_PATH):
+                self.calls += 1
+
+
+@contextmanager
+def profiled() -> Iterator[CallCounter]:
+    """Count while the context lasts."""
+    counter = CallCounter()
+    before = sys.getprofile()
+    sys.setprofile(counter)
+    try:
+        yield counter
+    finally:
+        sys.setprofile(before)
+
+
+async def serve(repository: Path, count: int = REQUESTS) -> MemoryLog:
+    """Answer so many requests that are in the log before the services start; the log."""
+    settings = settings_of(repository)
+    log = await log_for(settings)
+    value = digits_value()
+    async with log.producer() as producer:
+        for partition in range(settings.topics.partitions):
+            records = [NewRecord(None, value)] * (count // settings.topics.partitions)
+            target = TopicPartition("headrace.requests", partition)
+            for run in await producer.send(target, records):
+                await run.acknowledged
+    caller = Caller(settings, log)
+    caller.sent = count
+    async with serving(settings, log, [STAGES]):
+        await caller.all_answered()
+    return log
+
+
+async def test_function_calls_per_request(tmp_path: Path) -> None:
+    """A backlog is answered with so many calls of Python functions for each request."""
+    with profiled() as counter:
+        await serve(tmp_path)
+
+    assert counter.calls / REQUESTS <= CALLS_PER_REQUEST
+
+
+async def test_a_request_leaves_no_cycles_of_references(tmp_path: Path) -> None:
+    """What it was made of goes when it is answered: with more requests, the garbage collector
+    finds no more. `headrace run` lets it look rarely, because of this.
+    """
+    await serve(tmp_path, FEW)
+    gc.disable()
+    try:
+        found = []
+        for count in (FEW, REQUESTS):
+            gc.collect()
+            log = await serve(tmp_path, count)  # what it holds is no garbage yet
+            found.append(gc.collect())
+            del log
+    finally:
+        gc.enable()
+
+    assert (found[1] - found[0]) / (REQUESTS - FEW) <= GARBAGE_PER_REQUEST
+
+
+def test_memory_blocks_that_a_waiting_request_holds(tmp_path: Path) -> None:
+    """Read and checked, it is so many pieces of memory."""
+    rules = Rules(digits_models(tmp_path), LimitSettings())
+    assignment = make_assignment()
+    records = delivery(*[digits_value() for _ in range(REQUESTS)], assignment=assignment).records
+    read_request(records[0], make_assignment(), rules, NOW_US)  # fills what is remembered
+    gc.collect()
+    before = sys.getallocatedblocks()
+    requests = [read_request(record, assignment, rules, NOW_US) for record in records]
+    held = sys.getallocatedblocks() - before
+
+    assert len(requests) == REQUESTS
+    assert held / REQUESTS <= BLOCKS_PER_REQUEST
+
+
+# --- copies ------------------------------------------------------------------------------------
+
+ROW = 256 * 1024
+ROWS = 16
+SIGNATURE: Signature = make_signature(
+    [TensorSpec("x", "FP32", (-1, ROW), ("batch", ""))],
+    [TensorSpec("y", "FP32", (-1, ROW), ("batch", ""))],
+)
+TENSOR_BYTES = 4 * ROW * ROWS
+
+
+def copies(work: Callable[[], Any]) -> float:
+    """How often the tensors' bytes were allocated anew, at the most at any time."""
+    tracemalloc.start()
+    try:
+        kept = work()
+        _, peak = tracemalloc.get_traced_memory()
+        del kept
+    finally:
+        tracemalloc.stop()
+    return peak / TENSOR_BYTES
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> list[Request]:
+    """Of a MiB each, read and bound."""
+    return read_all(tmp_path)()
+
+
+def read_all(repository: Path) -> Callable[[], list[Request]]:
+    """Reads records of a MiB each."""
+    add_version(repository, "wide", 1, identity("FP32", ("batch", ROW)))
+    models = Models(settings_for(repository))
+    models.open()
+    values = [
+        encode_request("application/msgpack", "wide", {"x": row})
+        for row in np.zeros((ROWS, 1, ROW), np.float32)
+    ]
+    assignment = make_assignment()
+    records = delivery(*values, assignment=assignment).records
+    rules = Rules(models, LimitSettings())
+    return lambda: [read_request(record, assignment, rules, NOW_US) for record in records]
+
+
+def test_reading_copies_no_tensor(tmp_path: Path) -> None:
+    """From the record to the batcher tensors are views of the record's value."""
+    work = read_all(tmp_path)
+
+    assert copies(work) <= 0.01
+
+
+def test_gathering_copies_each_tensor_once(requests: list[Request]) -> None:
+    """Into the memory that the model reads."""
+    assert 0.99 <= copies(lambda: gather(requests, SIGNATURE)) <= 1.01
+
+
+def test_sharing_out_copies_no_tensor(requests: list[Request]) -> None:
+    """Each request gets a view of its rows."""
+    outputs = {"y": np.zeros((ROWS, ROW), np.float32)}
+
+    assert copies(lambda: scatter(requests, SIGNATURE, outputs)) <= 0.01
+
+
+def test_encoding_copies_each_tensor_once(requests: list[Request]) -> None:
+    """Into the value of the answer's record."""
+    scatter(requests, SIGNATURE, {"y": np.zeros((ROWS, ROW), np.float32)})
+
+    assert copies(lambda: [encode_response(each, NOW_US) for each in requests]) <= 1.01
