@@ -379,11 +379,15 @@ class Batch:
         reason: why it closed: `full`, `idle`, `just_in_time`, `delay`, `deadline`, `bytes` or
             `drain`; `bisected`, when it is one half of a batch that failed.
         rows: of all requests together.
+        end_us: when its run should be done, as predicted; epoch microseconds, 0: not predicted.
     """
 
-    __slots__ = ("batch_id", "model", "reason", "requests", "rows", "version")
+    __slots__ = ("batch_id", "end_us", "model", "reason", "requests", "rows", "version")
 
-    def __init__(self, batch_id: str, requests: list[Request], reason: str) -> None:
+    def __init__(
+        self, batch_id: str, requests: list[Request], reason: str, end_us: int = 0
+    ) -> None:
+        self.end_us = end_us
         self.batch_id = batch_id
         self.requests = requests
         self.reason = reason

@@ -34,6 +34,8 @@ MAX_CLASSES = 64
 """The class that was seen longest ago makes room for another one."""
 _LEAST_WEIGHT = 1e-6
 SHOWN_CLASSES = 8
+SLIPS = 64
+"""Batches that the margin is taken of."""
 NEARLY_BEST = 0.95
 """Of the best throughput: the largest size that reaches it is taken, since the rest of the work
 that a batch makes, outside its run, is less for each row of a larger one."""
@@ -171,9 +173,17 @@ class _Class:
 
 
 class Latency:
-    """What is known of how long runs of one version of a model take."""
+    """What is known of how long runs of one version of a model take.
+
+    Attributes:
+        margin_us: by how much nearly all of the last batches ended later than predicted, at
+            least 0. It covers what is no part of a run: the way to it, a machine that is busy.
+    """
 
     def __init__(self) -> None:
+        self.margin_us = 0
+        self._slips: deque[int] = deque()
+        self._ordered_slips: list[int] = []
         self._classes: OrderedDict[ShapeClass, _Class] = OrderedDict()
 
     def observe(self, shape_class: ShapeClass, rows: int, compute_us: int) -> None:
@@ -185,6 +195,15 @@ class Latency:
             known = self._classes[shape_class] = _Class(shape_class)
         self._classes.move_to_end(shape_class)
         known.observe(rows, max(1, compute_us))
+
+    def slipped(self, late_us: int) -> None:
+        """A batch has ended so much later than was predicted when it closed; or earlier."""
+        slips, ordered = self._slips, self._ordered_slips
+        if len(slips) >= SLIPS:
+            del ordered[bisect_left(ordered, slips.popleft())]
+        slips.append(late_us)
+        insort(ordered, late_us)
+        self.margin_us = max(0, ordered[len(ordered) * 31 // 32])
 
     def predict_us(self, shape_class: ShapeClass, rows: int) -> int | None:
         """How long a run of so many rows will take, in microseconds; None while nothing is known.

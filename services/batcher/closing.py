@@ -19,11 +19,13 @@ class Size(NamedTuple):
     Attributes:
         rows: the most.
         end_us: when its run will be done; 0 where that is not known.
+        sure_us: a request whose deadline is before this moment does not join.
         reason: why it closes when it gets so large.
     """
 
     rows: int
     end_us: int
+    sure_us: int
     reason: str
 
 
@@ -48,20 +50,24 @@ def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
         rows = min(2 * rows, limits.max_batch_size)
     latency = limits.latency
     if latency is None:
-        return Size(rows, 0, "full")
+        return Size(rows, 0, 0, "full")
     starts_us = max(now_us, ask.close_at_us)
     run_us = latency.predict_us(group.shape_class, min(rows, group.rows))
     if run_us is None:
-        return Size(rows, 0, "full")
+        return Size(rows, 0, 0, "full")
     lane = group.first_lane() if group.rows <= rows else None
     deadline_ms = 0 if lane is None else lane.earliest_deadline_ms()
-    slack_us = deadline_ms * 1000 - starts_us
+    slack_us = deadline_ms * 1000 - starts_us - latency.margin_us
     if deadline_ms and slack_us < run_us:
         fitting = latency.best_rows(group.shape_class, group.rows, slack_us)
         fitting_us = latency.predict_us(group.shape_class, fitting) or 0
         if fitting_us <= slack_us:
-            return Size(fitting, starts_us + fitting_us, "deadline")
-    return Size(rows, starts_us + run_us, "full")
+            end_us = starts_us + fitting_us
+            return Size(fitting, end_us, end_us + latency.margin_us, "deadline")
+    end_us = starts_us + run_us
+    # With others waiting for its place a request is not run on the mere hope of being in time.
+    sure_us = end_us + latency.margin_us if group.rows > rows else end_us
+    return Size(rows, end_us, sure_us, "full")
 
 
 class Closing:
@@ -146,7 +152,7 @@ class Closing:
             request.fail(VOID)
             self._ended.append(request)
             return False
-        deadline_ms, end_us = request.envelope.deadline_ms, self._size.end_us
+        deadline_ms, end_us = request.envelope.deadline_ms, self._size.sure_us
         if not deadline_ms or deadline_ms * 1000 >= end_us:
             return True
         failure = too_late(deadline_ms, end_us, self._now_us, Stage.BATCHER)

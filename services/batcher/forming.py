@@ -46,6 +46,26 @@ def _has_left(entry: _Deadline) -> bool:
     return bool(request.formed_us) or request.failure is not None
 
 
+def _end_us(queue: ModelQueue, envelope: Envelope, request: Request | None, now_us: int) -> int:
+    """When a request that comes now would be done, or now if nothing goes before it.
+
+    Where more than a batch goes before it, as much later as the last batches have been; with
+    less, that would leave batches half empty and make everything later. Of a request that is not
+    known yet its own run is left out.
+    """
+    ahead = queue.rows_ahead(envelope.tenant, envelope.priority)
+    if not ahead:
+        return now_us
+    end_us = now_us + queue.pace.wait_us(ahead, now_us)
+    latency, full = queue.limits.latency, queue.limits.max_batch_size
+    if latency is None:
+        return end_us
+    if request is not None:
+        end_us += latency.predict_us(request.shape_class, request.rows) or 0
+        full = latency.best_rows(request.shape_class, full)
+    return end_us + latency.margin_us if ahead >= full else end_us
+
+
 class Forming:
     """Everything that waits for an executor.
 
@@ -114,11 +134,7 @@ class Forming:
         ]
         if len(found) != 1 or not envelope.deadline_ms or not found[0].pace.row_us:
             return None
-        queue = found[0]
-        ahead = queue.rows_ahead(envelope.tenant, envelope.priority)
-        if not ahead:
-            return None
-        end_us = now_us + queue.pace.wait_us(ahead, now_us)
+        end_us = _end_us(found[0], envelope, None, now_us)
         return too_late(envelope.deadline_ms, end_us, now_us, stage)
 
     def cancel(self) -> tuple[list[Request], int]:
@@ -219,18 +235,14 @@ class Forming:
 
     def _refusal(self, queue: ModelQueue, request: Request, now_us: int) -> Failure | None:
         """Because of what waits before it and what its own run takes."""
-        envelope, pace = request.envelope, queue.pace
-        slack_us = envelope.deadline_ms * 1000 - now_us
-        if (queue.rows + 2 * queue.limits.max_batch_size) * pace.row_us < slack_us:
-            return None  # behind all that waits, and two batches more, it would still be in time
-        ahead = queue.rows_ahead(envelope.tenant, envelope.priority)
-        if not ahead:
-            return None
-        end_us = now_us + pace.wait_us(ahead, now_us)
-        latency = queue.limits.latency
-        if latency is not None:
-            end_us += latency.predict_us(request.shape_class, request.rows) or 0
-        return too_late(envelope.deadline_ms, end_us, now_us, Stage.BATCHER)
+        deadline_ms, limits = request.envelope.deadline_ms, queue.limits
+        behind_all_us = (queue.rows + 2 * limits.max_batch_size) * queue.pace.row_us
+        if limits.latency is not None:
+            behind_all_us += limits.latency.margin_us
+        if behind_all_us < deadline_ms * 1000 - now_us:
+            return None  # two batches after all that waits it would still be in time
+        end_us = _end_us(queue, request.envelope, request, now_us)
+        return too_late(deadline_ms, end_us, now_us, Stage.BATCHER)
 
     def _note_deadline(self, entry: _Deadline) -> None:
         if len(self._deadlines) > 2 * self._waiting + _TOLERATED:
@@ -270,7 +282,9 @@ class Forming:
         self.ended += closed.ended
         if not closed.requests:
             return None
-        batch = Batch(f"{self._prefix}-{next(self._numbers)}", closed.requests, closed.reason)
+        batch = Batch(
+            f"{self._prefix}-{next(self._numbers)}", closed.requests, closed.reason, size.end_us
+        )
         queue.pace.closed(batch.rows, queue.rows, now_us)
         return batch
 
