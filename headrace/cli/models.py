@@ -11,6 +11,7 @@ from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError
+from headrace.models.cores import Cores
 from headrace.models.preparing import Preparation
 from headrace.models.registry import Models
 from headrace.models.repository import checksum_of
@@ -103,7 +104,7 @@ def _require(models: Models, name: str) -> None:
 
 def _try_out(models: Models, version: ModelVersion) -> None:
     backend = version.new_backend()
-    preparation = Preparation(version)
+    preparation = Preparation(version, Cores.of_process())
     try:
         preparation.prepare(backend)
     except HeadraceError as error:

@@ -99,6 +99,8 @@ class ModelConfig(_Group):
     instances: Annotated[int, Field(ge=1)] = 1
     intra_op_threads: Annotated[int, Field(ge=0)] = 0
     """Threads of one run; 0 shares the machine's cores between the instances."""
+    pinned: bool = False
+    """Keep the threads of each instance on cores of its own; CPU only."""
     io_binding: bool = True
     """Bind inputs and outputs by address where that can be done; false is the plain path."""
     experimental_cuda: bool = False
@@ -168,6 +170,13 @@ class ModelConfig(_Group):
             for name in self.provider_options
             if name not in self.execution_providers
         ]
+        if on_cuda and self.instances > 1:
+            faults.append(
+                f"instances: expected 1 on {self.device}, where several contend for the driver, "
+                f"got {self.instances}"
+            )
+        if on_cuda and self.pinned:
+            faults.append(f"pinned: expected device cpu, got {self.device}")
         if self.providers and on_cuda != (self.providers[0] != CPU):
             faults.append(f"providers: {self.providers[0]} first does not fit device {self.device}")
         return faults
@@ -227,6 +236,8 @@ def make_model_config(
 ) -> ModelConfig:
     """A configuration from plain values over the settings. Raises `ConfigurationError`."""
     defaults = settings.batching.model_dump() | settings.executor.model_dump()
+    if settings.executor.device == "cpu" and values.get("device", "cpu") != "cpu":
+        defaults["instances"] = 1  # what [executor] says of instances was said of the CPU
     try:
         config = ModelConfig.model_validate(defaults | dict(values))
     except ValidationError as error:

@@ -310,7 +310,8 @@ def intra_op_threads(config: ModelConfig) -> int:
     # Affinity is Linux's; it is smaller than the machine inside a container with pinned cores.
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, cores // config.instances)
+    # A pinned instance's thread has been given its share already.
+    return max(1, cores if config.pinned else cores // config.instances)
 
 
 def _run_options(graph: int = -1, *, wait: bool = True) -> Any:

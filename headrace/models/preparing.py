@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from headrace.models.backend import Backend
+from headrace.models.cores import Cores, keep_to
 from headrace.models.probe import probe
 from headrace.models.samples import Inputs
 from headrace.models.signature import Signature, unbatched
@@ -19,13 +20,19 @@ TIMING_S = 1.0
 class Preparation:
     """Prepares the backends of one version, one after the other; the first is asked questions.
 
+    Args:
+        version: whose backends.
+        cores: of the process, for instances that are to keep to their own.
+
     Attributes:
         signature: of the version's backends, as it has shown itself.
         verdict: whether the version's requests may share runs; None when nobody asked.
     """
 
-    def __init__(self, version: ModelVersion) -> None:
+    def __init__(self, version: ModelVersion, cores: Cores) -> None:
         self._version = version
+        self._cores = cores
+        self._taken: list[frozenset[int]] = []
         self._is_first = True
         self.signature = version.signature
         self.verdict: Verdict | None = None
@@ -36,6 +43,8 @@ class Preparation:
         Raises:
             ConfigurationError: it cannot be loaded, or not even one row can be run.
         """
+        if self._version.config.pinned:
+            self._pin()
         backend.load()
         asking = self._is_first and self._version.config.probe
         if asking:
@@ -47,6 +56,20 @@ class Preparation:
         if asking:
             self._time(backend)
         self._is_first = False
+
+    def release(self) -> None:
+        """The backends are no more: others may have their cores."""
+        for cores in self._taken:
+            self._cores.give_back(cores)
+        self._taken.clear()
+
+    def _pin(self) -> None:
+        """Keep this thread, and those that the backend will begin, apart from other instances'."""
+        config = self._version.config
+        count = config.intra_op_threads or max(1, len(self._cores) // config.instances)
+        cores = self._cores.take(count, beside=frozenset().union(*self._taken))
+        self._taken.append(cores)
+        keep_to(cores)
 
     def _try_out(self, backend: Backend) -> None:
         version = self._version

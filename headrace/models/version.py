@@ -87,10 +87,12 @@ class ModelVersion:
     def may_inline(self) -> bool:
         """Whether its backends can be run from any thread, short runs from the event loop's.
 
-        A session of ONNX Runtime on the CPU can; a user's class may not, and CUDA graphs belong
-        to the thread that captured them.
+        A session of ONNX Runtime on the CPU can; a user's class may not, CUDA graphs belong to the
+        thread that captured them, and pinned instances stay on their threads' cores.
         """
-        return self.config.backend == "onnx" and self.config.execution_providers == (CPU,)
+        config = self.config
+        on_the_cpu = config.backend == "onnx" and config.execution_providers == (CPU,)
+        return on_the_cpu and not config.pinned
 
     @property
     def on_trial(self) -> bool:

@@ -19,6 +19,7 @@ from headrace.flow.channel import Outlet, PullChannel, Puller
 from headrace.flow.endings import VOID, deadline_passed, rejection
 from headrace.messages import Batch, Failure, Request
 from headrace.models.backend import Arrays
+from headrace.models.cores import Cores
 from headrace.models.preparing import Preparation
 from headrace.models.registry import Change, Models
 from headrace.models.version import ModelVersion, State
@@ -70,6 +71,7 @@ class ExecutorService:
         self._loading: set[ModelVersion] = set()
         self._activities: dict[Instance, Activity] = {}
         self._trials: dict[ModelVersion, Trial] = {}
+        self._cores = Cores.of_process()
         self.loaded = asyncio.Event()
 
     def activities(self) -> list[Activity]:
@@ -116,7 +118,8 @@ class ExecutorService:
         name = f"{version.name}-{version.version}"
         try:
             async with AsyncExitStack() as stack:
-                preparation = Preparation(version)
+                preparation = Preparation(version, self._cores)
+                stack.callback(preparation.release)
                 instances = [
                     await stack.enter_async_context(make_instance(version, number, preparation))
                     for number in range(len(pullers))

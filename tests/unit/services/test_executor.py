@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
@@ -375,3 +376,28 @@ async def test_ring_gives_each_request_its_own_rows(tmp_path: Path) -> None:
 
     scores = [to_array((one.outputs or ())[0])[0, 1] for one in requests]
     assert scores == [64.0 * value for value in range(40)]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell them apart")
+async def test_pinned_instances_run_on_cores_of_their_own(tmp_path: Path) -> None:
+    """Each answers with its core, and they differ."""
+    rule = "import os; return {'y': x * 0 + sum(2**core for core in os.sched_getaffinity(0))}"
+    config = "instances = 2\npinned = true\nintra_op_threads = 1"
+    add_python_model(tmp_path, f"{MEET}; {rule}", config=config)
+    async with running(tmp_path) as bench:
+        requests = requests_of(1, 2)
+        bench.give([requests[0]], [requests[1]])
+        await bench.answered(2)
+    first, second = (int(outcome(one)) for one in requests)
+    assert first.bit_count() == second.bit_count() == 1
+    assert first != second
+
+
+async def test_more_pinned_instances_than_cores_are_refused(tmp_path: Path) -> None:
+    """The version fails to load, and says how many cores there are."""
+    config = "instances = 2\npinned = true\nintra_op_threads = 1000"
+    add_python_model(tmp_path, "", config=config)
+    async with running(tmp_path) as bench:
+        [version] = bench.models.versions()
+    assert version.state is State.FAILED
+    assert version.reason.startswith("pinned: expected 1000 cores for each instance")
