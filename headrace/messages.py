@@ -189,7 +189,8 @@ class WireFailure(Struct, kw_only=True, omit_defaults=True):
 class ResultRecord(Struct, kw_only=True, omit_defaults=True):
     """The value of a `results` record: a request with its outcome, of either kind.
 
-    `value` is there only where a dead letter may be made of it.
+    `value` is there only where a dead letter may be made of it. One that is `skipped` stands for a
+    range of the source that was never read, from after `origin.previous` up to `origin.offset`.
     """
 
     origin: WireOrigin
@@ -205,6 +206,7 @@ class ResultRecord(Struct, kw_only=True, omit_defaults=True):
     timings: WireTimings
     batch_id: str = ""
     trace: WireTrace | None = None
+    skipped: bool = False
 
 
 # --- inside a process -------------------------------------------------------------------------
@@ -365,6 +367,11 @@ class Request:
         self.trace: Trace | None = None
         self.outputs: tuple[Tensor, ...] | None = None
         self.failure: Failure | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Of one that has ended: it stands for a range of the source that was never read."""
+        return self.outputs is None and self.failure is None
 
     def fail(self, failure: Failure) -> None:
         """End the request with an error; its inputs are let go."""

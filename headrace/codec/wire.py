@@ -142,6 +142,7 @@ def encode_result(request: Request) -> bytes:
             timings=_timings(request),
             batch_id=request.batch_id,
             trace=_trace(request),
+            skipped=request.skipped,
         )
     )
 
@@ -156,6 +157,8 @@ def decode_result(value: bytes, receipt: Receipt) -> Request:
     request = _request(record, receipt)
     request.batch_id = record.batch_id
     failure = record.failure
+    if record.skipped:
+        return request
     if failure is None:
         request.outputs = tuple(_tensor(tensor, None) for tensor in record.outputs)
     else:

@@ -27,7 +27,7 @@ def starting_progress(committed: Committed | None, beginning: int) -> Progress:
 
 async def go_on_in_range(
     consumer: Consumer, ledger: Ledger, positions: Mapping[TopicPartition, int]
-) -> int:
+) -> dict[TopicPartition, int]:
     """Seek to what the log holds, for positions that lie outside of it.
 
     Below its beginning, retention was quicker than we: those records are gone, and the next one
@@ -35,13 +35,13 @@ async def go_on_in_range(
     its end: what is known of its offsets is void, and it is read from the beginning.
 
     Returns:
-        How many records are gone unread, at most.
+        the beginnings of those below whose beginning records are gone unread.
 
     Raises:
         LogUnavailable: nobody says what the log holds.
     """
     beginnings = await consumer.beginning_offsets(list(positions))
-    skipped = 0
+    skipped: dict[TopicPartition, int] = {}
     for partition, position in positions.items():
         if ledger.get(partition) is None or partition not in consumer.assignment():
             continue  # revoked meanwhile
@@ -49,7 +49,7 @@ async def go_on_in_range(
         if position < beginning:
             count = beginning - position
             log.error(Event.RECORDS_SKIPPED, partition=str(partition), first=position, count=count)
-            skipped += count
+            skipped[partition] = beginning
         else:
             log.error(
                 Event.POSITION_BEYOND_END,

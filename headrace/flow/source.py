@@ -14,7 +14,6 @@ budget is exceeded; polling never does.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -27,7 +26,7 @@ from headrace.flow.answered import Progress
 from headrace.flow.backlog import Backlog
 from headrace.flow.books import Books
 from headrace.flow.committing import COMMIT_RETRY_S, Committer
-from headrace.flow.delivery import Delivery, size_bytes
+from headrace.flow.delivery import Arrivals, Delivery
 from headrace.flow.inflight import Assignment, Budget, Ledger
 from headrace.flow.marks import Marks
 from headrace.flow.ordering import KeyChains
@@ -95,9 +94,9 @@ class Source:
             Marks(log_, settings.group), self.ledger, metrics, settings.max_attempts
         )
         self._revocations: list[Callable[[], None]] = []
-        self._ready: deque[Delivery] = deque()
-        self._ready_bytes = 0
-        self._arrived = asyncio.Event()
+        self._reads_requests = requests == settings.topic
+        self._behind: dict[TopicPartition, int] = {}
+        self._ready = Arrivals()
         self._settled = Signal()
         self._committer = Committer(self.ledger, companion, metrics, self._settled, self.sealing)
         self._backlog = Backlog(self._unanswered)
@@ -157,22 +156,18 @@ class Source:
 
     async def receive(self) -> Delivery | None:
         """The next records of some partition; None when reading has stopped and none are left."""
-        while True:
-            while not self._ready:
-                if self._stopping:
-                    return None
-                self._arrived.clear()
-                await self._arrived.wait()
-            delivery = self._ready.popleft()
-            self._ready_bytes -= size_bytes(delivery.records)
-            if not delivery.assignment.void:
+        while (delivery := await self._ready.next()) is not None:
+            if delivery.assignment.void:
+                continue
+            if delivery.skipped is None or self._reads_requests:
                 return delivery
+            delivery.assignment.admit(delivery.skipped, 0).settle()
+        return None
 
     def stop_reading(self) -> None:
         """Let nothing more in; stay in the group, so that what is in flight stays ours."""
         self._stopping = True
-        self._drop_ready(None)
-        self._arrived.set()
+        self._ready.end()
 
     async def close_down(self, deadline_s: float) -> None:
         """Wait for what is in flight, commit it, and end `run`. Call after `stop_reading`."""
@@ -211,7 +206,7 @@ class Source:
                 companion=self._companion,
                 committer=self._committer,
                 backlog=self._backlog,
-                waiting_bytes=self._ready_bytes,
+                waiting_bytes=self._ready.waiting_bytes,
                 commits=settings.commits,
                 pauses=self._pauses,
                 last_contact_s=self.last_contact_s() if self._opened else 0.0,
@@ -241,22 +236,23 @@ class Source:
                 if delivery.records:
                     self._arrive(delivery)
             if self._ready:
-                self._arrived.set()
+                self._ready.tell()
                 # A poll that always finds records would not let anybody else run.
                 await asyncio.sleep(0)
 
     def _arrive(self, delivery: Delivery) -> None:
-        assignment, records, _ = delivery
-        self._ready.append(delivery)
+        assignment, records = delivery.assignment, delivery.records
+        self._ready.put(delivery)
         assignment.last_read = records[-1].offset
         assignment.ages.note(assignment.last_read, records[0].timestamp)
-        self._ready_bytes += size_bytes(records)
 
     async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
         if self.probation.active:
             await self.probation.look(self._consumer, waiting=bool(self._ready))
         self._pauses.held = self.probation.held
-        if not self._pauses.regulate(self._consumer, self._ready_bytes, stopping=self._stopping):
+        if not self._pauses.regulate(
+            self._consumer, self._ready.waiting_bytes, stopping=self._stopping
+        ):
             quick = self._pauses.paused or self.probation.active
             timeout_s = PAUSED_POLL_S if quick else POLL_TIMEOUT_S
             return await self._consumer.poll(timeout_s, MAX_POLL_RECORDS)
@@ -267,12 +263,21 @@ class Source:
         if not error.positions:
             raise error
         try:
-            skipped = await go_on_in_range(self._consumer, self.ledger, error.positions)
+            beginnings = await go_on_in_range(self._consumer, self.ledger, error.positions)
         except Retriable as unavailable:
             log.warning(Event.SEEK_DELAYED, reason=str(unavailable))
             await asyncio.sleep(RETRY_S)
         else:
-            self._metrics.skipped.inc(skipped)
+            for partition, beginning in beginnings.items():
+                assignment = self.ledger.get(partition)
+                if assignment is not None:
+                    self._skip(assignment, error.positions[partition], beginning)
+
+    def _skip(self, assignment: Assignment, first: int, beginning: int) -> None:
+        """Nothing was read from `first` on, and what lies below `beginning` is gone."""
+        self._metrics.skipped.inc(beginning - first)
+        self._ready.put(Delivery(assignment, (), skipped=beginning - 1))
+        self._ready.tell()
 
     # --- assignment ------------------------------------------------------------------------
 
@@ -306,6 +311,10 @@ class Source:
 
     def _begin(self, assignment: Assignment) -> None:
         """What is answered is known from our own answers, or from another process's commits."""
+        committed = self._behind.pop(assignment.partition, None)
+        if committed is not None and not self._settings.commits:
+            assignment.last_delivered = committed - 1
+            self._skip(assignment, committed, assignment.progress.base)
         if not self._settings.commits:
             self._pauses.follow(assignment.partition, assignment.progress.copy())
         if self._settings.chains_keys:
@@ -317,7 +326,7 @@ class Source:
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Finish what is in flight, commit it, both within one deadline; void the rest."""
         self._leaving = frozenset(partitions)
-        self._drop_ready(self._leaving)
+        self._ready.drop(self._leaving)
         deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
         drain_s = min(self._settings.drain_timeout_s, MAX_REVOCATION_S - LAST_COMMIT_S)
         await self._drain(partitions, drain_s)
@@ -331,7 +340,7 @@ class Source:
         log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
 
     def _on_lost(self) -> None:
-        self._drop_ready(None)
+        self._ready.drop(None)
         self._void([assignment.partition for assignment in self.ledger.assignments])
 
     def _void(self, partitions: Sequence[TopicPartition]) -> None:
@@ -356,20 +365,15 @@ class Source:
         else:
             committed = await self._log.committed(self._settings.progress_group, partitions)
         beginnings = await self._consumer.beginning_offsets(partitions)
+        self._behind = {
+            each: found.offset
+            for each, found in committed.items()
+            if found is not None and found.offset < beginnings[each]
+        }
         return {
             partition: starting_progress(committed[partition], beginnings[partition])
             for partition in partitions
         }
-
-    def _drop_ready(self, partitions: frozenset[TopicPartition] | None) -> None:
-        """Forget records that were read and not admitted; their next owner reads them again."""
-        kept = [
-            delivery
-            for delivery in self._ready
-            if partitions is not None and delivery.assignment.partition not in partitions
-        ]
-        self._ready = deque(kept)
-        self._ready_bytes = sum(size_bytes(delivery.records) for delivery in kept)
 
     # --- settling and committing -----------------------------------------------------------
 

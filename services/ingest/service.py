@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from headrace.flow.channel import Outlet
 from headrace.flow.inflight import Assignment
+from headrace.flow.skipping import skipped_range
 from headrace.flow.source import Source
 from headrace.flow.suspects import Unit
 from headrace.log.port import Record
@@ -47,6 +48,8 @@ class IngestService:
         """Until the source stops reading."""
         while (delivery := await self._source.receive()) is not None:
             assignment, records = delivery.assignment, iter(delivery.records)
+            if delivery.skipped is not None:
+                await self._answers.send([skipped_range(assignment, delivery.skipped)])
             condemned = delivery.trial.condemned if delivery.trial is not None else _NOBODY
             while not assignment.void:
                 able, ended = self._read(assignment, records, condemned)

@@ -32,6 +32,8 @@ class OrderedStep:
             if request.receipt.void:
                 self._metrics.void.inc()
                 request.receipt.settle()
+            elif request.skipped:
+                self._books.settle([request])
             else:
                 addressed.setdefault(target, []).append(request)
         # Between two targets there is no order.

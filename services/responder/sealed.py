@@ -220,6 +220,8 @@ class _Draft:
         self._began_us = composer.clock()
         self._addressed = {}
         for request, target in outgoing:
+            if request.skipped:
+                continue
             self._addressed.setdefault(target, []).append(request)
         records = {
             target: [

@@ -65,6 +65,7 @@ class ResponderService:
     ) -> None:
         self._inlet = inlet
         self._routes = routes
+        self._books = delivery.books
         self._origins = delivery.origins
         self._metrics = instruments.metrics
         self._composer = Composer(routes, instruments)
@@ -110,6 +111,8 @@ class ResponderService:
             if receipt.void:
                 self._metrics.void.inc()
                 receipt.settle()
+            elif request.outputs is None and request.skipped and self._turns is None:
+                self._books.settle([request])
             elif self._origins is None:
                 ours.append(request)
                 size_bytes = answer_bytes(request)

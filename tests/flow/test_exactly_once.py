@@ -258,3 +258,30 @@ async def test_two_forms_or_guarantees_do_not_run_side_by_side(
         await all_visible(log, settings, 40)
 
     assert await answered(log, settings) == each_once(40)
+
+
+@pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
+async def test_a_range_that_was_never_read_does_not_stop_the_base(
+    tmp_path: Path, guarantee: str
+) -> None:
+    """Retention takes it while ingest is away, and the responder, which stayed, is told."""
+    settings = once(settings_of(tmp_path), guarantee=guarantee)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    ingest, executor, responder = THREE
+    async with serving(settings, log, [executor, responder]):
+        async with serving(settings, log, [ingest]):
+            await caller.send(40)
+            await all_visible(log, settings, 40)
+        await caller.send(40)
+        for number in range(PARTITIONS):
+            log.faults.trim(TopicPartition("headrace.requests", number), 20)
+        async with serving(settings, log, [ingest]) as [reading]:
+            await eventually(lambda: is_committed(log, 20))
+            await caller.send(40)
+            await all_visible(log, settings, 80)
+            await eventually(lambda: is_committed(log, 30))
+            registry = reading.metrics.registry
+            assert registry.get_sample_value("headrace_skipped_total") == 40
+
+    assert set((await answered(log, settings)).values()) == {1}
