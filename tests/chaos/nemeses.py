@@ -107,15 +107,23 @@ async def swallow(target: Target) -> None:
 
 
 async def unheard(target: Target) -> None:
-    """For a while the broker does what it is asked, and its answers come late, or never."""
-    target.cluster.proxy.pause_answers()
+    """For a while the broker does what it is asked, and its answers come late, or never.
+
+    The network is slow at first, so that every kind of request is likely to be the one under way.
+    """
+    target.cluster.proxy.delay_s = 0.4
+    try:
+        await asyncio.sleep(target.rng.uniform(0.5, 1.5))
+        target.cluster.proxy.pause_answers()
+    finally:
+        target.cluster.proxy.delay_s = 0.0
     await _hold(target)
 
 
 async def _hold(target: Target) -> None:
     began_ms = now_ms()
     try:
-        await asyncio.sleep(target.rng.uniform(0.5, 4.0))
+        await asyncio.sleep(target.rng.uniform(0.5, 5.0))
         if target.rng.random() < 0.7:
             await target.cluster.proxy.cut()
     finally:
@@ -190,7 +198,7 @@ NEMESES = (
     Nemesis("broker", restart_broker, 6.0),
     Nemesis("cut", cut_connections, 1.5),
     Nemesis("swallow", swallow, 2.0),
-    Nemesis("unheard", unheard, 2.0),
+    Nemesis("unheard", unheard, 3.0),
     Nemesis("slow-kill", slow_kill, 3.0),
     Nemesis("crowd", crowd, 6.0, alone=True),
     Nemesis("redeploy", redeploy, 4.0),

@@ -32,7 +32,8 @@ LATECOMERS_S = 1.0
 """How long answers are still read after each request has one: a repetition may follow."""
 STRIKES_S = 10.0
 REQUEST_TIMEOUT_S = 2.0
-"""Less than nemeses hold a network up for, so that outcomes become unknown."""
+TRANSACTION_TIMEOUT_S = 3.0
+"""Both are less than nemeses hold a network up for, so that outcomes become unknown."""
 
 
 class Trial(NamedTuple):
@@ -139,6 +140,7 @@ def _settings(trial: Trial, cluster: Cluster, directory: Path) -> Settings:
                 "bootstrap_servers": cluster.proxied,
                 "session_timeout_ms": int(SESSION_TIMEOUT_S * 1000),
                 "request_timeout_ms": int(REQUEST_TIMEOUT_S * 1000),
+                "transaction_timeout_ms": int(TRANSACTION_TIMEOUT_S * 1000),
             },
             "topics": {"partitions": PARTITIONS},
             "delivery": {"guarantee": trial.promise.guarantee, "order": trial.promise.order},
