@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.config import make_settings
 from headrace.errors import Code
 from headrace.topics import Stage, Topic
 from tests.support.dying import (
@@ -18,7 +19,7 @@ from tests.support.dying import (
     restart_until,
     send_numbers,
 )
-from tests.support.pipelines import Grouping, log_for, name_of, settings_of
+from tests.support.pipelines import PARTITIONS, Grouping, log_for, name_of
 
 COUNT = 1000
 
@@ -30,13 +31,29 @@ GROUPINGS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "delivery",
+    [
+        {},
+        {"guarantee": "exactly_once"},
+        {"guarantee": "exactly_once", "order": "partition"},
+        {"order": "key"},
+    ],
+    ids=["at-least-once", "exactly-once", "exactly-once-ordered", "ordered-by-key"],
+)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
 async def test_the_record_that_ends_its_process_is_a_dead_letter(
-    tmp_path: Path, grouping: Grouping
+    tmp_path: Path, grouping: Grouping, delivery: dict[str, str]
 ) -> None:
     """Among a thousand it is found within nine restarts, and all others are answered rightly."""
     add_dying_model(tmp_path)
-    settings = settings_of(tmp_path)
+    settings = make_settings(
+        {
+            "topics": {"partitions": PARTITIONS},
+            "models": {"repository": tmp_path},
+            "delivery": delivery,
+        }
+    )
     log = await log_for(settings)
     numbers = [POISON if place == 617 else float(place % 100) for place in range(COUNT)]
     await send_numbers(settings, log, numbers)
@@ -52,3 +69,5 @@ async def test_the_record_that_ends_its_process_is_a_dead_letter(
     (letter,) = await records_of(settings, log, Topic.DEAD_LETTERS)
     assert letter.value == number_value(POISON, "617")
     assert restarts <= 9
+    if delivery.get("guarantee") == "exactly_once":
+        assert len(await records_of(settings, log, Topic.RESPONSES)) == COUNT
