@@ -212,7 +212,7 @@ def _model_figures(change: Change, model: Model) -> ModelFigures:
         name=model.name,
         version=model.version,
         state=model.state,
-        remarks=[remark for remark in (model.reason, off) if remark],
+        remarks=[remark for remark in (model.reason, off, model.contradiction) if remark],
         figures={
             "answers_per_s": change.rate(f"answers {model.name}/{model.version}"),
             "rows_per_s": change.rate(rows) if ready else None,

@@ -77,6 +77,7 @@ class Model(Struct):
     reason: str = ""
     max_batch_size: int | None = None
     batching_off: str = ""
+    contradiction: str = ""
 
 
 class RequestCount(Struct):

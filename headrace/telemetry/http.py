@@ -174,6 +174,7 @@ class HttpServer:
                 "platform": _PLATFORMS[version.config.backend],
                 "inputs": [_described(spec) for spec in version.signature.inputs],
                 "outputs": [_described(spec) for spec in version.signature.outputs],
+                "batching": _batching(version),
             }
         )
 
@@ -221,6 +222,12 @@ async def _wants_only_ready(request: web.Request) -> bool:
     if not isinstance(asked, dict) or not isinstance(asked.get("ready", False), bool):
         raise Rejected(Code.INVALID_REQUEST, 'body: expected {"ready": true or false}')
     return bool(asked.get("ready", False))
+
+
+def _batching(version: ModelVersion) -> dict[str, Any]:
+    """Beyond the protocol: how large batches are, and what was found out about their safety."""
+    found = version.verdict.entry() if version.verdict else {}
+    return {"max_batch_size": version.max_batch_size, **found}
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:

@@ -198,6 +198,7 @@ class Metrics:
         return {
             "requests": self._requests.totals(),
             "batches": self._batches.totals(),
+            "runs": self._runs.totals(),
             "rows": self._rows.totals(),
             "times": {name: each.totals() for name, each in self._durations.items()},
         }

@@ -87,6 +87,7 @@ async def test_model_metadata(session: ClientSession, path: str) -> None:
             "platform": "onnxruntime_onnx",
             "inputs": [{"name": "pixels", "datatype": "FP32", "shape": [-1, 64]}],
             "outputs": [{"name": "scores", "datatype": "FP32", "shape": [-1, 10]}],
+            "batching": {"max_batch_size": 32},
         },
     )
 
