@@ -90,6 +90,8 @@ class OnnxBackend:
                 f"{path}: expected {', '.join(missing)} for device {self._config.device}; the "
                 f"installed onnxruntime has {', '.join(available)}"
             )
+        if wanted[0] != CPU:
+            onnxruntime.preload_dlls()  # CUDA and cuDNN from their wheels
         session = self._open(path, wanted)
         got = session.get_providers()[0]
         if got != wanted[0]:

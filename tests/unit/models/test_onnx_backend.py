@@ -250,6 +250,60 @@ def test_session_that_is_silently_on_the_cpu_is_refused(
         make(models.digits(), **CUDA).load()
 
 
+class Told:
+    """In place of a session: what ONNX Runtime was told."""
+
+    def __init__(self, _: object, **arguments: Any) -> None:
+        self.options = arguments["sess_options"]
+        [self.provider_options] = arguments["provider_options"]
+        self.has_fallback = True
+
+    def get_providers(self) -> list[str]:
+        return ["CUDAExecutionProvider"]
+
+    def disable_fallback(self) -> None:
+        self.has_fallback = False
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were a GPU."""
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Told)
+
+
+@pytest.mark.usefixtures("told")
+def test_gpu_is_told_what_holds_for_all_models(make: Make) -> None:
+    """Nothing moves to another provider, no thread spins, and the model's own options go over."""
+    own = {"CUDAExecutionProvider": {"cudnn_conv_algo_search": "EXHAUSTIVE", "use_tf32": False}}
+    backend = make(models.digits(), **CUDA, gpu_memory_limit_bytes=2**30, provider_options=own)
+    backend.load()
+    session = backend._session
+    assert session.provider_options == {
+        "device_id": "0",
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "EXHAUSTIVE",
+        "gpu_mem_limit": str(2**30),
+        "use_tf32": "0",
+    }
+    assert not session.has_fallback
+    assert session.options.intra_op_num_threads == 1
+    assert session.options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_gpu_is_told_of_its_stream_where_there_is_a_ring(make: Make, graphs: bool) -> None:
+    """And captures graphs where that is asked for."""
+    backend = make(models.digits(), **CUDA)
+    backend.use_stream(1234, graphs=graphs)
+    backend.load()
+    options = backend._session.provider_options
+    assert options["user_compute_stream"] == "1234"
+    assert options["enable_cuda_graph"] == str(int(graphs))
+
+
 def test_threads_are_shared_between_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two instances on eight cores take four each; a configured number holds."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
