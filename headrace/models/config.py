@@ -122,6 +122,8 @@ class ModelConfig(_Group):
     """Fail requests whose rows of the outputs have NaN or an infinity in them."""
     max_execution_s: Annotated[float, Field(gt=0)] = 30.0
     """A run that takes longer is taken for hung."""
+    max_load_s: Annotated[float, Field(gt=0)] = 600.0
+    """A version that has not loaded and warmed up by then has failed."""
     checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     """Of the version's files, see `headrace.models.repository.checksum_of`."""
     transform: Literal["python", "text", "octets"] | None = None

@@ -17,6 +17,12 @@ from headrace.services.executor.instance import Instance, Room
 
 def make_instance(version: ModelVersion, number: int, preparation: Preparation) -> Instance:
     """One instance of a version, not yet entered."""
+    instance = _make(version, number, preparation)
+    instance.max_load_s = version.config.max_load_s
+    return instance
+
+
+def _make(version: ModelVersion, number: int, preparation: Preparation) -> Instance:
     config = version.config
     name = f"{version.name}-{version.version}-{number}"
     backend = version.new_backend(preparation.signature)

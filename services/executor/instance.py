@@ -33,6 +33,7 @@ INLINE_BELOW_US = 200
 INLINE_CUT_OFF_S = 1.0
 """A run on the event loop that takes longer is ended, and made again on the thread."""
 CANCEL_GRACE_S = 5.0
+MAX_LOAD_S = 600.0
 
 log = structlog.get_logger(__name__)
 
@@ -103,6 +104,9 @@ class Instance:
         may_inline: the backend may run on the event loop's thread as well.
         prepare: makes the backend ready, on its thread.
         room: of the blocks that batches are gathered into; None: of each batch's own.
+
+    Attributes:
+        max_load_s: what has not loaded and warmed up by then has failed; to be set before.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class Instance:
         self._inline_since_s = 0.0
         self._cut_off = False
         self._hangs = False
+        self.max_load_s = MAX_LOAD_S
         self._ahead: tuple[Arrays, Call] | None = None
         self._current: Call | None = None
         self.compute_us = 0
@@ -145,7 +150,7 @@ class Instance:
     async def __aenter__(self) -> Self:
         self._thread.start()
         try:
-            await self._call(lambda: self._prepare(self._backend)).done
+            await self._loaded(self._call(lambda: self._prepare(self._backend)))
         except BaseException as error:
             await self._end()
             if isinstance(error, HeadraceError) or not isinstance(error, Exception):
@@ -156,6 +161,18 @@ class Instance:
             blocks = [HostBlock(signature, *self._room) for _ in range(TURNS)]
             self._blocks = cycle(blocks)
         return self
+
+    async def _loaded(self, call: Call) -> None:
+        done, _ = await asyncio.wait([call.done], timeout=self.max_load_s)
+        if not done:
+            self._backend.cancel()
+            done, _ = await asyncio.wait([call.done], timeout=CANCEL_GRACE_S)
+            self._hangs = not done
+            raise ConfigurationError(
+                f"{self._thread.name}: expected it to load and warm up within max_load_s = "
+                f"{self.max_load_s:g} s"
+            )
+        call.done.result()
 
     async def __aexit__(self, *_: object) -> None:
         self._call(self._backend.unload)

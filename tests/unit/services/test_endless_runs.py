@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Code, Fatal
+from headrace.models.registry import Models
+from headrace.models.version import State
 from headrace.services.executor import instance as instances
 from tests.support.executor_bench import POISON, requests_of, running
 from tests.support.python_models import add_python_model
@@ -45,3 +47,30 @@ async def test_a_run_that_cannot_be_ended_ends_the_process(
         await serve()
 
     assert raised.value.subgroup(Fatal) is not None
+
+
+async def test_a_load_that_does_not_end_fails_its_version_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told that it took too long, and other models serve."""
+    monkeypatch.setattr(instances, "CANCEL_GRACE_S", 0.05)
+    add_python_model(tmp_path, "")
+    add_python_model(tmp_path, "", name="endless", config="max_load_s = 0.05")
+    file = tmp_path / "endless" / "1" / "model.py"
+    file.write_text(
+        file.read_text().replace("def warm_up(self):", "def warm_up(self):\n        time.sleep(1)")
+    )
+    async with running(tmp_path) as bench:
+        requests = requests_of(3)
+        bench.give(requests)
+        await bench.answered(1)
+        states = states_of(bench.models)
+
+    assert states["model"] == (State.READY, "")
+    assert states["endless"][0] == State.FAILED
+    assert "max_load_s = 0.05 s" in states["endless"][1]
+
+
+def states_of(models: Models) -> dict[str, tuple[str, str]]:
+    """Each model's state, and why it is in it."""
+    return {one["name"]: (one["state"], one.get("reason", "")) for one in models.status()}
