@@ -14,7 +14,7 @@ _TF32 = 1e-2
 _FP32 = 1e-4
 
 
-TRIAL_ROWS = 4
+UNDECIDED_ROWS = 4
 """The size of a batch on which requests themselves are to decide."""
 
 

@@ -14,7 +14,7 @@ from headrace.models.python_backend import PythonBackend
 from headrace.models.repository import FoundModel, FoundVersion, open_version
 from headrace.models.signature import Signature, unbatched
 from headrace.models.transforms import make_transform
-from headrace.models.verdict import TRIAL_ROWS, Batching, Verdict
+from headrace.models.verdict import UNDECIDED_ROWS, Batching, Verdict
 
 
 class State(StrEnum):
@@ -95,7 +95,7 @@ class ModelVersion:
         return on_the_cpu and not config.pinned
 
     @property
-    def on_trial(self) -> bool:
+    def is_undecided(self) -> bool:
         """Whether requests decide on batching: they run alone, and some of them together too."""
         verdict = self.verdict
         undecided = verdict is not None and verdict.batching is Batching.UNDECIDED
@@ -120,7 +120,7 @@ class ModelVersion:
             if verdict.batching is Batching.NOT_BATCHABLE:
                 self.contradiction = f"max_batch_size is declared as {declared}; {verdict.told}"
         elif verdict.batching is Batching.UNDECIDED:
-            self.max_batch_size = min(declared, TRIAL_ROWS)
+            self.max_batch_size = min(declared, UNDECIDED_ROWS)
             self.batching_off = verdict.told
         else:
             self.max_batch_size, self.batching_off = 1, verdict.reason

@@ -115,7 +115,7 @@ RUNS = (
     Spec("headrace_compute_duration_seconds", "histogram", _MODEL, "One run of a model."),
     Spec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
     Spec(
-        "headrace_batch_trials",
+        "headrace_batch_comparisons",
         "counter",
         ("model", "outcome"),
         "Batches of requests run alone and together, while it is open whether the model may: "

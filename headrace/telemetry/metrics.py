@@ -80,7 +80,7 @@ class Metrics:
         self._dead_letters = self._counter("dead_letters")
         self._retries = self._counter("retries")
         self._cancellations = self._counter("cancellations")
-        self._trials = self._counter("batch_trials")
+        self._comparisons = self._counter("batch_comparisons")
         self._commit_failures = self._counter("commit_failures")
         self._rebalances = self._counter("rebalances")
         self.duplicates = self._counter("duplicates")
@@ -211,7 +211,7 @@ class Metrics:
 
     def tried_together(self, model: str, outcome: str) -> None:
         """Requests to an undecided model ran alone and together: agreed, differed, inconclusive."""
-        self._trials.labels(model, outcome).inc()
+        self._comparisons.labels(model, outcome).inc()
 
     def cancelled(self, records: int, ended: int) -> None:
         """So many cancelling records have ended so many requests that waited."""

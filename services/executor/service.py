@@ -24,12 +24,12 @@ from headrace.models.preparing import Preparation
 from headrace.models.registry import Change, Models
 from headrace.models.version import ModelVersion, State
 from headrace.services.executor.again import divide, pause_after
+from headrace.services.executor.comparing import Comparison
 from headrace.services.executor.finite import refuse_nonfinite
 from headrace.services.executor.gather import scatter
 from headrace.services.executor.hosting import make_instance
 from headrace.services.executor.instance import Instance, TooLate
 from headrace.services.executor.intake import Intake, Taken
-from headrace.services.executor.trial import Trial
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
@@ -70,7 +70,7 @@ class ExecutorService:
         self._metrics, self._tracing, self._clock = instruments
         self._loading: set[ModelVersion] = set()
         self._activities: dict[Instance, Activity] = {}
-        self._trials: dict[ModelVersion, Trial] = {}
+        self._comparisons: dict[ModelVersion, Comparison] = {}
         self._cores = Cores.of_process()
         self.loaded = asyncio.Event()
 
@@ -201,7 +201,7 @@ class ExecutorService:
         if not wanted:
             return ended, []
         if version.batching_off and len(wanted) > 1 and not taken.started:
-            if version.on_trial:
+            if version.is_undecided:
                 await self._try_together(version, instance, wanted)
             return ended, _apart(batch, wanted)
         if len(wanted) != len(taken.requests):
@@ -246,25 +246,25 @@ class ExecutorService:
         self, version: ModelVersion, instance: Instance, requests: list[Request]
     ) -> None:
         """Let requests show whether a model whose verdict is open can run them together."""
-        trial = self._trials.setdefault(version, Trial(version))
-        if not trial.takes():
+        comparison = self._comparisons.setdefault(version, Comparison(version))
+        if not comparison.takes():
             return
-        outcome = await trial.hold(
+        outcome = await comparison.hold(
             requests,
             lambda some: instance.gather(some, fresh=False),
             lambda arrays: self._watched(instance, arrays),
         )
         self._metrics.tried_together(version.name, outcome)
-        if trial.verdict is not None and version.on_trial:
-            version.judge(trial.verdict)
+        if comparison.verdict is not None and version.is_undecided:
+            version.judge(comparison.verdict)
             log.info(
                 Event.MODEL_BATCHING_DECIDED,
                 model=version.name,
                 version=version.version,
-                batching=trial.verdict.told,
+                batching=comparison.verdict.told,
             )
-        if not version.on_trial:
-            self._trials.pop(version, None)
+        if not version.is_undecided:
+            self._comparisons.pop(version, None)
 
     async def _compute(
         self, version: ModelVersion, instance: Instance, intake: Intake, run: Run, taken: Taken

@@ -206,13 +206,13 @@ def test_a_declared_batch_size_goes_over_the_verdict(tmp_path: Path) -> None:
     assert version.contradiction == ("max_batch_size is declared as 8; not batchable: mates leak")
 
 
-def test_undecided_versions_are_put_on_trial(tmp_path: Path) -> None:
+def test_undecided_versions_are_put_is_undecided(tmp_path: Path) -> None:
     """Requests come a few at a time, so that they can decide."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
     version = executor.loading()
     executor.models.mark_ready(version, Verdict(Batching.UNDECIDED, "all alike"))
-    assert version.on_trial
+    assert version.is_undecided
     assert (version.max_batch_size, version.batching_off) == (4, "undecided: all alike")
 
 

@@ -12,7 +12,7 @@ from headrace.errors import Code
 from headrace.messages import Request
 from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import State
-from headrace.services.executor.trial import AGREEMENTS
+from headrace.services.executor.comparing import AGREEMENTS
 from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running
 from tests.support.python_models import add_python_model
 from tests.support.services import counted
@@ -38,7 +38,7 @@ async def decided_by_requests(
 def outcomes(bench: Bench) -> dict[str, float]:
     """How many batches have shown what."""
     return {
-        outcome: counted(bench.instruments, "batch_trials_total", model="model", outcome=outcome)
+        outcome: counted(bench.instruments, "batch_comparisons_total", model="model", outcome=outcome)
         for outcome in ("agreed", "differed", "inconclusive")
     }
 
@@ -87,7 +87,7 @@ async def test_requests_that_tell_nothing_decide_nothing(tmp_path: Path, rule: s
         version.judge(UNDECIDED)
         bench.give(requests_of(1, POISON, 3))
         await bench.answered(3)
-    assert version.on_trial
+    assert version.is_undecided
     assert outcomes(bench) == {"agreed": 0, "differed": 0, "inconclusive": 1}
 
 

@@ -37,7 +37,7 @@ class Outcome(StrEnum):
     INCONCLUSIVE = "inconclusive"
 
 
-class Trial:
+class Comparison:
     """Of one version, until there is a verdict.
 
     Attributes:
