@@ -22,37 +22,49 @@ twice the size that is best as far as is known: so a larger one can show that it
 
 
 class Pace:
-    """How fast one model's queue gets shorter, in rows, while more waits than one batch takes.
+    """How fast one model's queue gets shorter while more waits than one batch takes.
+
+    What is learned is how long a batch takes from its close to that of the next, over what its run
+    was predicted to take. So it does not depend on the size of the batches at the time: after a
+    while of small ones, which are slow for each row, a queue of large ones is not expected to be
+    just as slow. With several instances it is below 1.
 
     Attributes:
-        row_us: microseconds for each row; 0 while that is not known.
+        row_us: microseconds for each row of a long queue; 0 while that is not known.
     """
 
-    __slots__ = ("_busy_us", "_closes", "_rows", "_since_us", "_taken", "row_us")
+    __slots__ = ("_closes", "_elapsed_us", "_predicted_us", "_since_us", "_taken_us", "row_us")
 
     def __init__(self) -> None:
         self.row_us = 0.0
-        self._rows = 0.0
-        self._busy_us = 0.0
+        self._elapsed_us = 0.0
+        self._predicted_us = 0.0
         self._since_us = 0
-        self._taken = 0
+        self._taken_us = 0.0
         self._closes = 0
 
-    def closed(self, rows: int, left: int, now_us: int) -> None:
-        """A batch of so many rows has closed, and so many are left.
+    def closed(self, run_us: float, best_row_us: float, left: int, now_us: int) -> None:
+        """A batch has closed.
 
-        What a batch took is known when the next one closes, if there was always something there
-        to be closed.
+        What it takes is known when the next one closes, if there is always something there to be
+        closed.
+
+        Args:
+            run_us: what its run will take; where that is not known, how many rows it has.
+            best_row_us: the same for each row of a batch of the best size.
+            left: how many rows still wait.
+            now_us: epoch microseconds.
         """
         if self._since_us:
-            self._busy_us += max(0, now_us - self._since_us)
-            self._rows += self._taken
-            self.row_us = self._busy_us / self._rows
-            if self._busy_us > HALVE_AFTER_US:
-                self._busy_us /= 2
-                self._rows /= 2
+            self._elapsed_us += max(0, now_us - self._since_us)
+            self._predicted_us += self._taken_us
+            if self._elapsed_us > HALVE_AFTER_US:
+                self._elapsed_us /= 2
+                self._predicted_us /= 2
+        if self._predicted_us:
+            self.row_us = best_row_us * self._elapsed_us / self._predicted_us
         self._since_us = now_us if left else 0
-        self._taken = rows
+        self._taken_us = run_us
         self._closes += 1
 
     def idle(self) -> None:
@@ -66,8 +78,13 @@ class Pace:
 
     def wait_us(self, rows: int, now_us: int) -> int:
         """Until so many rows that wait now have gone; 0 where no pace is known."""
-        under_way_us = self._since_us + self._taken * self.row_us - now_us if self._since_us else 0
-        return int(max(0, under_way_us) + rows * self.row_us)
+        if not self._predicted_us:
+            return 0
+        under_way_us = 0.0
+        if self._since_us:
+            took_us = self._taken_us * self._elapsed_us / self._predicted_us
+            under_way_us = max(0.0, self._since_us + took_us - now_us)
+        return int(under_way_us + rows * self.row_us)
 
 
 def too_late(deadline_ms: int, end_us: int, now_us: int, stage: str) -> Failure | None:

@@ -285,7 +285,14 @@ class Forming:
         batch = Batch(
             f"{self._prefix}-{next(self._numbers)}", closed.requests, closed.reason, size.end_us
         )
-        queue.pace.closed(batch.rows, queue.rows, now_us)
+        latency, best = group.limits.latency, group.best_rows
+        run_us = best_us = None
+        if latency is not None:
+            run_us = latency.predict_us(group.shape_class, batch.rows)
+            best_us = latency.predict_us(group.shape_class, best)
+        if run_us is None or best_us is None:
+            run_us, best_us = batch.rows, best
+        queue.pace.closed(run_us, best_us / best, queue.rows, now_us)
         return batch
 
     def _otherwise(self, group: Group, ask: Ask) -> str:

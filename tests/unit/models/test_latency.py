@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.models.latency import MAX_CLASSES, SHOWN_CLASSES, Latency, Point, bucket_of, isotonic
+from headrace.models.latency import (
+    MAX_CLASSES,
+    SHOWN_CLASSES,
+    SLIPS,
+    Latency,
+    Point,
+    bucket_of,
+    isotonic,
+)
 
 CLASS = (64,)
 
@@ -172,3 +180,16 @@ def test_isotonic_is_monotone_and_keeps_the_weighted_mean(
     assert sum(
         one * each.weight for one, each in zip(fitted, points, strict=True)
     ) == pytest.approx(total)
+
+
+def test_the_margin_is_what_nearly_all_batches_kept_to() -> None:
+    """Of the last batches all but the latest two ended within it; early ones are no credit."""
+    latency = Latency()
+    assert latency.margin_us == 0
+    for late_us in [*range(-500, 0), *range(SLIPS)]:
+        latency.slipped(late_us)
+    assert latency.margin_us == SLIPS - 2
+
+    for _ in range(SLIPS):
+        latency.slipped(-10)
+    assert latency.margin_us == 0
