@@ -13,11 +13,12 @@ the one object that passes through all stages of a process; at a topic between t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
 
+from headrace.receipt import Receipt
 from headrace.trace import Trace
 
 MAX_RANK = 16
@@ -264,19 +265,6 @@ class Envelope(NamedTuple):
     tracestate: bytes | None = None
     fault: str | None = None
     cancels: tuple[str, int, int] | None = None
-
-
-class Receipt(Protocol):
-    """What a process owes the log for a record that it has read (see `headrace.flow.inflight`)."""
-
-    @property
-    def void(self) -> bool:
-        """The partition is no longer ours: work on this record is for nothing."""
-        ...
-
-    def settle(self) -> None:
-        """All that came of the record is acknowledged."""
-        ...
 
 
 class Request:

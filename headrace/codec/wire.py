@@ -23,7 +23,6 @@ from headrace.messages import (
     BatchRecord,
     Failure,
     ItemRecord,
-    Receipt,
     Request,
     ResultRecord,
     Tensor,
@@ -33,6 +32,7 @@ from headrace.messages import (
     WireTimings,
     WireTrace,
 )
+from headrace.receipt import Receipt
 from headrace.tensors import check_tensor
 from headrace.trace import Trace, parse_traceparent
 

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 
 from headrace.flow.delivery import Trial
 from headrace.flow.endings import ran_alone
-from headrace.messages import Batch, Receipt, Request
+from headrace.messages import Batch, Request
+from headrace.receipt import Receipt
 from headrace.topics import Stage
 
 

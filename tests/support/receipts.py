@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.messages import Receipt
+from headrace.receipt import Receipt
 
 
 class _NoReceipt:

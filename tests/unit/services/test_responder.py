@@ -4,133 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 
-import msgspec
 import numpy as np
 import pytest
 
 from headrace.codec import Answer, decode_response
-from headrace.config import make_settings
-from headrace.envelope import parse_envelope
 from headrace.errors import Code
 from headrace.flow import sending
-from headrace.flow.answered import Progress
-from headrace.flow.books import Books
-from headrace.flow.channel import Channel, ChannelWriter
-from headrace.flow.inflight import Budget, Ledger
 from headrace.flow.origins import Origins
-from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.memory.producer import MemoryProducer
-from headrace.log.port import NewRecord, Record, Run, TopicInfo, TopicPartition
-from headrace.messages import Failure, Request
-from headrace.services.responder import overlapping
-from headrace.services.responder.routing import Routes
-from headrace.services.responder.service import Delivery, ResponderService
+from headrace.log.port import TopicInfo, TopicPartition
+from tests.support.answering import (
+    DEAD_LETTERS,
+    LIMIT_BYTES,
+    MINE,
+    RESPONSES,
+    answerable,
+    error_of,
+    failed,
+    running,
+    status,
+)
 from tests.support.conditions import eventually
-from tests.support.logs import RecordingListener, read
-from tests.support.services import StillClock, counted, make_instruments
+from tests.support.logs import RecordingListener
+from tests.support.services import counted
 from tests.support.work import NOW_US, make_request, receipt_of
-
-RESPONSES = TopicPartition("headrace.responses", 2)
-DEAD_LETTERS = TopicPartition("headrace.dead-letters", 1)
-MINE = TopicPartition("headrace.mine", 3)
-LIMIT_BYTES = 3000
-
-
-def answerable(**headers: bytes) -> Request:
-    """A request with outputs; headers by their names, `_` for `-` where it is not Spring's."""
-    names = {
-        name if name.startswith("kafka") else name.replace("_", "-"): value
-        for name, value in headers.items()
-    }
-    envelope = parse_envelope(list(names.items()), NOW_US // 1000, 0)
-    request = make_request(inputs={"y": np.array([[1.5]], np.float32)}, envelope=envelope)
-    request.headers = list(names.items())
-    request.outputs, request.inputs = request.inputs, ()
-    return request
-
-
-def failed(code: Code = Code.MODEL_FAILED, **headers: bytes) -> Request:
-    """A request that has failed."""
-    request = answerable(**headers)
-    request.outputs = None
-    request.fail(Failure(code, "no", "executor"))
-    return request
-
-
-class Bench:
-    """A running responder on an embedded log."""
-
-    def __init__(
-        self, log: MemoryLog, inlet: ChannelWriter[list[Request]], clock: StillClock
-    ) -> None:
-        self.log = log
-        self.inlet = inlet
-        self.clock = clock
-        self.instruments = make_instruments(clock)
-
-    async def answer(self, *requests: Request) -> None:
-        """Give it requests and wait until they are settled."""
-        await self.inlet.send(list(requests))
-        await eventually(lambda: all(receipt_of(one).settled for one in requests), deadline_s=10)
-        assert all(receipt_of(one).settled == 1 for one in requests)
-
-    async def records(self, topic: str) -> list[Record]:
-        """All that a topic holds, by partition."""
-        info = (await self.log.describe_topics([topic]))[topic]
-        assert info is not None
-        names = [TopicPartition(topic, number) for number in range(info.partitions)]
-        async with self.log.reader(names) as reader:
-            ends = await reader.end_offsets(names)
-            for name in names:
-                reader.seek(name, 0)
-            found = await read(reader, sum(ends.values()))
-        return sorted(found, key=lambda record: (record.partition, record.offset))
-
-    async def responses(self) -> list[Record]:
-        return await self.records(RESPONSES.topic)
-
-
-@asynccontextmanager
-async def running(
-    origins: Origins | None = None, log: MemoryLog | None = None
-) -> AsyncIterator[Bench]:
-    """Until the end of the context, when its inlet is closed."""
-    log = log or MemoryLog()
-    limit = {"max.message.bytes": str(LIMIT_BYTES)}
-    await log.create_topics(
-        [
-            TopicInfo(RESPONSES.topic, 2, limit),
-            TopicInfo(DEAD_LETTERS.topic, 1, limit),
-            TopicInfo(MINE.topic, 3, {"max.message.bytes": "500"}),
-            TopicInfo("headrace.compacted", 1, {"cleanup.policy": "compact"}),
-            TopicInfo("elsewhere", 1, {}),
-        ],
-        replication_factor=1,
-    )
-    inlet: Channel[list[Request]] = Channel()
-    bench = Bench(log, inlet.writer(), StillClock())
-    routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
-    async with log.producer() as producer, asyncio.TaskGroup() as tasks:
-        books = Books(Ledger(Budget(1), lambda: None), origins, "headrace.requests", "")
-        delivery = Delivery(books, origins)
-        responder = ResponderService(inlet, producer, routes, delivery, bench.instruments)
-        tasks.create_task(responder.run())
-        yield bench
-        bench.inlet.close()
-
-
-def status(record: Record) -> str:
-    """`ok`, or the code."""
-    return (dict(record.headers)["x-status"] or b"").decode()
-
-
-def error_of(record: Record) -> str:
-    """The message of an error answer."""
-    return str(msgspec.msgpack.decode(record.value or b"")["error"])
 
 
 async def test_an_answer_carries_the_outputs_and_says_whose_it_is() -> None:
@@ -372,72 +270,3 @@ async def test_an_outage_delays_answers_and_loses_none(monkeypatch: pytest.Monke
         bench.log.faults.bring_back()
         await eventually(lambda: all(receipt_of(one).settled for one in requests))
         assert len(await bench.responses()) == 20
-
-
-async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """However many chunks wait for it: its answers stand aside, and go when it is back."""
-    monkeypatch.setattr(overlapping, "STALLED_S", 0.02)
-    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.01)
-    send, leaderless = MemoryProducer.send, True
-
-    async def fail(
-        producer: MemoryProducer, partition: TopicPartition, records: Sequence[NewRecord]
-    ) -> Sequence[Run]:
-        if leaderless and partition.topic == MINE.topic:
-            raise LogUnavailable("the partition has no leader")
-        return await send(producer, partition, records)
-
-    monkeypatch.setattr(MemoryProducer, "send", fail)
-    async with running() as bench:
-        stuck = [answerable(kafka_replyTopic=b"headrace.mine") for _ in range(40)]
-        for request in stuck:
-            await bench.inlet.send([request])
-        await bench.answer(*[answerable() for _ in range(10)])
-        assert not any(receipt_of(one).settled for one in stuck)
-
-        leaderless = False
-        await eventually(lambda: all(receipt_of(one).settled == 1 for one in stuck))
-        assert len(await bench.records(MINE.topic)) == 40
-
-
-async def test_outputs_that_wait_are_charged_to_the_budget() -> None:
-    """A broker that is slow to take answers makes reading pause, before memory runs out."""
-    ledger = Ledger(Budget(1_000_000), lambda: None)
-    assignment = ledger.assign(TopicPartition("headrace.requests", 0), Progress(0))
-    request = answerable()
-    request.receipt = assignment.admit(0, 10)
-    request.outputs = make_request(inputs={"y": np.zeros((1, 500), np.float32)}).inputs
-    async with running() as bench:
-        bench.log.faults.hold_acknowledgements()
-        await bench.inlet.send([request])
-        await eventually(lambda: ledger.budget.used_bytes == 2010)
-        bench.log.faults.release_acknowledgements()
-        await eventually(lambda: not ledger.budget.used_bytes)
-
-
-async def test_chunks_with_large_outputs_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many bytes are unacknowledged at most, and then the stages before are held up."""
-    monkeypatch.setattr(overlapping, "UNACKNOWLEDGED_BYTES", 3000)
-    requests = [answerable() for _ in range(6)]
-    for request in requests:
-        request.outputs = make_request(inputs={"y": np.zeros((1, 250), np.float32)}).inputs
-    async with running() as bench:
-        bench.log.faults.hold_acknowledgements()
-        async with asyncio.TaskGroup() as tasks:
-            sending_all = tasks.create_task(send_singly(bench, requests))
-            written = bench.log._topics.partition(TopicPartition(RESPONSES.topic, 0))
-            await eventually(lambda: written.end == 3)
-            for _ in range(20):
-                await asyncio.sleep(0)
-            assert written.end == 3
-            assert not sending_all.done()
-            bench.log.faults.release_acknowledgements()
-        await eventually(lambda: all(receipt_of(one).settled for one in requests))
-
-
-async def send_singly(bench: Bench, requests: list[Request]) -> None:
-    """Each in a chunk of its own."""
-    for request in requests:
-        await bench.inlet.send([request])

@@ -1,0 +1,18 @@
+"""What a process owes the log for a record that it has read, as the stages see it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Receipt(Protocol):
+    """What a process owes the log for a record that it has read (see `headrace.flow.inflight`)."""
+
+    @property
+    def void(self) -> bool:
+        """The partition is no longer ours: work on this record is for nothing."""
+        ...
+
+    def settle(self) -> None:
+        """All that came of the record is acknowledged."""
+        ...

@@ -1,0 +1,125 @@
+"""A responder on an embedded log, and requests for it to answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import numpy as np
+
+from headrace.config import make_settings
+from headrace.envelope import parse_envelope
+from headrace.errors import Code
+from headrace.flow.books import Books
+from headrace.flow.channel import Channel, ChannelWriter
+from headrace.flow.inflight import Budget, Ledger
+from headrace.flow.origins import Origins
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Record, TopicInfo, TopicPartition
+from headrace.messages import Failure, Request
+from headrace.services.responder.routing import Routes
+from headrace.services.responder.service import Delivery, ResponderService
+from tests.support.conditions import eventually
+from tests.support.logs import read
+from tests.support.services import StillClock, make_instruments
+from tests.support.work import NOW_US, make_request, receipt_of
+
+RESPONSES = TopicPartition("headrace.responses", 2)
+DEAD_LETTERS = TopicPartition("headrace.dead-letters", 1)
+MINE = TopicPartition("headrace.mine", 3)
+LIMIT_BYTES = 3000
+
+
+def answerable(**headers: bytes) -> Request:
+    """A request with outputs; headers by their names, `_` for `-` where it is not Spring's."""
+    names = {
+        name if name.startswith("kafka") else name.replace("_", "-"): value
+        for name, value in headers.items()
+    }
+    envelope = parse_envelope(list(names.items()), NOW_US // 1000, 0)
+    request = make_request(inputs={"y": np.array([[1.5]], np.float32)}, envelope=envelope)
+    request.headers = list(names.items())
+    request.outputs, request.inputs = request.inputs, ()
+    return request
+
+
+def failed(code: Code = Code.MODEL_FAILED, **headers: bytes) -> Request:
+    """A request that has failed."""
+    request = answerable(**headers)
+    request.outputs = None
+    request.fail(Failure(code, "no", "executor"))
+    return request
+
+
+class Bench:
+    """A running responder on an embedded log."""
+
+    def __init__(
+        self, log: MemoryLog, inlet: ChannelWriter[list[Request]], clock: StillClock
+    ) -> None:
+        self.log = log
+        self.inlet = inlet
+        self.clock = clock
+        self.instruments = make_instruments(clock)
+
+    async def answer(self, *requests: Request) -> None:
+        """Give it requests and wait until they are settled."""
+        await self.inlet.send(list(requests))
+        await eventually(lambda: all(receipt_of(one).settled for one in requests), deadline_s=10)
+        assert all(receipt_of(one).settled == 1 for one in requests)
+
+    async def records(self, topic: str) -> list[Record]:
+        """All that a topic holds, by partition."""
+        info = (await self.log.describe_topics([topic]))[topic]
+        assert info is not None
+        names = [TopicPartition(topic, number) for number in range(info.partitions)]
+        async with self.log.reader(names) as reader:
+            ends = await reader.end_offsets(names)
+            for name in names:
+                reader.seek(name, 0)
+            found = await read(reader, sum(ends.values()))
+        return sorted(found, key=lambda record: (record.partition, record.offset))
+
+    async def responses(self) -> list[Record]:
+        return await self.records(RESPONSES.topic)
+
+
+@asynccontextmanager
+async def running(
+    origins: Origins | None = None, log: MemoryLog | None = None
+) -> AsyncIterator[Bench]:
+    """Until the end of the context, when its inlet is closed."""
+    log = log or MemoryLog()
+    limit = {"max.message.bytes": str(LIMIT_BYTES)}
+    await log.create_topics(
+        [
+            TopicInfo(RESPONSES.topic, 2, limit),
+            TopicInfo(DEAD_LETTERS.topic, 1, limit),
+            TopicInfo(MINE.topic, 3, {"max.message.bytes": "500"}),
+            TopicInfo("headrace.compacted", 1, {"cleanup.policy": "compact"}),
+            TopicInfo("elsewhere", 1, {}),
+        ],
+        replication_factor=1,
+    )
+    inlet: Channel[list[Request]] = Channel()
+    bench = Bench(log, inlet.writer(), StillClock())
+    routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
+    async with log.producer() as producer, asyncio.TaskGroup() as tasks:
+        books = Books(Ledger(Budget(1), lambda: None), origins, "headrace.requests", "")
+        delivery = Delivery(books, origins)
+        responder = ResponderService(inlet, producer, routes, delivery, bench.instruments)
+        tasks.create_task(responder.run())
+        yield bench
+        bench.inlet.close()
+
+
+def status(record: Record) -> str:
+    """`ok`, or the code."""
+    return (dict(record.headers)["x-status"] or b"").decode()
+
+
+def error_of(record: Record) -> str:
+    """The message of an error answer."""
+    return str(msgspec.msgpack.decode(record.value or b"")["error"])

@@ -1,0 +1,108 @@
+"""A source of an embedded log's topic, with a stage behind it that settles when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from headrace.flow.answered import Progress
+from headrace.flow.inflight import Assignment, LedgerReceipt
+from headrace.flow.source import Source
+from headrace.flow.source_settings import SourceSettings
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Committed, Record, TopicPartition
+from headrace.telemetry.metrics import Metrics
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener, write_to
+
+TOPIC, GROUP = "requests", "group"
+ONE = TopicPartition(TOPIC, 0)
+
+
+class Stage:
+    """A stage that admits what it receives and settles when it is told to."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.offsets: list[int] = []
+        self.receipts: list[LedgerReceipt] = []
+        self.ended = False
+
+    async def run(self) -> None:
+        while (delivery := await self.source.receive()) is not None:
+            for record in delivery.records:
+                self._admit(delivery.assignment, record)
+        self.ended = True
+
+    def _admit(self, assignment: Assignment, record: Record) -> None:
+        if record.offset in assignment.progress:
+            assignment.skip(record.offset)
+            return
+        self.offsets.append(record.offset)
+        self.receipts.append(assignment.admit(record.offset, len(record.value or b"")))
+
+    def settle(self, offsets: Sequence[int]) -> None:
+        for receipt in [one for one in self.receipts if one.offset in offsets]:
+            self.receipts.remove(receipt)
+            receipt.settle()
+
+    def settle_all(self) -> None:
+        self.settle([receipt.offset for receipt in self.receipts])
+
+
+def make_source(log: MemoryLog, **changes: object) -> Source:
+    """A source of the topic that commits."""
+    settings = {
+        "topic": TOPIC,
+        "group": GROUP,
+        "progress_group": GROUP,
+        "commits": True,
+        "budget_bytes": 1_000_000,
+        "drain_timeout_s": 5.0,
+        **changes,
+    }
+    return Source(log, SourceSettings(**settings), Metrics(CollectorRegistry()))  # type: ignore[arg-type]  # by name
+
+
+@asynccontextmanager
+async def reading(log: MemoryLog, **changes: object) -> AsyncIterator[Stage]:
+    """A running source with a stage behind it; leaving stops it as a process does."""
+    source = make_source(log, **changes)
+    stage = Stage(source)
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        work = tasks.create_task(stage.run())
+        await source.assigned.wait()
+        yield stage
+        source.stop_reading()
+        await work
+        stage.settle_all()
+        await source.close_down(5)
+        await running
+
+
+async def committed(log: MemoryLog, partition: TopicPartition = ONE) -> Committed | None:
+    """What the group has committed."""
+    return (await log.committed(GROUP, [partition]))[partition]
+
+
+async def progress(log: MemoryLog) -> Progress | None:
+    """The same, decoded."""
+    found = await committed(log)
+    return None if found is None else Progress.from_committed(found)
+
+
+async def fill(log: MemoryLog, count: int, partition: TopicPartition = ONE) -> None:
+    """Write records of ten bytes."""
+    await write_to(log, partition, *[b"x" * 10] * count)
+
+
+async def commit(log: MemoryLog, offset: Committed) -> None:
+    """Commit, as an earlier member did."""
+    listener = RecordingListener()
+    async with log.member(GROUP, [TOPIC], listener) as member:
+        await eventually(lambda: ONE in listener.held)
+        await member.commit({ONE: offset})
