@@ -141,4 +141,8 @@ def _unfitting(target: TopicPartition) -> Failure:
 def answer_bytes(request: Request) -> int:
     """What a request's outputs take, which wait for their acknowledgement."""
     outputs = request.outputs
-    return sum([len(tensor.data) for tensor in outputs]) if outputs else 0
+    if not outputs:
+        return 0
+    if len(outputs) == 1:
+        return len(outputs[0].data)
+    return sum([len(tensor.data) for tensor in outputs])
