@@ -124,7 +124,12 @@ class Closing:
         joined_rows, joined_bytes = self._rows, self._size_bytes
         count = rows = size_bytes = 0
         reason = ""
-        while count < most and (request := fifo.first()) is not None:
+        waiting, deadlines = fifo.requests, fifo.deadlines
+        while count < most and waiting:
+            request = waiting[0]
+            if request.failure is not None:
+                fifo.first()
+                continue
             row_count, byte_count = request.rows, request.size_bytes
             if requests and joined_rows + row_count > max_rows:
                 reason = self._size.reason
@@ -132,11 +137,14 @@ class Closing:
             if requests and joined_bytes + byte_count > max_bytes:
                 reason = "bytes"
                 break
-            fifo.take_first()
+            waiting.popleft()
+            if deadlines and deadlines[0] is request:
+                deadlines.popleft()
             count += 1
             rows += row_count
             size_bytes += byte_count
-            if self._joins(request):
+            judged = request.envelope.deadline_ms or request.receipt.void
+            if not judged or self._joins(request):
                 request.formed_us = now_us
                 requests.append(request)
                 joined_rows += row_count

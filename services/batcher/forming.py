@@ -86,14 +86,14 @@ class Forming:
         self._order = count()
         self._queues: dict[ModelKey, ModelQueue] = {}
         self._deadlines: list[_Deadline] = []
-        self._waiting = 0
+        self._keep_deadlines = _TOLERATED
         self.ended: list[Request] = []
         self.cancellations: list[Request] = []
         self.draining = False
 
     def __len__(self) -> int:
         """How many requests wait."""
-        return self._waiting
+        return sum([queue.count for queue in self._queues.values()])
 
     # --- what comes ---------------------------------------------------------------------------
 
@@ -121,7 +121,6 @@ class Forming:
                     return
             self._note_deadline((deadline_ms * 1000, next(self._order), request))
         queue.add(request)
-        self._waiting += 1
 
     def refusal(self, envelope: Envelope, now_us: int, stage: str) -> Failure | None:
         """Whether a request that names its model in its headers would be late, before anything
@@ -245,10 +244,11 @@ class Forming:
         return too_late(deadline_ms, end_us, now_us, Stage.BATCHER)
 
     def _note_deadline(self, entry: _Deadline) -> None:
-        if len(self._deadlines) > 2 * self._waiting + _TOLERATED:
+        if len(self._deadlines) > self._keep_deadlines:
             # Requests that have left are not kept until their deadlines, which may be hours off.
             self._deadlines = [one for one in self._deadlines if not _has_left(one)]
             heapq.heapify(self._deadlines)
+            self._keep_deadlines = 2 * len(self._deadlines) + _TOLERATED
         heapq.heappush(self._deadlines, entry)
 
     def _ripest(
@@ -272,13 +272,11 @@ class Forming:
     def _end(self, request: Request, failure: Failure) -> None:
         request.fail(failure)
         self._queues[request.model, request.version].end(request)
-        self._waiting -= 1
         self.ended.append(request)
 
     def _close(self, queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Batch | None:
         size = size_of(queue, group, now_us, ask)
         closed = Closing(queue, group, size, now_us).run(self._otherwise(group, ask))
-        self._waiting -= len(closed.requests) + len(closed.ended)
         self.ended += closed.ended
         if not closed.requests:
             return None

@@ -48,6 +48,7 @@ class Group:
         "is_listed_full",
         "lanes",
         "limits",
+        "max_bytes",
         "rows",
         "shape_class",
         "size_bytes",
@@ -57,6 +58,7 @@ class Group:
         self.shape_class = shape_class
         self.limits = limits
         self.best_rows = limits.max_batch_size
+        self.max_bytes = limits.max_batch_bytes
         self.lanes: dict[str, Lane] = {}
         self.by_share: Ranking[Lane] = Ranking(lambda lane: shares.start(lane.tenant))
         self.rows = 0
@@ -80,7 +82,7 @@ class Group:
     @property
     def is_full(self) -> bool:
         """More would not fit into one batch."""
-        return self.rows >= self.best_rows or self.size_bytes >= self.limits.max_batch_bytes
+        return self.rows >= self.best_rows or self.size_bytes >= self.max_bytes
 
 
 class ModelQueue:
@@ -131,7 +133,7 @@ class ModelQueue:
             fifo.note_deadline(request)
         rows = request.rows
         lane.count += 1
-        lane.tenant.rows[priority] = lane.tenant.rows.get(priority, 0) + rows
+        fifo.share[0] += rows
         self.count += 1
         self.rows += rows
         group.rows += rows
@@ -141,7 +143,7 @@ class ModelQueue:
                 self._rank(lane)
             elif len(lane.tenant.lanes) > 1 and (envelope.deadline_ms or priority):
                 lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))  # it may be more urgent
-        if not group.is_listed_full and group.is_full:
+        if group.rows >= group.best_rows or group.size_bytes >= group.max_bytes:
             self._list_full(group)
 
     def end(self, request: Request) -> None:
@@ -155,9 +157,9 @@ class ModelQueue:
 
     def left(self, lane: Lane, fifo: Fifo, count: int, rows: int, size_bytes: int) -> None:
         """So many requests of a lane wait no longer; they were taken out of it, or have ended."""
-        group, tenant = lane.group, lane.tenant
+        group = lane.group
         lane.count -= count
-        tenant.rows[fifo.priority] -= rows
+        fifo.share[0] -= rows
         group.rows -= rows
         group.size_bytes -= size_bytes
         self.count -= count
@@ -204,8 +206,8 @@ class ModelQueue:
         mine = self._tenants.get(tenant)
         if mine is None:
             return 0
-        own = sum([rows for each, rows in mine.rows.items() if each >= priority])
-        less_urgent = sum(mine.rows.values()) - own
+        own = sum([share[0] for each, share in mine.rows.items() if each >= priority])
+        less_urgent = sum([share[0] for share in mine.rows.values()]) - own
         return min(self.rows - less_urgent, own * len(self._tenants))
 
     def waiting(self) -> list[Request]:
@@ -248,6 +250,8 @@ class ModelQueue:
         return lane
 
     def _list_full(self, group: Group) -> None:
+        if group.is_listed_full:
+            return
         if len(self._full) > 2 * len(self._groups) + _TOLERATED:
             self._full = deque(one for one in self._full if one.lanes)
         group.is_listed_full = True

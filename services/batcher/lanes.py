@@ -38,13 +38,15 @@ class Fifo:
 
     Attributes:
         requests: those that have ended meanwhile are still among them.
+        share: how many rows wait of this tenant and priority, in all of its lanes; one number.
         deadlines: those that have an earlier deadline than all that came after them: the first
             is the earliest.
     """
 
-    __slots__ = ("deadlines", "ended", "head_start_us", "priority", "requests")
+    __slots__ = ("deadlines", "ended", "head_start_us", "priority", "requests", "share")
 
-    def __init__(self, priority: int) -> None:
+    def __init__(self, priority: int, share: list[int]) -> None:
+        self.share = share
         self.priority = priority
         self.head_start_us = priority * PRIORITY_STEP_US
         self.requests: deque[Request] = deque()
@@ -112,7 +114,7 @@ class Lane:
         self.group = group
         self.tenant = tenant
         self.count = 0
-        self.fifos = [Fifo(priority)]
+        self.fifos = [Fifo(priority, tenant.share_of(priority))]
 
     @property
     def is_empty(self) -> bool:
@@ -124,7 +126,7 @@ class Lane:
         for fifo in self.fifos:
             if fifo.priority == priority:
                 return fifo
-        fifo = Fifo(priority)
+        fifo = Fifo(priority, self.tenant.share_of(priority))
         self.fifos.append(fifo)
         return fifo
 
@@ -168,20 +170,25 @@ class Tenant:
     """All that waits for one tenant in one model's queue.
 
     Attributes:
-        rows: by priority.
+        rows: by priority, each number in a list of its own, which lanes have at hand.
     """
 
     __slots__ = ("by_urgency", "lanes", "name", "rows")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.rows: dict[int, int] = {}
+        self.rows: dict[int, list[int]] = {}
         self.lanes: dict[tuple[int, ...], Lane] = {}
         self.by_urgency: Ranking[Lane] = Ranking(Lane.urgency_us)
 
     @property
     def is_empty(self) -> bool:
+        """Nothing of it waits."""
         return not self.lanes
+
+    def share_of(self, priority: int) -> list[int]:
+        """The place where rows of a priority are counted."""
+        return self.rows.setdefault(priority, [0])
 
 
 class Shares:
