@@ -180,14 +180,13 @@ class ExecutorService:
             arrays = instance.gather(wanted) if wanted else None
         except Exception:  # noqa: BLE001 - it comes again when it is the batch's turn, and is told
             arrays = None
-        gathered_us = self._clock()
         together = len(wanted) == 1 or not version.batching_off
         started = (
             arrays is not None
             and together
             and instance.start_ahead(arrays, self._while_in_time(wanted))
         )
-        return Taken(batch, ended, wanted, arrays, began_us, gathered_us, started=started)
+        return Taken(batch, ended, wanted, arrays, began_us, self._clock(), started=started)
 
     async def _run(
         self, version: ModelVersion, instance: Instance, intake: Intake, taken: Taken
@@ -275,7 +274,8 @@ class ExecutorService:
             if arrays is None:
                 arrays = instance.gather(run.requests, fresh=taken.fresh)
                 run.gathered_us = self._clock()
-            if not instance.is_quick:
+            # Of several instances, another one takes what comes: nothing waits behind a slow run.
+            if version.config.instances == 1 and not instance.is_quick:
                 predicted_us = version.latency.predict_us(
                     run.requests[0].shape_class, sum(request.rows for request in run.requests)
                 )

@@ -263,3 +263,22 @@ async def test_ring_gives_each_request_its_own_rows(tmp_path: Path) -> None:
 
     scores = [to_array((one.outputs or ())[0])[0, 1] for one in requests]
     assert scores == [64.0 * value for value in range(40)]
+
+
+async def test_of_several_instances_none_pulls_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits behind a slow run could have gone to another one."""
+    meeting = threading.Barrier(3)
+    monkeypatch.setattr(python_models, "MEETING", meeting)
+    add_python_model(tmp_path, f"if x[0, 0] < 3:\n    {MEET}", config="instances = 2")
+    async with running(tmp_path) as bench:
+        expect_long_runs(bench)
+        bench.give(requests_of(1), requests_of(2))
+        await eventually(lambda: meeting.n_waiting == 2)
+        bench.give(requests_of(3))
+        waiting = bench.waits()
+        await asyncio.to_thread(meeting.wait, 10)
+        await bench.answered(3)
+
+    assert waiting == 1
