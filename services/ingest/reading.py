@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from headrace.codec import callers_id, check_value, decode_request
@@ -9,11 +10,12 @@ from headrace.config import LimitSettings
 from headrace.envelope import BY_CORRELATION, JSON, MSGPACK_TYPES, parse_envelope
 from headrace.errors import Code, Rejected
 from headrace.flow.endings import deadline_passed, ran_alone, rejection
-from headrace.flow.inflight import Assignment
+from headrace.flow.inflight import Assignment, LedgerReceipt
 from headrace.log.port import Record
-from headrace.messages import Envelope, Failure, Request
+from headrace.messages import Envelope, Failure, InputTensor, Request
 from headrace.models.version import ModelVersion
 from headrace.services.ingest.layouts import Layouts
+from headrace.services.ingest.transforming import Payload
 from headrace.topics import Stage
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}
@@ -59,11 +61,14 @@ class Rules(NamedTuple):
 
     Attributes:
         admission: None where the batcher is another process.
+        defer: takes payloads whose transform is a user's code, to be run elsewhere; without it
+            they are transformed on the spot.
     """
 
     models: ModelLookup
     limits: LimitSettings
     admission: Admission | None = None
+    defer: Callable[[Payload], None] | None = None
 
 
 def read_request(record: Record, assignment: Assignment, rules: Rules, now_us: int) -> Request:
@@ -194,6 +199,29 @@ def _bind_raw(
 ) -> None:
     payload = bytes(check_value(value, rules.limits))
     version = rules.models.lookup(envelope.model, envelope.version or None)
-    bound = version.bind(version.transform(payload, envelope.content_type), None)
+    if rules.defer is not None and version.config.transform == "python":
+        rules.defer(Payload(request, version, payload, envelope.content_type))
+        return
+    _take(request, version, version.transform(payload, envelope.content_type))
+
+
+def _take(request: Request, version: ModelVersion, inputs: list[InputTensor]) -> None:
+    bound = version.bind(inputs, None)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
+
+
+def read_transformed(payload: Payload) -> Request:
+    """The request of a payload that was deferred, once it has been transformed."""
+    request = payload.request
+    try:
+        if payload.error is not None:
+            raise payload.error
+        _take(request, payload.version, payload.inputs or [])
+    except Rejected as error:
+        request.fail(rejection(error, Stage.INGEST))
+        request.id = callers_id(request.value, request.envelope)
+    receipt = request.receipt
+    assert isinstance(receipt, LedgerReceipt)
+    receipt.resize(receipt.size_bytes + request.size_bytes)
+    return request

@@ -13,7 +13,13 @@ from headrace.flow.source import Source
 from headrace.flow.suspects import Unit
 from headrace.log.port import Record
 from headrace.messages import Request
-from headrace.services.ingest.reading import Rules, read_condemned, read_request
+from headrace.services.ingest.reading import (
+    Rules,
+    read_condemned,
+    read_request,
+    read_transformed,
+)
+from headrace.services.ingest.transforming import Payload, TransformThread
 from headrace.telemetry.instruments import Instruments
 
 HOLD_LOOP_S = 0.01
@@ -40,7 +46,9 @@ class IngestService:
         self._source = source
         self._items = items
         self._answers = answers
-        self._rules = rules
+        self._deferred: list[Payload] = []
+        self._rules = rules._replace(defer=self._deferred.append)
+        self._transforms = TransformThread()
         self._tracing = instruments.tracing
         self._clock = instruments.clock
 
@@ -53,6 +61,8 @@ class IngestService:
             condemned = delivery.trial.condemned if delivery.trial is not None else _NOBODY
             while not assignment.void:
                 able, ended = self._read(assignment, records, condemned)
+                if self._deferred:
+                    able, ended = await self._transform(able, ended)
                 if ended:
                     await self._answers.send(ended)
                 if able:
@@ -60,8 +70,26 @@ class IngestService:
                 if not (able or ended):
                     break
                 await asyncio.sleep(0)
+        self._transforms.close()
         self._items.close()
         self._answers.close()
+
+    async def _transform(
+        self, able: list[Request], ended: list[Request]
+    ) -> tuple[list[Request], list[Request]]:
+        """Those that were deferred come after the others of their chunk."""
+        payloads = self._deferred[:]
+        self._deferred.clear()
+        await self._transforms.run(payloads)
+        requests = [read_transformed(payload) for payload in payloads]
+        if self._tracing is not None:
+            self._tracing.ingested(requests, self._clock())
+        late = {id(request) for request in requests}
+        able = [one for one in able if id(one) not in late]
+        return (
+            able + [one for one in requests if one.failure is None],
+            ended + [one for one in requests if one.failure is not None],
+        )
 
     def _read(
         self, assignment: Assignment, records: Iterator[Record], condemned: frozenset[Unit]
@@ -90,6 +118,8 @@ class IngestService:
                 break
         if self._tracing is not None:
             checked_us = self._clock()
-            self._tracing.ingested(able, checked_us)
+            deferred = {id(payload.request) for payload in self._deferred}
+            ready = [one for one in able if id(one) not in deferred] if deferred else able
+            self._tracing.ingested(ready, checked_us)
             self._tracing.ingested(ended, checked_us)
         return able, ended

@@ -1,0 +1,171 @@
+"""Transforms in Python run on a thread, each within a limit, so that none stops the event loop.
+
+A user's code may take long or never come back. A transform that takes longer than its model's
+`max_execution_s` is interrupted by an exception in its thread, which ends whatever is written in
+Python. One that is in native code then does not hear of it, and the process ends a little later:
+the record is found as any other that ends its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from headrace.errors import Code, Fatal, Rejected
+from headrace.messages import InputTensor, Request
+from headrace.models.user_code import describe
+from headrace.models.version import ModelVersion
+
+INTERRUPT_GRACE_S = 5.0
+BETWEEN_S = 0.05
+
+
+class _Interrupted(BaseException):
+    """A transform has run for too long; not for a user's `except Exception` to catch."""
+
+
+class Payload:
+    """A payload that waits for its transform, and what comes of it.
+
+    Attributes:
+        inputs: what the transform made; None where it failed.
+        error: why it failed.
+    """
+
+    __slots__ = (
+        "content_type",
+        "error",
+        "inputs",
+        "is_done",
+        "is_interrupted",
+        "request",
+        "value",
+        "version",
+    )
+
+    def __init__(
+        self, request: Request, version: ModelVersion, value: bytes, content_type: str
+    ) -> None:
+        self.request = request
+        self.version = version
+        self.value = value
+        self.content_type = content_type
+        self.inputs: list[InputTensor] | None = None
+        self.error: Rejected | None = None
+        self.is_done = False
+        self.is_interrupted = False
+
+
+class TransformThread:
+    """A thread for transforms, started with the first one."""
+
+    def __init__(self) -> None:
+        self._chunks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._turn = threading.Lock()
+        self._current: Payload | None = None
+        self._since_s = 0.0
+
+    async def run(self, payloads: Sequence[Payload]) -> None:
+        """Transform them, one after the other.
+
+        Raises:
+            Fatal: one did not end when it was interrupted.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="transforms", daemon=True)
+            self._thread.start()
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def work() -> None:
+            for payload in payloads:
+                self._transform(payload)
+            # A loop that is closed meanwhile has nobody who waits any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(done.set)
+
+        self._chunks.put(work)
+        while not await _happened(done, self._left_s()):
+            payload = self._current
+            if payload is None or self._left_s() > 0 or payload.is_done:
+                continue
+            if payload.is_interrupted:
+                raise Fatal(
+                    f"transform of {payload.version!r}: did not end {INTERRUPT_GRACE_S:g} s after "
+                    "it was interrupted"
+                )
+            self._interrupt(payload)
+
+    def close(self) -> None:
+        """No more payloads come."""
+        self._chunks.put(None)
+
+    def _left_s(self) -> float:
+        """Until something has to be done about the payload that is being transformed."""
+        payload, now_s = self._current, time.monotonic()
+        if payload is None:
+            return BETWEEN_S
+        limit_s = payload.version.config.max_execution_s
+        if payload.is_interrupted:
+            limit_s += INTERRUPT_GRACE_S
+        return self._since_s + limit_s - now_s
+
+    def _interrupt(self, payload: Payload) -> None:
+        assert self._thread is not None
+        with self._turn:
+            if payload.is_done:
+                return
+            payload.is_interrupted = True
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(_Interrupted)
+            )
+
+    # --- on the thread ---------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (work := self._chunks.get()) is not None:
+            work()
+
+    def _transform(self, payload: Payload) -> None:
+        self._since_s = time.monotonic()
+        self._current = payload
+        try:
+            _apply(payload)
+            with self._turn:
+                payload.is_done = True
+            while payload.is_interrupted:  # it is on its way, and must not meet the next payload
+                time.sleep(0.001)
+        except _Interrupted:
+            limit_s = payload.version.config.max_execution_s
+            payload.error = Rejected(
+                Code.MODEL_FAILED,
+                f"transform: expected it to end within max_execution_s = {limit_s:g} s",
+            )
+        payload.is_done = True
+        self._current = None
+
+
+def _apply(payload: Payload) -> None:
+    try:
+        payload.inputs = payload.version.transform(payload.value, payload.content_type)
+    except Rejected as error:
+        payload.error = error
+    except _Interrupted:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a user's code must not end the thread
+        payload.error = Rejected(Code.INVALID_REQUEST, f"transform: {describe(error)}")
+
+
+async def _happened(event: asyncio.Event, within_s: float) -> bool:
+    try:
+        async with asyncio.timeout(max(0.001, within_s)):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

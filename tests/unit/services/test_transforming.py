@@ -1,0 +1,153 @@
+"""Transforms of a user's, in their thread: none of them stops anybody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from headrace.config import LimitSettings
+from headrace.errors import Code, Fatal
+from headrace.flow.inflight import LedgerReceipt
+from headrace.messages import Request
+from headrace.services.ingest import transforming
+from headrace.services.ingest.reading import REQUEST_OVERHEAD_BYTES, Rules
+from headrace.services.ingest.service import IngestService
+from tests.support.services import (
+    RecordSource,
+    delivery,
+    digits_models,
+    digits_value,
+    make_instruments,
+)
+from tests.support.work import Tray
+
+RAW = [("content-type", b"text/plain"), ("x-model", b"digits")]
+TRANSFORM = """
+import threading
+import time
+import numpy as np
+
+def transform(payload, content_type):
+    if payload == b"endless":
+        try:
+            while True:
+                pass
+        except Exception:
+            pass
+    if payload == b"native":
+        time.sleep(2)
+    if payload == b"wrong":
+        raise SystemExit("wrong")
+    return {"pixels": np.full((1, 64), len(payload), np.float32)}
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """With `digits`, its transform to be written by `digits_models`."""
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "transform.py").write_text(TRANSFORM)
+    return tmp_path
+
+
+async def ingest(repository: Path, *payloads: bytes) -> tuple[list[Request], list[Request]]:
+    """Those that can run, and those that have ended."""
+    models = digits_models(repository, 'transform = "python"\nmax_execution_s = 0.1\n')
+    items, answers = Tray(), Tray()
+    service = IngestService(
+        RecordSource(delivery(*payloads, headers=RAW)),  # type: ignore[arg-type]  # what is used
+        items,
+        answers,
+        Rules(models, LimitSettings()),
+        make_instruments(),
+    )
+    await service.run()
+    return items.requests, answers.requests
+
+
+async def test_payloads_become_inputs(repository: Path) -> None:
+    """In order, with the model's version and what they are charged."""
+    able, ended = await ingest(repository, b"a", b"bb", b"ccc")
+
+    assert ended == []
+    assert [bytes(one.inputs[0].data[:4]) for one in able] == [
+        b"\0\0\x80?",
+        b"\0\0\0@",
+        b"\0\0@@",
+    ]
+    assert {(one.model, one.version, one.size_bytes) for one in able} == {("digits", "1", 256)}
+    headers = sum(len(name) + len(value) for name, value in RAW)
+    assert [receipt.size_bytes for receipt in map(ledgers, able)] == [
+        REQUEST_OVERHEAD_BYTES + len(b"key") + headers + 256 + length for length in (1, 2, 3)
+    ]
+
+
+def ledgers(request: Request) -> LedgerReceipt:
+    """The receipt, which is charged."""
+    assert isinstance(request.receipt, LedgerReceipt)
+    return request.receipt
+
+
+async def test_one_without_an_end_is_interrupted_and_others_go_on(repository: Path) -> None:
+    """Only its own request fails, with the limit that it has passed."""
+    able, ended = await ingest(repository, b"a", b"endless", b"bb")
+
+    assert [one.offset for one in able] == [0, 2]
+    (request,) = ended
+    assert request.failure is not None
+    assert request.failure.code == Code.MODEL_FAILED
+    assert "max_execution_s = 0.1 s" in request.failure.message
+
+
+async def test_one_that_ends_its_thread_is_refused(repository: Path) -> None:
+    """`SystemExit` is an error like any other."""
+    able, ended = await ingest(repository, b"wrong", b"a")
+
+    assert [one.offset for one in able] == [1]
+    assert [one.failure.code for one in ended if one.failure] == [Code.INVALID_REQUEST]
+
+
+async def test_one_that_cannot_be_interrupted_ends_the_process(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native code hears of nothing; what it is at is found by the next owner."""
+    monkeypatch.setattr(transforming, "INTERRUPT_GRACE_S", 0.1)
+
+    with pytest.raises(Fatal, match="did not end"):
+        await ingest(repository, b"native")
+
+
+async def test_the_event_loop_turns_meanwhile(repository: Path) -> None:
+    """A transform that is at it for long holds up nobody who is not in its chunk."""
+    turns = 0
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.01)
+            turns += 1
+
+    turning = asyncio.create_task(turn())
+    await ingest(repository, b"endless")
+    turning.cancel()
+
+    assert turns >= 2
+
+
+async def test_tensors_need_no_thread(repository: Path) -> None:
+    """What comes as MessagePack goes on as ever."""
+    models = digits_models(repository, 'transform = "python"\n')
+    items, answers = Tray(), Tray()
+    service = IngestService(
+        RecordSource(delivery(digits_value())),  # type: ignore[arg-type]  # what is used of it
+        items,
+        answers,
+        Rules(models, LimitSettings()),
+        make_instruments(),
+    )
+    await service.run()
+
+    assert service._transforms._thread is None
+    assert len(items.requests) == 1
