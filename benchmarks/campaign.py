@@ -56,7 +56,7 @@ class Campaign(NamedTuple):
     """What is measured, and for how long.
 
     Attributes:
-        window_s: of one saturated run.
+        window_s: of one saturated run; a model that computes for long has twice as much.
         named: contestants whose name has one of these in it; all when empty.
         latency_s: of one open-loop run.
     """
@@ -70,7 +70,7 @@ class Campaign(NamedTuple):
     named: tuple[str, ...] = ()
 
 
-DEFAULT = Campaign(tuple(SUBJECTS), rounds=3, window_s=5.0, latency_s=8.0, sweep_s=1.0)
+DEFAULT = Campaign(tuple(SUBJECTS), rounds=3, window_s=4.0, latency_s=6.0, sweep_s=1.0)
 QUICK = Campaign(tuple(SUBJECTS), rounds=1, window_s=1.5, latency_s=2.0, sweep_s=0.3)
 
 
@@ -138,7 +138,8 @@ class _Measuring:
 
     async def _saturation(self) -> None:
         plan, subject = self._plan, self._subject
-        count = int(subject.fastest_per_s * (plan.window_s + SETTLE_S)) + 10 * subject.batch
+        seconds = self._window_s + SETTLE_S + 1.0
+        count = int(subject.fastest_per_s * seconds) + 10 * subject.batch
         await self._cluster.create_plain(self._requests)
         began_s = time.monotonic()
         await self._cluster.fill(self._requests, subject.values, count)
@@ -155,6 +156,10 @@ class _Measuring:
                 if not (contest.failures and not contest.runs):
                     await self._contest(contestant, contest)
 
+    @property
+    def _window_s(self) -> float:
+        return self._plan.window_s * (2 if self._subject.fastest_per_s < 1000 else 1)
+
     def _is_in(self, contestant: Contestant) -> bool:
         if self._subject.slow and contestant.name not in ENOUGH_FOR_SLOW_MODELS:
             return False
@@ -163,14 +168,14 @@ class _Measuring:
 
     def _bare(self, contest: Contest) -> None:
         try:
-            contest.runs.append(run_bare(self._subject, self._plan.window_s))
+            contest.runs.append(run_bare(self._subject, self._window_s))
         except (ProgramFailed, subprocess.TimeoutExpired) as error:
             contest.failures.append(str(error))
 
     async def _contest(self, contestant: Contestant, contest: Contest) -> None:
         try:
             found = await saturate(
-                self._cluster, contestant, self._subject, self._place(), self._plan.window_s
+                self._cluster, contestant, self._subject, self._place(), self._window_s
             )
         except (ContestantMissing, ProgramFailed) as error:
             contest.failures.append(str(error))

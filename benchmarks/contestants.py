@@ -153,7 +153,6 @@ CONTESTANTS = [
     _headrace("Headrace, four processes", "ingest", "batcher", "executor", "responder"),
 ]
 ENOUGH_FOR_SLOW_MODELS = {
-    "aiokafka, one record at a time",
     "aiokafka, batches, commit awaited",
     OVERLAPPED,
     FUSED,

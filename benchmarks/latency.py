@@ -45,9 +45,11 @@ class LatencyRun:
         await self._topics(FUSED_CONTESTANT)
         with Running(FUSED_CONTESTANT.programs(self._subject, self._place)) as running:
             await self._warm_up(running)
-            under_way = 64 * PARTITIONS if self._subject.slow else 2048 * PARTITIONS
+            under_way = 8 * self._subject.batch if self._subject.slow else 2048 * PARTITIONS
             found = await self._load(seconds, SKIP_S).closed_loop(under_way)
             capacity_per_s = found.per_s
+            if not capacity_per_s:
+                raise ProgramFailed(f"no answer within {seconds:g} s of load")
             latencies = []
             for share in LOADS:
                 load = self._load(seconds, SKIP_S)

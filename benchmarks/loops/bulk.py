@@ -18,6 +18,8 @@ from benchmarks.loops.background import commit_answered
 from benchmarks.loops.served import Arguments, Model, arguments, start
 
 POLL_RECORDS = 4096
+SLOW_BATCHES = 4
+"""With a slow model a poll is so many batches: all of it is answered before the next."""
 
 
 class Loop:
@@ -35,8 +37,10 @@ class Loop:
     async def run(self, *, overlapped: bool) -> None:
         """For ever."""
         under_way: dict[TopicPartition, asyncio.Future[None]] = {}
+        given = self._given
+        most = SLOW_BATCHES * given.batch if given.slow else POLL_RECORDS
         while True:
-            polled = await self._consumer.getmany(timeout_ms=100, max_records=POLL_RECORDS)
+            polled = await self._consumer.getmany(timeout_ms=100, max_records=most)
             for partition, records in polled.items():
                 if partition in under_way:
                     await under_way.pop(partition)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.cli.event_loop import run
-from headrace.cli.infer_inputs import parse_input
+from headrace.cli.infer_inputs import parse_inputs
 from headrace.cli.settings import pass_settings
 from headrace.client import Client, Response
 from headrace.codec import bytes_to_data
@@ -35,28 +35,13 @@ class Question(NamedTuple):
     content_type: str = ""
 
 
-def _inputs(
-    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
-) -> dict[str, NDArray[Any]]:
-    inputs: dict[str, NDArray[Any]] = {}
-    for text in texts:
-        try:
-            name, array = parse_input(text)
-        except ValueError as error:
-            raise click.BadParameter(str(error), ctx, param) from error
-        if name in inputs:
-            raise click.BadParameter(f"{name}: expected each input once", ctx, param)
-        inputs[name] = array
-    return inputs
-
-
 @click.command()
 @click.argument("model")
 @click.option(
     "--input",
     "inputs",
     multiple=True,
-    callback=_inputs,
+    callback=parse_inputs,
     metavar="NAME[:DATATYPE]=@FILE.npy|JSON",
     help="One input, such as pixels=@image.npy or pixels='[[0, 0.5]]'; repeat it for more.",
 )

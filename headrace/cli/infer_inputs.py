@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +37,22 @@ def parse_input(text: str) -> tuple[str, NDArray[Any]]:
         if datatype is None:
             raise ValueError(f"{name}: expected numbers, booleans or strings, got {value}")
     return name, array if datatype is None else _converted(name, array, datatype)
+
+
+def parse_inputs(
+    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, NDArray[Any]]:
+    """The callback of an option that has inputs, each of its own name."""
+    inputs: dict[str, NDArray[Any]] = {}
+    for text in texts:
+        try:
+            name, array = parse_input(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from error
+        if name in inputs:
+            raise click.BadParameter(f"{name}: expected each input once", ctx, param)
+        inputs[name] = array
+    return inputs
 
 
 def _split_datatype(name: str) -> tuple[str, str | None]:

@@ -1,0 +1,123 @@
+"""What binds, and what to do about it: rules over what a load has measured; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BUSY = 0.7
+"""A model that computes for this part of the time, or a core that works for it, has little left."""
+
+KEPT_UP = 0.95
+MUCH_COPIED_BYTES_PER_S = 400e6
+FAILED_SHARE = 0.01
+
+
+class Facts(NamedTuple):
+    """What was measured. Times are means, in seconds.
+
+    Attributes:
+        offered_per_s: None where as many requests were sent as it takes.
+        computing: the part of the time in which the model computed, over all its instances.
+        rows_per_batch: of a run.
+        max_batch_size: of the model; 0 where that is not known.
+        cores: that the processes of Headrace kept busy; None where that is not known.
+    """
+
+    offered_per_s: float | None
+    answered_per_s: float
+    failed_share: float
+    queue_s: float
+    batch_s: float
+    compute_s: float
+    outside_s: float
+    rows_per_batch: float
+    computing: float
+    max_batch_size: int
+    request_bytes: int
+    as_json: bool
+    cores: float | None = None
+
+
+class Advice(NamedTuple):
+    """What binds, in a word, and a sentence of what to do."""
+
+    binds: str
+    sentence: str
+
+
+def advise(facts: Facts) -> list[Advice]:
+    """What binds first, and what else was noticed."""
+    found = list(_faults(facts))
+    if facts.offered_per_s is not None and facts.answered_per_s >= KEPT_UP * facts.offered_per_s:
+        found.append(_unbound(facts))
+    else:
+        found.append(_binding(facts))
+    if facts.as_json:
+        found.append(
+            Advice("json", "Requests are in JSON, whose numbers are text: MessagePack is cheaper.")
+        )
+    return found
+
+
+def _faults(facts: Facts) -> Iterator[Advice]:
+    if facts.failed_share > FAILED_SHARE:
+        yield Advice(
+            "errors",
+            f"{facts.failed_share:.0%} of the answers are errors, which cost less than answers: "
+            "look at those first.",
+        )
+
+
+def _unbound(facts: Facts) -> Advice:
+    parts = {
+        "waiting for a batch": facts.queue_s,
+        "computing": facts.compute_s,
+        "the rest of the batch": facts.batch_s,
+        "Kafka and decoding": facts.outside_s,
+    }
+    largest = max(parts, key=parts.__getitem__)
+    return Advice(
+        "nothing",
+        f"Nothing binds at this rate. Most of the time of a request goes to {largest}; "
+        "--saturate finds what there is room for.",
+    )
+
+
+def _binding(facts: Facts) -> Advice:
+    moved = facts.answered_per_s * facts.request_bytes
+    if facts.computing >= BUSY:
+        return Advice("compute", _about_computing(facts))
+    if moved >= MUCH_COPIED_BYTES_PER_S:
+        return Advice(
+            "copying",
+            f"{moved / 1e6:,.0f} MB of requests a second are moved: send UINT8 or FP16 and widen "
+            "them in the model, or run ingest in processes of its own.",
+        )
+    if facts.cores is None or facts.cores >= BUSY:
+        return Advice(
+            "decoding",
+            f"The model computes {facts.computing:.0%} of the time; the rest is decoding, batching "
+            "and encoding in Python, on one core for each process: run more processes in the "
+            "group, up to one for each partition, or put several rows into a request.",
+        )
+    return Advice(
+        "broker",
+        f"Headrace keeps {facts.cores:.1f} cores busy and the model computes "
+        f"{facts.computing:.0%} of the time: they wait for the broker, or for the load itself. "
+        "Look at its disks, its network and min.insync.replicas; more partitions overlap more.",
+    )
+
+
+def _about_computing(facts: Facts) -> str:
+    begun = f"The model computes {facts.computing:.0%} of the time"
+    limit = facts.max_batch_size
+    if limit and facts.rows_per_batch >= 0.9 * limit:
+        return (
+            f"{begun}, in batches of {facts.rows_per_batch:.0f}, which is their limit: try a "
+            "larger max_batch_size; after that it takes a faster device, or more of them."
+        )
+    return (
+        f"{begun}, in batches of {facts.rows_per_batch:.1f}: it takes a faster device, or more "
+        "of them; a larger batch only if more requests wait."
+    )

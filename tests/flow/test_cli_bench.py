@@ -1,0 +1,88 @@
+"""`headrace bench` without a broker: the four services run in the command's process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+
+from headrace.cli.outcome import Exit
+from tests.support.command_line import Call
+from tests.support.models import digits
+
+SHORT = ("--seconds", "1", "--warm-up", "0.2")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one model, where `headrace` looks by default."""
+    version = tmp_path / "models" / "digits" / "1"
+    version.mkdir(parents=True)
+    onnx.save(digits(), version / "model.onnx")
+    return version
+
+
+def test_a_rate_is_measured(call: Call, repository: Path) -> None:
+    """Every request is answered; percentiles, histogram, batches and advice are told."""
+    result = call("bench", "digits", "--rate", "100", *SHORT, "--json")
+    assert result.exit_code == Exit.DONE, result.stderr
+    fields = json.loads(result.stdout)
+
+    assert fields["answered"] == fields["sent"] > 0
+    assert fields["statuses"] == {"ok": fields["sent"]}
+    assert 0 < fields["latency_ms"]["p50"] <= fields["latency_ms"]["p99"]
+    assert sum(bar["answers"] for bar in fields["histogram"]) > 0
+    assert sum(size["answers_looked_into"] for size in fields["batch_sizes"]) > 0
+    assert len(fields["advice"]) == 1
+
+
+def test_saturation_is_measured(call: Call, repository: Path) -> None:
+    """The lines for people name what binds."""
+    result = call("bench", "digits", "--saturate", "--under-way", "64", *SHORT)
+    assert result.exit_code == Exit.DONE, result.stderr
+
+    assert "requests answered" in result.stdout
+    assert "rows in a run" in result.stdout
+    assert "#" in result.stdout
+
+
+def test_requests_may_come_from_the_command_line(call: Call, repository: Path) -> None:
+    """In JSON if that is wanted; a request that is refused is an answer as well."""
+    result = call(
+        *("bench", "digits", "--rate", "50", *SHORT, "--json"),
+        *("--input", "pixels=[[0.5]]", "--encoding", "json"),
+    )
+    assert result.exit_code == Exit.DONE, result.stderr
+    fields = json.loads(result.stdout)
+
+    assert fields["statuses"] == {"INVALID_TENSOR": fields["sent"]}
+    assert [each["binds"] for each in fields["advice"]] == ["errors", "nothing", "json"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--rate", "5", "--saturate"),
+        ("--saturate", "--input", "x=1", "--capture", "models/digits/1/model.onnx"),
+        ("--saturate", "--content-type", "image/png"),
+    ],
+)
+def test_contradictions_are_wrong_usage(
+    call: Call, repository: Path, arguments: tuple[str, ...]
+) -> None:
+    """Told before anything is started."""
+    result = call("bench", "digits", *arguments)
+
+    assert result.exit_code == Exit.USAGE
+    assert "give" in result.stderr or "goes with" in result.stderr
+
+
+def test_an_unknown_model_needs_requests(call: Call, repository: Path) -> None:
+    """Without its signature none can be made up."""
+    result = call("bench", "other", "--rate", "5", *SHORT)
+
+    assert result.exit_code == Exit.USAGE
+    assert "--input, --file or --capture" in result.stderr

@@ -1,0 +1,42 @@
+"""When requests of a load are due."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.bench.arrivals import PoissonArrivals
+
+
+def test_arrivals_are_poisson() -> None:
+    """The rate is kept, gaps are exponential: their deviation is their mean."""
+    arrivals = PoissonArrivals(1000.0, 20.0, seed=3)
+    gaps = np.diff(arrivals.due(20.0))
+
+    assert len(gaps) == pytest.approx(20_000, rel=0.03)
+    assert gaps.mean() == pytest.approx(1e-3, rel=0.03)
+    assert gaps.std() == pytest.approx(1e-3, rel=0.05)
+
+
+def test_what_is_due_is_given_once() -> None:
+    """In order, up to the time that is asked for, whatever the steps."""
+    steps, whole = PoissonArrivals(500.0, 3.0, seed=1), PoissonArrivals(500.0, 3.0, seed=1)
+    given = [due_s for now_s in np.linspace(0, 3, 40) for due_s in steps.due(float(now_s))]
+
+    assert given == whole.due(3.0)
+    assert given == sorted(given)
+
+
+def test_arrivals_end() -> None:
+    """Nothing is due after the time is over, however late somebody asks."""
+    arrivals = PoissonArrivals(100.0, 1.0)
+    arrivals.due(100.0)
+
+    assert arrivals.next_s() is None
+
+
+@pytest.mark.parametrize("per_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rate_is_a_positive_number(per_s: float) -> None:
+    """Anything else is refused with what came."""
+    with pytest.raises(ValueError, match="expected a positive number"):
+        PoissonArrivals(per_s, 1.0)

@@ -1,0 +1,56 @@
+"""A histogram of times: percentiles, bars, bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from headrace.bench.histogram import HIGHEST_S, LOWEST_S, Histogram
+
+
+def histogram(*times_s: float) -> Histogram:
+    """With these in it."""
+    found = Histogram()
+    found.add(times_s)
+    return found
+
+
+@pytest.mark.parametrize("percent", [1, 50, 90, 99, 99.9, 100])
+def test_percentiles_are_right_within_half_a_percent(percent: float) -> None:
+    """Over four decades of times, as NumPy has them."""
+    times_s = 10.0 ** np.random.default_rng(0).uniform(-5, -1, 20_000)
+    found = histogram(*times_s)
+
+    wanted = np.percentile(times_s, percent, method="inverted_cdf")
+    assert found.percentile_s(percent) == pytest.approx(wanted, rel=0.005)
+
+
+def test_no_percentile_is_above_the_highest_time() -> None:
+    """Though its bucket reaches further."""
+    assert histogram(0.0123).percentile_s(99.9) <= 0.0123
+
+
+def test_what_lies_outside_counts_at_the_ends() -> None:
+    """Times of nothing, and of ages."""
+    found = histogram(0.0, -1.0, 2 * HIGHEST_S)
+
+    assert len(found) == 3
+    assert found.percentile_s(50) == pytest.approx(LOWEST_S)
+    assert found.max_s == 2 * HIGHEST_S
+
+
+def test_bars_have_every_time_once() -> None:
+    """From the first to the last that is not empty, in rising order."""
+    found = histogram(1e-3, 1.1e-3, 0.5)
+    bars = list(found.bars())
+
+    assert sum(count for _, count in bars) == 3
+    assert [bound for bound, _ in bars] == sorted(bound for bound, _ in bars)
+    assert bars[0][1] > 0
+    assert bars[-1][1] == 1
+
+
+def test_an_empty_histogram_has_nothing_to_say() -> None:
+    """No bars, and zeros."""
+    assert list(Histogram().bars()) == []
+    assert (Histogram().percentile_s(99), Histogram().mean_s) == (0.0, 0.0)
