@@ -23,6 +23,7 @@ COMMANDS = {
     "models": "List, describe or check the models in the repository.",
     "dlq": "List, show, send again and export dead letters.",
     "replay": "Send recorded requests again, count or save them.",
+    "bench": "Put load on a model; show latency, and what binds.",
     "top": "Show what running processes do: rates, waits, batches, errors.",
     "doctor": "Find what is wrong, and say how to mend it.",
 }
