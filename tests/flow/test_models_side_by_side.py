@@ -26,7 +26,7 @@ async def test_a_flood_of_one_model_does_not_hold_up_another(tmp_path: Path) -> 
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     x = np.ones((1, 64), np.float32)
-    flood = encode_request("application/msgpack", "slow", {"times": np.int64(ROUNDS), "x": x})
+    flood = encode_request("application/msgpack", "slow", {"times": np.array(ROUNDS), "x": x})
     quick = encode_request("application/msgpack", "digits", {"pixels": x})
     topics = [TopicPartition("headrace.responses", number) for number in range(PARTITIONS)]
     answers: Counter[str] = Counter()
