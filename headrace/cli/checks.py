@@ -16,7 +16,7 @@ from headrace.cli.broker_checks import (
 )
 from headrace.cli.findings import Finding, Health
 from headrace.config import KafkaSettings, Settings
-from headrace.errors import ConfigurationError, HeadraceError
+from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed
 from headrace.log.port import Log, TopicInfo
 from headrace.models.onnx_backend import find_runtime
@@ -209,4 +209,22 @@ def check_device(settings: Settings) -> list[Finding]:
                 'install "headrace[gpu]" in place of "headrace[cpu]", or use the device "cpu"',
             )
         ]
+    if device != "cpu":
+        return _check_gpu(settings, found)
     return [Finding("device", Health.OK, f"{device}: {found}")]
+
+
+def _check_gpu(settings: Settings, found: str) -> list[Finding]:
+    """ONNX Runtime lists its providers where there is no GPU too, so the GPU itself is asked."""
+    from headrace.device.cuda import CudaDevice
+
+    device = settings.executor.device
+    if not settings.executor.experimental_cuda:
+        mend = 'set executor.experimental_cuda = true, or use the device "cpu"'
+        return [Finding("device", Health.ERROR, f"executor.device {device} is experimental", mend)]
+    try:
+        memory = CudaDevice(int(device.removeprefix("cuda:"))).memory()
+    except (ConfigurationError, Fatal) as error:
+        return [Finding("device", Health.ERROR, str(error), 'mend that, or use the device "cpu"')]
+    free, total = (size >> 20 for size in (memory.free_bytes, memory.total_bytes))
+    return [Finding("device", Health.OK, f"{device}: {free} of {total} MiB free, {found}")]

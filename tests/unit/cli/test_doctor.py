@@ -15,6 +15,7 @@ from headrace.cli.outcome import Exit
 from headrace.config import make_settings
 from headrace.log.kafka_release import oldest_release
 from tests.support.command_line import Call
+from tests.support.fake_cupy import FakeCupy
 
 
 def findings(call: Call, *arguments: str) -> dict[str, dict[str, str]]:
@@ -68,6 +69,33 @@ def test_missing_device_is_an_error(call: Call, monkeypatch: pytest.MonkeyPatch)
     finding = findings(call)["device"]
     assert finding["health"] == "error"
     assert "executor.device cuda:0 needs CUDAExecutionProvider" in finding["text"]
+
+
+@pytest.mark.parametrize(
+    ("experimental", "devices", "health", "told"),
+    [
+        ("false", 1, "error", "executor.device cuda:0 is experimental"),
+        ("true", 0, "error", "cuda:0: expected a GPU of this number, got 0"),
+        ("true", 1, "ok", "cuda:0: 0 of 0 MiB free, onnxruntime"),
+    ],
+    ids=["not asked for", "not there", "there"],
+)
+def test_gpu_itself_is_asked(
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    experimental: str,
+    devices: int,
+    health: str,
+    told: str,
+) -> None:
+    """The provider is listed where there is no GPU as well."""
+    FakeCupy(monkeypatch, lambda *_: None).devices = devices
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setenv("HEADRACE_EXECUTOR__DEVICE", "cuda:0")
+    monkeypatch.setenv("HEADRACE_EXECUTOR__EXPERIMENTAL_CUDA", experimental)
+    finding = findings(call)["device"]
+    assert finding["health"] == health
+    assert told in finding["text"]
 
 
 def test_topic_too_small_for_a_request_is_an_error() -> None:
