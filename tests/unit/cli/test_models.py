@@ -11,6 +11,15 @@ from headrace.cli.outcome import Exit
 from tests.support.command_line import Call
 from tests.support.models import add_version, digits, embedding, falsely_batched
 
+LEAKY = """
+class Model:
+    inputs = [("x", "FP32", (-1, 2))]
+    outputs = [("y", "FP32", (-1, 2))]
+
+    def run(self, inputs):
+        return {"y": inputs["x"] - inputs["x"].max()}
+"""
+
 
 @pytest.fixture
 def repository(tmp_path: Path, call: Call) -> Path:
@@ -98,7 +107,9 @@ def test_check_loads_and_runs_the_models(repository: Path, call: Call) -> None:
     result = call("models", "check")
     assert result.exit_code == Exit.DONE
     assert "digits/1: ready\n" in result.stdout
-    assert "sum/1: ready\n  batching is off: dimension 0 is not the batch: output y" in result.stdout
+    assert (
+        "sum/1: ready\n  batching is off: dimension 0 is not the batch: output y" in result.stdout
+    )
 
 
 def test_check_fails_when_one_model_cannot_serve(repository: Path, call: Call) -> None:
@@ -118,3 +129,23 @@ def test_check_of_one_model_leaves_the_others_out(repository: Path, call: Call) 
     result = call("models", "check", "digits")
     assert result.exit_code == Exit.DONE
     assert result.stdout.startswith("digits/1: ready\n")
+
+
+def test_check_says_what_was_measured(repository: Path, call: Call) -> None:
+    """Of a sound model, how far alone and batched are apart, and with what it was asked."""
+    add_version(repository, "digits", 1, digits())
+    assert "batchable: rows do not change each other; alone and batched differ by 0.0e+00" in (
+        call("models", "check").stdout
+    )
+
+
+def test_check_tells_of_a_contradiction(repository: Path, call: Call) -> None:
+    """A declared batch size holds, and what speaks against it is said."""
+    directory = repository / "leaky" / "1"
+    directory.mkdir(parents=True)
+    (directory / "model.py").write_text(LEAKY, encoding="utf-8")
+    toml = 'backend = "python"\nmax_batch_size = 8'
+    (repository / "leaky" / "model.toml").write_text(toml, encoding="utf-8")
+    result = call("models", "check")
+    assert result.exit_code == Exit.DONE
+    assert "max_batch_size is declared as 8; not batchable: mates leak: y of a row" in result.stdout

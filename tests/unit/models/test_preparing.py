@@ -1,0 +1,132 @@
+"""Preparation: the first backend of a version is asked, the others are made ready."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.errors import ConfigurationError
+from headrace.models.backend import Arrays
+from headrace.models.cores import Cores
+from headrace.models.preparing import Preparation
+from headrace.models.registry import Models
+from headrace.models.signature import Signature
+from headrace.models.verdict import Batching
+from headrace.models.version import ModelVersion
+from tests.support.models import add_version, digits, falsely_batched, settings_for, tokens
+
+
+def version_of(repository: Path, config: str = "max_batch_size = 8") -> ModelVersion:
+    """The one version in the repository, not loaded."""
+    add_version(repository, "model", 1, digits(), config)
+    return opened(repository)
+
+
+def opened(repository: Path) -> ModelVersion:
+    """See `version_of`."""
+    models = Models(settings_for(repository), executes=True)
+    models.open()
+    [version] = models.versions()
+    return version
+
+
+class Counting:
+    """A backend that counts its runs, and fails at warm-up when told to."""
+
+    def __init__(self, signature: Signature, fault: str = "") -> None:
+        self.signature = signature
+        self.batching_fault = ""
+        self.steps: list[str] = []
+        self._fault = fault
+
+    def load(self) -> None:
+        self.steps.append("load")
+
+    def adopt(self, signature: Signature) -> None:
+        self.signature = signature
+
+    def warm_up(self) -> None:
+        self.steps.append("warm up")
+        self.batching_fault = self._fault
+
+    def run(self, inputs: Arrays) -> Arrays:
+        self.steps.append("run")
+        return {"scores": np.asarray(inputs["pixels"])[:, :10]}
+
+    def cancel(self) -> None:
+        """Nothing runs."""
+
+    def unload(self) -> None:
+        """Nothing is held."""
+
+
+def test_only_the_first_backend_is_asked(tmp_path: Path) -> None:
+    """It runs before its warm-up, to be tried out, and after it, to be timed."""
+    version = version_of(tmp_path)
+    preparation = Preparation(version, Cores(()))
+    first, second = Counting(version.signature), Counting(version.signature)
+    preparation.prepare(first)
+    preparation.prepare(second)
+    assert first.steps[:2] == ["load", "run"]
+    assert first.steps[-5:] == ["warm up", *["run"] * 4]  # 1, 2, 4 and 8 rows
+    assert second.steps == ["load", "warm up"]
+
+
+def test_runs_are_timed_for_the_batcher_to_begin_with(tmp_path: Path) -> None:
+    """Each size of the warm-up is known before the first request."""
+    version = version_of(tmp_path)
+    Preparation(version, Cores(())).prepare(version.new_backend())
+    assert version.latency.predict_us((), 8) is not None
+
+
+def test_times_are_kept_under_the_requests_own_shape_class(tmp_path: Path) -> None:
+    """The sizes of all free dimensions of all inputs but the batch."""
+    add_version(tmp_path, "model", 1, tokens())
+    version = opened(tmp_path)
+    Preparation(version, Cores(())).prepare(version.new_backend())
+    assert version.latency.predict_us((1, 1), 1) is not None
+
+
+def test_a_fault_at_warm_up_is_a_verdict(tmp_path: Path) -> None:
+    """A size that was not tried out before may be too large."""
+    version = version_of(tmp_path)
+    preparation = Preparation(version, Cores(()))
+    preparation.prepare(Counting(version.signature, fault="a run of 8 rows failed"))
+    assert preparation.verdict is not None
+    assert preparation.verdict.batching is Batching.NOT_BATCHABLE
+    assert preparation.verdict.reason == "a run of 8 rows failed"
+
+
+def test_a_model_that_is_not_to_be_tried_out_is_only_warmed_up(tmp_path: Path) -> None:
+    """Where `probe` is off."""
+    version = version_of(tmp_path, "probe = false")
+    preparation = Preparation(version, Cores(()))
+    backend = Counting(version.signature)
+    preparation.prepare(backend)
+    assert backend.steps == ["load", "warm up"]
+    assert preparation.verdict is None
+
+
+def test_later_backends_go_by_what_the_first_has_shown(tmp_path: Path) -> None:
+    """A model whose dimension 0 is not the batch is none for all of them."""
+    add_version(tmp_path, "model", 1, falsely_batched())
+    version = opened(tmp_path)
+    preparation = Preparation(version, Cores(()))
+    first = version.new_backend(preparation.signature)
+    preparation.prepare(first)
+    second = version.new_backend(preparation.signature)
+    preparation.prepare(second)
+    for backend in (first, second):
+        outputs = backend.run({"x": np.ones((5, 2), np.float32)})
+        assert outputs["y"].tolist() == [[5.0, 5.0]]
+
+
+def test_instances_that_cannot_have_cores_of_their_own_are_not_loaded(tmp_path: Path) -> None:
+    """Nothing has run by then."""
+    version = version_of(tmp_path, "pinned = true\nintra_op_threads = 2")
+    backend = Counting(version.signature)
+    with pytest.raises(ConfigurationError, match="pinned: expected 2 cores"):
+        Preparation(version, Cores([])).prepare(backend)
+    assert backend.steps == []
