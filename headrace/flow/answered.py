@@ -108,7 +108,8 @@ class Progress:
             return
         if start <= self.base:
             self.base = stop
-            self._absorb_into_base()
+            if self._starts:
+                self._absorb_into_base()
             return
         starts, stops = self._starts, self._stops
         # The ranges that the new one touches or overlaps become one with it.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from headrace.flow.answered import Progress
-from headrace.flow.inflight import Ledger, LedgerReceipt
+from headrace.flow.inflight import Ledger, LedgerReceipt, settle_all
 from headrace.flow.origins import Origins
 from headrace.log.port import Committed, TopicPartition
 from headrace.messages import Request
@@ -53,10 +53,11 @@ class Books:
     def settle(self, requests: Iterable[Request]) -> None:
         """Their answers are acknowledged."""
         origins = self._origins
-        for request in requests:
-            if origins is not None:
+        answered = list(requests)
+        if origins is not None:
+            for request in answered:
                 origins.answered(request.partition, request.previous, request.offset)
-            request.receipt.settle()
+        settle_all([request.receipt for request in answered])
 
     def fit(
         self, number: int, outgoing: Sequence[Outgoing]

@@ -23,6 +23,7 @@ from headrace.flow.ages import Ages
 from headrace.flow.answered import Progress
 from headrace.flow.ordering import KeyChains
 from headrace.log.port import Committed, TopicPartition
+from headrace.receipt import Receipt
 
 RESUME_FRACTION = 0.75
 """Reading resumes at this part of the budget, so that it does not flap around the limit."""
@@ -31,13 +32,18 @@ NEVER_COMMITTED = Committed(-1)
 
 
 class Budget:
-    """A limit in bytes with hysteresis."""
+    """A limit in bytes with hysteresis.
 
-    __slots__ = ("_exceeded", "limit_bytes", "used_bytes")
+    Attributes:
+        settled: how many records have given their bytes back.
+    """
+
+    __slots__ = ("_exceeded", "limit_bytes", "settled", "used_bytes")
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
+        self.settled = 0
         self._exceeded = False
 
     @property
@@ -149,8 +155,37 @@ class LedgerReceipt:
         assignment = self.assignment
         assignment.in_flight -= 1
         assignment.budget.used_bytes -= self.size_bytes
+        assignment.budget.settled += 1
         if not assignment.void:
             assignment.progress.cover(self.previous, self.offset)
+        assignment.notify()
+
+
+def settle_all(receipts: Iterable[Receipt]) -> None:
+    """Settle many. What follows one another in a partition is covered, and told of, once."""
+    assignment: Assignment | None = None
+    previous = last = -1
+    for receipt in receipts:
+        if not isinstance(receipt, LedgerReceipt) or receipt.parts != 1:
+            receipt.settle()
+            continue
+        receipt.parts = 0
+        if receipt.assignment is not assignment or receipt.previous != last:
+            _cover(assignment, previous, last)
+            assignment, previous = receipt.assignment, receipt.previous
+        last = receipt.offset
+        assignment.in_flight -= 1
+        budget = assignment.budget
+        budget.used_bytes -= receipt.size_bytes
+        budget.settled += 1
+    _cover(assignment, previous, last)
+
+
+def _cover(assignment: Assignment | None, previous: int, last: int) -> None:
+    """A run of records of a partition is answered; None: there was none."""
+    if assignment is not None:
+        if not assignment.void:
+            assignment.progress.cover(previous, last)
         assignment.notify()
 
 

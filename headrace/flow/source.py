@@ -378,7 +378,7 @@ class Source:
     # --- settling and committing -----------------------------------------------------------
 
     def _on_settled(self) -> None:
-        self._backlog.settled += 1
+        self._backlog.settled = self.ledger.budget.settled
         self._settled.give()
 
     async def _drain(self, partitions: Sequence[TopicPartition] | None, deadline_s: float) -> None:

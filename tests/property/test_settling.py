@@ -1,0 +1,59 @@
+"""Settling many receipts at once is settling one after the other."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.flow.answered import Progress
+from headrace.flow.inflight import Assignment, Budget, LedgerReceipt, settle_all
+from headrace.log.port import TopicPartition
+
+
+class Partitions:
+    """Two of them, with records of which some are passed over and some have several parts."""
+
+    def __init__(self, gaps: list[int], revoked: bool) -> None:
+        self.notified = 0
+        self.budget = Budget(1_000_000)
+        self.assignments = [
+            Assignment(TopicPartition("t", number), 1, Progress(0), self.budget, self._notify)
+            for number in range(2)
+        ]
+        self.receipts: list[LedgerReceipt] = []
+        for number, gap in enumerate(gaps):
+            assignment = self.assignments[number % 3 % 2]
+            receipt = assignment.admit(assignment.last_delivered + 1 + gap % 2, 100 + number)
+            receipt.parts = 1 + (gap == 3)
+            self.receipts.append(receipt)
+        self.assignments[1].void = revoked
+
+    def _notify(self) -> None:
+        self.notified += 1
+
+    def state(self) -> list[object]:
+        """All that settling changes."""
+        return [
+            self.budget.used_bytes,
+            self.budget.settled,
+            *[(each.in_flight, each.progress) for each in self.assignments],
+            [receipt.parts for receipt in self.receipts],
+        ]
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    st.booleans(),
+    st.lists(st.integers(0, 29), unique=True),
+)
+def test_many_are_as_one_after_the_other(gaps: list[int], revoked: bool, order: list[int]) -> None:
+    """In any order, with gaps between them, in several parts, of a partition that was revoked."""
+    one_by_one, together = Partitions(gaps, revoked), Partitions(gaps, revoked)
+    chosen = [place for place in order if place < len(gaps)]
+
+    for place in chosen:
+        one_by_one.receipts[place].settle()
+    settle_all([together.receipts[place] for place in chosen])
+
+    assert together.state() == one_by_one.state()
+    assert bool(together.notified) == bool(one_by_one.notified)
