@@ -134,6 +134,7 @@ def encode_mark(mark: Mark, owner: Owner = NOBODY) -> str:
         "running": mark.running,
         "alone": mark.alone,
         "attempts": [[offset, place, count] for (offset, place), count in worst],
+        "accused": mark.accused,
         "member": owner.member,
         "process": owner.process,
     }
@@ -149,6 +150,7 @@ def decode_mark(text: str) -> tuple[Mark, Owner]:
     if not isinstance(fields, dict) or fields.get("v") != 1:
         raise ValueError(f"mark: expected version 1, got {text[:40]!r}")
     running = fields.get("running")
+    accused = fields.get("accused")
     alone = fields.get("alone")
     try:
         mark = Mark(
@@ -157,6 +159,7 @@ def decode_mark(text: str) -> tuple[Mark, Owner]:
             running=None if running is None else _range(running),
             alone=None if alone is None else int(alone),
             attempts=_attempts(fields.get("attempts", [])),
+            accused=None if accused is None else _range(accused),
         )
         owner = Owner(str(fields.get("member", "")), str(fields.get("process", "")))
     except (KeyError, TypeError) as error:

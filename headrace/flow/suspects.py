@@ -47,6 +47,8 @@ class Mark(NamedTuple):
         running: the part that was let in, from its first offset up to, and without, its last.
         alone: it was one request and nothing else ran: its place in its record; otherwise None.
         attempts: how often a request ran alone and marked when its process died.
+        accused: where the culprit has to be, when the partition was given up in good order while
+            that was known; without it each rebalance would begin the search anew.
     """
 
     is_open: bool = False
@@ -54,6 +56,7 @@ class Mark(NamedTuple):
     running: Range | None = None
     alone: int | None = None
     attempts: Mapping[Unit, int] = _NONE
+    accused: Range | None = None
 
 
 CLEAN = Mark()
@@ -127,15 +130,15 @@ class Suspects:
         self.give_up(partition)
         stop = end if mark.is_open and not mark.stop else min(mark.stop, end)
         attempts = {unit: n for unit, n in mark.attempts.items() if unit[0] not in progress}
-        died = mark.running if mark.is_open and mark.running is not None else (0, 0)
-        if died != (0, 0) and mark.alone is not None and died[0] not in progress:
-            unit = (died[0], mark.alone)
+        if mark.running is not None and mark.alone is not None and mark.running[0] not in progress:
+            unit = (mark.running[0], mark.alone)
             attempts[unit] = attempts.get(unit, 0) + 1
         self._attempts[partition] = attempts
         suspects = progress.unanswered(stop)
-        cleared = _within(partition, suspects, 0, died[0])
-        accused = _within(partition, suspects, *died)
-        waiting = _within(partition, suspects, died[1], stop)
+        first, last = mark.running or mark.accused or (0, 0)
+        cleared = _within(partition, suspects, 0, first)
+        accused = _within(partition, suspects, first, last)
+        waiting = _within(partition, suspects, last, stop)
         self._cleared = _joined(self._cleared, cleared)
         self._waiting = _joined(self._waiting, waiting)
         if accused:
@@ -221,9 +224,12 @@ class Suspects:
         return Mark(True, stop, (running[0].start, running[-1].stop), alone, attempts)
 
     def closing_mark(self, partition: TopicPartition) -> Mark:
-        """What is true of a partition that was given up with nothing in flight."""
+        """What is true of a partition that is given up in good order."""
         attempts = dict(self._attempts.get(partition, {}))
-        return Mark(False, self._stop(partition), attempts=attempts)
+        pieces = (*self._accused, self._running if self._on_trial else ())
+        accused = sorted(span for piece in pieces for span in piece if span.partition == partition)
+        range_ = (accused[0].start, accused[-1].stop) if accused else None
+        return Mark(False, self._stop(partition), attempts=attempts, accused=range_)
 
     def _stop(self, partition: TopicPartition) -> int:
         parts = (self._cleared, *self._accused, self._waiting, self._running)

@@ -26,6 +26,7 @@ COUNT = 1000
 
 GROUPINGS = [
     [FUSED],
+    [FUSED, FUSED],
     [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)],
     [(Stage.INGEST, Stage.BATCHER), (Stage.EXECUTOR,), (Stage.RESPONDER,)],
 ]

@@ -25,6 +25,7 @@ MARKS = st.builds(
     is_open=st.booleans(),
     stop=OFFSETS,
     running=st.none() | st.tuples(OFFSETS, OFFSETS),
+    accused=st.none() | st.tuples(OFFSETS, OFFSETS),
     alone=st.none() | st.integers(0, 10_000),
     attempts=st.dictionaries(
         st.tuples(OFFSETS, st.integers(0, 10_000)), st.integers(1, 9), max_size=5
