@@ -45,15 +45,18 @@ def cancelling(headers: Headers) -> NewRecord:
     return NewRecord(None, None, headers)
 
 
+@pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
 async def test_what_waits_is_cancelled_and_what_runs_is_not(
-    tmp_path: Path, grouping: Grouping
+    tmp_path: Path, grouping: Grouping, guarantee: str
 ) -> None:
     """By place and by correlation id; every request has one answer, and the records that cancel
     have none and hold up no commit.
     """
     add_python_model(tmp_path, HELD_UP)
-    settings = make_settings({"models": {"repository": str(tmp_path)}})
+    settings = make_settings(
+        {"models": {"repository": str(tmp_path)}, "delivery": {"guarantee": guarantee}}
+    )
     log = await log_for(settings)
     await write_to(log, REQUESTS, request_of(1))
     async with log.reader([RESPONSES]) as reader, serving(settings, log, grouping):
