@@ -133,7 +133,7 @@ class Segment:
             requests=settings.topic(Topic.REQUESTS) if answers or reads_requests else "",
             exactly_once=settings.delivery.guarantee == "exactly_once"
             and (answers or reads_requests),
-            shares=answers and settings.delivery.order != "none",
+            shares=reads_requests and settings.delivery.order != "none",
             chains_keys=reads_requests and settings.delivery.order == "key",
         )
 

@@ -7,7 +7,8 @@ holds so much that reading of it has to wait, while the others go on:
   be sealed. Well before it comes to that, nothing more is read of the partition.
 - `suspects`: after an unclean end, what is not in the part that is running (`probation.py`).
 - `order`: answers that wait for an earlier one are held, and one record that is stuck could fill
-  the whole budget with them. So each partition gets an equal share.
+  the whole budget with them. So each partition gets an equal share. Where answers are given in
+  another process, which has to read on to find the earlier one, the bound is in records instead.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from headrace.telemetry.logs import Event
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
+MAX_UNANSWERED = 16_384
+"""Records of a partition that were read and are not answered, where others keep their order."""
 
 
 class Pauses:
@@ -115,6 +118,10 @@ class Pauses:
 
     def _exceeds(self, assignment: Assignment) -> bool:
         """By the number of records: bytes are counted for all partitions together."""
+        if assignment.partition in self._elsewhere:
+            progress = self._elsewhere[assignment.partition]
+            span = assignment.last_read + 1 - progress.base
+            return span - progress.answered_above[0] >= MAX_UNANSWERED
         budget, records = self._ledger.budget, self._ledger.in_flight()
         if not records:
             return False

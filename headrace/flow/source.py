@@ -143,7 +143,7 @@ class Source:
                 if self._settings.commits:
                     committing = self._committer.run(self._consumer)
                     beside.append(tasks.create_task(committing, name="source-committer"))
-                elif self._settings.exactly_once or self._settings.chains_keys:
+                elif self._settings.exactly_once or self._settings.shares:
                     watching = self._pauses.watch(self._log, self._settings.progress_group)
                     beside.append(tasks.create_task(watching, name="source-progress"))
                 await self._read()

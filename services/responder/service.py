@@ -87,7 +87,8 @@ class ResponderService:
             step = OrderedStep(producer, self._composer, books, metrics)
         else:
             return Overlapping(producer, self._composer, books, metrics)
-        self._turns = Turns(step, books, delivery.order_by, metrics)
+        fused = delivery.origins is None
+        self._turns = Turns(step, books, delivery.order_by, metrics, charges_held=fused)
         return self._turns
 
     async def run(self) -> None:

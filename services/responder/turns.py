@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from headrace.flow.answered import Progress
 from headrace.flow.books import Books, Outgoing
+from headrace.flow.inflight import LedgerReceipt
 from headrace.flow.ordering import Order
 from headrace.flow.room import Room
 from headrace.flow.signal import Signal
@@ -52,12 +53,23 @@ class Turns:
         step: what is done in a turn.
         books: of what is answered.
         order_by: what the answers' order is kept within.
+        charges_held: whether what is held counts against the budget of what is read. It must not
+            where an earlier answer may still have to be read: then the budget would keep it out.
     """
 
-    def __init__(self, step: Step, books: Books, order_by: OrderBy, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        step: Step,
+        books: Books,
+        order_by: OrderBy,
+        metrics: Metrics,
+        *,
+        charges_held: bool = True,
+    ) -> None:
         self._step = step
         self._books = books
         self._order_by = order_by
+        self._charges_held = charges_held
         self._metrics = metrics
         self._lanes: dict[int, _Lane] = {}
         self._room = Room(QUEUED_BYTES)
@@ -113,10 +125,14 @@ class Turns:
         request = outgoing[0]
         if self._order_by == "none":
             return [outgoing]
-        if self._order_by == "partition":
-            return lane.order.ended(request.offset, request.previous, outgoing)
-        after = request.after if request.after >= 0 else None
-        return lane.order.ended(request.offset, after, outgoing)
+        before: int | None = request.previous
+        if self._order_by == "key":
+            before = request.after if request.after >= 0 else None
+        free = lane.order.ended(request.offset, before, outgoing)
+        receipt = request.receipt
+        if not (free or self._charges_held) and isinstance(receipt, LedgerReceipt):
+            receipt.resize(0)
+        return free
 
     def _queue(self, lane: _Lane, outgoing: list[Outgoing]) -> None:
         lane.queue += outgoing

@@ -79,6 +79,27 @@ class Mixed:
                 for run in await producer.send(target, [record]):
                     await run.acknowledged
 
+    async def send_one(self, model: str, key: bytes) -> None:
+        """A request of this model, to the first partition."""
+        await self._write([model], key)
+
+    async def send_more(self, count: int, key: bytes) -> None:
+        """Requests that end well and soon, to the first partition."""
+        await self._write(["embedding"] * count, key)
+
+    async def _write(self, models: list[str], key: bytes) -> None:
+        records = []
+        for model in models:
+            value = encode_request(
+                "application/msgpack", model, {"index": np.array([[1]], np.int64)}
+            )
+            place = (0, len(self.keys))
+            self.keys[place], self.expected[place] = key, "ok"
+            records.append(NewRecord(key, value))
+        async with self._log.producer() as producer:
+            for run in await producer.send(TopicPartition("headrace.requests", 0), records):
+                await run.acknowledged
+
     def _record(self) -> tuple[NewRecord, str]:
         kind = self._random.choices(["ok", "late", "refused", "failed"], [80, 5, 5, 10])[0]
         index = np.array([[99 if kind == "failed" else self._random.randrange(8)]], np.int64)
@@ -176,6 +197,23 @@ async def test_nor_when_sealing_or_sending_fails(settings: Settings, form: Group
         await asyncio.sleep(0)
         log.faults.bring_back()
         await caller.send(100)
+        await caller.all_answered()
+
+    await caller.check()
+
+
+async def test_what_is_held_does_not_keep_out_what_it_waits_for(
+    settings: Settings, form: Grouping, tmp_path: Path
+) -> None:
+    """One request takes its time, and the answers behind it are more than the budget."""
+    add_version(tmp_path, "late", 1, embedding(), "max_queue_delay_ms = 1500\n")
+    limits = {"max_in_flight_bytes": 1024 * 1024}
+    settings = Settings.model_validate(settings.model_dump() | {"limits": limits})
+    log = await log_for(settings)
+    caller = Mixed(settings, log)
+    async with serving(settings, log, form):
+        await caller.send_one("late", b"one")
+        await caller.send_more(3000, b"one")
         await caller.all_answered()
 
     await caller.check()

@@ -127,3 +127,18 @@ async def test_what_another_process_has_committed_is_looked_at(
         await eventually(lambda: not bench.regulate() and not bench.consumer.paused)
     watching.cancel()
     await asyncio.wait([watching])
+
+
+def test_no_more_unanswered_than_that_are_let_in_where_another_process_keeps_order() -> None:
+    """What is answered there is taken off as soon as it is known."""
+    bench = Bench(shares=True)
+    known = bench.one.progress.copy()
+    bench.pauses.follow(ONE, known)
+    for receipt in bench.read(bench.one, pausing.MAX_UNANSWERED):
+        receipt.settle()
+    bench.regulate()
+    assert bench.pauses.reasons == {ONE: "order"}
+
+    known.cover(10, 11)
+    bench.regulate()
+    assert bench.consumer.paused == set()
