@@ -49,6 +49,21 @@ def cluster(kafka_installed: None) -> Iterator[LocalKafka]:
     yield from running(LocalKafka(nodes=3))
 
 
+def settings_for(
+    servers: str, namespace: str, guarantee: str, more: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a process; three replicas of everything unless told otherwise."""
+    return environment(
+        servers,
+        namespace,
+        MODELS,
+        KAFKA__SESSION_TIMEOUT_MS="6000",
+        DELIVERY__GUARANTEE=guarantee,
+        TOPICS__PARTITIONS=str(PARTITIONS),
+        **{"TOPICS__REPLICATION_FACTOR": "3", **more},
+    )
+
+
 @asynccontextmanager
 async def deployment(
     servers: str,
@@ -59,15 +74,7 @@ async def deployment(
     outside: str = "",
 ) -> AsyncIterator[tuple[Process, Traffic]]:
     """All four stages in a process, with traffic that flows, by other addresses where told so."""
-    settings = environment(
-        servers,
-        namespace,
-        MODELS,
-        KAFKA__SESSION_TIMEOUT_MS="6000",
-        DELIVERY__GUARANTEE=guarantee,
-        TOPICS__PARTITIONS=str(PARTITIONS),
-        **{"TOPICS__REPLICATION_FACTOR": "3", **(more or {})},
-    )
+    settings = settings_for(servers, namespace, guarantee, more or {})
     await headrace(["topics", "create"], settings)
     async with (
         Process(ALL, settings) as process,
@@ -77,7 +84,7 @@ async def deployment(
             await traffic.flows()
             yield process, traffic
         except BaseException as error:
-            error.add_note(process.output[-8000:] + await process.get("/status"))
+            error.add_note(process.output[-8000:])
             raise
 
 
@@ -128,7 +135,7 @@ async def test_all_brokers_away(cluster: LocalKafka, unique_name: str, guarantee
     assert busy < BUSY
 
 
-@GUARANTEES
+@pytest.mark.parametrize("guarantee", ["exactly_once"])
 async def test_a_rolling_restart(cluster: LocalKafka, unique_name: str, guarantee: str) -> None:
     """One node after the other stops and comes back; requests go on being answered."""
     async with deployment(cluster.bootstrap_servers, unique_name, guarantee) as (_, traffic):
@@ -141,7 +148,7 @@ async def test_a_rolling_restart(cluster: LocalKafka, unique_name: str, guarante
     require_nothing_lost(traffic, guarantee)
 
 
-@GUARANTEES
+@pytest.mark.parametrize("guarantee", ["at_least_once"])
 async def test_the_node_that_leads_and_coordinates_is_killed(
     cluster: LocalKafka, unique_name: str, guarantee: str
 ) -> None:
@@ -246,6 +253,28 @@ async def test_a_topic_too_small_for_one_answer(
         await traffic.all_answered()
     assert set(traffic.codes) == {"ok", "TOO_LARGE"}
     assert traffic.codes["ok"] >= traffic.sent
+
+
+@GUARANTEES
+async def test_a_topic_of_answers_that_is_deleted(
+    kafka: LocalKafka, unique_name: str, guarantee: str
+) -> None:
+    """The process ends and names it; once there is one again, its successor answers the rest."""
+    servers, topic = kafka.bootstrap_servers, f"{unique_name}.{Topic.RESPONSES}"
+    more = ONE_NODE | {"KAFKA__REQUEST_TIMEOUT_MS": "5000"}
+    async with deployment(servers, unique_name, guarantee, more) as (process, traffic):
+        await traffic.all_answered()
+        async with administration(servers) as admin:
+            await admin.delete_topics([topic])
+        await traffic.send_one([])
+        assert await process.wait() == 1
+        assert f"{topic}/0: expected a topic with this partition" in process.output
+    settings = settings_for(servers, unique_name, guarantee, more)
+    await headrace(["topics", "create"], settings)
+    async with Traffic(servers, unique_name) as later, Process(ALL, settings):
+        await later.all_answered()
+        await eventually(lambda: later.counts[-1] == 1)
+    assert set(later.codes) == {"ok"}
 
 
 async def test_brokers_that_changed_their_addresses(
