@@ -1,0 +1,90 @@
+"""Questions to a group's coordinator, when the broker that is asked is not, or no longer, it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiokafka.errors import GroupAuthorizationFailedError
+
+from headrace.log import kafka_requests
+from headrace.log.port import Committed, TopicPartition
+
+P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)
+NOT_COORDINATOR, GROUP_FORBIDDEN, NOT_LOADED = 16, 30, 14
+ILLEGAL_GENERATION, UNKNOWN_MEMBER, REBALANCING = 22, 25, 27
+
+
+class Client:
+    """Gives these answers one after the other, and says which nodes were asked."""
+
+    def __init__(self, *answers: SimpleNamespace) -> None:
+        self._answers = list(answers)
+        self._lookups = 0
+        self.asked: list[int] = []
+
+    async def coordinator_lookup(self, kind: object, key: str) -> int:
+        self._lookups += 1
+        return self._lookups
+
+    async def send(self, node: int, request: object, group: object = None) -> Any:
+        self.asked.append(node)
+        return self._answers.pop(0)
+
+
+def fetched(*partitions: tuple[int, int, str, int], code: int = 0) -> SimpleNamespace:
+    """An answer to OffsetFetch: number, offset, metadata and error of each partition."""
+    return SimpleNamespace(error_code=code, topics=[("t", list(partitions))])
+
+
+def beaten(code: int) -> SimpleNamespace:
+    """An answer to a Heartbeat."""
+    return SimpleNamespace(error_code=code)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_requests, "RETRY_BACKOFF_S", 0.0)
+
+
+GOOD = fetched((0, 7, "v1", 0), (1, -1, "", 0))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        SimpleNamespace(error_code=NOT_COORDINATOR, topics=[]),
+        fetched((0, -1, "", NOT_COORDINATOR), (1, -1, "", NOT_COORDINATOR)),
+        fetched((0, 7, "v1", 0), (1, -1, "", NOT_LOADED)),
+        SimpleNamespace(error_code=0, topics=[]),
+        fetched((0, 7, "v1", 0)),
+    ],
+    ids=["top-level", "each-partition", "loading", "silent", "incomplete"],
+)
+async def test_committed_offsets_are_asked_for_until_the_coordinator_gives_them(
+    first: SimpleNamespace,
+) -> None:
+    """No error, and no answer that lacks a partition, is taken for "nothing committed"."""
+    client = Client(first, GOOD)
+    found = await kafka_requests.fetch_committed(client, "g", [P0, P1])
+    assert found == {P0: Committed(7, "v1"), P1: None}
+    assert client.asked == [1, 2]  # the coordinator was looked up anew
+
+
+async def test_a_refusal_is_not_tried_again() -> None:
+    """It would be refused again."""
+    client = Client(SimpleNamespace(error_code=GROUP_FORBIDDEN, topics=[]))
+    with pytest.raises(GroupAuthorizationFailedError):
+        await kafka_requests.fetch_committed(client, "g", [P0])
+
+
+@pytest.mark.parametrize(
+    ("code", "counted_in"),
+    [(0, True), (REBALANCING, True), (ILLEGAL_GENERATION, False), (UNKNOWN_MEMBER, False)],
+)
+async def test_membership_is_what_the_coordinator_says(code: int, counted_in: bool) -> None:
+    """Who is asked to join a rebalance is a member still; the coordinator is found again."""
+    client = Client(beaten(NOT_COORDINATOR), beaten(code))
+    assert await kafka_requests.is_counted_in(client, "g", 3, "me") is counted_in
+    assert client.asked == [1, 2]
