@@ -53,30 +53,27 @@ class Layout:
 
     Attributes:
         message: decoded, without the tensor's bytes.
+        head, tail: what stands before and behind them in a value.
     """
 
-    __slots__ = ("_head", "_shared", "_start", "_stop", "_tail", "doubt", "message")
+    __slots__ = ("_shared", "_start", "_stop", "doubt", "head", "message", "tail")
 
     def __init__(self, value: bytes, message: InferenceRequest, start: int) -> None:
         (tensor,) = message.inputs
         self._start = start
         self._stop = start + len(tensor.data)
-        self._head = value[: self._start]
-        self._tail = value[self._stop :]
+        self.head = value[: self._start]
+        self.tail = value[self._stop :]
         self._shared: _Shared | None = None
         self.message = message
         self.doubt = 0
         tensor.data = memoryview(b"")  # or the first value would live as long as its layout
 
-    def fits(self, value: bytes) -> bool:
-        """Whether a value of the same length is of this layout."""
-        return value.startswith(self._head) and value.endswith(self._tail)
-
     def bound(self, value: bytes, version: Binding) -> Bound:
         """The inputs of a request of this layout, as the version's `bind` gives them.
 
         Args:
-            value: of the request; it `fits`.
+            value: of the request; it begins with the head and ends with the tail.
             version: of the model.
 
         Raises:
@@ -107,9 +104,9 @@ class Layouts:
     def find(self, value: bytes) -> Layout | None:
         """The layout of a value; None where it has to be decoded."""
         layout = self._by_length.get(len(value))
-        if layout is None or not layout.fits(value):
+        if layout is None:
             return None
-        return layout
+        return layout if value.startswith(layout.head) and value.endswith(layout.tail) else None
 
     def learn(self, value: bytes, message: InferenceRequest) -> None:
         """Remember the layout of a value that was decoded and bound, if it has one.

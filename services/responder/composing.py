@@ -44,11 +44,10 @@ class Composer:
         if request.failure is None:
             late = deadline_passed(request, now_us, Stage.RESPONDER)
             if late is None:
-                return NewRecord(
-                    request.key,
-                    encode_response(request, now_us),
-                    answer_headers(request, "ok", self._routes.requests),
-                )
+                value = encode_response(request, now_us)
+                headers = answer_headers(request, "ok", self._routes.requests)
+                # Half the cost of calling a NamedTuple's class.
+                return tuple.__new__(NewRecord, (request.key, value, headers, None))
             request.fail(late)
         failure = request.failure
         assert failure is not None

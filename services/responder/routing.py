@@ -28,6 +28,9 @@ class Routes:
     ) -> None:
         self.requests = settings.topic(Topic.REQUESTS)
         self.responses, self.responses_partitions = responses
+        self._defaults = [
+            TopicPartition(self.responses, number) for number in range(self.responses_partitions)
+        ]
         self._dead_letters, self._dead_letter_partitions = dead_letters
         self._own = frozenset(settings.topic(topic) for topic in Topic) - {self.responses}
         namespace = re.escape(settings.namespace)
@@ -38,7 +41,7 @@ class Routes:
 
     def default(self, request: Request) -> TopicPartition:
         """The partition of `responses` for an answer that goes nowhere else."""
-        return TopicPartition(self.responses, request.partition % self.responses_partitions)
+        return self._defaults[request.partition % self.responses_partitions]
 
     def dead_letter(self, request: Request) -> TopicPartition:
         """Where a dead letter is kept."""

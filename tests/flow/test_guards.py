@@ -37,9 +37,9 @@ from tests.support.work import NOW_US
 
 REQUESTS = 4096
 FEW = 256
-CALLS_PER_REQUEST = 54.0
+CALLS_PER_REQUEST = 50.0
 BLOCKS_PER_REQUEST = 7.5
-GARBAGE_PER_REQUEST = 0.02
+GARBAGE_PER_REQUEST = 0.1
 
 CODE = Path(headrace.__file__).parent
 PLACES = (str(CODE), str(CODE.parent / "services"))
