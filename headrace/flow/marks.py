@@ -97,8 +97,8 @@ class Marks:
             self._kept.update((each, (mark, owner)) for each, mark in news.items())
 
     async def remove_dead_members(self, topic: str) -> None:
-        """Take those out of the group that marked partitions as open and whose processes are gone,
-        so that their successor need not wait until their sessions have timed out.
+        """Take those out of the group that wrote marks and whose processes are gone, so that their
+        successor need not wait until their sessions have timed out. Most have left by themselves.
 
         Raises:
             LogUnavailable: nobody answers.
@@ -107,7 +107,7 @@ class Marks:
         count = 0 if described is None else described.partitions
         partitions = [TopicPartition(topic, number) for number in range(count)]
         found = await self.read(partitions)
-        dead = {owner for mark, owner in found.values() if mark.is_open and is_gone(owner.process)}
+        dead = {owner for _, owner in found.values() if is_gone(owner.process)}
         for owner in sorted(dead):
             if await self._log.remove_member(self._reading, owner.member):
                 log.warning(Event.MEMBER_REMOVED, member=owner.member, process=owner.process)

@@ -49,6 +49,7 @@ class Outcomes:
         self._answers = answers
         self._letters = letters
         self.answered: dict[int, set[str | float]] = {}
+        self.count = 0
 
     async def read(self) -> None:
         """What has come since."""
@@ -59,6 +60,7 @@ class Outcomes:
                 outcome: str | float = float(answer.outputs["y"][0, 0])
             else:
                 outcome = str(answer.error_details.code)
+            self.count += 1
             self.answered.setdefault(int(answer.id or -1), set()).add(outcome)
 
     async def dead_letters(self) -> list[bytes]:
@@ -72,7 +74,9 @@ async def outcomes(bootstrap_servers: str, namespace: str) -> AsyncIterator[Outc
     """Readers of a namespace's answers and dead letters, from the beginning."""
     async with (
         AIOKafkaConsumer(
-            bootstrap_servers=bootstrap_servers, auto_offset_reset="earliest"
+            bootstrap_servers=bootstrap_servers,
+            auto_offset_reset="earliest",
+            isolation_level="read_committed",
         ) as answers,
         AIOKafkaConsumer(
             bootstrap_servers=bootstrap_servers, auto_offset_reset="earliest"
@@ -114,6 +118,13 @@ DEATHS = {
     "aborts": Deaths(ABORTS, 10_000, kills=3),
     "aborts-apart": Deaths(
         ABORTS, 1_000, kills=1, stages=("ingest,batcher", "executor", "responder")
+    ),
+    "aborts-in-two-processes-exactly-once": Deaths(
+        ABORTS,
+        1_000,
+        kills=1,
+        stages=(FUSED, FUSED),
+        settings={"DELIVERY__GUARANTEE": "exactly_once"},
     ),
     "holds-the-interpreter-lock": Deaths(
         HOLDS_THE_LOCK, 500, settings={"LIMITS__MAX_STALL_S": "1.5"}
@@ -159,8 +170,8 @@ async def test_the_one_that_ends_its_process_is_a_dead_letter(
     async with AsyncExitStack() as stack:
         found = await stack.enter_async_context(outcomes(kafka.bootstrap_servers, unique_name))
         processes = [
-            await stack.enter_async_context(Restarting(each, settings, tmp_path / "output"))
-            for each in deaths.stages
+            await stack.enter_async_context(Restarting(each, settings, tmp_path / f"{number}"))
+            for number, each in enumerate(deaths.stages)
         ]
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         sending = produce(kafka.bootstrap_servers, f"{unique_name}.requests", numbers)
@@ -181,4 +192,6 @@ async def test_the_one_that_ends_its_process_is_a_dead_letter(
     assert found.answered == {
         place: {2 * number} for place, number in enumerate(numbers) if place != poison
     }
+    if "DELIVERY__GUARANTEE" in deaths.settings:
+        assert found.count == deaths.requests
     assert letters == [number_value(POISON, str(poison))]
