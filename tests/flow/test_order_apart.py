@@ -1,0 +1,47 @@
+"""Order where the answers come from another process than the one that reads requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config import make_settings
+from headrace.log.port import TopicPartition
+from headrace.topics import Stage
+from tests.support.conditions import eventually
+from tests.support.mixed import Mixed
+from tests.support.models import add_version, embedding
+from tests.support.pipelines import PARTITIONS, Grouping, log_for, serving
+
+THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
+
+
+@pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"])
+@pytest.mark.parametrize("order", ["partition", "key"])
+async def test_what_is_held_does_not_keep_out_what_it_waits_for(
+    tmp_path: Path, order: str, guarantee: str
+) -> None:
+    """One request waits for company, and the answers behind it are more than the budget."""
+    add_version(tmp_path, "embedding", 1, embedding())
+    config = "max_queue_delay_ms = 3000\nmax_batch_size = 2\n"
+    add_version(tmp_path, "late", 1, embedding(), config)
+    settings = make_settings(
+        {
+            "topics": {"partitions": PARTITIONS},
+            "models": {"repository": tmp_path},
+            "delivery": {"guarantee": guarantee, "order": order},
+            "limits": {"max_in_flight_bytes": 1024 * 1024},
+        }
+    )
+    log = await log_for(settings)
+    caller = Mixed(settings, log)
+    results = log._topics.partition(TopicPartition("headrace.results", 0))
+    async with serving(settings, log, THREE):
+        await caller.send_one("late", b"one")
+        await caller.send_more(5000, b"one")
+        await eventually(lambda: results.end >= 5000)
+        await caller.send_one("late", b"one")
+        await caller.all_answered()
+
+    await caller.check()
