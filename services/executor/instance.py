@@ -333,6 +333,8 @@ def serve_calls(next_call: Callable[[], Call | None]) -> None:
             error = raised
         except BaseException as raised:  # noqa: BLE001 - a model must not end the process
             error = _as_error(raised)
+        # The work knows its call, and through it the outputs: all of them would live in a circle.
+        call.work = _nothing
         call.compute_us = call.compute_us or (time.perf_counter_ns() - began) // 1000
         try:
             call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
@@ -346,6 +348,10 @@ class TooLate(Exception):
 
 class _CutOffError(Exception):
     """A run on the event loop took so long that it was ended."""
+
+
+def _nothing() -> None:
+    """What is left of the work of a call that was served."""
 
 
 def _as_error(raised: BaseException) -> RuntimeError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -63,6 +65,21 @@ class Sleeper:
 def make(backend: Sleeper, *, may_inline: bool = True) -> Instance:
     """An instance of it."""
     return Instance(backend, "instance", max_execution_s=5, may_inline=may_inline)
+
+
+async def test_the_outputs_of_a_run_go_with_the_last_who_has_them() -> None:
+    """They are in no circle, which would keep them until garbage is next collected."""
+    backend = Sleeper()
+    gc.disable()
+    try:
+        async with make(backend, may_inline=False) as instance:
+            outputs = [await instance.run({"x": np.zeros((1, 1), np.float32)}) for _ in range(3)]
+            alive = [weakref.ref(each["x"]) for each in outputs]
+            del outputs
+            # The thread still has the last ones, until it is given something else to do.
+            assert [each() for each in alive[:-1]] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_short_runs_are_allowed_on_the_loop_after_enough_of_them() -> None:
