@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -29,41 +30,76 @@ from tests.chaos.workload import PARTITIONS, Question, number_told
 BURST = 400
 LOOK_AGAIN_S = 0.25
 POLL_MS = 100
+SEND_DEADLINE_S = 15.0
+CLOSE_DEADLINE_S = 3.0
 READ_BACK_DEADLINE_S = 30.0
 
 
 class Sender:
-    """Sends questions in bursts of random sizes, so many a second on the whole."""
+    """Sends questions in bursts of random sizes, so many a second on the whole.
+
+    A question whose record was not acknowledged is not sent again: the log may hold it. A producer
+    that does not get on is given up for a new one, since aiokafka's own may end with a broker.
+    """
 
     def __init__(self, bootstrap: str, topic: str, reply_topic: str) -> None:
         self._bootstrap = bootstrap
         self._topic = topic
         self._reply_topic = reply_topic
-        self.acknowledged: set[int] = set()
+        self._sent: list[tuple[int, asyncio.Future[Any]]] = []
+
+    @property
+    def acknowledged(self) -> set[int]:
+        """The numbers of the questions that the broker said it has."""
+        return {
+            number
+            for number, sent in self._sent
+            if sent.done() and not sent.cancelled() and sent.exception() is None
+        }
 
     async def send(
         self, questions: Sequence[Question], per_second: float, rng: random.Random
     ) -> None:
-        """All of them; returns when each is acknowledged, or given up by the client."""
-        producer = AIOKafkaProducer(bootstrap_servers=self._bootstrap, enable_idempotence=True)
-        sent: list[tuple[int, asyncio.Future[Any]]] = []
-        await producer.start()
+        """All of them, each once."""
+        left = deque(questions)
+        while left:
+            async with self._producing() as producer:
+                while left:
+                    burst = [left.popleft() for _ in range(min(len(left), rng.randint(1, BURST)))]
+                    async with asyncio.timeout(SEND_DEADLINE_S):
+                        for question in burst:
+                            self._sent.append(
+                                (question.number, await self._send(producer, question))
+                            )
+                    await asyncio.sleep(len(burst) / per_second)
+                async with asyncio.timeout(SEND_DEADLINE_S):
+                    await producer.flush()
+
+    @asynccontextmanager
+    async def _producing(self) -> AsyncIterator[AIOKafkaProducer]:
+        """A producer, until the caller is done with it, or it is stuck or fails."""
+        producer = await self._started()
         try:
-            place = 0
-            while place < len(questions):
-                burst = questions[place : place + rng.randint(1, BURST)]
-                place += len(burst)
-                sent += [(each.number, await self._send(producer, each)) for each in burst]
-                await asyncio.sleep(len(burst) / per_second)
-            await producer.flush()
+            yield producer
+        except (KafkaError, TimeoutError):
+            await asyncio.sleep(LOOK_AGAIN_S)
         finally:
-            await producer.stop()
-        outcomes = await asyncio.gather(*[each for _, each in sent], return_exceptions=True)
-        for (number, _), outcome in zip(sent, outcomes, strict=True):
-            if not isinstance(outcome, BaseException):
-                self.acknowledged.add(number)
-            elif not isinstance(outcome, KafkaError):
-                raise outcome
+            try:
+                async with asyncio.timeout(CLOSE_DEADLINE_S):
+                    await producer.stop()
+            except (KafkaError, TimeoutError):
+                pass  # what it had not sent is gone, as its futures say
+
+    async def _started(self) -> AIOKafkaProducer:
+        while True:
+            producer = AIOKafkaProducer(bootstrap_servers=self._bootstrap, enable_idempotence=True)
+            try:
+                await producer.start()
+            except KafkaError:
+                await producer.stop()
+                await asyncio.sleep(LOOK_AGAIN_S)
+            else:
+                return producer
 
     async def _send(self, producer: AIOKafkaProducer, question: Question) -> asyncio.Future[Any]:
         headers = [("kafka_correlationId", str(question.number).encode())]

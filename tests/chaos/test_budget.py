@@ -25,6 +25,8 @@ MIB = 1024 * 1024
 STAGES = "ingest,batcher,executor,responder"
 PARTITIONS = 4
 NUMBERS = 4096
+STUCK = 7.0
+"""A value that the model waits with; with those of its trial runs it does not."""
 VALUE = msgpack.packb(
     {
         "model_name": "echo",
@@ -33,7 +35,7 @@ VALUE = msgpack.packb(
                 "name": "x",
                 "datatype": "FP32",
                 "shape": [1, NUMBERS],
-                "data": np.zeros(NUMBERS, np.float32).tobytes(),
+                "data": np.full(NUMBERS, STUCK, np.float32).tobytes(),
             }
         ],
     }
@@ -48,7 +50,7 @@ RESIDENT_BYTES = 6 * BUDGET_BYTES
 acknowledgement, what the clients of the broker hold of fetches and unsent batches, and what the
 allocator does not give back. 59 MiB were measured.
 """
-MODEL = '''"""Gives back what it gets, once a file is there."""
+MODEL = '''"""Gives back what it gets, but some of it only once a file is there."""
 
 import time
 from pathlib import Path
@@ -62,7 +64,7 @@ class Model:
         pass
 
     def run(self, inputs):
-        while not Path("GATE").exists():
+        while (inputs["x"] == STUCK).any() and not Path("GATE").exists():
             time.sleep(0.02)
         return {"y": inputs["x"]}
 '''
@@ -149,7 +151,11 @@ async def flooding(kafka: LocalKafka, namespace: str, directory: Path) -> AsyncI
     gate = directory / "gate"
     version = directory / "models" / "echo" / "1"
     version.mkdir(parents=True)
-    model = MODEL.replace("NUMBERS", str(NUMBERS)).replace("GATE", str(gate))
+    model = (
+        MODEL.replace("NUMBERS", str(NUMBERS))
+        .replace("STUCK", str(STUCK))
+        .replace("GATE", str(gate))
+    )
     (version / "model.py").write_text(model)
     (version.parent / "model.toml").write_text('backend = "python"\nmax_execution_s = 120\n')
     settings = environment(
