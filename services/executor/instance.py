@@ -245,7 +245,7 @@ class Instance:
         return await self.finish(self.begin(inputs))
 
     def begin(self, inputs: Arrays) -> Call:
-        """Begin a run on the thread. There is none other under way."""
+        """Begin a run on the thread, behind what that was given before."""
         return self._call(lambda: self._backend.run(inputs))
 
     async def finish(self, call: Call) -> Arrays:
