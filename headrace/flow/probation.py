@@ -127,6 +127,7 @@ class Probation:
             log.warning(Event.SUSPECTS_FOUND, partitions=_names(unclean), offsets=self.count)
         else:
             await self._write()
+        self._tell()
         self._metrics.attempts.inc(sum(mark.alone is not None for mark, _ in found.values()))
 
     async def revoked(self, partitions: Sequence[TopicPartition]) -> None:
@@ -142,6 +143,7 @@ class Probation:
             self._suspects.give_up(partition)
             self._partitions.pop(partition, None)
             self._moved.discard(partition)
+        self._tell()
         if self._suspects.count:
             self._wanted.set()
         else:
@@ -236,6 +238,7 @@ class Probation:
             await self._answered.wait()
             self._close()
             self._suspects.survived()
+            self._tell()
         await self._write_until_kept()
         self._finish()
         log.info(Event.SUSPECTS_CLEARED)
@@ -262,6 +265,9 @@ class Probation:
         self._close()
         if self._trying is not None:
             self._trying.cancel()
+
+    def _tell(self) -> None:
+        self._metrics.suspects.set(self._suspects.count)
 
     async def _write(self) -> None:
         marks = {each: self._suspects.mark(each) for each in self._partitions}

@@ -232,3 +232,19 @@ async def test_a_mark_that_cannot_be_written_is_tried_again(
         stage.settle_all()
 
     assert held == []
+
+
+async def test_metrics_tell_of_a_search(log: MemoryLog) -> None:
+    """How many are suspect still, how often one was alone at a death, and who is condemned."""
+    await mark(log, Mark(True, 10, (3, 4), 0, {(3, 0): 1}))
+    async with reading(log) as stage:
+        registry = stage.source._metrics.registry
+        for left in (10, 7, 6):
+            await eventually(lambda: stage.receipts)
+            assert registry.get_sample_value("headrace_suspects") == left
+            stage.settle_all()
+        await eventually(lambda: registry.get_sample_value("headrace_suspects") == 0)
+        attempts = registry.get_sample_value("headrace_suspect_attempts_total")
+        condemned = registry.get_sample_value("headrace_condemned_total")
+
+    assert (attempts, condemned) == (1, 1)
