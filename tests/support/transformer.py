@@ -9,6 +9,7 @@ value says. A token id beyond the vocabulary makes the run fail.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,21 @@ def transformer(layers: int = 2, seed: int = 7) -> onnx.ModelProto:
         ("summary", TensorProto.FLOAT, ["batch", WIDTH]),
     ]
     return make_model(g.nodes, inputs, outputs, g.weights)
+
+
+def quantised(model: onnx.ModelProto, scratch: Path) -> onnx.ModelProto:
+    """The model with weights and activations quantised dynamically, by ONNX Runtime's own tool.
+
+    Args:
+        model: in FP32.
+        scratch: a directory for two files.
+    """
+    from onnxruntime.quantization import quantize_dynamic
+
+    source, target = scratch / "fp32.onnx", scratch / "quantised.onnx"
+    onnx.save(model, source)
+    quantize_dynamic(source, target, extra_options={"DefaultTensorType": TensorProto.FLOAT})
+    return onnx.load(target)
 
 
 def _turn() -> onnx.GraphProto:

@@ -22,7 +22,7 @@ from headrace.models.signature import Signature, TensorSpec, make_signature, rea
 from headrace.models.verdict import Batching, Verdict, tolerance_of
 from tests.support import models
 from tests.support.models import settings_for
-from tests.support.transformer import transformer
+from tests.support.transformer import quantised, transformer
 
 X = TensorSpec("x", "FP32", (-1, 8))
 Y = TensorSpec("y", "FP32", (-1, 8))
@@ -42,28 +42,15 @@ def ask(rule: Rule, directory: Path, signature: Signature | None = None, **confi
     return probe(run, signature, make_model_config(config, settings), directory)
 
 
-def ask_onnx(model: onnx.ModelProto | Path, directory: Path, **config: Any) -> Verdict:
+def ask_onnx(model: onnx.ModelProto, directory: Path, **config: Any) -> Verdict:
     """The verdict on an ONNX model."""
     path = directory / "model.onnx"
-    if isinstance(model, Path):
-        model.replace(path)
-    else:
-        onnx.save(model, path)
+    onnx.save(model, path)
     chosen = make_model_config(config, settings_for(directory))
     signature = read_onnx_signature(path)
     backend = OnnxBackend(directory, chosen, signature)
     backend.load()
     return probe(backend.run, signature, chosen, directory)
-
-
-def quantised(directory: Path) -> Path:
-    """The transformer, with weights and activations quantised by ONNX Runtime's own tool."""
-    from onnxruntime.quantization import quantize_dynamic
-
-    source, target = directory / "fp32.onnx", directory / "quantised.onnx"
-    onnx.save(transformer(), source)
-    quantize_dynamic(source, target, extra_options={"DefaultTensorType": TensorProto.FLOAT})
-    return target
 
 
 def test_a_transformer_in_fp32_is_batchable(tmp_path: Path) -> None:
@@ -76,7 +63,7 @@ def test_a_transformer_in_fp32_is_batchable(tmp_path: Path) -> None:
 
 def test_a_dynamically_quantised_transformer_leaks(tmp_path: Path) -> None:
     """Its scale is taken over the whole batch, so that a row's answer depends on its mates."""
-    verdict = ask_onnx(quantised(tmp_path), tmp_path)
+    verdict = ask_onnx(quantised(transformer(), tmp_path), tmp_path)
     assert verdict.batching is Batching.NOT_BATCHABLE
     assert verdict.reason.startswith("mates leak: hidden of a row changes by ")
 
