@@ -48,11 +48,11 @@ class _Opening:
 
     @property
     def is_answered(self) -> bool:
-        """All that was let in is admitted, and settled."""
+        """All that was let in is answered, or passed over."""
         of = self.assignment
-        return self.is_reached and (
-            of is None or (of.last_delivered >= self.last and not of.in_flight)
-        )
+        if of is None or self.last < 0:
+            return self.is_reached
+        return self.is_reached and not of.in_flight and not of.progress.unanswered(self.last + 1)
 
 
 class Probation:

@@ -23,6 +23,7 @@ from tests.support.conditions import eventually
 from tests.support.logs import write_to
 
 ONE, TWO = (TopicPartition("requests", number) for number in range(2))
+NO_REQUEST = b"cancels another"
 
 
 @pytest.fixture
@@ -48,6 +49,8 @@ class Stage:
             for record in delivery.records:
                 if record.offset in delivery.assignment.progress:
                     delivery.assignment.skip(record.offset)
+                elif record.value == NO_REQUEST:
+                    delivery.assignment.pass_over(record.offset)
                 else:
                     self.receipts.append(delivery.assignment.admit(record.offset, 10))
 
@@ -170,6 +173,19 @@ async def test_a_part_that_was_running_is_cut(log: MemoryLog) -> None:
         stage.settle_all()
 
     assert during == Mark(True, 10, (0, 1), 0)
+
+
+async def test_a_part_that_ends_with_no_request_ends(log: MemoryLog) -> None:
+    """Records that nobody answers, and offsets without any, hold nothing up."""
+    await write_to(log, ONE, NO_REQUEST)
+    log.faults.skip_offsets(ONE, 3)
+    await mark(log, Mark(True, 14))
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.receipts) == 10)
+        await write_to(log, TWO, b"later")
+        stage.settle_all()
+        await eventually(lambda: stage.holds == ["1:0"])
+        stage.settle_all()
 
 
 async def test_deaths_alone_condemn(log: MemoryLog) -> None:
