@@ -4,93 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from headrace.flow import sealing
 from headrace.flow.answered import Progress
-from headrace.flow.books import Books, Outgoing, requests_of
-from headrace.flow.inflight import Budget, Ledger
-from headrace.flow.sealing import Lost, Sealing, Unsealed
-from headrace.log.memory import MemoryLog
+from headrace.flow.sealing import Lost
 from headrace.log.memory.faults import SealFault
-from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
-from headrace.messages import Envelope, Request
-from headrace.telemetry.metrics import Metrics
-from tests.support.visible import visible
-
-SOURCE = TopicPartition("requests", 0)
-ANSWERS = TopicPartition("answers", 0)
+from tests.support.sealing import SOURCE, Owner, answers, log_with_topics
 
 Fault = SealFault | None
 Step = tuple[list[int], Fault, bool]
 """Offsets that end, what becomes of the seal, and whether another owner comes afterwards."""
-
-
-class _Member:
-    """What a seat asks of its consumer."""
-
-    def __init__(self, log: MemoryLog) -> None:
-        self._log = log
-
-    async def is_member(self) -> bool:
-        return True
-
-    async def committed(
-        self, partitions: Sequence[TopicPartition]
-    ) -> Mapping[TopicPartition, Committed | None]:
-        return await self._log.committed("group", partitions)
-
-
-class Owner:
-    """One owner of the source partition, from its assignment on."""
-
-    def __init__(self, log: MemoryLog) -> None:
-        self._log = log
-        self._ledger = Ledger(Budget(1_000_000), lambda: None)
-        self._books = Books(self._ledger, None, SOURCE.topic, SOURCE.topic)
-        metrics = Metrics(CollectorRegistry())
-        self.sealing = Sealing(log, self._books, "group", metrics, lambda: None)
-        self.requests: dict[int, Request] = {}
-
-    async def assign(self, offsets: int) -> None:
-        """Fence, read what is committed, and admit what is not answered."""
-        await self.sealing.fence(cast(Consumer, _Member(self._log)), [0])
-        committed = (await self._log.committed("group", [SOURCE]))[SOURCE]
-        progress = Progress(0) if committed is None else Progress.from_committed(committed)
-        assignment = self._ledger.assign(SOURCE, progress)
-        for offset in range(progress.base, offsets):
-            if offset in progress:
-                assignment.skip(offset)
-                continue
-            receipt = assignment.admit(offset, 1)
-            origin = (0, offset, receipt.previous, 0)
-            self.requests[offset] = Request(receipt, origin, None, None, [], Envelope())
-
-    async def seal(self, offsets: list[int]) -> None:
-        """Answer these, as far as they are not answered, until that is done."""
-        outgoing = [(self.requests.pop(each), ANSWERS) for each in offsets if each in self.requests]
-        while outgoing:
-            try:
-                await self.sealing.seal(0, outgoing, compose)
-            except Unsealed:
-                continue
-            return
-
-
-def compose(outgoing: Sequence[Outgoing]) -> dict[TopicPartition, list[NewRecord]]:
-    """One record for each, which says whose answer it is."""
-    return {
-        ANSWERS: [
-            NewRecord(None, None, [("x-request", f"requests/0/{request.offset}".encode())])
-            for request in requests_of(outgoing)
-        ]
-    }
 
 
 @st.composite
@@ -103,19 +30,9 @@ def steps(draw: st.DrawFn) -> list[Step]:
     return [(part, draw(faults), draw(st.booleans())) for part in parts]
 
 
-async def answers(log: MemoryLog) -> Counter[int]:
-    """How often each offset has a visible answer."""
-    found = Counter[int]()
-    for record in await visible(log, ANSWERS.topic):
-        found[int((dict(record.headers)["x-request"] or b"").rsplit(b"/", 1)[1])] += 1
-    return found
-
-
 async def play(play_steps: list[Step]) -> None:
     """Go through the steps, with a check after each."""
-    log = MemoryLog()
-    topics: list[Any] = [TopicInfo(each.topic, 1, {}) for each in (SOURCE, ANSWERS)]
-    await log.create_topics(topics, replication_factor=1)
+    log = await log_with_topics()
     owner, former = Owner(log), None
     await owner.assign(24)
     done: set[int] = set()
@@ -141,12 +58,7 @@ async def play(play_steps: list[Step]) -> None:
 
 async def zombie_seals(former: Owner) -> None:
     """The group does not count it in any more, and it does not know."""
-
-    async def is_member() -> bool:
-        return False
-
-    for seat in former.sealing._seats.values():
-        seat.consumer.is_member = is_member  # type: ignore[method-assign]  # it is a zombie's
+    former.member.counted_in = False
     if not former.requests:
         raise Lost("nothing was left that it could try")
     await former.seal(list(former.requests))

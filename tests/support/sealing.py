@@ -1,0 +1,122 @@
+"""Owners of one source partition, who seal its answers; no responder, and no member of a group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from prometheus_client import CollectorRegistry
+
+from headrace.flow.answered import Progress
+from headrace.flow.books import Books, Outgoing, requests_of
+from headrace.flow.inflight import Budget, Ledger
+from headrace.flow.sealing import Sealing, Unsealed
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
+from headrace.messages import Envelope, Request
+from headrace.telemetry.metrics import Metrics
+from tests.support.visible import visible
+
+SOURCE = TopicPartition("requests", 0)
+ANSWERS = TopicPartition("answers", 0)
+
+
+async def log_with_topics() -> MemoryLog:
+    """An embedded log with the source and the topic of answers, of one partition each."""
+    log = MemoryLog()
+    topics = [TopicInfo(each.topic, 1, {}) for each in (SOURCE, ANSWERS)]
+    await log.create_topics(topics, replication_factor=1)
+    return log
+
+
+class Member:
+    """What a seat asks of its consumer.
+
+    Attributes:
+        counted_in: what the group says when it is asked.
+    """
+
+    def __init__(self, log: MemoryLog) -> None:
+        self._log = log
+        self.counted_in = True
+
+    async def is_member(self) -> bool:
+        await self._log.faults.answered()
+        return self.counted_in
+
+    async def committed(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, Committed | None]:
+        return await self._log.committed("group", partitions)
+
+
+class Owner:
+    """One owner of the source partition, from its assignment on.
+
+    Attributes:
+        requests: what it has read and has not answered, by offset.
+        losses: how often it was told that all is void.
+    """
+
+    def __init__(self, log: MemoryLog) -> None:
+        self._log = log
+        self._ledger = Ledger(Budget(1_000_000), lambda: None)
+        self._books = Books(self._ledger, None, SOURCE.topic, SOURCE.topic)
+        metrics = Metrics(CollectorRegistry())
+        self.sealing = Sealing(log, self._books, "group", metrics, self._lose)
+        self.source = SOURCE
+        self.losses = 0
+        self.member = Member(log)
+        self.requests: dict[int, Request] = {}
+
+    async def assign(self, offsets: int) -> None:
+        """Fence, read what is committed, and admit what is not answered."""
+        await self.sealing.fence(cast(Consumer, self.member), [0])
+        committed = (await self._log.committed("group", [SOURCE]))[SOURCE]
+        progress = Progress(0) if committed is None else Progress.from_committed(committed)
+        assignment = self._ledger.assign(SOURCE, progress)
+        for offset in range(progress.base, offsets):
+            if offset in progress:
+                assignment.skip(offset)
+                continue
+            receipt = assignment.admit(offset, 1)
+            origin = (0, offset, receipt.previous, 0)
+            self.requests[offset] = Request(receipt, origin, None, None, [], Envelope())
+
+    def _lose(self) -> None:
+        self.losses += 1
+        self._ledger.revoke(SOURCE)
+
+    async def seal(self, offsets: list[int]) -> None:
+        """Answer these, as far as they are not answered, until that is done."""
+        outgoing = [(self.requests.pop(each), ANSWERS) for each in offsets if each in self.requests]
+        while outgoing:
+            try:
+                await self.sealing.seal(0, outgoing, compose)
+            except Unsealed:
+                continue
+            return
+
+
+def compose(outgoing: Sequence[Outgoing]) -> dict[TopicPartition, list[NewRecord]]:
+    """One record for each, which says whose answer it is."""
+    return {
+        ANSWERS: [
+            NewRecord(None, None, [("x-request", f"requests/0/{request.offset}".encode())])
+            for request in requests_of(outgoing)
+        ]
+    }
+
+
+async def answers(log: MemoryLog) -> Counter[int]:
+    """How often each offset has a visible answer."""
+    found = Counter[int]()
+    for record in await visible(log, ANSWERS.topic):
+        found[int((dict(record.headers)["x-request"] or b"").rsplit(b"/", 1)[1])] += 1
+    return found
+
+
+def outgoing_of(owner: Owner, *offsets: int) -> list[Outgoing]:
+    """Requests of an owner, as they go to be sealed."""
+    return [(owner.requests[offset], ANSWERS) for offset in offsets]

@@ -1,0 +1,124 @@
+"""Seats: how they are taken, given up, and taken over after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headrace.flow import sealing
+from headrace.flow.sealing import Lost
+from headrace.log.errors import LogUnavailable
+from headrace.log.memory import MemoryLog
+from tests.support.conditions import eventually
+from tests.support.sealing import Owner, answers, compose, log_with_topics, outgoing_of
+
+
+@pytest.fixture
+async def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+    """With topics; retries follow at once."""
+    monkeypatch.setattr(sealing, "RETRY_S", 0.001)
+    return await log_with_topics()
+
+
+async def owner_of(log: MemoryLog, offsets: int = 10) -> Owner:
+    """The owner of so many requests."""
+    owner = Owner(log)
+    await owner.assign(offsets)
+    return owner
+
+
+async def test_a_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
+    """It is tried again as a whole."""
+    owner = Owner(log)
+    log.faults.take_down()
+    with pytest.raises(LogUnavailable):
+        await owner.assign(10)
+    with pytest.raises(Lost):
+        await owner.sealing.seal(0, [], compose)
+
+    log.faults.bring_back()
+    await owner.assign(10)
+    await owner.seal([0])
+    assert await answers(log) == {0: 1}
+
+
+async def test_the_partition_goes_on_after_a_seal_that_was_cancelled(log: MemoryLog) -> None:
+    """The producer of the one that was under way is not used again."""
+    owner = await owner_of(log)
+    log.faults.hold_seals()
+    sealing_first = asyncio.create_task(owner.sealing.seal(0, outgoing_of(owner, 0), compose))
+    await eventually(lambda: log._transactions._open)
+    sealing_first.cancel()
+    await asyncio.wait([sealing_first])
+    log.faults.release_seals()
+
+    await owner.sealing.seal(0, outgoing_of(owner, 0, 1), compose)
+    assert await answers(log) == {0: 1, 1: 1}
+
+
+async def test_a_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
+    """Whatever the producer says when it is closed: the answers are the next owner's."""
+    owner = await owner_of(log)
+    log.faults.hold_seals()
+    under_way = asyncio.create_task(owner.seal([0]))
+    await eventually(lambda: log._transactions._open)
+    await owner.sealing.release([0])
+    successor = await owner_of(log)
+    log.faults.release_seals()
+    with pytest.raises(Lost):
+        await under_way
+
+    await successor.seal([0])
+    assert await answers(log) == {0: 1}
+
+
+async def test_the_group_is_asked_until_it_answers(log: MemoryLog) -> None:
+    """A fenced producer has no successor before it is known whether the partition is ours."""
+    owner = await owner_of(log)
+    log.faults.hold_seals()
+    under_way = asyncio.create_task(owner.seal([0]))
+    await eventually(lambda: log._transactions._open)
+    log.faults.time_out_transaction("group.requests.0")
+    log.faults.take_down()
+    log.faults.release_seals()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not under_way.done()
+    log.faults.bring_back()
+    await under_way
+    assert await answers(log) == {0: 1}
+
+
+async def test_one_who_is_not_counted_in_loses_everything(log: MemoryLog) -> None:
+    """It is told once, and seals nothing any more."""
+    owner = await owner_of(log)
+    await owner_of(log)
+    owner.member.counted_in = False
+    with pytest.raises(Lost):
+        await owner.seal([0])
+    with pytest.raises(Lost):
+        await owner.seal([1])
+
+    assert owner.losses == 1
+    assert await answers(log) == {}
+
+
+async def test_a_successor_knows_what_another_owner_has_answered(log: MemoryLog) -> None:
+    """An owner that comes back finds these answered, and gives the others."""
+    owner = await owner_of(log)
+    between = await owner_of(log)
+    await between.seal([0, 2])
+
+    await owner.seal([0, 1, 2, 3])
+    assert await answers(log) == dict.fromkeys(range(4), 1)
+
+
+async def test_leftovers_are_committed_without_answers(log: MemoryLog) -> None:
+    """The base that a process starts from, and what is renewed."""
+    owner = await owner_of(log)
+    await owner.sealing.seal_rest(0)
+    committed = await log.committed("group", [owner.source])
+    assert committed[owner.source] == (0, "")
+    with pytest.raises(Lost):
+        await owner.sealing.seal_rest(1)
