@@ -7,6 +7,7 @@ import logging
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -30,6 +31,7 @@ STORIES = 3
 @click.option("--form", type=click.Choice(list(FORMS)), help="Drawn by the seed if not given.")
 @click.option("--guarantee", type=click.Choice(GUARANTEES), help="In turns if not given.")
 @click.option("--order", type=click.Choice(get_args(Order)), help="Drawn by the seed if not given.")
+@click.option("--minutes", type=float, help="After so many, no further seed is begun.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Where failures are kept.")
 def main(
     seeds: int,
@@ -38,6 +40,7 @@ def main(
     form: str | None,
     guarantee: Guarantee | None,
     order: Order | None,
+    minutes: float | None,
     keep: Path | None,
 ) -> None:
     """Run seeds on a local Kafka; exit code 1 if any promise was broken.
@@ -46,9 +49,11 @@ def main(
     """
     # The harness's own clients tell of every broker that restarts, which is what it does to them.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
+    end_s = None if minutes is None else time.monotonic() + minutes * 60
     drawn = (
         draw_trial(seed, guarantee, form, order)._replace(requests=requests)
         for seed in range(first_seed, first_seed + seeds)
+        if end_s is None or time.monotonic() < end_s
     )
     outcomes = asyncio.run(run(drawn, keep or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))))
     click.echo(summary(outcomes))

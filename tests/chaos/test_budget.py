@@ -142,7 +142,7 @@ class Flooded(NamedTuple):
                 ends = await consumer.end_offsets(list(consumer.assignment()))
                 return int(sum(ends.values())) >= expected
 
-            await eventually(records, deadline_s=60, recheck_s=0.2, what=f"{expected} in {topic}")
+            await eventually(records, deadline_s=120, recheck_s=0.2, what=f"{expected} in {topic}")
 
 
 @asynccontextmanager
@@ -170,7 +170,7 @@ async def flooding(kafka: LocalKafka, namespace: str, directory: Path) -> AsyncI
         yield Flooded(process, kafka.bootstrap_servers, namespace, gate, process.resident_bytes)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_a_stuck_model_holds_up_reading_and_nothing_grows(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
@@ -185,7 +185,7 @@ async def test_a_stuck_model_holds_up_reading_and_nothing_grows(
         flooded.check_memory()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_a_consumer_that_stops_reading_answers_harms_nobody(
     kafka: LocalKafka, unique_name: str, tmp_path: Path
 ) -> None:
@@ -205,7 +205,7 @@ async def test_a_consumer_that_stops_reading_answers_harms_nobody(
         assert await flooded.in_flight_bytes() == 0
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_a_stuck_reply_partition_holds_up_reading_and_nothing_grows(
     kafka_installed: None, unique_name: str, tmp_path: Path
 ) -> None:
