@@ -288,8 +288,10 @@ class Request:
         batch_id: of its batch; empty where nothing is traced, or it joined none.
         trace: None unless it is sampled.
         compute_us: how long its run took; `batch_rows` how many rows ran with it.
+        own_sizes: there only once it was padded, see `headrace.models.padding`.
     """
 
+    own_sizes: dict[str, tuple[int, int]]
     __slots__ = (
         "after",
         "batch_id",
@@ -308,6 +310,7 @@ class Request:
         "model",
         "offset",
         "outputs",
+        "own_sizes",
         "partition",
         "previous",
         "receipt",

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from headrace.errors import Code, Rejected
 from headrace.messages import InputTensor, RequestedOutput, Tensor
+from headrace.models.padding import bucket_for
 from headrace.models.ranges import FiniteCheck, Range, RangeCheck, finite_checks, range_checks
 from headrace.models.signature import Signature, TensorSpec
 from headrace.tensors import DATATYPES, check_shape, check_tensor, split_elements
@@ -159,7 +160,7 @@ class Binder:
                 raise _tensor_fault(where, "at least one row", str(list(shape)))
             _check_agreement(spec, shape, where, seen, batched=batched)
             shape_class += [
-                size
+                bucket_for(size, self._signature.buckets)
                 for axis, size in enumerate(shape)
                 if spec.shape[axis] == -1 and not (batched and axis == 0)
             ]

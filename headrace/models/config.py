@@ -120,6 +120,12 @@ class ModelConfig(_Group):
     """Refuse requests with NaN or an infinity in them."""
     finite_outputs: bool = False
     """Fail requests whose rows of the outputs have NaN or an infinity in them."""
+    sequence_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Lengths that requests are padded to, for models with a mask."""
+    pad: dict[str, int | float] = {}
+    """What is put into places that are added, by the name of the input."""
+    mask: str = ""
+    """The input that leaves those places out; it is padded with 0."""
     max_execution_s: Annotated[float, Field(gt=0)] = 30.0
     """A run that takes longer is taken for hung."""
     max_load_s: Annotated[float, Field(gt=0)] = 600.0
@@ -147,6 +153,7 @@ class ModelConfig(_Group):
             *self._device_faults(),
             *self._signature_faults(),
             *self._adaptation_faults(),
+            *self._padding_faults(),
         ]:
             raise ValueError("; ".join(faults))
         return self
@@ -204,6 +211,16 @@ class ModelConfig(_Group):
         if not self.postprocess and (self.labels or self.postprocess_output):
             faults.append("labels, postprocess_output: expected postprocess beside them")
         return faults
+
+    def _padding_faults(self) -> list[str]:
+        if not self.sequence_buckets:
+            alone = bool(self.pad or self.mask)
+            return ["pad, mask: expected sequence_buckets beside them"] if alone else []
+        if not self.mask:
+            return ["sequence_buckets: expected mask beside it, the input that leaves padding out"]
+        if self.pad.get(self.mask, 0) != 0:
+            return [f"pad.{self.mask}: expected 0, since it is the mask, got {self.pad[self.mask]}"]
+        return []
 
     def declares(self, key: str) -> bool:
         """Whether the model's own file says it, rather than the settings or a default."""

@@ -27,12 +27,14 @@ class TensorSpec(NamedTuple):
         shape: -1 where a dimension is free.
         dimensions: the model's own names of its free dimensions, empty where there is none; as
             long as `shape`, or empty when no dimension has a name.
+        pad: what is put into places that are added, see `headrace.models.padding`.
     """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     dimensions: tuple[str, ...] = ()
+    pad: float = 0
 
     def dimension(self, axis: int) -> str:
         """The model's name of one dimension, or an empty string."""
@@ -47,6 +49,7 @@ class Signature(NamedTuple):
         utf8: elements of `BYTES` inputs must be UTF-8, as the strings of ONNX are.
         unbatched_reason: why `batched` is false; empty when it is true.
         precision: the datatype of weights that rounds most; inputs and outputs may hide it.
+        buckets: sizes that free dimensions are padded to, ascending; none: they are not.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -55,6 +58,7 @@ class Signature(NamedTuple):
     utf8: bool = False
     unbatched_reason: str = ""
     precision: str = "FP32"
+    buckets: tuple[int, ...] = ()
 
 
 def make_signature(

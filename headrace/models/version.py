@@ -10,6 +10,7 @@ from headrace.models.binding import Binder
 from headrace.models.config import CPU, ModelConfig
 from headrace.models.latency import Latency
 from headrace.models.onnx_backend import OnnxBackend
+from headrace.models.padding import with_padding
 from headrace.models.python_backend import PythonBackend
 from headrace.models.repository import FoundModel, FoundVersion, open_version
 from headrace.models.signature import Signature, unbatched
@@ -54,7 +55,7 @@ class ModelVersion:
         self.directory: Path = found.directory
         self.stamp = found.stamp
         self.config: ModelConfig = model.config
-        self.signature = open_version(found, model.config)
+        self.signature = with_padding(open_version(found, model.config), model.config)
         self.bind = self._binder().bind
         self.transform = make_transform(model.directory, model.config, self.signature)
         self.max_batch_size = model.config.max_batch_size

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from headrace.messages import Request, Tensor
 from headrace.models.backend import Arrays
+from headrace.models.padding import cut, pad
 from headrace.models.signature import Signature
 from headrace.services.executor.blocks import HostBlock
 from headrace.tensors import DATATYPES, from_array, split_rows, to_array
@@ -26,6 +27,8 @@ def gather(
     The requests are of one shape class. The rows of several are copied once, into the block if
     there is one and they have a place in it; a large single request is not copied at all.
     """
+    if signature.buckets:
+        pad(requests, signature)
     alone = len(requests) == 1
     if block is not None and not (alone and requests[0].size_bytes >= IN_PLACE_FROM_BYTES):
         placed = block.gather(requests)
@@ -70,3 +73,5 @@ def scatter(requests: Sequence[Request], signature: Signature, outputs: Arrays) 
             tensors if wanted is None else tuple(one for one in tensors if one.name in wanted)
         )
         request.inputs = ()
+    if signature.buckets:
+        cut(requests, signature)

@@ -1,0 +1,171 @@
+"""Padding to a few lengths: which requests share a batch, what is added, and what is cut off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.codec import encode_request
+from headrace.codec.requests import decode_request
+from headrace.config import LimitSettings, make_settings
+from headrace.envelope import parse_envelope
+from headrace.errors import ConfigurationError
+from headrace.messages import Request
+from headrace.models.binding import Binder
+from headrace.models.config import ModelConfig, make_model_config
+from headrace.models.padding import bucket_for, with_padding
+from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.services.executor.gather import gather, scatter
+from headrace.tensors import to_array
+from tests.support.work import make_request
+
+NAMED = ("batch", "sequence")
+TEXT = make_signature(
+    [
+        TensorSpec("ids", "INT64", (-1, -1), NAMED),
+        TensorSpec("mask", "INT64", (-1, -1), NAMED),
+        TensorSpec("shift", "FP32", (-1, 1), ("batch", "")),
+    ],
+    [
+        TensorSpec("hidden", "FP32", (-1, -1, 2), (*NAMED, "")),
+        TensorSpec("summary", "FP32", (-1, 8), ("batch", "")),
+    ],
+)
+PADDED: dict[str, Any] = {
+    "sequence_buckets": [8, 4],
+    "pad": {"ids": 9, "mask": 0},
+    "mask": "mask",
+}
+
+
+def config_of(**values: Any) -> ModelConfig:
+    """As from a `model.toml`."""
+    return make_model_config(values, make_settings({}))
+
+
+def padded(signature: Signature = TEXT, **values: Any) -> Signature:
+    """With the usual lengths, unless others are given."""
+    return with_padding(signature, config_of(**(PADDED | values)))
+
+
+def request_of(length: int, first: int = 1, rows: int = 1) -> Request:
+    """Tokens counted up, all of them masked in."""
+    ids = np.arange(first, first + rows * length, dtype=np.int64).reshape(rows, length)
+    shift = np.zeros((rows, 1), np.float32)
+    return make_request(rows=rows, inputs={"ids": ids, "mask": np.ones_like(ids), "shift": shift})
+
+
+@pytest.mark.parametrize(("size", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 9)])
+def test_a_size_goes_up_to_the_next_length(size: int, bucket: int) -> None:
+    """One beyond the largest stays as it is."""
+    assert bucket_for(size, (4, 8)) == bucket
+
+
+def test_requests_of_one_length_have_one_shape_class() -> None:
+    """So they share batches, though their own sizes differ."""
+    binder = Binder(padded())
+
+    def shape_class(length: int) -> tuple[int, ...]:
+        ids = np.ones((1, length), np.int64)
+        inputs: dict[str, Any] = {"ids": ids, "mask": ids, "shift": np.zeros((1, 1), "f4")}
+        value = encode_request("application/msgpack", "m", inputs)
+        message = decode_request(value, parse_envelope([], 0, 0), LimitSettings())
+        return binder.bind(message.inputs).shape_class
+
+    assert shape_class(2) == shape_class(4) == (4, 4)
+    assert shape_class(5) == shape_class(8) == (8, 8)
+    assert shape_class(9) == (9, 9)
+
+
+def test_what_is_added_is_what_the_configuration_says() -> None:
+    """Behind each row, in every input with a free dimension, and nowhere else."""
+    arrays = gather([request_of(2, first=1), request_of(3, first=5, rows=2)], padded())
+
+    assert arrays["ids"].tolist() == [[1, 2, 9, 9], [5, 6, 7, 9], [8, 9, 10, 9]]
+    assert arrays["mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
+    assert arrays["shift"].shape == (3, 1)
+
+
+def test_outputs_have_the_sizes_of_the_request() -> None:
+    """Free dimensions of the name of an input's are cut back; a fixed size that happens to be
+    the same as a length is not.
+    """
+    requests, signature = [request_of(2), request_of(3, rows=2), request_of(8)], padded()
+    gather(requests[:2], signature)
+    hidden = np.arange(24, dtype=np.float32).reshape(3, 4, 2)
+    summary = np.arange(24, dtype=np.float32).reshape(3, 8)
+
+    scatter(requests[:2], signature, {"hidden": hidden, "summary": summary})
+
+    outputs = [[to_array(one) for one in request.outputs or ()] for request in requests[:2]]
+    np.testing.assert_array_equal(outputs[0][0], hidden[:1, :2])
+    np.testing.assert_array_equal(outputs[1][0], hidden[1:, :3])
+    np.testing.assert_array_equal(outputs[1][1], summary[1:])
+
+
+def test_gathering_again_pads_once() -> None:
+    """A run that is repeated, or a part of a batch that failed, starts from what is there."""
+    request, signature = request_of(3), padded()
+    first = gather([request], signature)
+
+    again = gather([request], signature)
+
+    np.testing.assert_array_equal(first["ids"], again["ids"])
+    assert request.own_sizes == {"sequence": (4, 3)}
+
+
+def test_unnamed_dimensions_count_together_only_if_they_are_equal() -> None:
+    """With two lengths nothing says to which of them an output belongs; it stays as it is."""
+    signature = make_signature(
+        [TensorSpec("a", "FP32", (-1, -1)), TensorSpec("b", "FP32", (-1, -1))],
+        [TensorSpec("y", "FP32", (-1, -1))],
+    )
+    signature = padded(signature, pad={"a": 0.5, "b": 0}, mask="b")
+    equal, different = (
+        make_request(inputs={"a": np.ones((1, 3), "f4"), "b": np.ones((1, length), "f4")})
+        for length in (3, 2)
+    )
+    for request in (equal, different):
+        gather([request], signature)
+        scatter([request], signature, {"y": np.ones((1, 4), np.float32)})
+
+    assert [request.outputs[0].shape for request in (equal, different) if request.outputs] == [
+        (1, 3),
+        (1, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"pad": {"mask": 0}}, "pad.ids: expected a value, since ids is padded"),
+        ({"pad": {"ids": 0, "mask": 0, "x": 1}}, "pad.x: expected one of ids, mask"),
+        ({"pad": {"ids": 0.5, "mask": 0}}, "pad.ids: expected a value of INT64, got 0.5"),
+        ({"mask": "shift"}, "mask: expected one of ids, mask, got 'shift'"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(values: dict[str, Any], told: str) -> None:
+    """At load, with the key and what was expected."""
+    with pytest.raises(ConfigurationError, match=told.replace("[", r"\[")):
+        padded(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"sequence_buckets": [8]}, "sequence_buckets: expected mask beside it"),
+        ({"mask": "mask"}, "pad, mask: expected sequence_buckets beside them"),
+        (PADDED | {"pad": {"mask": 1}}, "pad.mask: expected 0, since it is the mask, got 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(values: dict[str, Any], told: str) -> None:
+    """Before any model is looked at."""
+    with pytest.raises(ConfigurationError, match=told):
+        config_of(**values)
+
+
+def test_without_lengths_nothing_is_padded() -> None:
+    """The signature is the model's own, and requests of different sizes do not meet."""
+    assert with_padding(TEXT, config_of()) == TEXT
