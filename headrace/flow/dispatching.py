@@ -186,7 +186,9 @@ class BatchOutlet:
                 await flight.done.wait()
         except TimeoutError:
             log.warning(
-                Event.COMPLETION_MISSING, executor=flight.berth.executor, batches=flight.parts
+                Event.COMPLETION_MISSING,
+                executor=flight.berth.executor,
+                batches=sorted(flight.parts),
             )
         for part in flight.parts:
             self._flights.pop(part, None)

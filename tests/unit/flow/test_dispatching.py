@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.codec import decode_batch
 from headrace.codec.events import encode_event
 from headrace.events import Completion, ExecutorEvent, HostedModel
+from headrace.flow import dispatching
 from headrace.flow.batch_edges import BatchWriter
 from headrace.flow.channel import PullChannel
 from headrace.flow.dispatching import BatchOutlet
@@ -227,3 +229,18 @@ async def test_records_that_are_no_events_are_passed_over(tmp_path: Path) -> Non
         await write_to(bench._log, EVENTS, b"nonsense")
         await bench.announce("a", 0)
         await eventually(lambda: bench.known() == 1)
+
+
+async def test_a_completion_that_never_comes_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An announcement may be lost; the room that it would have made is open again in the end."""
+    monkeypatch.setattr(dispatching, "COMPLETION_S", 0.05)
+    async with running(tmp_path) as bench:
+        await bench.announce("a", 0)
+        await heard(bench, 1)
+
+        async def more_came() -> bool:
+            return len(await bench.look()) > 2
+
+        await eventually(more_came)

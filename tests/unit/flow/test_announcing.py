@@ -1,0 +1,150 @@
+"""An executor's announcements: what it can run, what it reads, and which batches have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from headrace.codec.events import decode_event
+from headrace.events import Completion, ExecutorEvent, HostedModel
+from headrace.flow.announcing import Announcer, Identity
+from headrace.log.memory import MemoryLog
+from headrace.log.port import TopicInfo, TopicPartition
+from headrace.messages import Batch, Failure, Request
+from headrace.models.version import State
+from tests.support.conditions import eventually
+from tests.support.services import digits_models
+from tests.support.work import make_request
+
+EVENTS = TopicPartition("events", 0)
+
+
+class Bench:
+    """An announcer at work, and what it has said."""
+
+    def __init__(self, announcer: Announcer, partitions: list[int]) -> None:
+        self.announcer = announcer
+        self.partitions = partitions
+        self.said: list[ExecutorEvent] = []
+
+    def completions(self) -> list[Completion]:
+        """All that were announced."""
+        return [each for event in self.said for each in event.completions]
+
+    async def completed(self, count: int) -> list[Completion]:
+        """Wait until so many batches were announced as ended."""
+        await eventually(lambda: len(self.completions()) >= count)
+        return self.completions()
+
+
+@asynccontextmanager
+async def announcing(repository: Path) -> AsyncIterator[Bench]:
+    """An announcer with one ready model, until the end of the context."""
+    log = MemoryLog()
+    await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
+    models = digits_models(repository)
+    partitions: list[int] = []
+    async with log.producer() as producer, log.reader([EVENTS]) as reader:
+        announcer = Announcer(
+            producer,
+            TopicPartition("events", 1),
+            Identity("me", 10.0),
+            lambda: list(partitions),
+            lambda: models.versions(State.READY),
+        )
+        bench = Bench(announcer, partitions)
+
+        async def listen() -> None:
+            while not (bench.said and bench.said[-1].leaving):
+                for records in (await reader.poll(0.05, 100)).values():
+                    bench.said += [decode_event(record.value or b"") for record in records]
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(announcer.run())
+            tasks.create_task(listen())
+            yield bench
+            announcer.close()
+
+
+def batch_of(count: int, batch_id: str = "b-1") -> Batch:
+    """A batch that has just come."""
+    return Batch(batch_id, [make_request() for _ in range(count)], "full")
+
+
+def ran(requests: list[Request], *, rows: int, compute_us: int) -> list[Request]:
+    """Requests after a run together."""
+    for request in requests:
+        request.batch_rows, request.compute_us = rows, compute_us
+    return requests
+
+
+async def test_it_says_who_it_is_and_what_it_can_run(tmp_path: Path) -> None:
+    """With its timeout, so that others know how long its silence means nothing."""
+    async with announcing(tmp_path) as bench:
+        await eventually(lambda: bench.said)
+    first = bench.said[0]
+    assert (first.executor, first.silent_after_ms) == ("me", 10_000)
+    assert first.models == [HostedModel(name="digits", version="1", instances=1, max_batch_size=32)]
+
+
+async def test_partitions_are_told_as_soon_as_they_change_hands(tmp_path: Path) -> None:
+    """Well before the next heartbeat."""
+    async with announcing(tmp_path) as bench:
+        await eventually(lambda: bench.said)
+        bench.partitions += [0, 3]
+        await eventually(lambda: bench.said[-1].partitions == [0, 3], deadline_s=0.9)
+
+
+async def test_at_the_end_it_says_that_it_leaves(tmp_path: Path) -> None:
+    """And only then."""
+    async with announcing(tmp_path) as bench:
+        await eventually(lambda: bench.said)
+    assert [event.leaving for event in bench.said].index(True) == len(bench.said) - 1
+
+
+async def test_a_batch_that_ran_whole_is_told_with_its_time(tmp_path: Path) -> None:
+    """So that batchers learn how long runs take."""
+    async with announcing(tmp_path) as bench:
+        batch = batch_of(3)
+        bench.announcer.received(batch)
+        bench.announcer.finished("b-1", ran(batch.requests, rows=3, compute_us=120))
+        (done,) = await bench.completed(1)
+    assert (done.batch_id, done.model, done.version) == ("b-1", "digits", "1")
+    assert (done.shape_class, done.rows, done.compute_us) == ([64], 3, 120)
+
+
+async def test_a_halved_batch_is_told_when_its_last_part_has_ended(tmp_path: Path) -> None:
+    """Once, and without a time, since it did not run as one."""
+    async with announcing(tmp_path) as bench:
+        batch = batch_of(3)
+        first, second, third = batch.requests
+        bench.announcer.received(batch)
+        bench.announcer.finished("b-1.0", ran([first], rows=1, compute_us=50))
+        bench.announcer.finished("b-1.1.0", ran([second], rows=1, compute_us=50))
+        third.fail(Failure("MODEL_FAILED", "poison", "executor"))
+        bench.announcer.finished("b-1.1.1", [third])
+        bench.announcer.received(batch_of(1, "b-2"))
+        bench.announcer.finished("b-2", ran(batch_of(1).requests, rows=1, compute_us=50))
+        done = await bench.completed(2)
+    assert [each.batch_id for each in done] == ["b-1", "b-2"]
+    assert done[0].compute_us == 0
+
+
+async def test_a_batch_that_came_as_a_part_is_told_by_its_own_id(tmp_path: Path) -> None:
+    """A batch that was too large for a record travels as its single requests."""
+    async with announcing(tmp_path) as bench:
+        part = batch_of(1, "b-1.7")
+        bench.announcer.received(part)
+        bench.announcer.finished("b-1.7", ran(part.requests, rows=1, compute_us=50))
+        (done,) = await bench.completed(1)
+    assert done.batch_id == "b-1.7"
+
+
+async def test_requests_of_a_batch_that_nobody_announced_are_passed_over(tmp_path: Path) -> None:
+    """There is nobody to tell of them."""
+    async with announcing(tmp_path) as bench:
+        bench.announcer.finished("b-9.0", [make_request()])
+        await eventually(lambda: bench.said)
+    assert bench.completions() == []
