@@ -11,6 +11,8 @@ import msgspec
 import uvloop
 
 from benchmarks.campaign import DEFAULT, QUICK, Campaign, measure
+from benchmarks.page import write_page
+from benchmarks.scaling import write_scaling
 from benchmarks.subjects import SUBJECTS
 
 RESULTS = Path("benchmarks/results")
@@ -54,9 +56,8 @@ def main(
     target.write_text(text + "\n", encoding="utf-8")
     click.echo(f"{target}: after {time.monotonic() - began_s:.0f} s", err=True)
     if not (no_page or quick):
-        from benchmarks.page import write_page
-
         write_page(results)
+        write_scaling(results)
 
 
 if __name__ == "__main__":
