@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
@@ -258,6 +259,7 @@ def _report(
     }
     return {
         "machine": describe_machine(),
+        "load_average": os.getloadavg()[0],
         "capacity_per_s": capacity,
         "requests": offered,
         "answers": dict(seen.codes),

@@ -39,6 +39,11 @@ def _wrong_values() -> dict[str, tuple[bytes, ...]]:
         "x-priority": (b"", b"high", b"101", b"-101", b"1.0", b"--1", b"-", b"0" * 600),
         "x-tenant": (b"\xff\xfe", b"x" * 257, b"x" * 600),
         "x-model": (b"", b"/", b"/1", b"digits/", b"digits/1/2", b"\xff", b"x" * 257, b"x" * 600),
+        "x-cancel": (
+            *(b"mine", b"headrace.requests/0", b"headrace.requests/0/", b"headrace.requests//12"),
+            *(b"/0/1", b"headrace.requests/0/-1", b"headrace.requests/0/1/2", b"\xff/0/1"),
+            b"x" * 600,
+        ),
         "kafka_replyTopic": (b"", b"\xff\xfe", b"x" * 257),
         "kafka_replyPartition": (
             b"",
