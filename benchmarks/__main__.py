@@ -40,7 +40,11 @@ def main(
     rounds: int | None,
     no_page: bool,
 ) -> None:
-    """Measure Headrace and others on a local broker."""
+    """Measure Headrace and others on a local broker.
+
+    A whole run is recorded in benchmarks/results/latest.json, and the pages are written from it;
+    a part of it, in partial.json, and the pages stay as they are.
+    """
     plan: Campaign = QUICK if quick else DEFAULT
     plan = plan._replace(
         subjects=only or plan.subjects,
@@ -51,11 +55,12 @@ def main(
     began_s = time.monotonic()
     results = uvloop.run(measure(plan, lambda line: click.echo(line, err=True)))
     RESULTS.mkdir(exist_ok=True)
-    target = RESULTS / ("quick.json" if quick else "latest.json")
+    whole = not (quick or only or named or part or rounds)
+    target = RESULTS / ("latest.json" if whole else "partial.json")
     text = msgspec.json.format(msgspec.json.encode(results), indent=2).decode()
     target.write_text(text + "\n", encoding="utf-8")
     click.echo(f"{target}: after {time.monotonic() - began_s:.0f} s", err=True)
-    if not (no_page or quick):
+    if whole and not no_page:
         write_page(results)
         write_scaling(results)
 
