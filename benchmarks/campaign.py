@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from aiokafka.errors import KafkaError
+
 from benchmarks.cluster import Cluster
 from benchmarks.contestants import (
     BARE,
@@ -35,6 +37,11 @@ SCRATCH = Path("build/benchmarks")
 SETTLE_S = max(each.settle_s for each in CONTESTANTS)
 SWEEP = (1, 2, 4, 8, 16, 32)
 Say = Callable[[str], None]
+FAILURES = (
+    *(ContestantMissing, ProgramFailed, HeadraceError, KafkaError, OSError, ExceptionGroup),
+    subprocess.SubprocessError,
+)
+"""What may go wrong with one contestant, or one model, and leaves the others alone."""
 
 FORGETFUL = """
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,9 +101,14 @@ async def measure(plan: Campaign, say: Say) -> Results:
                 results.subjects.append(SubjectResults(name, "", 0, failures=[str(error)]))
                 continue
             # A broker of its own for each model: what the one before has written is gone.
-            async with Cluster() as cluster:
-                measuring = _Measuring(plan, cluster, subject, collector, say)
-                results.subjects.append(await measuring.run())
+            measured = SubjectResults(subject.name, subject.kind, subject.batch)
+            results.subjects.append(measured)
+            try:
+                async with Cluster() as cluster:
+                    await _Measuring(plan, cluster, (subject, measured), collector, say).run()
+            except FAILURES as error:
+                say(f"{name}: {error}")
+                measured.failures.append(str(error) or repr(error))
     results.load_average = (results.load_average[0], os.getloadavg()[0])
     return results
 
@@ -105,24 +117,27 @@ class _Measuring:
     """One model, on one broker."""
 
     def __init__(
-        self, plan: Campaign, cluster: Cluster, subject: Subject, collector: str, say: Say
+        self,
+        plan: Campaign,
+        cluster: Cluster,
+        subject: tuple[Subject, SubjectResults],
+        collector: str,
+        say: Say,
     ) -> None:
         self._plan = plan
         self._cluster = cluster
-        self._subject = subject
+        self._subject, self._results = subject
         self._collector = collector
         self._say = say
-        self._results = SubjectResults(subject.name, subject.kind, subject.batch)
-        self._requests = f"bench.{subject.name}.requests"
+        self._requests = f"bench.{self._subject.name}.requests"
 
-    async def run(self) -> SubjectResults:
+    async def run(self) -> None:
         if self._subject.slow:
             self._sweep()
         if "saturation" in self._plan.parts:
             await self._saturation()
         if "latency" in self._plan.parts:
             await self._latency()
-        return self._results
 
     def _sweep(self) -> None:
         """The bare model at several batch sizes; the best one is what everybody gets."""
@@ -177,8 +192,8 @@ class _Measuring:
             found = await saturate(
                 self._cluster, contestant, self._subject, self._place(), self._window_s
             )
-        except (ContestantMissing, ProgramFailed) as error:
-            contest.failures.append(str(error))
+        except FAILURES as error:
+            contest.failures.append(str(error) or repr(error))
             self._say(f"{self._subject.name}, {contestant.name}: {error}")
             return
         contest.runs.append(found)
@@ -210,7 +225,7 @@ class _Measuring:
             run = LatencyRun(cluster, subject, self._private_place())
             results.unloaded = await run.unloaded(self._private_place())
             self._say(f"{subject.name} unloaded: {results.unloaded}")
-        except (ProgramFailed, HeadraceError, ExceptionGroup) as error:
+        except FAILURES as error:
             results.failures.append(f"latency: {error}")
             self._say(f"{subject.name}, latency: {error}")
 
