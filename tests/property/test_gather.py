@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -88,6 +88,7 @@ def test_together_gives_what_alone_gives(datatype: str, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("datatype", sorted(set(DATATYPES) - {"BYTES"}))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # arrays are slow to draw
 @given(data=st.data())
 def test_in_a_block_lies_what_would_lie_elsewhere(datatype: str, data: st.DataObject) -> None:
     """To the bit, one batch after another, whatever was there before."""
