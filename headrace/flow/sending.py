@@ -16,9 +16,11 @@ from headrace.telemetry.metrics import Metrics
 log = structlog.get_logger(__name__)
 
 ORDERED_PIECE_BYTES = 64 * 1024
-"""Less than both logs put into one batch: a piece is taken or refused as a whole."""
+"""What is written at a time where nothing may overtake."""
 _RECORD_BYTES = 100
-"""What a record takes beside its key, value and headers, at most."""
+"""What a record takes beside its key, value and headers, its share of the batch included."""
+_HEADER_BYTES = 10
+"""What the lengths of a header's name and value take, at most."""
 
 
 class _Unsent(Retriable):
@@ -43,11 +45,7 @@ async def deliver(
     delivery = _Delivery(producer, partition, records)
     first = await delivery.attempt(range(len(records)))
     if first:
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(_Unsent),
-            wait=wait_random_exponential(multiplier=0.1, max=5.0),
-            before_sleep=_say_so,
-        ):
+        async for attempt in _until_acknowledged():
             with attempt:
                 if metrics is not None:
                     metrics.retried("send", len(first))
@@ -65,28 +63,34 @@ async def deliver_in_order(
 ) -> tuple[int, Rejected] | None:
     """Write records of one partition, none before the one before it is acknowledged or refused.
 
-    It goes by pieces that a batch holds. Retries are as in `deliver`.
+    They go in pieces that a batch holds, so that each is taken or refused as a whole. Retries are
+    as in `deliver`.
 
     Returns:
         the first record that is refused by itself, by its index, and why: what comes before it is
         written, what comes after it is not. None when all are written.
     """
+    writing = _InOrder(producer, partition, metrics)
+    try:
+        limit_bytes = await writing.limit_bytes()
+    except Rejected as error:
+        return (0, error) if records else None
     start = 0
-    for stop in _pieces(records):
-        refused = await _write_piece(producer, partition, records[start:stop], metrics)
+    for stop in _pieces(records, limit_bytes):
+        refused = await writing.write(records[start:stop])
         if refused is not None:
             return start + refused[0], refused[1]
         start = stop
     return None
 
 
-def _pieces(records: Sequence[NewRecord]) -> Iterator[int]:
-    """Where each piece ends."""
+def _pieces(records: Sequence[NewRecord], limit_bytes: int) -> Iterator[int]:
+    """Where each piece ends; a record that is too large for any batch is one by itself."""
     filled = 0
     for index, record in enumerate(records):
         size = _RECORD_BYTES + len(record.key or b"") + len(record.value or b"")
-        size += sum(len(name) + len(value or b"") for name, value in record.headers)
-        if filled and filled + size > ORDERED_PIECE_BYTES:
+        size += sum(len(name) + len(value or b"") + _HEADER_BYTES for name, value in record.headers)
+        if filled and filled + size > limit_bytes:
             yield index
             filled = 0
         filled += size
@@ -94,37 +98,58 @@ def _pieces(records: Sequence[NewRecord]) -> Iterator[int]:
         yield len(records)
 
 
-async def _write_piece(
-    producer: Producer,
-    partition: TopicPartition,
-    records: Sequence[NewRecord],
-    metrics: Metrics,
-) -> tuple[int, Rejected] | None:
-    async for attempt in AsyncRetrying(
+class _InOrder:
+    """Writes pieces, one after the other."""
+
+    def __init__(self, producer: Producer, partition: TopicPartition, metrics: Metrics) -> None:
+        self._producer = producer
+        self._partition = partition
+        self._metrics = metrics
+
+    async def limit_bytes(self) -> int:
+        """How large a piece may be. Raises `UnknownPartition` and `TopicForbidden`."""
+        async for attempt in _until_acknowledged():
+            with attempt:
+                limit_bytes = await self._producer.batch_limit_bytes(self._partition)
+        return min(limit_bytes, ORDERED_PIECE_BYTES)
+
+    async def write(self, records: Sequence[NewRecord]) -> tuple[int, Rejected] | None:
+        """The first record that is refused by itself, and why; what is after it is not written."""
+        async for attempt in _until_acknowledged():
+            with attempt:
+                if attempt.retry_state.attempt_number > 1:
+                    self._metrics.retried("send", len(records))
+                written, error = await self._send(records)
+        if error is None:
+            return None
+        left = records[written:]
+        if len(left) == 1 or isinstance(error, UnknownPartition | TopicForbidden):
+            return written, error
+        for half in (left[: len(left) // 2], left[len(left) // 2 :]):
+            refused = await self.write(half)
+            if refused is not None:
+                return written + refused[0], refused[1]
+            written += len(half)
+        return None
+
+    async def _send(self, records: Sequence[NewRecord]) -> tuple[int, Rejected | None]:
+        """Once; how many are written, and why the next one is not. Raises `Retriable`."""
+        written = 0
+        try:
+            for run in await self._producer.send(self._partition, records):
+                await run.acknowledged
+                written += run.size
+        except Rejected as error:
+            return written, error
+        return written, None
+
+
+def _until_acknowledged() -> AsyncRetrying:
+    return AsyncRetrying(
         retry=retry_if_exception_type(Retriable),
         wait=wait_random_exponential(multiplier=0.1, max=5.0),
         before_sleep=_say_so,
-    ):
-        with attempt:
-            if attempt.retry_state.attempt_number > 1:
-                metrics.retried("send", len(records))
-            try:
-                for run in await producer.send(partition, records):
-                    await run.acknowledged
-            except (UnknownPartition, TopicForbidden) as error:
-                return 0, error
-            except Rejected as error:
-                refusal = error
-            else:
-                return None
-    if len(records) == 1:
-        return 0, refusal
-    middle = len(records) // 2
-    refused = await _write_piece(producer, partition, records[:middle], metrics)
-    if refused is not None:
-        return refused
-    refused = await _write_piece(producer, partition, records[middle:], metrics)
-    return None if refused is None else (middle + refused[0], refused[1])
+    )
 
 
 def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> list[int]:

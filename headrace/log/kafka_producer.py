@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from headrace.errors import HeadraceError
 from headrace.log.errors import LogUnavailable, RecordRefused, RecordTooLarge
-from headrace.log.kafka_batch import Batch
+from headrace.log.kafka_batch import MAX_BATCH_BYTES, Batch
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered
 from headrace.log.kafka_sender import Sender, wait_ended
@@ -102,6 +102,11 @@ class KafkaProducer:
                 end += 1
             start = end
         return runs
+
+    async def batch_limit_bytes(self, partition: TopicPartition) -> int:
+        """See the port."""
+        rules = self._known_rules(partition) or await self._rules(partition)
+        return min(rules.limit_bytes, MAX_BATCH_BYTES)
 
     def _known_rules(self, partition: TopicPartition) -> Rules | None:
         """What there is to know before sending, where no question is needed to know it."""

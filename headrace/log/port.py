@@ -251,6 +251,10 @@ class Producer(Entered, Protocol):
         """
         ...
 
+    async def batch_limit_bytes(self, partition: TopicPartition) -> int:
+        """How large a batch the topic takes, as far as is known. Raises as `send` itself does."""
+        ...
+
     async def partitions_for(self, topic: str) -> int | None:
         """The number of partitions of a topic; None when the topic does not exist.
 

@@ -91,6 +91,21 @@ class Overlapping:
         permit = _Pass(self._permits, self._room, size_bytes)
         self._tasks.create_task(self._answer(addressed, permit), name="responder-answer")
 
+    def revoked(self) -> None:
+        """Receipts have become void: let go of what stands at the side."""
+        for target, waiting in self._stalled.items():
+            self._stalled[target] = self._still_ours(waiting)
+
+    def _still_ours(self, requests: list[Request]) -> list[Request]:
+        ours: list[Request] = []
+        for request in requests:
+            if request.receipt.void:
+                self._metrics.void.inc()
+                request.receipt.settle()
+            else:
+                ours.append(request)
+        return ours
+
     async def _answer(self, addressed: Addressed, permit: _Pass) -> None:
         """Send, wait for the acknowledgements, settle."""
         left = set(addressed)

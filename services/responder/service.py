@@ -101,8 +101,7 @@ class ResponderService:
 
     def revoked(self) -> None:
         """Receipts have become void: let go of what waits for them."""
-        if self._turns is not None:
-            self._turns.revoked()
+        self._answers.revoked()
 
     def _ours(self, chunk: list[Request]) -> list[Request]:
         """Without those that are another owner's now, or answered already."""

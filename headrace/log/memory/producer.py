@@ -60,6 +60,13 @@ class MemoryProducer:
             runs.append(Run(stop - start, acknowledged))
         return runs
 
+    async def batch_limit_bytes(self, partition: TopicPartition) -> int:
+        """See the port."""
+        await self._faults.answered()
+        if self._faults.is_hidden(partition.topic):
+            raise TopicForbidden(partition.topic)
+        return min(self._topics.topic_of(partition).max_message_bytes, _BATCH_BYTES)
+
     async def partitions_for(self, topic: str) -> int | None:
         known = self._counts.get(topic)
         if known is not None:

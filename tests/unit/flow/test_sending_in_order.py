@@ -1,0 +1,115 @@
+"""Writing in order: nothing overtakes what is refused, or what has to be tried again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from headrace.flow import sending
+from headrace.flow.sending import deliver_in_order
+from headrace.log.errors import RecordRefused, RecordTooLarge, TopicForbidden, UnknownPartition
+from headrace.log.memory import MemoryLog
+from headrace.log.port import NewRecord, TopicInfo, TopicPartition
+from headrace.telemetry.metrics import Metrics
+from tests.support.visible import visible
+
+ANSWERS = TopicPartition("answers", 0)
+METRICS = Metrics(CollectorRegistry())
+
+
+@pytest.fixture
+async def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+    """A topic of small batches and a compacted one; retries follow at once."""
+    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.001)
+    log = MemoryLog()
+    topics = [
+        TopicInfo(ANSWERS.topic, 1, {"max.message.bytes": "1000"}),
+        TopicInfo("compacted", 1, {"cleanup.policy": "compact"}),
+    ]
+    await log.create_topics(topics, replication_factor=1)
+    return log
+
+
+def records(*sizes: int) -> list[NewRecord]:
+    """Records of these sizes, each of another letter."""
+    return [
+        NewRecord(None, chr(ord("a") + place).encode() * size) for place, size in enumerate(sizes)
+    ]
+
+
+async def written(log: MemoryLog, topic: str = ANSWERS.topic) -> str:
+    """The first letter of each record, as they stand."""
+    return "".join((one.value or b"?")[:1].decode() for one in await visible(log, topic))
+
+
+async def test_all_are_written_in_order_in_pieces_that_a_batch_holds(log: MemoryLog) -> None:
+    """Each piece is acknowledged before the next one goes."""
+    async with log.producer() as producer:
+        log.faults.hold_acknowledgements()
+        writing = asyncio.create_task(
+            deliver_in_order(producer, ANSWERS, records(*[300] * 9), METRICS)
+        )
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert await written(log) == "ab"
+        log.faults.release_acknowledgements()
+        assert await writing is None
+
+    assert await written(log) == "abcdefghi"
+
+
+async def test_nothing_after_a_refused_record_is_written(log: MemoryLog) -> None:
+    """Its index says where to go on, once it was dealt with."""
+    async with log.producer() as producer:
+        refused = await deliver_in_order(producer, ANSWERS, records(10, 20, 2000, 30), METRICS)
+
+    assert refused is not None
+    assert (refused[0], type(refused[1])) == (2, RecordTooLarge)
+    assert await written(log) == "ab"
+
+
+async def test_a_refused_piece_is_halved_in_order(log: MemoryLog) -> None:
+    """What is refused for another reason than its size is found among its neighbours."""
+    compacted = TopicPartition("compacted", 0)
+    keyed = [NewRecord(b"k", bytes([value])) for value in b"abcdefg"]
+    keyed[4] = NewRecord(None, b"e")
+    async with log.producer() as producer:
+        refused = await deliver_in_order(producer, compacted, keyed, METRICS)
+
+    assert refused is not None
+    assert (refused[0], type(refused[1])) == (4, RecordRefused)
+    assert await written(log, "compacted") == "abcd"
+
+
+async def test_what_may_not_be_there_goes_before_what_follows(log: MemoryLog) -> None:
+    """A lost acknowledgement may mean a record twice; what comes after it waits."""
+    async with log.producer() as producer:
+        log.faults.lose_acknowledgements(1)
+        assert await deliver_in_order(producer, ANSWERS, records(800, 800, 800), METRICS) is None
+
+    assert await written(log) == "aabc"
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+async def test_a_topic_that_may_not_be_written_to_refuses_the_first(
+    log: MemoryLog, hidden: bool
+) -> None:
+    """Whether we may know of it or not."""
+    log.faults.forbid(ANSWERS.topic, hidden=hidden)
+    async with log.producer() as producer:
+        refused = await deliver_in_order(producer, ANSWERS, records(1, 2), METRICS)
+
+    assert refused is not None
+    assert (refused[0], type(refused[1])) == (0, TopicForbidden)
+
+
+async def test_a_partition_that_is_not_there_refuses_the_first(log: MemoryLog) -> None:
+    """Before anything is sent."""
+    nowhere = TopicPartition("nowhere", 0)
+    async with log.producer() as producer:
+        refused = await deliver_in_order(producer, nowhere, records(1, 2), METRICS)
+
+    assert refused is not None
+    assert (refused[0], type(refused[1])) == (0, UnknownPartition)
