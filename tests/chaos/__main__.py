@@ -87,15 +87,26 @@ def report(outcome: Outcome, directory: Path) -> Iterator[str]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """All seeds in one line."""
+    """A line for each guarantee, and one for all."""
+    lines = [
+        _told(guarantee, [each for each in outcomes if each.trial.promise.guarantee == guarantee])
+        for guarantee in GUARANTEES
+    ]
+    failed = [str(outcome.trial.seed) for outcome in outcomes if not outcome.passed]
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    lines.append(
+        f"{_told('all', outcomes)}, {seconds:.0f} s; failed: {', '.join(failed) or 'none'}"
+    )
+    return "\n".join(lines)
+
+
+def _told(what: str, outcomes: Sequence[Outcome]) -> str:
     requests = sum(len(outcome.history.sent) for outcome in outcomes)
     answers = sum(len(outcome.history.answered) for outcome in outcomes)
     repeated = sum(duplicates(outcome.history) for outcome in outcomes)
-    failed = [str(outcome.trial.seed) for outcome in outcomes if not outcome.passed]
-    seconds = sum(outcome.seconds for outcome in outcomes)
     return (
-        f"{len(outcomes)} seeds, {requests} requests, {answers} answers, {repeated} repeated, "
-        f"{seconds:.0f} s; failed: {', '.join(failed) or 'none'}"
+        f"{what}: {len(outcomes)} seeds, {requests} requests, {answers} answers, "
+        f"{repeated} repeated"
     )
 
 
