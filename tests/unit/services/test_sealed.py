@@ -90,7 +90,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(order_by: OrderBy = "none", log: MemoryLog | None = None) -> AsyncIterator[Bench]:
+async def running(
+    order_by: OrderBy = "none", log: MemoryLog | None = None, *, exactly_once: bool = True
+) -> AsyncIterator[Bench]:
     """Until the end of the context, when everything must be settled."""
     log = log or MemoryLog()
     limit = {"max.message.bytes": str(LIMIT_BYTES)}
@@ -114,7 +116,7 @@ async def running(order_by: OrderBy = "none", log: MemoryLog | None = None) -> A
     async with log.member("headrace", [SOURCE.topic], listener) as member, log.producer() as plain:
         await eventually(lambda: listener.held)
         await seals.fence(member, [0])
-        delivery = Delivery(books, None, seals, order_by)
+        delivery = Delivery(books, None, seals if exactly_once else None, order_by)
         responder = ResponderService(channel, plain, routes, delivery, bench.instruments)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(responder.run())
@@ -258,9 +260,10 @@ async def offsets_in_order(bench: Bench, topic: str = RESPONSES.topic) -> Sequen
     return [source_of(each)[1] for each in await visible(bench.log, topic)]
 
 
-async def test_in_order_of_the_partition_nothing_overtakes() -> None:
-    """Not through a transaction that is taken apart, either."""
-    async with running("partition") as bench:
+@pytest.mark.parametrize("exactly_once", [True, False])
+async def test_in_order_of_the_partition_nothing_overtakes(exactly_once: bool) -> None:
+    """Not when a transaction is taken apart, or an answer is refused, either."""
+    async with running("partition", exactly_once=exactly_once) as bench:
         requests = [bench.request(size=2000 if each % 5 == 3 else 1) for each in range(20)]
         for request in reversed(requests):
             await bench.inlet.send([request])
