@@ -46,6 +46,8 @@ from headrace.topic_plan import plan_topics
 from headrace.topics import Topic
 
 PARTITIONS = 4
+RETENTION_BYTES = 256 * 1024
+"""Of each partition. What the embedded log keeps is no memory of the services': it is full soon."""
 MAX_ROWS = 16
 MODEL = """
 import time
@@ -210,7 +212,7 @@ async def measure(settings: Settings, given: argparse.Namespace) -> dict[str, An
     responses = [TopicPartition(settings.topic(Topic.RESPONSES), n) for n in range(PARTITIONS)]
     ending = asyncio.Event()
     instruments = Instruments(Metrics(CollectorRegistry()))
-    async with MemoryLog() as log:
+    async with MemoryLog(retention_bytes=RETENTION_BYTES) as log:
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
         async with (
             running(Pipeline(settings, log, instruments=instruments)),
