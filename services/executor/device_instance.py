@@ -180,6 +180,11 @@ class DeviceInstance(Instance):
         self._looked_s = now_s
         self.memory = device.memory()
 
+    def _let_go(self) -> None:
+        """Streams and memory are given back by the thread that asked for them."""
+        self._runs.clear()
+        self._ring = self._plan = self._device = None
+
     # --- the reaper's thread --------------------------------------------------------------------
 
     def _reap(self, loaded: Loaded, reap: Call, submitted_ns: int) -> Arrays:
@@ -218,8 +223,10 @@ class DeviceInstance(Instance):
             self._reaps.put(None)
             raise
 
-    async def __aexit__(self, *details: object) -> None:
-        await super().__aexit__(*details)
+    async def __aexit__(self, *_: object) -> None:
+        self._call(self._backend.unload)
+        self._call(self._let_go)
+        await self._end()
         self._reaps.put(None)
 
     def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,26 @@ async def test_memory_of_a_device_of_its_own_can_be_seen(tmp_path: Path) -> None
     async with make(tmp_path, models.digits(), device=Gpu()) as instance:
         seen = instance.device_memory()
     assert seen == DeviceSnapshot("cuda:0", {"free": 2**40, "total": 2**34, "cupy": 2**20})
+
+
+async def test_memory_is_given_back_by_the_dispatcher(tmp_path: Path) -> None:
+    """A device's memory belongs to the thread that asked for it."""
+    given_back: list[str] = []
+    gpu = Gpu()
+    allocate = gpu.device_block
+
+    def device_block(name: str, size_bytes: int) -> Block:
+        block = allocate(name, size_bytes)
+        if name == "input pixels":
+            weakref.finalize(
+                block.array, lambda: given_back.append(threading.current_thread().name)
+            )
+        return block
+
+    gpu.device_block = device_block  # type: ignore[method-assign]  # to see what becomes of it
+    async with make(tmp_path, models.digits(), device=gpu) as instance:
+        await answer(instance, digits(1))
+    assert given_back == ["instance"]
 
 
 async def test_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
