@@ -96,9 +96,13 @@ class KnownTopics:
         remembered = self._counts.get(topic, now)
         if remembered is not None:
             return _unless_forbidden(topic, remembered[0])
+        return await self._ask_count(client, topic)
+
+    async def _ask_count(self, client: AIOKafkaClient, topic: str) -> int | None:
+        """What a broker says now, which is remembered from then on."""
         count = await _count(client, topic)
         lasts_s = _COUNT_FOR_S if count and count != _FORBIDDEN else _ABSENT_FOR_S
-        self._counts.put(topic, count, now + lasts_s)
+        self._counts.put(topic, count, time.monotonic() + lasts_s)
         if count is None or count == _FORBIDDEN:
             # Otherwise the client would ask for a deleted topic with each refresh, and could
             # have it made again by a broker that creates topics by itself.
@@ -118,10 +122,12 @@ class KnownTopics:
         known = client.cluster.partitions_for_topic(topic)
         if known and partition.partition in known:
             return
-        count = await self.partitions(client, topic)
-        if count is not None and partition.partition >= count:
-            # The topic may have grown since the last refresh.
-            count = _unless_forbidden(topic, await _count(client, topic))
+        remembered = self._counts.get(topic, time.monotonic())
+        if remembered is not None and remembered[0] in {None, _FORBIDDEN}:
+            count = _unless_forbidden(topic, remembered[0])
+        else:
+            # A count that is remembered may be of a topic that has grown, or was deleted, since.
+            count = await self._ask_count(client, topic)
         if count is None or not 0 <= partition.partition < count:
             raise UnknownPartition(partition, count or 0)
         client.add_topic(topic)

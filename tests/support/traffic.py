@@ -116,7 +116,9 @@ class Traffic:
     async def _send(self) -> None:
         topic = f"{self._namespace}.requests"
         async with AIOKafkaProducer(
-            bootstrap_servers=self._servers, enable_idempotence=True
+            bootstrap_servers=self._servers,
+            enable_idempotence=True,
+            request_timeout_ms=120_000,  # how long it waits for room while brokers are away
         ) as producer:
             while self._sending:
                 headers = [("kafka_correlationId", b"%d" % self.sent)]

@@ -1,0 +1,72 @@
+"""What a producer remembers of topics, when they have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from headrace.log import kafka_topics
+from headrace.log.errors import UnknownPartition
+from headrace.log.kafka_topics import KnownTopics
+from headrace.log.port import TopicPartition
+
+
+class Cluster:
+    """The topics that brokers tell of, and a client that has heard of none of them yet."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **counts: int) -> None:
+        self.counts = counts
+        self.questions = 0
+        monkeypatch.setattr(kafka_topics, "partition_counts", self._answer)
+
+    async def _answer(self, client: object, topics: Sequence[str]) -> Mapping[str, int | None]:
+        self.questions += 1
+        return {topic: self.counts.get(topic) for topic in topics}
+
+    def new_client(self) -> SimpleNamespace:
+        """A client as a new producer has it."""
+        heard: dict[str, set[int]] = {}
+
+        async def force_metadata_update() -> None:
+            heard.update({topic: set(range(count)) for topic, count in self.counts.items()})
+
+        return SimpleNamespace(
+            cluster=SimpleNamespace(partitions_for_topic=heard.get),
+            _topics=set(),
+            add_topic=lambda topic: None,
+            force_metadata_update=force_metadata_update,
+        )
+
+
+async def test_a_topic_that_was_deleted_is_found_out_by_the_next_producer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was remembered of it does not keep anybody waiting for its partitions."""
+    cluster, topics = Cluster(monkeypatch, t=4), KnownTopics()
+    assert await topics.partitions(cluster.new_client(), "t") == 4
+    del cluster.counts["t"]
+    with pytest.raises(UnknownPartition, match="no such topic"):
+        await topics.check(cluster.new_client(), TopicPartition("t", 0))
+
+
+async def test_a_topic_that_has_grown_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its new partition is known as soon as somebody asks for it."""
+    cluster, topics = Cluster(monkeypatch, t=1), KnownTopics()
+    assert await topics.partitions(cluster.new_client(), "t") == 1
+    cluster.counts["t"] = 2
+    client = cluster.new_client()
+    await topics.check(client, TopicPartition("t", 1))
+    assert client.cluster.partitions_for_topic("t") == {0, 1}
+
+
+async def test_a_topic_that_is_not_there_is_not_asked_for_with_every_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its absence is remembered for a moment."""
+    cluster, topics = Cluster(monkeypatch), KnownTopics()
+    for _ in range(3):
+        with pytest.raises(UnknownPartition):
+            await topics.check(cluster.new_client(), TopicPartition("t", 0))
+    assert cluster.questions == 1
