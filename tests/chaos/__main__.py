@@ -9,11 +9,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import get_args
 
 import click
 
+from headrace.local_kafka import BrokerFailed
 from tests.chaos.checker import Guarantee, Order, duplicates
 from tests.chaos.cluster import running_cluster
 from tests.chaos.deployment import FORMS
@@ -61,24 +63,38 @@ def main(
 
 
 async def run(trials: Iterable[Trial], keep: Path) -> list[Outcome]:
-    """Run all of them on one broker."""
+    """Run all of them on one broker, or on another one where that does not come back."""
     outcomes: list[Outcome] = []
-    async with running_cluster() as cluster:
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(running_cluster())
         for trial in trials:
             directory = keep / f"seed-{trial.seed}"
-            outcome = await run_trial(trial, cluster, directory)
-            outcomes.append(outcome)
-            click.echo(str(outcome))
-            if outcome.passed:
-                shutil.rmtree(directory)
+            try:
+                outcomes.append(await run_trial(trial, cluster, directory))
+            except* BrokerFailed as failed:
+                click.echo(f"seed {trial.seed:<6} says nothing: {_first_line(failed)}")
+                await stack.aclose()
+                cluster = await stack.enter_async_context(running_cluster())
             else:
-                for line in report(outcome, directory):
+                for line in report(outcomes[-1], directory):
                     click.echo(line)
     return outcomes
 
 
+def _first_line(failed: BaseExceptionGroup[BrokerFailed]) -> str:
+    """Of the innermost error."""
+    error: BaseException = failed
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error).splitlines()[0]
+
+
 def report(outcome: Outcome, directory: Path) -> Iterator[str]:
-    """Keep the history, and tell the first stories."""
+    """A line; of a failure the history is kept, and the first stories are told."""
+    yield str(outcome)
+    if outcome.passed:
+        shutil.rmtree(directory)
+        return
     history = directory / "history.jsonl"
     outcome.history.save(history)
     yield f"  kept: {history}"

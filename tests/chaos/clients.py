@@ -30,7 +30,7 @@ from tests.chaos.workload import PARTITIONS, Question, number_told
 BURST = 400
 LOOK_AGAIN_S = 0.25
 POLL_MS = 100
-SEND_DEADLINE_S = 15.0
+SEND_DEADLINE_S = 45.0
 CLOSE_DEADLINE_S = 3.0
 READ_BACK_DEADLINE_S = 30.0
 

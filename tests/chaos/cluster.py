@@ -10,7 +10,9 @@ from headrace.local_kafka import LocalKafka
 from headrace.local_kafka.ports import free_port
 from tests.support.tcp_proxy import HOST, TcpProxy
 
-PROPERTIES = {"group.min.session.timeout.ms": "1000"}
+# A machine that is busy otherwise makes a broker miss the heartbeats of its own controller.
+PROPERTIES = {"broker.session.timeout.ms": "6000"}
+START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ async def running_cluster() -> AsyncIterator[Cluster]:
             "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in listeners),
             "controller.quorum.voters": f"1@{HOST}:{controller}",
         }
-        async with LocalKafka(port=direct, properties=properties) as kafka:
+        async with LocalKafka(
+            port=direct, properties=properties, start_timeout_s=START_TIMEOUT_S
+        ) as kafka:
             yield Cluster(kafka, proxy, f"{HOST}:{direct}", f"{HOST}:{proxy.port}")
 
 

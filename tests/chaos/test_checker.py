@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chaos.checker import Breach, Promise, check, duplicates
@@ -24,6 +24,7 @@ seeds = st.integers(0, 2**32)
 sizes = st.integers(12, 60)
 
 
+@settings(deadline=None)
 @given(seeds, st.integers(0, 60), promises)
 def test_a_right_history_passes(seed: int, requests: int, promise: Promise) -> None:
     """Nothing is found where nothing is wrong, whatever the guarantee and the order."""
@@ -31,6 +32,7 @@ def test_a_right_history_passes(seed: int, requests: int, promise: Promise) -> N
 
 
 @pytest.mark.parametrize("breach", [each for each in PLANTS if each is not Breach.OVERTAKEN])
+@settings(deadline=None)
 @given(seed=seeds, requests=sizes, promise=promises)
 def test_a_planted_fault_is_found(
     breach: Breach, seed: int, requests: int, promise: Promise
@@ -44,6 +46,7 @@ def test_a_planted_fault_is_found(
     assert (breach, planted.request) in [(each.breach, each.requests[0]) for each in found]
 
 
+@settings(deadline=None)
 @given(seeds, sizes, st.sampled_from([each for each in PROMISES if each.order != "none"]))
 def test_a_planted_overtaking_is_found(seed: int, requests: int, promise: Promise) -> None:
     """Two answers the wrong way round are found where order was asked for."""
@@ -58,6 +61,7 @@ def test_a_planted_overtaking_is_found(seed: int, requests: int, promise: Promis
     assert planted.request in overtaken
 
 
+@settings(deadline=None)
 @given(seeds, sizes)
 def test_overtaking_is_nothing_where_no_order_was_asked_for(seed: int, requests: int) -> None:
     """The same history passes without a promise of order."""
@@ -137,6 +141,7 @@ def test_the_story_of_a_lost_request_is_short_and_in_order() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(seeds, st.integers(0, 60), promises)
 def test_every_finding_has_a_story(seed: int, requests: int, promise: Promise) -> None:
     """Whatever is found, its story begins with the finding."""
