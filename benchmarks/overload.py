@@ -229,16 +229,24 @@ async def measure(settings: Settings, given: argparse.Namespace) -> dict[str, An
             load.seen = Seen()
             tasks.create_task(load.watch_memory(ending), name="memory")
             sent, load.sent = load.sent, 0
+            before = _runs(instruments.metrics.registry)
             began_s, began_at_s = time.monotonic(), time.time()
             await overload(load, given.factor * capacity, given.seconds, given.timeout_ms)
             ended_s, ended_at_s = time.monotonic(), time.time()
             offered = load.sent
             await load.all_answered(SETTLE_S)
             drained_s = time.monotonic() - ended_s
+            runs, compute_s, rows = (
+                now - then
+                for now, then in zip(_runs(instruments.metrics.registry), before, strict=True)
+            )
             report = _report(load, capacity, (began_at_s, ended_at_s), offered)
             report["warm_up_requests"] = sent
             report["offered_per_s"] = offered / (ended_s - began_s)
             report["drained_s"] = drained_s
+            report["mean_batch_rows"] = rows / runs
+            report["busy"] = compute_s / (ended_s - began_s)
+            report["run_in_vain"] = 1 - report["answers"]["ok"] / rows
             report["ended_early"] = _ended_early(instruments.metrics.registry)
             report["usual_latency_s"] = usual_s
             report["recovery_s"] = await probe(load, ended_s, usual_s)
@@ -273,6 +281,16 @@ def _report(
         "memory_growth": late / early - 1,
         "series": {"bin_s": BIN_S, "per_s": series, "rss_mb": rss},
     }
+
+
+def _runs(registry: CollectorRegistry) -> tuple[float, float, float]:
+    """How often the model has run, for how many seconds, and how many rows."""
+    model, version = {"model": "model"}, {"model": "model", "version": "1"}
+    return (
+        registry.get_sample_value("headrace_compute_duration_seconds_count", model) or 0.0,
+        registry.get_sample_value("headrace_compute_duration_seconds_sum", model) or 0.0,
+        registry.get_sample_value("headrace_rows_total", version) or 0.0,
+    )
 
 
 def _ended_early(registry: CollectorRegistry) -> dict[str, float]:

@@ -72,6 +72,11 @@ class Pace:
         self._since_us = 0
 
     @property
+    def has_backlog(self) -> bool:
+        """More waited than the last batch took."""
+        return bool(self._since_us)
+
+    @property
     def explores(self) -> bool:
         """The next batch may try another size."""
         return self._closes % EXPLORE_EVERY == EXPLORE_EVERY - 1

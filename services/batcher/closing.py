@@ -41,8 +41,9 @@ def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
     """The size with the best throughput that the deadlines allow.
 
     Where all that waits fits into one batch, and the most urgent request would be late in it,
-    the batch is made small enough for that request. With more waiting it is not: small batches
-    would make everybody late, so it is the most urgent ones that cannot be helped.
+    the batch is made small enough for that request. With a backlog, now or when the last batch
+    closed, it is not: small batches take longer for each row and would make everybody late, so it
+    is the most urgent ones that cannot be helped.
     """
     group.learn()
     limits, rows = group.limits, group.best_rows
@@ -55,15 +56,15 @@ def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
     run_us = latency.predict_us(group.shape_class, min(rows, group.rows))
     if run_us is None:
         return Size(rows, 0, 0, "full")
-    lane = group.first_lane() if group.rows <= rows else None
+    has_time = group.rows <= rows and not queue.pace.has_backlog
+    lane = group.first_lane() if has_time else None
     deadline_ms = 0 if lane is None else lane.earliest_deadline_ms()
-    slack_us = deadline_ms * 1000 - starts_us - latency.margin_us
+    slack_us = deadline_ms * 1000 - starts_us
     if deadline_ms and slack_us < run_us:
         fitting = latency.best_rows(group.shape_class, group.rows, slack_us)
         fitting_us = latency.predict_us(group.shape_class, fitting) or 0
         if fitting_us <= slack_us:
-            end_us = starts_us + fitting_us
-            return Size(fitting, end_us, end_us + latency.margin_us, "deadline")
+            return Size(fitting, starts_us + fitting_us, starts_us + fitting_us, "deadline")
     end_us = starts_us + run_us
     # With others waiting for its place a request is not run on the mere hope of being in time.
     sure_us = end_us + latency.margin_us if group.rows > rows else end_us

@@ -375,3 +375,14 @@ def test_an_idle_instance_tries_what_is_likely_to_be_in_time() -> None:
 
     assert batch.requests == requests
     assert batch.end_us == NOW_US + 1100
+
+
+def test_a_batch_is_not_cut_while_there_is_a_backlog() -> None:
+    """The last batch left some behind: what fits into one now is what admission let in."""
+    forming = filled(
+        Limits(32, 10_000, latency=learned(LINE_US)), *(request_of() for _ in range(44))
+    )
+    pulled(forming)
+    forming.add(request_of(in_ms=1), NOW_US)
+
+    assert (pulled(forming).rows, forming.ended[0].failure is not None) == (12, True)
