@@ -84,6 +84,10 @@ class Owner:
             origin = (0, offset, receipt.previous, 0)
             self.requests[offset] = Request(receipt, origin, None, None, [], Envelope())
 
+    def renew(self) -> None:
+        """What was committed is to be committed again."""
+        self._ledger.forget_committed()
+
     def _lose(self) -> None:
         self.losses += 1
         self._ledger.revoke(SOURCE)

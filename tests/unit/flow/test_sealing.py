@@ -122,3 +122,16 @@ async def test_leftovers_are_committed_without_answers(log: MemoryLog) -> None:
     assert committed[owner.source] == (0, "")
     with pytest.raises(Lost):
         await owner.sealing.seal_rest(1)
+
+
+async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
+    """A broker forgets it otherwise; nothing is written as long as nothing is to be renewed."""
+    owner = await owner_of(log)
+    await owner.seal([0])
+    log._groups["group"].committed.clear()
+    await owner.sealing.seal_rest(0)
+    assert (await log.committed("group", [owner.source]))[owner.source] is None
+
+    owner.renew()
+    await owner.sealing.seal_rest(0)
+    assert (await log.committed("group", [owner.source]))[owner.source] == (1, "")
