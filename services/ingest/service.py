@@ -22,6 +22,12 @@ from headrace.services.ingest.reading import (
 from headrace.services.ingest.transforming import Payload, TransformThread
 from headrace.telemetry.instruments import Instruments
 
+FAR_AHEAD = 4096
+PAUSE_S = 40e-6
+"""With more than so many requests of a partition in flight, a pause follows for each that was read.
+Reading on is still of use, to refuse early what will be late and to see whose turn it is; but it
+must not take the time of what was read before."""
+
 HOLD_LOOP_S = 0.01
 """Records are read for this long at a time; images, or large JSON, take milliseconds each."""
 _NOBODY: frozenset[Unit] = frozenset()
@@ -69,7 +75,8 @@ class IngestService:
                     await self._items.send(able)
                 if not (able or ended):
                     break
-                await asyncio.sleep(0)
+                far_ahead = assignment.in_flight > FAR_AHEAD
+                await asyncio.sleep((len(able) + len(ended)) * PAUSE_S if far_ahead else 0)
         self._transforms.close()
         self._items.close()
         self._answers.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,16 @@ async def test_what_would_be_late_is_refused_by_its_headers(models: Models) -> N
     assert ended[0].value is None
     assert len(able) == 2
     assert asked == ["digits"]
+
+
+async def test_reading_far_ahead_leaves_time_for_what_was_read(models: Models) -> None:
+    """With many requests of the partition in flight, a pause follows in proportion to a chunk."""
+    assignment = make_assignment()
+    values = [digits_value()] * 500
+    ahead = delivery(*values, assignment=assignment)
+    assignment.in_flight = service.FAR_AHEAD
+    began_s = time.monotonic()
+    able, _ = await ingest(models, ahead)
+
+    assert len(able) == 500
+    assert time.monotonic() - began_s >= 500 * service.PAUSE_S
