@@ -242,7 +242,7 @@ COMMITS = (
         "headrace_commit_duration_seconds",
         "histogram",
         (),
-        "How long a commit took, failed ones included.",
+        "How long a commit, or a transaction with answers, took; failed ones included.",
     ),
     Spec(
         "headrace_commit_failures",
