@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -12,6 +13,7 @@ from headrace.topics import Stage, Topic
 from tests.support.dying import (
     FUSED,
     POISON,
+    Lives,
     add_dying_model,
     number_value,
     outcomes,
@@ -24,7 +26,7 @@ from tests.support.pipelines import PARTITIONS, Grouping, log_for, name_of
 COUNT = 1000
 
 
-GROUPINGS = [
+GROUPINGS: list[Grouping] = [
     [FUSED],
     [FUSED, FUSED],
     [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)],
@@ -72,3 +74,36 @@ async def test_the_record_that_ends_its_process_is_a_dead_letter(
     assert restarts <= 9
     if delivery.get("guarantee") == "exactly_once":
         assert len(await records_of(settings, log, Topic.RESPONSES)) == COUNT
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_search_goes_on_through_kills_and_rebalances(tmp_path: Path, seed: int) -> None:
+    """Two culprits are found while other things end processes and move partitions as well."""
+    random = Random(seed)
+    add_dying_model(tmp_path)
+    settings = make_settings(
+        {"topics": {"partitions": PARTITIONS}, "models": {"repository": tmp_path}}
+    )
+    log = await log_for(settings)
+    culprits = random.sample(range(COUNT), 2)
+    numbers = [POISON if place in culprits else float(place % 100) for place in range(COUNT)]
+    await send_numbers(settings, log, numbers)
+
+    async def all_answered() -> bool:
+        return len(await outcomes(settings, log)) == COUNT
+
+    async def strike(lives: Lives) -> None:
+        for deaths in range(1, 6):  # the two alone take more
+            await lives.restarted(deaths)
+            if random.random() < 0.5:
+                log.faults.force_rebalance(settings.namespace)
+            else:
+                random.choice(sorted(lives.running, key=id)).cancel()
+
+    await restart_until(all_answered, settings, log, GROUPINGS[seed % 3], strike)
+
+    found = await outcomes(settings, log)
+    assert {place: found.pop(place) for place in culprits} == {
+        place: {Code.MODEL_FAILED} for place in culprits
+    }
+    assert found == {place: {2 * n} for place, n in enumerate(numbers) if n != POISON}

@@ -87,35 +87,58 @@ async def restart_until(
     settings: Settings,
     log: MemoryLog,
     grouping: Grouping,
+    strike: Callable[[Lives], Awaitable[None]] | None = None,
 ) -> int:
     """Run a pipeline for each group of stages, and another whenever one ends by itself, until
     `done`; then drain them.
 
+    With `strike` other things go wrong meanwhile.
+
     Returns:
         How often one was started again.
     """
+    lives = Lives(settings, log)
     stops = [Stop() for _ in grouping]
-    counts: list[int] = []
     async with asyncio.TaskGroup() as tasks:
         for stages, stop in zip(grouping, stops, strict=True):
-            tasks.create_task(
-                _restart(stages, settings, log, stop, counts), name=f"restart {stages}"
-            )
+            tasks.create_task(lives.live(stages, stop), name=f"restart {stages}")
+        if strike is not None:
+            await strike(lives)
         await eventually(done, deadline_s=40, recheck_s=0.05)
         for stop in stops:
             stop.ask()
-    return len(counts)
+    return lives.restarts
 
 
-async def _restart(
-    stages: Sequence[Stage], settings: Settings, log: MemoryLog, stop: Stop, counts: list[int]
-) -> None:
-    while not stop.requested.is_set():
-        serving = asyncio.create_task(Pipeline(settings, log, stages).run(stop), name="pipeline")
-        await asyncio.wait([serving])
-        if serving.exception() is not None:
-            counts.append(1)
-            assert len(counts) <= MOST_RESTARTS
+class Lives:
+    """Pipelines that are started again when they end.
+
+    Attributes:
+        running: those that are.
+        restarts: how often one was.
+    """
+
+    def __init__(self, settings: Settings, log: MemoryLog) -> None:
+        self._settings = settings
+        self._log = log
+        self.running: set[asyncio.Task[None]] = set()
+        self.restarts = 0
+
+    async def restarted(self, times: int) -> None:
+        """Wait until so many have been started again."""
+        await eventually(lambda: self.restarts >= times)
+
+    async def live(self, stages: Sequence[Stage], stop: Stop) -> None:
+        """One after the other, until asked to stop."""
+        while not stop.requested.is_set():
+            pipeline = Pipeline(self._settings, self._log, stages)
+            serving = asyncio.create_task(pipeline.run(stop), name="pipeline")
+            self.running.add(serving)
+            await asyncio.wait([serving])
+            self.running.discard(serving)
+            if serving.cancelled() or serving.exception() is not None:
+                self.restarts += 1
+                assert self.restarts <= MOST_RESTARTS
 
 
 FUSED = tuple(Stage)
