@@ -1,8 +1,8 @@
 """One answering step at a time for each source partition: exactly once, and in order.
 
 What has ended waits for its predecessor, where an order is asked for, and then for its partition's
-turn. A step takes all that is there: at saturation thousands, when idle one. For exactly once it is
-a transaction (see `sealed`), otherwise it writes and waits (see `in_order`).
+turn. A step takes what is there: at saturation thousands, when idle one. For exactly once it is a
+transaction (see `sealed`), otherwise it writes and waits (see `in_order`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from headrace.telemetry.metrics import Metrics
 
 QUEUED_BYTES = 64 * 1024 * 1024
 """Of outputs that could go now; those that wait for an earlier answer are not counted."""
+
+STEP_ANSWERS = 2048
+"""Of one step at most: they are encoded in one go, which holds up the event loop."""
 
 WAITING_S = 1.0
 """What has to wait is tried again after this time, or with the next answers."""
@@ -156,7 +159,7 @@ class Turns:
             self._end(lane)
 
     async def _take_turn(self, lane: _Lane) -> None:
-        taken, lane.queue = lane.queue, []
+        taken, lane.queue = lane.queue[:STEP_ANSWERS], lane.queue[STEP_ANSWERS:]
         waited, lane.waiting = lane.waiting, []
         size_bytes = _size(taken)
         try:

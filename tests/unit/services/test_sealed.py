@@ -319,3 +319,19 @@ async def test_a_reply_partition_without_a_leader_holds_up_nobody_else(
         await bench.settled()
         assert await bench.statuses("headrace.mine") == dict.fromkeys(range(3), "ok")
         assert await bench.committed() == Progress(9)
+
+
+async def test_a_step_takes_no_more_than_is_encoded_in_one_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left goes with the next one, and the offsets tell how far it has come."""
+    monkeypatch.setattr(turns, "STEP_ANSWERS", 5)
+    async with running() as bench:
+        bench.log.faults.hold_seals()
+        await bench.inlet.send([bench.request() for _ in range(12)])
+        await eventually(lambda: bench.log._transactions._open)
+        (transaction,) = bench.log._transactions._open.values()
+        assert transaction._offsets == {SOURCE: Committed(5)}
+        bench.log.faults.release_seals()
+        await bench.settled()
+        assert await bench.statuses() == dict.fromkeys(range(12), "ok")
