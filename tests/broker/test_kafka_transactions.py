@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -10,9 +11,10 @@ from aiokafka.protocol.group import LeaveGroupRequest
 
 from headrace.config import KafkaSettings
 from headrace.local_kafka import LocalKafka
-from headrace.log.errors import Fenced, LogRefused, LogUnavailable, TopicForbidden
+from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge, TopicForbidden
 from headrace.log.kafka import KafkaLog
 from headrace.log.kafka_member import KafkaMember
+from headrace.log.kafka_topics import Rules
 from headrace.log.kafka_transactions import KafkaTransactionalProducer
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from tests.support.acl import AUTHORIZER, Operation, Resource, allow_only
@@ -99,6 +101,25 @@ async def test_a_timeout_that_the_broker_does_not_allow_is_refused(
     async with KafkaLog(settings) as log:
         with pytest.raises(LogRefused, match="InvalidTransactionTimeout"):
             await log.transactional_producer(unique_name, unique_name).__aenter__()
+
+
+async def test_a_record_that_the_broker_refuses_hides_all(
+    log: KafkaLog, partitions: tuple[TopicPartition, TopicPartition], unique_name: str
+) -> None:
+    """Its limit was lowered unnoticed: no other record and no offset of the seal is seen."""
+    answers, source = partitions
+    log._topics._rules.put(
+        unique_name, Rules(limit_bytes=10_000_000, needs_key=False), time.monotonic() + 60
+    )
+    small, large = NewRecord(None, b"small"), NewRecord(None, bytes(2_000_000))
+    async with log.reader([answers, source]) as reader:
+        async with log.transactional_producer(unique_name, unique_name) as producer:
+            with pytest.raises(RecordTooLarge):
+                await producer.seal({source: [small], answers: [large]}, {source: Committed(7)})
+        async with log.transactional_producer(unique_name, unique_name) as successor:
+            assert (await log.committed(unique_name, [source]))[source] is None
+            await successor.seal({answers: [NewRecord(None, b"after")]}, {})
+        assert values(await read(reader, 1)) == [b"after"]
 
 
 @pytest.mark.slow
