@@ -1,0 +1,60 @@
+"""Exactly once where a commit has room for very little."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from headrace.config import make_settings
+from headrace.flow import answered, pausing, sealing
+from headrace.log.memory.faults import SealFault
+from headrace.services.responder import sealed, turns
+from headrace.topics import STAGES, Stage
+from tests.support.mixed import Mixed
+from tests.support.models import add_version, embedding
+from tests.support.pipelines import PARTITIONS, Grouping, log_for, serving
+from tests.support.visible import source_of
+
+FUSED: Grouping = [STAGES]
+THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
+
+
+@pytest.fixture(autouse=True)
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranges fit, or a bitmap of 48 offsets; reading pauses a little before."""
+    monkeypatch.setattr(answered, "_MAX_BODY_BYTES", 6)
+    monkeypatch.setattr(answered, "SAFE_SPAN_OFFSETS", 40)
+    monkeypatch.setattr(answered, "SAFE_UNANSWERED", 3)
+    monkeypatch.setattr(pausing, "SAFE_SPAN_OFFSETS", 40)
+    monkeypatch.setattr(pausing, "LOOK_S", 0.01)
+    monkeypatch.setattr(sealing, "RETRY_S", 0.01)
+    monkeypatch.setattr(sealed, "RETRY_S", 0.01)
+    monkeypatch.setattr(turns, "WAITING_S", 0.05)
+
+
+@pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"])
+async def test_answers_that_overtake_are_given_once_all_the_same(
+    tmp_path: Path, form: Grouping
+) -> None:
+    """They wait for room, and reading for them; a change of owner and lost outcomes included."""
+    add_version(tmp_path, "embedding", 1, embedding())
+    settings = make_settings(
+        {
+            "topics": {"partitions": PARTITIONS},
+            "models": {"repository": tmp_path},
+            "delivery": {"guarantee": "exactly_once"},
+        }
+    )
+    log = await log_for(settings)
+    caller = Mixed(settings, log)
+    async with serving(settings, log, form):
+        await caller.send(600)
+        log.faults.spoil_seals(*[SealFault.UNKNOWN_BUT_COMMITTED, SealFault.UNKNOWN_AND_OPEN] * 2)
+        log.faults.force_rebalance("headrace")
+        await caller.send(600)
+        await caller.all_answered()
+
+    counts = Counter(map(source_of, await caller.answers()))
+    assert counts == Counter(list(caller.expected))
