@@ -13,7 +13,7 @@ import structlog
 
 from headrace.codec import decode_item, decode_result, encode_item, encode_result
 from headrace.errors import Code, Rejected
-from headrace.flow.channel import Outlet
+from headrace.flow.channel import Channel, ChannelWriter, Outlet, join_lists
 from headrace.flow.endings import ran_alone
 from headrace.flow.inflight import LedgerReceipt
 from headrace.flow.pool import TaskPool
@@ -133,34 +133,21 @@ class TopicOutlet:
         self._stage = stage
         self._refused = refused
         self._metrics = metrics
-        self._writers = 0
-        self._ended = asyncio.Event()
+        # Batches are small beside what a produce request can carry.
+        self._channel: Channel[list[Request]] = Channel(join_lists)
         self._pool = TaskPool(UNACKNOWLEDGED_CHUNKS, f"write-{topic}")
-        self._open = asyncio.Event()
 
     async def run(self) -> None:
         """Owns the writes under way, until all writers are closed and all is acknowledged."""
         async with self._pool:
-            self._open.set()
-            await self._ended.wait()
+            while (chunk := await self._channel.receive()) is not None:
+                await self._pool.start(self._write(chunk))
         if self._refused is not None:
             self._refused.close()
 
-    def writer(self) -> TopicWriter:
+    def writer(self) -> ChannelWriter[list[Request]]:
         """A new writer."""
-        self._writers += 1
-        return TopicWriter(self)
-
-    async def put(self, chunk: list[Request]) -> None:
-        """Called by writers."""
-        await self._open.wait()
-        await self._pool.start(self._write(chunk))
-
-    def writer_closed(self) -> None:
-        """Called by writers, once each."""
-        self._writers -= 1
-        if not self._writers:
-            self._ended.set()
+        return self._channel.writer()
 
     async def _write(self, chunk: list[Request]) -> None:
         per_partition: dict[int, list[Request]] = {}
@@ -169,8 +156,10 @@ class TopicOutlet:
                 request.receipt.settle()
             else:
                 per_partition.setdefault(request.partition, []).append(request)
-        for partition, requests in per_partition.items():
-            await self._write_partition(TopicPartition(self._topic, partition), requests)
+        async with asyncio.TaskGroup() as tasks:
+            for partition, requests in per_partition.items():
+                target = TopicPartition(self._topic, partition)
+                tasks.create_task(self._write_partition(target, requests), name=f"to-{target}")
 
     async def _write_partition(self, target: TopicPartition, requests: list[Request]) -> None:
         left = requests
@@ -223,22 +212,6 @@ def refuse(request: Request, topic: str, stage: Stage) -> Request:
     else:
         raise LogRefused(f"topic {topic}: expected it to take an error, got too large a record")
     return request
-
-
-class TopicWriter:
-    """One writer's end of a `TopicOutlet`; see `headrace.flow.channel.Outlet`."""
-
-    def __init__(self, outlet: TopicOutlet) -> None:
-        self._outlet: TopicOutlet | None = outlet
-
-    async def send(self, chunk: list[Request]) -> None:
-        assert self._outlet is not None, "sent after close"
-        await self._outlet.put(chunk)
-
-    def close(self) -> None:
-        outlet, self._outlet = self._outlet, None
-        if outlet is not None:
-            outlet.writer_closed()
 
 
 def item_outlet(
