@@ -98,7 +98,8 @@ class Sealing:
 
         async def take(seat: _Seat) -> None:
             try:
-                await self._take(seat)
+                async with seat.turn:  # a step of the last assignment may come back now
+                    await self._take(seat)
             except Retriable as error:
                 failures.append(error)
 
@@ -147,6 +148,8 @@ class Sealing:
             if seat.spent:  # somebody was cancelled
                 await self._succeed(seat, None)
             outgoing[:] = self._fresh(number, outgoing)
+            if not outgoing:  # and where we are about to be assigned the partition, no books
+                return
             fitting, source = self._books.fit(number, outgoing)
             if source is None or not fitting:
                 return
@@ -216,6 +219,7 @@ class Sealing:
             seat.require_ours()
             try:
                 if fenced and not await seat.consumer.is_member():
+                    seat.require_ours()  # a rebalance was quicker: others are ours by now
                     self._lose(seat)
                 await self._take(seat)
                 source = self._books.source(seat.number)

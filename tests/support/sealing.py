@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -35,13 +36,20 @@ class Member:
 
     Attributes:
         counted_in: what the group says when it is asked.
+        asked: how often it was.
+        answers: it does, as soon as this is set.
     """
 
     def __init__(self, log: MemoryLog) -> None:
         self._log = log
         self.counted_in = True
+        self.asked = 0
+        self.answers = asyncio.Event()
+        self.answers.set()
 
     async def is_member(self) -> bool:
+        self.asked += 1
+        await self.answers.wait()
         await self._log.faults.answered()
         return self.counted_in
 
@@ -72,7 +80,7 @@ class Owner:
 
     async def assign(self, offsets: int) -> None:
         """Fence, read what is committed, and admit what is not answered."""
-        await self.sealing.fence(cast(Consumer, self.member), [0])
+        await self.fence()
         committed = (await self._log.committed("group", [SOURCE]))[SOURCE]
         progress = Progress(0) if committed is None else Progress.from_committed(committed)
         assignment = self._ledger.assign(SOURCE, progress)
@@ -83,6 +91,14 @@ class Owner:
             receipt = assignment.admit(offset, 1)
             origin = (0, offset, receipt.previous, 0)
             self.requests[offset] = Request(receipt, origin, None, None, [], Envelope())
+
+    async def fence(self) -> None:
+        """The first part of an assignment."""
+        await self.sealing.fence(cast(Consumer, self.member), [0])
+
+    def revoke(self) -> None:
+        """All that was read is void."""
+        self._ledger.revoke(SOURCE)
 
     def renew(self) -> None:
         """What was committed is to be committed again."""

@@ -10,6 +10,7 @@ from headrace.flow import sealing
 from headrace.flow.sealing import Lost
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
+from headrace.log.port import TransactionalProducer
 from tests.support.conditions import eventually
 from tests.support.sealing import Owner, answers, compose, log_with_topics, outgoing_of
 
@@ -135,3 +136,65 @@ async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
     owner.renew()
     await owner.sealing.seal_rest(0)
     assert (await log.committed("group", [owner.source]))[owner.source] == (1, "")
+
+
+async def test_a_step_of_the_last_assignment_waits_for_the_next_one_and_gives_nothing(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may come back while the same partition is being assigned anew: that one has the seat."""
+    owner = await owner_of(log)
+    left = outgoing_of(owner, 0)
+    owner.revoke()
+    entered = 0
+    gate = asyncio.Event()
+
+    giving = log.transactional_producer
+
+    def give(transactional_id: str, group: str) -> TransactionalProducer:
+        producer = giving(transactional_id, group)
+        entering = producer.__aenter__
+
+        async def enter(_: object) -> TransactionalProducer:
+            nonlocal entered
+            entered += 1
+            await gate.wait()
+            return await entering()
+
+        monkeypatch.setattr(type(producer), "__aenter__", enter)
+        return producer
+
+    monkeypatch.setattr(log, "transactional_producer", give)
+    fencing = asyncio.create_task(owner.fence())
+    await eventually(lambda: entered)
+    coming_back = asyncio.create_task(owner.sealing.seal(0, left, compose))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    gate.set()
+    await fencing
+    await coming_back
+
+    assert entered == 1
+    assert left == []
+    assert await answers(log) == {}
+
+
+async def test_a_group_that_answers_too_late_voids_nothing_of_the_next_assignment(
+    log: MemoryLog,
+) -> None:
+    """What it denies is the membership that has ended meanwhile."""
+    owner = await owner_of(log)
+    await owner_of(log)
+    owner.member.counted_in = False
+    owner.member.answers.clear()
+    under_way = asyncio.create_task(owner.seal([0]))
+    await eventually(lambda: owner.member.asked)
+    owner.revoke()
+    await owner.sealing.release([0])
+    await owner.assign(10)
+    owner.member.answers.set()
+    with pytest.raises(Lost):
+        await under_way
+
+    assert owner.losses == 0
+    await owner.seal([1])
+    assert await answers(log) == {1: 1}
