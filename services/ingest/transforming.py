@@ -23,6 +23,8 @@ from headrace.models.version import ModelVersion
 
 INTERRUPT_GRACE_S = 5.0
 BETWEEN_S = 0.05
+ARRIVES_S = 0.001
+"""An interruption that was asked for is raised after the next few instructions of its thread."""
 
 
 class _Interrupted(BaseException):
@@ -139,8 +141,11 @@ class TransformThread:
             _apply(payload)
             with self._turn:
                 payload.is_done = True
-            while payload.is_interrupted:  # it is on its way, and must not meet the next payload
-                time.sleep(0.001)
+            if payload.is_interrupted:
+                # If it is on its way it comes now, and must not meet the next payload. A bare
+                # `except` of the transform's may have swallowed it before.
+                time.sleep(ARRIVES_S)
+                raise _Interrupted
         except _Interrupted:
             limit_s = payload.version.config.max_execution_s
             payload.error = Rejected(

@@ -36,6 +36,12 @@ def transform(payload, content_type):
                 pass
         except Exception:
             pass
+    if payload == b"deaf":
+        try:
+            while True:
+                pass
+        except:
+            pass
     if payload == b"native":
         time.sleep(2)
     if payload == b"wrong":
@@ -98,6 +104,19 @@ async def test_one_without_an_end_is_interrupted_and_others_go_on(repository: Pa
     (request,) = ended
     assert request.failure is not None
     assert request.failure.code == Code.MODEL_FAILED
+    assert "max_execution_s = 0.1 s" in request.failure.message
+
+
+async def test_one_that_catches_everything_ends_as_late_and_others_go_on(
+    repository: Path,
+) -> None:
+    """A bare `except` swallows the interruption; what comes after it is too late."""
+    async with asyncio.timeout(5):
+        able, ended = await ingest(repository, b"a", b"deaf", b"bb")
+
+    assert [one.offset for one in able] == [0, 2]
+    (request,) = ended
+    assert request.failure is not None
     assert "max_execution_s = 0.1 s" in request.failure.message
 
 
