@@ -149,7 +149,10 @@ def _misdirected(record: Record, envelope: Envelope, target: tuple[str, int, int
 def _cancelling(record: Record, assignment: Assignment, envelope: Envelope) -> Request:
     assignment.pass_over(record.offset)
     origin = (record.partition, record.offset, record.offset - 1, record.timestamp)
-    return Request(_NOTHING_OWED, origin, None, None, record.headers, envelope)
+    cancelling = Request(_NOTHING_OWED, origin, None, None, record.headers, envelope)
+    # Its headers may name one as well, whose queue would take it for a request.
+    cancelling.model = cancelling.version = ""
+    return cancelling
 
 
 def _kept_bytes(record: Record) -> int:

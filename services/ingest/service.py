@@ -118,7 +118,8 @@ class IngestService:
                 request = read_condemned(record, assignment, self._rules, now_us)
             else:
                 request = read_request(record, assignment, self._rules, now_us)
-            if chains is not None:
+            # One that cancels is not admitted: no answer of its own could go before another.
+            if chains is not None and assignment.last_delivered == record.offset:
                 request.after = chains.follow(record.key, record.offset)
             (able if request.failure is None else ended).append(request)
             if time.perf_counter() >= until_s:

@@ -174,6 +174,15 @@ async def test_a_cancelling_record_goes_on_and_is_owed_nothing(models: Models) -
     assert assignment.progress == Progress(3)
 
 
+async def test_a_cancelling_record_is_of_no_model(models: Models) -> None:
+    """Also where its headers name one, whose requests may wait: it must not join them."""
+    headers = [("x-cancel", b"headrace.requests/0/0"), ("x-model", b"digits/1")]
+
+    (record,), _ = await ingest(models, delivery(None, headers=headers, first=1))
+
+    assert (record.model, record.version) == ("", "")
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [
