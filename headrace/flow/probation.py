@@ -175,7 +175,7 @@ class Probation:
             for partition in [each for each in self._moved if each not in self.held]:
                 consumer.seek(partition, self._partitions[partition])
                 self._moved.discard(partition)
-            for partition, opening in self._openings.items():
+            for partition, opening in list(self._openings.items()):
                 if opening.assignment is not self._ledger.get(partition):
                     # The log has other records at these offsets now.
                     opening.assignment, opening.is_reached = None, True
@@ -193,7 +193,13 @@ class Probation:
     def let_in(
         self, partition: TopicPartition, records: Sequence[Record]
     ) -> tuple[Sequence[Record], Trial | None]:
-        """What of these records, polled while `active`, goes to the first stage now."""
+        """What of these records, polled while `active`, goes to the first stage now.
+
+        Nothing of a partition is let in after some of it was dropped, until reading has gone back
+        there: what follows a gap counts as its end.
+        """
+        if partition in self._moved:
+            return (), None
         opening = self._openings.get(partition)
         stop = opening.stop if opening is not None else records[0].offset
         mine = [record for record in records if record.offset < stop]

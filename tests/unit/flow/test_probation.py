@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.flow import probation
+from headrace.flow.answered import Progress
 from headrace.flow.delivery import Trial
 from headrace.flow.inflight import LedgerReceipt
 from headrace.flow.marks import NOBODY, Marks
@@ -264,3 +265,28 @@ async def test_metrics_tell_of_a_search(log: MemoryLog) -> None:
         condemned = registry.get_sample_value("headrace_condemned_total")
 
     assert (attempts, condemned) == (1, 1)
+
+
+async def test_nothing_follows_what_was_dropped(log: MemoryLog) -> None:
+    """Records that come between a drop and the way back would make the dropped ones count as
+    absent, and nobody would ever answer them.
+    """
+    settings = SourceSettings("requests", "group", "group", True, 1_000_000, 5.0, max_attempts=2)
+    source = Source(log, settings, Metrics(CollectorRegistry()))
+    trial = source.probation
+    await mark(log, Mark(True, 10))
+    async with log.reader([ONE]) as reader:
+        progresses = {ONE: Progress(0)}
+        await trial.assigned(reader, progresses)
+        source.ledger.assign(ONE, progresses[ONE])
+        reader.seek(ONE, 0)
+        first, second = [(await reader.poll(1, 5))[ONE] for _ in range(2)]
+
+        dropped = trial.let_in(ONE, first)
+        trial._open(trial._suspects.next())
+        too_early = trial.let_in(ONE, second)
+        await trial.look(reader, waiting=False)
+        again = trial.let_in(ONE, (await reader.poll(1, 10))[ONE])
+
+    assert [list(records) for records, _ in (dropped, too_early)] == [[], []]
+    assert [record.offset for record in again[0]] == list(range(10))
