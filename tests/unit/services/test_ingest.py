@@ -12,6 +12,7 @@ from headrace.config import LimitSettings
 from headrace.errors import Code
 from headrace.flow.answered import Progress
 from headrace.flow.delivery import Delivery
+from headrace.flow.ordering import KeyChains
 from headrace.messages import Envelope, Failure, Request
 from headrace.models.registry import Models
 from headrace.services.ingest import service
@@ -181,6 +182,22 @@ async def test_a_cancelling_record_is_of_no_model(models: Models) -> None:
     (record,), _ = await ingest(models, delivery(None, headers=headers, first=1))
 
     assert (record.model, record.version) == ("", "")
+
+
+async def test_no_request_waits_for_a_cancelling_record_with_its_key(models: Models) -> None:
+    """It has no answer that could go before; who answers elsewhere knows nothing of it."""
+    assignment = make_assignment()
+    assignment.chains = KeyChains(lambda _: False)
+    cancel = [("x-cancel", b"headrace.requests/0/0")]
+
+    able, _ = await ingest(
+        models,
+        delivery(digits_value(), assignment=assignment),
+        delivery(None, assignment=assignment, headers=cancel, first=1),
+        delivery(digits_value(), assignment=assignment, first=2),
+    )
+
+    assert [one.after for one in able if one.envelope.cancels is None] == [-1, 0]
 
 
 @pytest.mark.parametrize(
