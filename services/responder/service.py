@@ -120,6 +120,8 @@ class ResponderService:
                     receipt.resize(receipt.size_bytes + size_bytes)
             elif self._origins.claim(request.partition, request.offset):
                 ours.append(request)
+            elif request.skipped:  # its end is answered, and what lies before it may not be
+                self._books.settle([request])
             else:
                 self._metrics.duplicates.inc()
                 receipt.settle()

@@ -21,6 +21,7 @@ from headrace.log.port import Record, TopicInfo, TopicPartition
 from headrace.messages import Failure, Request
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
+from headrace.services.responder.turns import OrderBy
 from tests.support.conditions import eventually
 from tests.support.logs import read
 from tests.support.services import StillClock, make_instruments
@@ -88,7 +89,7 @@ class Bench:
 
 @asynccontextmanager
 async def running(
-    origins: Origins | None = None, log: MemoryLog | None = None
+    origins: Origins | None = None, log: MemoryLog | None = None, order_by: OrderBy = "none"
 ) -> AsyncIterator[Bench]:
     """Until the end of the context, when its inlet is closed."""
     log = log or MemoryLog()
@@ -108,7 +109,7 @@ async def running(
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     async with log.producer() as producer, asyncio.TaskGroup() as tasks:
         books = Books(Ledger(Budget(1), lambda: None), origins, "headrace.requests", "")
-        delivery = Delivery(books, origins)
+        delivery = Delivery(books, origins, order_by=order_by)
         responder = ResponderService(inlet, producer, routes, delivery, bench.instruments)
         tasks.create_task(responder.run())
         yield bench

@@ -11,9 +11,11 @@ import pytest
 from headrace.codec import Answer, decode_response
 from headrace.errors import Code
 from headrace.flow import sending
+from headrace.flow.answered import Progress
 from headrace.flow.origins import Origins
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
+from headrace.services.responder.turns import OrderBy
 from tests.support.answering import (
     DEAD_LETTERS,
     LIMIT_BYTES,
@@ -243,6 +245,22 @@ async def test_a_result_that_comes_twice_is_answered_once() -> None:
         await bench.answer(requests[2])
         assert len(await bench.responses()) == 1
         assert counted(bench.instruments, "duplicates_total") == 2
+
+
+@pytest.mark.parametrize("order", ["none", "partition"])
+async def test_a_range_that_is_gone_moves_the_base_though_its_end_is_answered(
+    order: OrderBy,
+) -> None:
+    """What lies before its end would be waited for for ever otherwise."""
+    log = MemoryLog()
+    origins = await origins_of(log)
+    origins.answered(0, 8, 9)
+    skipped = answerable()
+    skipped.outputs, skipped.offset, skipped.previous = None, 9, -1
+    async with running(origins, log, order) as bench:
+        await bench.answer(skipped)
+        assert origins.progress(0) == Progress(10)
+        assert await bench.responses() == []
 
 
 async def test_nothing_is_settled_before_it_is_acknowledged() -> None:
