@@ -15,6 +15,10 @@ from headrace.messages import Failure
 HALVE_AFTER_US = 1_000_000
 """What was learned of the pace counts half after so much time with a backlog."""
 
+FORGET_AFTER_US = 5_000_000
+"""What was learned is forgotten when there has been no backlog for so long: a pace from a bad
+moment refuses so much that no backlog comes about which could correct it."""
+
 EXPLORE_EVERY = 128
 """Of the batches that close with more rows behind them than they take, every so many-th takes
 twice the size that is best as far as is known: so a larger one can show that it has become better.
@@ -33,11 +37,20 @@ class Pace:
         row_us: microseconds for each row of a long queue; 0 while that is not known.
     """
 
-    __slots__ = ("_closes", "_elapsed_us", "_predicted_us", "_since_us", "_taken_us", "row_us")
+    __slots__ = (
+        "_closes",
+        "_elapsed_us",
+        "_learned_us",
+        "_predicted_us",
+        "_since_us",
+        "_taken_us",
+        "row_us",
+    )
 
     def __init__(self) -> None:
         self.row_us = 0.0
         self._elapsed_us = 0.0
+        self._learned_us = 0
         self._predicted_us = 0.0
         self._since_us = 0
         self._taken_us = 0.0
@@ -61,6 +74,9 @@ class Pace:
             if self._elapsed_us > HALVE_AFTER_US:
                 self._elapsed_us /= 2
                 self._predicted_us /= 2
+            self._learned_us = now_us
+        elif now_us - self._learned_us > FORGET_AFTER_US:
+            self._elapsed_us = self._predicted_us = self.row_us = 0.0
         if self._predicted_us:
             self.row_us = best_row_us * self._elapsed_us / self._predicted_us
         self._since_us = now_us if left else 0

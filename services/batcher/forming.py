@@ -288,9 +288,12 @@ class Forming:
         if latency is not None:
             run_us = latency.predict_us(group.shape_class, batch.rows)
             best_us = latency.predict_us(group.shape_class, best)
-        if run_us is None or best_us is None:
+        if latency is None:
             run_us, best_us = batch.rows, best
-        queue.pace.closed(run_us, best_us / best, queue.rows, now_us)
+        if run_us is None or best_us is None:
+            queue.pace.idle()  # rows and microseconds cannot be added up
+        else:
+            queue.pace.closed(run_us, best_us / best, queue.rows, now_us)
         return batch
 
     def _otherwise(self, group: Group, ask: Ask) -> str:

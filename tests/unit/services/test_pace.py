@@ -1,0 +1,76 @@
+"""The pace of a queue is put right again, however wrong it once was."""
+
+from __future__ import annotations
+
+from headrace.messages import Envelope, Request
+from headrace.models.latency import Latency
+from headrace.services.batcher.forming import Forming
+from tests.support.work import NOW_US, Limits, make_request
+
+KEY = ("digits", "1")
+ROW_US = 10_000
+ROWS = 4
+
+
+def forming_of(latency: Latency) -> Forming:
+    """Of a model with batches of up to four rows."""
+    limits = Limits(max_batch_size=ROWS, latency=latency)
+    return Forming(lambda _name, _version: limits, "test")
+
+
+def teach(latency: Latency) -> None:
+    """Each row takes as long."""
+    for rows in range(1, ROWS + 1):
+        for _ in range(3):
+            latency.observe((64,), rows, rows * ROW_US)
+
+
+def wait(forming: Forming, count: int, now_us: int, within_us: int = 0) -> list[Request]:
+    """So many begin to wait, with a deadline if one is given."""
+    deadline_ms = (now_us + within_us) // 1000 if within_us else 0
+    requests = [make_request(envelope=Envelope(deadline_ms=deadline_ms)) for _ in range(count)]
+    for request in requests:
+        forming.add(request, now_us)
+    return requests
+
+
+def close(forming: Forming, now_us: int) -> None:
+    """A batch, of which there is one."""
+    assert forming.next(KEY, now_us) is not None
+
+
+def test_a_pace_without_a_backlog_since_is_forgotten() -> None:
+    """What was learned while runs took twenty times as long would else keep any backlog, and with
+    it what could correct it, from coming about again.
+    """
+    latency = Latency()
+    teach(latency)
+    forming, now_us = forming_of(latency), NOW_US
+    wait(forming, 10 * ROWS, now_us)
+    for _ in range(10):
+        close(forming, now_us)
+        now_us += 20 * ROWS * ROW_US
+    for _ in range(200):  # some seconds of light load
+        wait(forming, 1, now_us, within_us=20 * ROW_US)
+        close(forming, now_us)
+        now_us += 5 * ROW_US
+
+    wait(forming, 6, now_us, within_us=20 * ROW_US)
+
+    assert forming.ended == []
+
+
+def test_batches_before_anything_is_known_teach_no_pace() -> None:
+    """What their runs take is not known; taken as a number of rows it would look like no time."""
+    latency = Latency()
+    forming, now_us = forming_of(latency), NOW_US
+    wait(forming, 10 * ROWS, now_us)
+    for number in range(4):
+        close(forming, now_us)
+        now_us += ROWS * ROW_US
+        if number == 1:
+            teach(latency)
+
+    (request,) = wait(forming, 1, now_us, within_us=40 * ROW_US)
+
+    assert request.failure is None
