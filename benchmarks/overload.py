@@ -226,32 +226,36 @@ async def measure(settings: Settings, given: argparse.Namespace) -> dict[str, An
             tasks.create_task(load.read(ending), name="read")
             usual_s = await usual(load)
             capacity = await calibrate(load)
-            load.seen = Seen()
+            load.seen, load.sent = Seen(), 0
             tasks.create_task(load.watch_memory(ending), name="memory")
-            sent, load.sent = load.sent, 0
-            before = _runs(instruments.metrics.registry)
-            began_s, began_at_s = time.monotonic(), time.time()
-            await overload(load, given.factor * capacity, given.seconds, given.timeout_ms)
-            ended_s, ended_at_s = time.monotonic(), time.time()
-            offered = load.sent
-            await load.all_answered(SETTLE_S)
-            drained_s = time.monotonic() - ended_s
-            runs, compute_s, rows = (
-                now - then
-                for now, then in zip(_runs(instruments.metrics.registry), before, strict=True)
-            )
-            report = _report(load, capacity, (began_at_s, ended_at_s), offered)
-            report["warm_up_requests"] = sent
-            report["offered_per_s"] = offered / (ended_s - began_s)
-            report["drained_s"] = drained_s
-            report["mean_batch_rows"] = rows / runs
-            report["busy"] = compute_s / (ended_s - began_s)
-            report["run_in_vain"] = 1 - report["answers"]["ok"] / rows
-            report["ended_early"] = _ended_early(instruments.metrics.registry)
+            report = await _overloaded(load, capacity, given, instruments.metrics.registry)
             report["usual_latency_s"] = usual_s
-            report["recovery_s"] = await probe(load, ended_s, usual_s)
+            report["recovery_s"] = await probe(load, report.pop("ended_s"), usual_s)
             ending.set()
     return report
+
+
+async def _overloaded(
+    load: Load, capacity: float, given: argparse.Namespace, registry: CollectorRegistry
+) -> dict[str, Any]:
+    before = _runs(registry)
+    began_s, began_at_s = time.monotonic(), time.time()
+    await overload(load, given.factor * capacity, given.seconds, given.timeout_ms)
+    ended_s, ended_at_s = time.monotonic(), time.time()
+    offered = load.sent
+    await load.all_answered(SETTLE_S)
+    drained_s = time.monotonic() - ended_s
+    runs, compute_s, rows = (now - then for now, then in zip(_runs(registry), before, strict=True))
+    return _report(load, capacity, (began_at_s, ended_at_s), offered) | {
+        "offered_per_s": offered / (ended_s - began_s),
+        "timeout_ms": given.timeout_ms,
+        "drained_s": drained_s,
+        "mean_batch_rows": rows / runs,
+        "busy": compute_s / (ended_s - began_s),
+        "run_in_vain": 1 - load.seen.codes["ok"] / rows,
+        "counted": _counted(registry),
+        "ended_s": ended_s,
+    }
 
 
 def _report(
@@ -293,9 +297,13 @@ def _runs(registry: CollectorRegistry) -> tuple[float, float, float]:
     )
 
 
-def _ended_early(registry: CollectorRegistry) -> dict[str, float]:
-    """Which stage has found how many to be late, and refused how many."""
-    names = ("headrace_expired_requests_total", "headrace_refused_requests_total")
+def _counted(registry: CollectorRegistry) -> dict[str, float]:
+    """Which stage has found how many to be late, and refused how many; why batches closed."""
+    names = (
+        "headrace_expired_requests_total",
+        "headrace_refused_requests_total",
+        "headrace_batches_total",
+    )
     return {
         " ".join([sample.name, *sample.labels.values()]): sample.value
         for family in registry.collect()

@@ -15,6 +15,10 @@ from headrace.messages import Failure
 HALVE_AFTER_US = 1_000_000
 """What was learned of the pace counts half after so much time with a backlog."""
 
+HELD_UP = 4
+"""A batch that took so many times as long as the others was held up, and counts as no longer: one
+that a machine keeps for half a second says nothing of the next."""
+
 FORGET_AFTER_US = 5_000_000
 """What was learned is forgotten when there has been no backlog for so long: a pace from a bad
 moment refuses so much that no backlog comes about which could correct it."""
@@ -69,7 +73,11 @@ class Pace:
             now_us: epoch microseconds.
         """
         if self._since_us:
-            self._elapsed_us += max(0, now_us - self._since_us)
+            elapsed_us = float(max(0, now_us - self._since_us))
+            if self._predicted_us:
+                usual = max(1.0, self._elapsed_us / self._predicted_us)
+                elapsed_us = min(elapsed_us, HELD_UP * usual * self._taken_us)
+            self._elapsed_us += elapsed_us
             self._predicted_us += self._taken_us
             if self._elapsed_us > HALVE_AFTER_US:
                 self._elapsed_us /= 2

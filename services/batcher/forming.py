@@ -49,9 +49,9 @@ def _has_left(entry: _Deadline) -> bool:
 def _end_us(queue: ModelQueue, envelope: Envelope, request: Request | None, now_us: int) -> int:
     """When a request that comes now would be done, or now if nothing goes before it.
 
-    Where more than a batch goes before it, as much later as the last batches have been; with
-    less, that would leave batches half empty and make everything later. Of a request that is not
-    known yet its own run is left out.
+    Where two full batches or more go before it, as much later as the last batches have been; with
+    less, that would leave batches half empty and make everything later, since an instance takes
+    one of them ahead. Of a request that is not known yet its own run is left out.
     """
     ahead = queue.rows_ahead(envelope.tenant, envelope.priority)
     if not ahead:
@@ -63,7 +63,7 @@ def _end_us(queue: ModelQueue, envelope: Envelope, request: Request | None, now_
     if request is not None:
         end_us += latency.predict_us(request.shape_class, request.rows) or 0
         full = latency.best_rows(request.shape_class, full)
-    return end_us + latency.margin_us if ahead >= full else end_us
+    return end_us + latency.margin_us if ahead >= 2 * full else end_us
 
 
 class Forming:

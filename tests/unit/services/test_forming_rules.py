@@ -386,3 +386,21 @@ def test_a_batch_is_not_cut_while_there_is_a_backlog() -> None:
     forming.add(request_of(in_ms=1), NOW_US)
 
     assert (pulled(forming).rows, forming.ended[0].failure is not None) == (12, True)
+
+
+def test_a_batch_that_was_held_up_does_not_make_the_queue_look_slow() -> None:
+    """One of twenty takes a second instead of 4 ms; after it as much is let in as before."""
+    forming = filled(Limits(max_batch_size=4), *(make_request() for _ in range(160)))
+    now_us = NOW_US - 2_000_000
+    for number in range(20):
+        pulled(forming, now_us)
+        now_us += 1_000_000 if number == 15 else 4000
+    fine, late = request_of(in_ms=110), request_of(in_ms=70)
+    fine.envelope, late.envelope = (
+        Envelope(deadline_ms=now_us // 1000 + in_ms) for in_ms in (110, 70)
+    )
+
+    forming.add(fine, now_us)
+    forming.add(late, now_us)
+
+    assert forming.ended == [late]
