@@ -114,14 +114,12 @@ class Lives:
     """Pipelines that are started again when they end.
 
     Attributes:
-        running: those that are.
         restarts: how often one was.
     """
 
     def __init__(self, settings: Settings, log: MemoryLog) -> None:
         self._settings = settings
         self._log = log
-        self.running: set[asyncio.Task[None]] = set()
         self.restarts = 0
 
     async def restarted(self, times: int) -> None:
@@ -133,10 +131,8 @@ class Lives:
         while not stop.requested.is_set():
             pipeline = Pipeline(self._settings, self._log, stages)
             serving = asyncio.create_task(pipeline.run(stop), name="pipeline")
-            self.running.add(serving)
             await asyncio.wait([serving])
-            self.running.discard(serving)
-            if serving.cancelled() or serving.exception() is not None:
+            if serving.exception() is not None:
                 self.restarts += 1
                 assert self.restarts <= MOST_RESTARTS
 
