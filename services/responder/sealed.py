@@ -100,8 +100,8 @@ class SealedStep:
         """
         pause_s = RETRY_S
         while not await self._try(number, outgoing, draft or _Draft(self._composer)):
-            targets = {target for _, target in outgoing if target.topic != self._responses}
-            if targets and not self._in_order and await self._isolate(number, outgoing, targets):
+            away = any(target.topic != self._responses for _, target in outgoing)
+            if away and not self._in_order and await self._isolate(number, outgoing, draft):
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
@@ -124,14 +124,14 @@ class SealedStep:
             draft.note()
         return True
 
-    async def _isolate(
-        self, number: int, outgoing: list[Outgoing], targets: set[TopicPartition]
-    ) -> bool:
+    async def _isolate(self, number: int, outgoing: list[Outgoing], draft: _Draft | None) -> bool:
         """Seal the answers for each reply partition by themselves; what fails stays, as stalled.
+        A draft is of one answer, which is tried in another form.
 
         Returns:
             False when those for `responses` fail as well: no reply partition is at fault then.
         """
+        targets = {target for _, target in outgoing if target.topic != self._responses}
         home = [each for each in outgoing if each[1] not in targets]
         done = await self._try(number, home, _Draft(self._composer))
         outgoing[:] = [*home, *(each for each in outgoing if each[1] in targets)]
@@ -139,7 +139,7 @@ class SealedStep:
             return False
         for target in sorted(targets):
             part = [each for each in outgoing if each[1] == target]
-            if await self._try(number, part, _Draft(self._composer)):
+            if await self._try(number, part, draft or _Draft(self._composer)):
                 self._stalls.pop(target, None)
             else:
                 self._stall(target)
@@ -194,7 +194,7 @@ class SealedStep:
             except Rejected as refusal:
                 error = refusal
                 continue
-            if not with_letter:
+            if not (with_letter or outgoing):  # what is left in there waits
                 for where in letters:
                     self._composer.unkept(where, 1)
             return

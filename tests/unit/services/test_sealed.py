@@ -20,6 +20,7 @@ from headrace.flow.inflight import Budget, Ledger
 from headrace.flow.sealing import Sealing
 from headrace.log.errors import LogRefused, LogUnavailable
 from headrace.log.memory import MemoryLog
+from headrace.log.memory.faults import SealFault
 from headrace.log.memory.sealing import MemoryTransactionalProducer
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from headrace.messages import Failure, Request
@@ -187,6 +188,24 @@ async def test_a_dead_letter_goes_with_its_answer() -> None:
         assert await bench.statuses() == {0: "MODEL_FAILED", 1: "MODEL_FAILED"}
         assert [each.value for each in await visible(bench.log, DEAD_LETTERS.topic)] == [b"kept"]
         assert counted(bench.instruments, "unkept_dead_letters_total") == 1
+
+
+async def test_a_failed_transaction_takes_nothing_from_an_answer_whose_letter_does_not_fit() -> (
+    None
+):
+    """It was tried without the letter, and is so again: its caller knows it by its headers."""
+    async with running() as bench:
+        await bench.log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
+        request = bench.request(kafka_replyTopic=b"headrace.mine", kafka_correlationId=b"c-1")
+        request.outputs, request.value = None, b"x" * LIMIT_BYTES
+        request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
+        bench.log.faults.spoil_seals(SealFault.UNKNOWN_AND_OPEN)
+        await bench.inlet.send([request])
+        await bench.settled()
+        (record,) = await visible(bench.log, "headrace.mine")
+
+    assert ("kafka_correlationId", b"c-1") in list(record.headers)
+    assert counted(bench.instruments, "unkept_dead_letters_total") == 1
 
 
 async def test_an_answer_that_nothing_fits_is_given_up_and_committed() -> None:
