@@ -176,7 +176,10 @@ class Probation:
                 consumer.seek(partition, self._partitions[partition])
                 self._moved.discard(partition)
             for partition, opening in list(self._openings.items()):
-                if opening.assignment is not self._ledger.get(partition):
+                assignment = self._ledger.get(partition)
+                if assignment is None:
+                    return  # lost to another owner, of which the group will tell
+                if opening.assignment is not assignment:
                     # The log has other records at these offsets now.
                     opening.assignment, opening.is_reached = None, True
                 elif not opening.is_reached:

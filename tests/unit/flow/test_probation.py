@@ -290,3 +290,16 @@ async def test_nothing_follows_what_was_dropped(log: MemoryLog) -> None:
 
     assert [list(records) for records, _ in (dropped, too_early)] == [[], []]
     assert [record.offset for record in again[0]] == list(range(10))
+
+
+async def test_what_is_lost_to_another_owner_has_not_survived(log: MemoryLog) -> None:
+    """Its epoch is over, and whoever has it now writes the marks."""
+    await mark(log, Mark(True, 10, (0, 10)))
+    async with reading(log) as stage:
+        await eventually(lambda: stage.holds == ["0:0"])
+        stage.source.ledger.revoke(ONE)
+        looks = stage.source.reading.begun
+        await eventually(lambda: stage.source.reading.begun > looks + 5)
+        during = await marked(log)
+
+    assert during == Mark(True, 10, (0, 1), 0)
