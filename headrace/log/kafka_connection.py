@@ -89,7 +89,10 @@ class Connection:
         password" and "no broker" call for different people; and it leaves the connection to
         close by itself, which with TLS takes longer than a loop may live. Later it asks the
         brokers that it knows and nobody else, be they all gone to other addresses.
+
+        And have a connection that broke a moment ago fail the request, and not whoever reads.
         """
+        client.send = partial(_sent, client.send)
         client.bootstrap = partial(self._bootstrap, client)
         client._metadata_update = partial(self._metadata_update, client._metadata_update)
 
@@ -198,3 +201,20 @@ class Connection:
         return (
             f"user {self.settings.sasl_username!r} or its password ({self.settings.sasl_mechanism})"
         )
+
+
+async def _sent(
+    send: Callable[..., Awaitable[Any]], node_id: int, request: Any, **options: Any
+) -> Any:
+    """What aiokafka's own `send` gives, with its error for a transport that is closed already.
+
+    asyncio's transport takes no notice of what is written to it then, and the request fails with
+    its connection. uvloop's raises RuntimeError, which aiokafka does not expect: its background
+    tasks would end with it.
+    """
+    try:
+        return await send(node_id, request, **options)
+    except RuntimeError as error:
+        if "handler is closed" not in str(error):
+            raise
+        raise kafka_errors.KafkaConnectionError(f"node {node_id}: {error}") from error
