@@ -142,6 +142,12 @@ async def read_back(
     return found
 
 
+def unheld(questions: Sequence[Question], held: Sequence[Sent]) -> list[Question]:
+    """The questions that the log does not hold."""
+    numbers = {each.number for each in held}
+    return [question for question in questions if question.number not in numbers]
+
+
 @asynccontextmanager
 async def reading(bootstrap: str, topics: Sequence[str]) -> AsyncIterator[AIOKafkaConsumer]:
     """A `read_committed` reader of whole topics from their beginning, in no group."""

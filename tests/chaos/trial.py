@@ -16,7 +16,7 @@ from headrace.log.port import TopicInfo
 from headrace.topic_plan import plan_topics
 from headrace.topics import Topic
 from tests.chaos.checker import Finding, Guarantee, Order, Promise, check, duplicates
-from tests.chaos.clients import Sender, read_answers, read_back, watch_commits
+from tests.chaos.clients import Sender, read_answers, read_back, unheld, watch_commits
 from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
 from tests.chaos.history import History, Identity
@@ -195,9 +195,11 @@ async def _load_and_strike(trial: Trial, target: Target, plan: Plan, settings: S
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(sending, name="chaos-sender")
         striking = tasks.create_task(strike(target, plan), name="chaos-strikes")
-    target.history.sent += await read_back(
-        target.cluster.direct, topic, questions, sender.acknowledged
-    )
+    held = await read_back(target.cluster.direct, topic, questions, sender.acknowledged)
+    if lost := unheld(questions, held):  # with a producer that was given up
+        await sender.send(lost, trial.requests / takes_s, random.Random(trial.seed))
+        held = await read_back(target.cluster.direct, topic, questions, sender.acknowledged)
+    target.history.sent += held
     return striking.result()
 
 
