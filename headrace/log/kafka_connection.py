@@ -164,10 +164,17 @@ class Connection:
         finally:
             await hang_up(connection)
         if not answer.brokers:
+            raise self._brokerless(f"{host}:{port}")
+        return answer
+
+    def _brokerless(self, where: str) -> HeadraceError:
+        """Why a server answered without naming a broker, itself included."""
+        by_token = self.settings.sasl_mechanism == "OAUTHBEARER"
+        if by_token and self.settings.security_protocol.startswith("SASL"):
             # A broker refuses a bearer token in a challenge (RFC 7628, 3.2.3) that aiokafka does
             # not read: the refusal then comes in the place of the first answer.
-            raise self._explained(f"{host}:{port}", kafka_errors.SaslAuthenticationFailed())
-        return answer
+            return self._explained(where, kafka_errors.SaslAuthenticationFailed())
+        return LogUnavailable(f"{where}: it is starting, and knows of no broker yet")
 
     def _explained(self, where: str, error: Exception) -> HeadraceError:
         """One line on why a connection came to nothing, of the kind that fits."""

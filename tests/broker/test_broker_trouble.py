@@ -43,7 +43,7 @@ GUARANTEES = pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_onc
 AT_LEAST_ONCE = pytest.mark.parametrize("guarantee", ["at_least_once"])
 EXACTLY_ONCE = pytest.mark.parametrize("guarantee", ["exactly_once"])
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -1,68 +1,36 @@
-"""A Kafka client's connections, without a broker."""
+"""What is made of a server's first answer."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
-import uvloop
-from aiokafka.errors import KafkaConnectionError
 
 from headrace.config import KafkaSettings
+from headrace.log import kafka_connection
+from headrace.log.errors import LogUnavailable
 from headrace.log.kafka_connection import Connection
 
 
-class Client:
-    """As much of aiokafka's client as is taken over; `write` is what sending a request does."""
+class Starting:
+    """A connection to a broker that has just begun to listen."""
 
-    def __init__(self, write: Any) -> None:
-        self._write = write
-        self.bootstrap: Any = None
-        self._metadata_update: Any = None
+    def __init__(self, *_: object, **__: object) -> None: ...
 
-    async def send(self, node_id: int, request: Any, *, group: int = 0) -> Any:
-        return self._write(request)
+    async def connect(self) -> None: ...
 
-
-def _taken_over(write: Any) -> Client:
-    client = Client(write)
-    Connection(KafkaSettings(bootstrap_servers="127.0.0.1:1")).take_over_bootstrap(client)
-    return client
+    async def send(self, request: object) -> SimpleNamespace:
+        return SimpleNamespace(brokers=[])
 
 
-def test_a_request_on_a_transport_that_is_closed_fails_as_its_connection() -> None:
-    """What uvloop raises is aiokafka's own error by the time that aiokafka sees it."""
+async def test_a_broker_that_is_starting_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names no broker yet: that is no verdict on our credentials, which would end a process."""
 
-    async def send() -> None:
-        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            await reader.read()
-            writer.transport.abort()
-            await asyncio.sleep(0)
-            await _taken_over(writer.write).send(1, b"request", group=1)
+    async def hung_up(connection: object) -> None: ...
 
-    with (
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        pytest.raises(KafkaConnectionError, match="node 1"),
-    ):
-        runner.run(send())
-
-
-async def test_other_faults_are_nobodys_connection() -> None:
-    """A RuntimeError about something else stays what it is."""
-
-    def write(_: Any) -> None:
-        raise RuntimeError("something else")
-
-    with pytest.raises(RuntimeError, match="something else"):
-        await _taken_over(write).send(1, b"request")
-
-
-async def test_an_answer_is_passed_on() -> None:
-    """What the broker answers comes back as it is."""
-    assert (
-        await _taken_over(lambda request: request + b" answered").send(1, b"it") == b"it answered"
-    )
+    monkeypatch.setattr(kafka_connection, "AIOKafkaConnection", Starting)
+    monkeypatch.setattr(kafka_connection, "hang_up", hung_up)
+    connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
+    assert await connection.refusal() is None
+    with pytest.raises(LogUnavailable, match="it is starting"):
+        await connection.open_client()
