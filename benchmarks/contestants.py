@@ -128,10 +128,11 @@ def _headrace(
         except ConfigurationError as error:
             raise ContestantMissing(str(error)) from error
 
-    return Contestant(name, "headrace", programs, settings, settle_s=3.0)
+    return Contestant(name, "headrace", programs, settings, settle_s=2.0)
 
 
 FUSED = "Headrace"
+THREE = "Headrace, three processes"
 OVERLAPPED = "aiokafka, bulk, partitions overlapped"
 BARE = "bare ONNX Runtime"
 
@@ -149,7 +150,7 @@ CONTESTANTS = [
     FUSED_CONTESTANT,
     _headrace("Headrace, exactly once", delivery="exactly_once"),
     _headrace("Headrace, traced at 1 %", traced=True),
-    _headrace("Headrace, three processes", "ingest", "batcher,executor", "responder"),
+    _headrace(THREE, "ingest", "batcher,executor", "responder"),
     _headrace("Headrace, four processes", "ingest", "batcher", "executor", "responder"),
 ]
 ENOUGH_FOR_SLOW_MODELS = {
@@ -157,6 +158,6 @@ ENOUGH_FOR_SLOW_MODELS = {
     OVERLAPPED,
     FUSED,
     "Headrace, exactly once",
-    "Headrace, three processes",
+    THREE,
 }
 """Where the model is slow, the others come out like one of these."""

@@ -38,6 +38,13 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
 
 
+def without_directories(text: str) -> str:
+    """A text as it may stand in results: paths from where we are, or by their names alone."""
+    for directory in (Path.cwd(), Path.home(), Path(tempfile.gettempdir())):
+        text = text.replace(f"{directory}/", "")
+    return text
+
+
 class Running:
     """Some programs, from entering to leaving; they are killed in the end.
 
@@ -90,7 +97,7 @@ class Running:
 
     def last_words(self) -> str:
         """The end of what they have printed, without the directories of this machine."""
-        text = self.output.replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "")
+        text = without_directories(self.output)
         lines = [line.strip() for line in text.splitlines() if line.strip(" |-+^~")]
         return " / ".join(lines[-SHOWN_LINES:])[-SHOWN_CHARACTERS:]
 

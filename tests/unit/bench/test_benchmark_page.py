@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from benchmarks.bars import bars
 from benchmarks.contestants import BARE, FUSED, OVERLAPPED
 from benchmarks.page import BEGIN, END, with_tables
+from benchmarks.processes import without_directories
 from benchmarks.results import Contest, Results, Saturated, SubjectResults, Unloaded
 from benchmarks.soak import rise_mib
 from benchmarks.tables import EXACTLY_ONCE, budgets, ratio, render
@@ -98,3 +101,10 @@ def test_a_rise_of_memory_is_found() -> None:
 
     assert rise_mib(steady) == pytest.approx(0.0, abs=1e-6)
     assert rise_mib(rising) == pytest.approx(6.0)
+
+
+def test_failures_name_nothing_of_the_machine() -> None:
+    """Where the repository, the home and temporary files are is left out of results."""
+    text = f"{Path.cwd()}/a.py, {Path.home()}/b and {tempfile.gettempdir()}/c failed"
+
+    assert without_directories(text) == "a.py, b and c failed"
