@@ -52,7 +52,9 @@ def _commit() -> str:
 
 
 def versions_of(python: Path, packages: tuple[str, ...]) -> dict[str, str]:
-    """Versions of packages in another environment."""
+    """Versions of packages in another environment; none where there is no such environment."""
+    if not python.exists():
+        return {}
     code = (
         "import importlib.metadata as m, sys\n"
         "for name in sys.argv[1:]: print(name, m.version(name))"
