@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import queue
 import sys
 import threading
@@ -152,7 +153,12 @@ def main() -> None:
                 )
     finally:
         sys.setswitchinterval(before_s)
-    report = {"machine": describe_machine(), "busy_us": given.busy_us, "forms": found}
+    report = {
+        "machine": describe_machine(),
+        "load_average": os.getloadavg()[0],
+        "busy_us": given.busy_us,
+        "forms": found,
+    }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(report, indent=1) + "\n")
 
