@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import structlog
 
 from headrace.codec.events import decode_event
-from headrace.errors import Rejected
+from headrace.errors import Rejected, Retriable
 from headrace.events import ExecutorEvent
 from headrace.log.errors import OffsetOutOfRange
 from headrace.log.port import Consumer, Log, Record, TopicPartition
@@ -16,6 +17,7 @@ from headrace.telemetry.logs import Event
 log = structlog.get_logger(__name__)
 
 POLL_S = 0.2
+RETRY_S = 0.5
 _MOST_RECORDS = 500
 
 
@@ -49,10 +51,19 @@ class Hearing:
         try:
             polled = await reader.poll(POLL_S, _MOST_RECORDS)
         except OffsetOutOfRange:  # retention was quicker: only what comes now is of interest
-            for partition, end in (await reader.end_offsets(self._partitions)).items():
-                reader.seek(partition, end)
+            await self._go_to_the_ends(reader)
             return []
         return [record for records in polled.values() for record in records]
+
+    async def _go_to_the_ends(self, reader: Consumer) -> None:
+        try:
+            ends = await reader.end_offsets(self._partitions)
+        except Retriable as error:  # the next poll tells again that it is out of range
+            log.warning(Event.SEEK_DELAYED, reason=str(error))
+            await asyncio.sleep(RETRY_S)
+            return
+        for partition, end in ends.items():
+            reader.seek(partition, end)
 
 
 def _decoded(record: Record) -> ExecutorEvent | None:

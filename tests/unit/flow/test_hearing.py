@@ -1,0 +1,66 @@
+"""What a batcher hears of executors elsewhere goes on through trouble with the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from headrace.codec.events import encode_event
+from headrace.events import ExecutorEvent
+from headrace.flow import hearing
+from headrace.flow.hearing import Hearing
+from headrace.log.errors import LogUnavailable, OffsetOutOfRange
+from headrace.log.memory import MemoryLog
+from headrace.log.memory.reader import MemoryReader
+from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
+from tests.support.conditions import eventually
+from tests.support.logs import write_to
+
+EVENTS = TopicPartition("events", 0)
+
+
+def announcement(executor: str) -> NewRecord:
+    """Of an executor without models."""
+    event = ExecutorEvent(executor=executor, silent_after_ms=1000, partitions=[0], models=[])
+    return NewRecord(None, encode_event(event))
+
+
+async def test_retention_and_an_outage_at_once_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the log no longer holds the position and says no other, it is asked again."""
+    monkeypatch.setattr(hearing, "POLL_S", 0.01)
+    monkeypatch.setattr(hearing, "RETRY_S", 0.01)
+    log = MemoryLog()
+    await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
+    asked = 0
+    polling, asking = MemoryReader.poll, MemoryReader.end_offsets
+
+    async def poll(
+        reader: MemoryReader, timeout_s: float, most: int
+    ) -> Mapping[TopicPartition, Sequence[Record]]:
+        if asked < 2:
+            raise OffsetOutOfRange("the log does not hold it", {EVENTS: 0})
+        return await polling(reader, timeout_s, most)
+
+    async def ends(
+        reader: MemoryReader, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, int]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise LogUnavailable("nobody answers")
+        return await asking(reader, partitions)
+
+    monkeypatch.setattr(MemoryReader, "poll", poll)
+    monkeypatch.setattr(MemoryReader, "end_offsets", ends)
+    heard: list[str] = []
+    listening = Hearing(log, TopicPartition("events", 1))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(
+            listening.run(lambda events: heard.extend(each.executor for each in events))
+        )
+        await eventually(lambda: asked == 2)
+        await write_to(log, EVENTS, announcement("a"))
+        await eventually(lambda: heard == ["a"])
+        listening.close()
