@@ -94,6 +94,9 @@ class Intake:
 
     async def next(self) -> Taken | None:
         """The next batch; None when there will be no more."""
+        begun = self._begun()
+        if begun is not None:
+            return begun
         if self._later and self._wait_s() <= 0:
             return self._due()
         if self._parts:
@@ -101,6 +104,17 @@ class Intake:
             self._fresh_turn = not self._fresh_turn
             return taken or _of(self._parts.popleft(), fresh=False)
         return await (self._fresh_or_due() if self._later else self._fresh())
+
+    def _begun(self) -> Taken | None:
+        """A batch whose run was begun ahead. What is begun now would wait for it on the thread,
+        where neither its deadlines nor its time are looked at.
+        """
+        pulling = self._pulling
+        taken = pulling.result() if pulling is not None and pulling.done() else None
+        if taken is None or not taken.started:
+            return None
+        self._pulling, self._fresh_turn = None, False
+        return taken
 
     def _wait_s(self) -> float:
         return self._later[0].at_s - asyncio.get_running_loop().time()
@@ -126,6 +140,8 @@ class Intake:
         """A run begins that is predicted to take so long: have the next batch ready at its end."""
         if run_us is None or run_us < AHEAD_FROM_US or self._parts or self._pulling is not None:
             return
+        if self._later and self._wait_s() <= 0:
+            return  # it is its turn
         close_at_us = now_us + run_us - LEAD_US - 2 * self._gathering_us
         self._pulling = self._tasks.create_task(
             self._pull_ahead(max(now_us, close_at_us)), name="executor-pull-ahead"

@@ -175,17 +175,13 @@ class ExecutorService:
         """Gather a batch while another one computes, and have it begin when that one ends."""
         began_us = self._clock()
         ended, wanted = self._sort_out(batch.requests)
+        together = len(wanted) == 1 or (bool(wanted) and not version.batching_off)
         arrays: Arrays | None = None
         try:
-            arrays = instance.gather(wanted) if wanted else None
+            arrays = instance.gather(wanted) if together else None
         except Exception:  # noqa: BLE001 - it comes again when it is the batch's turn, and is told
             arrays = None
-        together = len(wanted) == 1 or not version.batching_off
-        started = (
-            arrays is not None
-            and together
-            and instance.start_ahead(arrays, self._while_in_time(wanted))
-        )
+        started = arrays is not None and instance.start_ahead(arrays, self._while_in_time(wanted))
         return Taken(batch, ended, wanted, arrays, began_us, self._clock(), started=started)
 
     async def _run(
@@ -210,8 +206,8 @@ class ExecutorService:
         try:
             run.failure = await self._compute(version, instance, intake, run, taken)
         except TooLate:
-            rest = taken._replace(ended=ended, arrays=None, started=False)
-            return await self._run(version, instance, intake, rest)
+            # Another one may have been begun meanwhile, and goes first.
+            return ended, [Batch(batch.batch_id, wanted, batch.reason)]
         except Retriable as error:
             run.failure = Failure(Code.INTERNAL, _told(error), Stage.EXECUTOR)
             late = self._put_off(intake, run, run.failure)

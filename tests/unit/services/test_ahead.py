@@ -1,0 +1,144 @@
+"""A run that was begun behind another one: what else there is waits for it where deadlines are
+looked at, and it leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.errors import Code
+from headrace.models.verdict import Batching, Verdict
+from headrace.services.executor import instance as instances
+from headrace.services.executor import intake
+from headrace.tensors import to_array
+from tests.support import python_models
+from tests.support.conditions import eventually
+from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running
+from tests.support.models import add_version, digits
+from tests.support.python_models import add_python_model
+from tests.support.work import NOW_US, make_request
+
+MEET = "from tests.support import python_models; python_models.MEETING.wait(10)"
+SOON_MS = NOW_US // 1000 + 10
+LATER_MS = NOW_US // 1000 + 30
+
+
+@pytest.fixture(autouse=True)
+def _looks_beyond_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short."""
+    monkeypatch.setattr(intake, "AHEAD_FROM_US", 0)
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Barrier]:
+    """Where runs wait for the test."""
+    meeting = threading.Barrier(2)
+    monkeypatch.setattr(python_models, "MEETING", meeting)
+    yield meeting
+    meeting.abort()
+
+
+def expect_long_runs(bench: Bench) -> None:
+    """As the executor has learned it of runs before."""
+    bench.models.lookup("model").latency.observe((1,), 1, 50_000)
+
+
+async def at_the_barrier(meeting: threading.Barrier) -> None:
+    """A run waits there, and the loop has done all that it can do meanwhile."""
+    await eventually(lambda: meeting.n_waiting == 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_parts_wait_for_a_run_that_was_begun_ahead(
+    tmp_path: Path, meeting: threading.Barrier
+) -> None:
+    """Behind it on the thread nobody would see that their deadline passes."""
+    add_python_model(
+        tmp_path,
+        f"if len(x) == 2:\n    {MEET}\n    raise ValueError('two')\nif x[0, 0] == 5:\n    {MEET}",
+    )
+    async with running(tmp_path) as bench:
+        expect_long_runs(bench)
+        failing, ahead = requests_of(1, 2, deadline_ms=SOON_MS), requests_of(5)
+        bench.give(failing)
+        await at_the_barrier(meeting)
+        bench.give(ahead)
+        await asyncio.to_thread(meeting.wait, 10)
+        await at_the_barrier(meeting)
+        bench.clock.now_us += 20_000
+        await asyncio.to_thread(meeting.wait, 10)
+        await bench.answered(3)
+
+    assert [outcome(one) for one in failing + ahead] == [Code.DEADLINE_EXCEEDED] * 2 + [10.0]
+
+
+async def test_what_is_left_of_a_batch_waits_for_a_run_that_was_begun_ahead(
+    tmp_path: Path, meeting: threading.Barrier
+) -> None:
+    """A batch that lost a request before its turn is gathered anew, behind the one after it."""
+    add_python_model(tmp_path, f"if x[0, 0] in (1, 5):\n    {MEET}")
+    async with running(tmp_path) as bench:
+        expect_long_runs(bench)
+        bench.give(requests_of(1))
+        await at_the_barrier(meeting)
+        late, mate = requests_of(2, deadline_ms=SOON_MS), requests_of(3, deadline_ms=LATER_MS)
+        bench.give(late + mate, requests_of(5))
+        await at_the_barrier(meeting)
+        bench.clock.now_us += 20_000
+        await asyncio.to_thread(meeting.wait, 10)
+        await at_the_barrier(meeting)
+        bench.clock.now_us += 20_000
+        await asyncio.to_thread(meeting.wait, 10)
+        await bench.answered(4)
+
+    assert [outcome(one) for one in late + mate] == [Code.DEADLINE_EXCEEDED] * 2
+
+
+async def test_a_run_that_was_begun_ahead_and_hangs_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own limit, and not by that of what waits behind it, which would end the process."""
+    monkeypatch.setattr(instances, "CANCEL_GRACE_S", 0.5)
+    add_python_model(
+        tmp_path,
+        f"""if {POISON} in x:
+    self.cancelled.wait(20)
+    self.cancelled.clear()
+    raise RuntimeError""",
+        config="max_execution_s = 0.2",
+    )
+    async with running(tmp_path) as bench:
+        expect_long_runs(bench)
+        requests = requests_of(POISON, 1, POISON, 2)
+        bench.give(requests[:2], requests[2:])
+        await bench.answered(4)
+
+    assert [outcome(one) for one in requests] == [Code.MODEL_FAILED, 2.0, Code.MODEL_FAILED, 4.0]
+
+
+async def test_what_was_gathered_ahead_and_is_taken_apart_leaves_its_slot(tmp_path: Path) -> None:
+    """Batches of a version on trial are run one by one, beside the ring."""
+    add_version(tmp_path, "digits", 1, digits(), "ring = true")
+    requests = [
+        make_request(inputs={"pixels": np.full((1, 64), value, np.float32)}) for value in range(40)
+    ]
+    async with running(tmp_path) as bench:
+        version = bench.models.lookup("digits")
+        version.batching_off = "until it is known"
+        for start in range(0, 20, 2):
+            bench.give(requests[start : start + 2])
+            await bench.answered(start + 2)
+        version.judge(Verdict(Batching.BATCHABLE, ""))
+        bench.give(*([one] for one in requests[20:]))
+        await bench.answered(40)
+
+    assert [one.failure for one in requests if one.failure] == []
+    scores = [to_array((one.outputs or ())[0])[0, 1] for one in requests]
+    assert scores == [64.0 * value for value in range(40)]
