@@ -266,6 +266,7 @@ class Source:
     async def _go_on_in_range(self, error: OffsetOutOfRange) -> None:
         if not error.positions:
             raise error
+        former = self.ledger.assignments
         try:
             beginnings = await go_on_in_range(self._consumer, self.ledger, error.positions)
         except Retriable as unavailable:
@@ -276,6 +277,11 @@ class Source:
                 assignment = self.ledger.get(partition)
                 if assignment is not None:
                     self._skip(assignment, error.positions[partition], beginning)
+            for assignment in self.ledger.assignments:
+                if assignment not in former:  # of a topic in the place of the one that was read
+                    self._begin(assignment)
+            for call in self._revocations:
+                call()
 
     def _skip(self, assignment: Assignment, first: int, beginning: int) -> None:
         """Nothing was read from `first` on, and what lies below `beginning` is gone."""

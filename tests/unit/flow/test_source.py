@@ -266,6 +266,24 @@ async def test_a_position_beyond_the_end_is_one_of_another_topic(log: MemoryLog)
         await eventually(lambda: _is(log, Progress(3)))
 
 
+async def test_another_topic_in_the_place_of_one_begins_like_an_assignment(log: MemoryLog) -> None:
+    """Its keys keep their order, and those who hold something of the former one are told."""
+    await fill(log, 3)
+    told: list[bool] = []
+
+    async with reading(log, chains_keys=True) as stage:
+        await eventually(lambda: stage.offsets == [0, 1, 2])
+        stage.settle_all()
+        stage.source.when_revoked(lambda: told.append(True))
+        stage.source._consumer.seek(ONE, 100)  # where the other topic has not come yet
+        await eventually(lambda: stage.offsets == [0, 1, 2] * 2)
+        assignment = stage.source.ledger.get(ONE)
+        assert assignment is not None
+        assert assignment.chains is not None
+        assert told == [True]
+        stage.settle_all()
+
+
 async def test_ingest_alone_starts_where_the_answers_end_and_commits_nothing(
     log: MemoryLog,
 ) -> None:
