@@ -51,6 +51,7 @@ class Event(StrEnum):
     MODEL_READY = "model.ready"
     MODEL_FAILED = "model.failed"
     MODEL_CONTRADICTED = "model.contradicted"
+    MODEL_WITHOUT_RING = "model.without_ring"
     MODEL_BATCHING_DECIDED = "model.batching_decided"
     MODELS_RELOADED = "models.reloaded"
     MODELS_RELOAD_FAILED = "models.reload_failed"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
+import structlog
 from numpy.typing import NDArray
 
 from headrace.device.fitting import require
@@ -33,12 +34,15 @@ from headrace.services.executor.instance import (
 )
 from headrace.services.executor.ring import Ring, RingPlan, Slot
 from headrace.services.executor.ring_plan import buckets, plan_ring
+from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.tensors import DATATYPES
 
 GRAPH_RUNS = 3
 """Of each bucket before it is used: ONNX Runtime captures a graph at the third run."""
 MEMORY_PERIOD_S = 1.0
+
+log = structlog.get_logger(__name__)
 
 
 class OnDevice(NamedTuple):
@@ -135,6 +139,12 @@ class DeviceInstance(Instance):
         if ring is not None and plan is not None and backend.signature.batched:
             self._bind(ring, plan)
             self._ring, self._plan = ring, plan
+        elif where.ring:
+            log.warning(
+                Event.MODEL_WITHOUT_RING,
+                instance=self.name,
+                reason="expected a batch, and inputs and outputs of fixed shapes and sizes",
+            )
 
     def _bind(self, ring: Ring, plan: RingPlan) -> None:
         """Every bucket to the ring's own inputs and outputs, the largest first."""
@@ -165,8 +175,9 @@ class DeviceInstance(Instance):
         submitted_ns = time.perf_counter_ns()
         try:
             self._ring.submit(loaded.slot, rows, self._runs[self._bucket_of[rows - 1]])
-        except Fatal as raised:
-            error = raised
+        except Exception as raised:  # noqa: BLE001 - whatever it is, it is told as the end
+            # Nobody knows what was enqueued, so that the slot can never be filled again.
+            error = raised if isinstance(raised, Fatal) else Fatal(f"{self.name}: {raised}")
             reap.work = lambda: _raise(error)
         else:
             reap.work = lambda: self._reap(loaded, reap, submitted_ns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
+from structlog.testing import capture_logs
 
 from headrace.device.cpu import CpuDevice
 from headrace.device.port import Block, Device, Memory, Stream
@@ -38,6 +40,7 @@ class Gpu(CpuDevice):
         self.free_bytes = free_bytes
         self.copies = 0
         self.fails_at = 0
+        self.fault: Exception = Fatal("cuda:0: an illegal memory access was encountered")
 
     def memory(self) -> Memory:
         return Memory(self.free_bytes, 2**34, {"cupy": 2**20})
@@ -45,7 +48,7 @@ class Gpu(CpuDevice):
     def copy(self, source: Block, target: Block, size_bytes: int, stream: Stream) -> None:
         self.copies += 1
         if self.copies == self.fails_at:
-            raise Fatal("cuda:0: an illegal memory access was encountered")
+            raise self.fault
         super().copy(source, target, size_bytes, stream)
 
 
@@ -144,6 +147,18 @@ async def test_model_of_free_shapes_has_no_ring(tmp_path: Path) -> None:
         assert outputs["masked"].tolist() == [[1, 1, 1]]
 
 
+async def test_model_that_gets_no_ring_says_so(tmp_path: Path) -> None:
+    """It was asked for, and runs are slower without."""
+    with capture_logs() as lines:
+        async with make(tmp_path, models.tokens()):
+            pass
+        async with make(tmp_path / "other", models.digits()):
+            pass
+    (line,) = lines
+    assert (line["event"], line["instance"]) == ("model.without_ring", "instance")
+    assert "fixed" in line["reason"]
+
+
 async def test_rows_are_widened_and_answers_labelled(tmp_path: Path) -> None:
     """The same as without a ring."""
     directory = tmp_path / "model"
@@ -181,6 +196,17 @@ async def test_error_of_the_device_ends_the_process(tmp_path: Path) -> None:
         gpu.fails_at = gpu.copies + 1
         with pytest.raises(Fatal, match="illegal memory access"):
             await answer(instance, digits(1))
+
+
+async def test_whatever_else_goes_wrong_on_the_way_in_ends_the_process(tmp_path: Path) -> None:
+    """At once: nobody knows what was enqueued, and nobody would ever say that it is done."""
+    gpu = Gpu()
+    async with make(tmp_path, models.digits(), device=gpu) as instance:
+        gpu.fault = ValueError("out of memory")
+        gpu.fails_at = gpu.copies + 1
+        with pytest.raises(Fatal, match="out of memory"):
+            async with asyncio.timeout(5):
+                await answer(instance, digits(1))
 
 
 async def test_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
