@@ -166,7 +166,8 @@ def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> lis
 
 
 def _say_so(state: RetryCallState) -> None:
-    log.warning(Event.SEND_RETRIED, attempt=state.attempt_number, reason=str(state.outcome))
+    reason = "" if state.outcome is None else str(state.outcome.exception())
+    log.warning(Event.SEND_RETRIED, attempt=state.attempt_number, reason=reason)
 
 
 class _Delivery:

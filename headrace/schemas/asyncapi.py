@@ -210,8 +210,8 @@ def _request_headers() -> _Node:
         },
         "x-tenant": _text("On whose behalf."),
         "x-cancel": _text(
-            "The request that this record cancels, as topic/partition/offset, or empty: the one with "
-            "its kafka_correlationId. The record is no request itself."
+            "The request that this record cancels, as topic/partition/offset, or empty: the one "
+            "with its kafka_correlationId. The record is no request itself."
         ),
         "x-model": _text("A model's name, or name/version."),
         **_passed_on(),

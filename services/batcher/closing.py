@@ -8,8 +8,8 @@ from headrace.flow.channel import Ask
 from headrace.flow.endings import VOID
 from headrace.messages import Failure, Request
 from headrace.services.batcher.admission import too_late
-from headrace.services.batcher.groups import Group, ModelQueue
-from headrace.services.batcher.lanes import Fifo, Lane
+from headrace.services.batcher.groups import ModelQueue
+from headrace.services.batcher.lanes import Fifo, Group, Lane
 from headrace.topics import Stage
 
 

@@ -25,7 +25,8 @@ from headrace.flow.endings import deadline_passed, rejection
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.admission import too_late
 from headrace.services.batcher.closing import Closing, size_of
-from headrace.services.batcher.groups import BatchLimits, Group, ModelQueue
+from headrace.services.batcher.groups import ModelQueue
+from headrace.services.batcher.lanes import BatchLimits, Group
 from headrace.topics import Stage
 
 ModelKey = tuple[str, str]

@@ -9,80 +9,15 @@ one tenant and one shape class there is one lane, and nothing to choose.
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 from headrace.flow.channel import Ask
 from headrace.messages import Request
-from headrace.models.latency import Latency
 from headrace.services.batcher.admission import Pace
-from headrace.services.batcher.lanes import Fifo, Lane, Shares, Tenant
+from headrace.services.batcher.lanes import BatchLimits, Fifo, Group, Lane, Shares, Tenant
 from headrace.services.batcher.ranking import Ranking
 
 _TOLERATED = 32
 """So many full groups that have gone may be kept, before they are cleared away."""
-
-
-class BatchLimits(Protocol):
-    """What a model allows; a `headrace.models.registry.ModelVersion` has these."""
-
-    @property
-    def max_batch_size(self) -> int: ...
-    @property
-    def max_batch_bytes(self) -> int: ...
-    @property
-    def max_queue_delay_ms(self) -> float: ...
-    @property
-    def latency(self) -> Latency | None: ...
-
-
-class Group:
-    """Waiting requests of one model, version and shape class.
-
-    Attributes:
-        best_rows: the batch size with the best throughput, as far as it is known.
-    """
-
-    __slots__ = (
-        "best_rows",
-        "by_share",
-        "is_listed_full",
-        "lanes",
-        "limits",
-        "max_bytes",
-        "rows",
-        "shape_class",
-        "size_bytes",
-    )
-
-    def __init__(self, shape_class: tuple[int, ...], limits: BatchLimits, shares: Shares) -> None:
-        self.shape_class = shape_class
-        self.limits = limits
-        self.best_rows = limits.max_batch_size
-        self.max_bytes = limits.max_batch_bytes
-        self.lanes: dict[str, Lane] = {}
-        self.by_share: Ranking[Lane] = Ranking(lambda lane: shares.start(lane.tenant))
-        self.rows = 0
-        self.size_bytes = 0
-        self.is_listed_full = False
-        self.learn()
-
-    def learn(self) -> None:
-        """Look again which batch size is best."""
-        latency = self.limits.latency
-        if latency is not None:
-            self.best_rows = latency.best_rows(self.shape_class, self.limits.max_batch_size)
-
-    def first_lane(self) -> Lane | None:
-        """The lane that the next row comes from; None when nothing waits."""
-        if len(self.lanes) > 1:
-            return self.by_share.first()
-        lane = next(iter(self.lanes.values()), None)
-        return lane if lane is not None and lane.count else None
-
-    @property
-    def is_full(self) -> bool:
-        """More would not fit into one batch."""
-        return self.rows >= self.best_rows or self.size_bytes >= self.max_bytes
 
 
 class ModelQueue:

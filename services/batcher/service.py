@@ -8,7 +8,7 @@ from collections.abc import Callable
 from headrace.flow.channel import Ask, Inlet, Outlet, PullChannel
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.forming import Forming, ModelKey
-from headrace.services.batcher.groups import BatchLimits
+from headrace.services.batcher.lanes import BatchLimits
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import WaitingSnapshot
 from headrace.topics import Stage

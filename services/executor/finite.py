@@ -11,6 +11,7 @@ from headrace.errors import Code
 from headrace.messages import Failure, Request
 from headrace.models.backend import Arrays
 from headrace.models.signature import Signature
+from headrace.tensors import to_array
 from headrace.topics import Stage
 
 _ROWS_TOLD = 10
@@ -25,12 +26,24 @@ def refuse_nonfinite(requests: Sequence[Request], signature: Signature, outputs:
         finite = np.isfinite(array)
         if finite.all():
             continue
+        if signature.buckets:
+            _refuse_padded(requests, spec.name)
+            continue
         if not signature.batched:
             requests[0].outputs = None
             requests[0].fail(_failure(f"output {spec.name}: expected finite values, got others"))
             continue
         rows = np.asarray(finite.reshape(len(array), -1).all(axis=1))
         _refuse_rows(requests, spec.name, rows)
+
+
+def _refuse_padded(requests: Sequence[Request], name: str) -> None:
+    """By what is left of their outputs: padding has been cut off."""
+    for request in requests:
+        own = [to_array(one) for one in request.outputs or () if one.name == name]
+        for array in own:
+            finite = np.asarray(np.isfinite(array).reshape(len(array), -1).all(axis=1))
+            _refuse_rows([request], name, finite)
 
 
 def _refuse_rows(requests: Sequence[Request], name: str, finite: NDArray[np.bool_]) -> None:

@@ -17,6 +17,7 @@ from headrace.models.binding import Binder
 from headrace.models.config import ModelConfig, make_model_config
 from headrace.models.padding import bucket_for, with_padding
 from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.services.executor.finite import refuse_nonfinite
 from headrace.services.executor.gather import gather, scatter
 from headrace.tensors import to_array
 from tests.support.work import make_request
@@ -103,6 +104,22 @@ def test_outputs_have_the_sizes_of_the_request() -> None:
     np.testing.assert_array_equal(outputs[0][0], hidden[:1, :2])
     np.testing.assert_array_equal(outputs[1][0], hidden[1:, :3])
     np.testing.assert_array_equal(outputs[1][1], summary[1:])
+
+
+def test_what_is_not_finite_in_padding_fails_nobody() -> None:
+    """Models may give minus infinity where the mask is 0; it is cut off before any answer."""
+    fine, bad, signature = request_of(2), request_of(3), padded()
+    gather([fine, bad], signature)
+    hidden = np.zeros((2, 4, 2), np.float32)
+    hidden[0, 2:], hidden[1, 2] = -np.inf, np.nan
+    outputs = {"hidden": hidden, "summary": np.zeros((2, 8), np.float32)}
+
+    scatter([fine, bad], signature, outputs)
+    refuse_nonfinite([fine, bad], signature, outputs)
+
+    assert fine.failure is None
+    assert bad.failure is not None
+    assert bad.failure.message.startswith("output hidden: expected finite values")
 
 
 def test_gathering_again_pads_once() -> None:

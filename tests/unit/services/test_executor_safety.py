@@ -38,7 +38,9 @@ async def decided_by_requests(
 def outcomes(bench: Bench) -> dict[str, float]:
     """How many batches have shown what."""
     return {
-        outcome: counted(bench.instruments, "batch_comparisons_total", model="model", outcome=outcome)
+        outcome: counted(
+            bench.instruments, "batch_comparisons_total", model="model", outcome=outcome
+        )
         for outcome in ("agreed", "differed", "inconclusive")
     }
 
