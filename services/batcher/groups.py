@@ -16,6 +16,9 @@ from headrace.services.batcher.admission import Pace
 from headrace.services.batcher.lanes import BatchLimits, Fifo, Group, Lane, Shares, Tenant
 from headrace.services.batcher.ranking import Ranking
 
+TIMER_US = 1000
+"""What the timers of the event loop may be late by."""
+
 _TOLERATED = 32
 """So many full groups that have gone may be kept, before they are cleared away."""
 
@@ -40,6 +43,7 @@ class ModelQueue:
         self.pace = Pace()
         self.shares = Shares()
         self._delay_us = int(limits.max_queue_delay_ms * 1000)
+        self._begin_by_us = 0
         self._groups: dict[tuple[int, ...], Group] = {}
         self._tenants: dict[str, Tenant] = {}
         self._lanes = 0
@@ -66,6 +70,8 @@ class ModelQueue:
         fifo.requests.append(request)
         if envelope.deadline_ms:
             fifo.note_deadline(request)
+            if self._delay_us:
+                self._shorten_delay(group, request)
         rows = request.rows
         lane.count += 1
         fifo.share[0] += rows
@@ -99,6 +105,8 @@ class ModelQueue:
         group.size_bytes -= size_bytes
         self.count -= count
         self.rows -= rows
+        if not self.count:
+            self._begin_by_us = 0
         if not lane.count and self._lanes > 1:
             self._close_lane(lane)
 
@@ -117,16 +125,21 @@ class ModelQueue:
         if ask.at_once or not (busy or self._delay_us) or group.is_full:
             return group
         if not busy:
+            if 0 < self._begin_by_us <= now_us:
+                return group
             oldest = self._oldest()
             if oldest.came_us() + self._delay_us <= now_us:
                 return oldest.group
         return self._full_group()
 
     def due_us(self) -> int | None:
-        """When the oldest group's delay is over; None where nothing waits for that."""
+        """When the oldest group's delay is over, or the earliest deadline leaves no time for it;
+        None where nothing waits for that.
+        """
         if not (self._delay_us and self.count):
             return None
-        return self._oldest().came_us() + self._delay_us
+        due_us = self._oldest().came_us() + self._delay_us
+        return min(due_us, self._begin_by_us) if self._begin_by_us else due_us
 
     def urgency_us(self) -> int:
         """The moment by which the most urgent request of the next tenant should be done."""
@@ -151,6 +164,16 @@ class ModelQueue:
         return [request for lane in lanes for request in lane.waiting()]
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _shorten_delay(self, group: Group, request: Request) -> None:
+        """Nobody waits for a batch to fill beyond the moment that leaves time for its run. It
+        holds until all that waits has gone, which is soon.
+        """
+        latency, run_us = self.limits.latency, None
+        if latency is not None:
+            run_us = latency.predict_us(group.shape_class, group.best_rows)
+        begin_by_us = request.envelope.deadline_ms * 1000 - (run_us or 0) - TIMER_US
+        self._begin_by_us = max(1, min(begin_by_us, self._begin_by_us or begin_by_us))
 
     def _next_tenant(self) -> Tenant:
         if len(self._tenants) == 1:
