@@ -168,5 +168,9 @@ class ResponderService:
     ) -> None:
         addressed: Addressed = {}
         for request in requests:
-            self._add(addressed, request, partitions)
+            if request.receipt.void:  # since it was asked for
+                self._metrics.void.inc()
+                request.receipt.settle()
+            else:
+                self._add(addressed, request, partitions)
         await self._answers.take(addressed)

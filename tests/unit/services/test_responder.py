@@ -15,6 +15,7 @@ from headrace.flow.answered import Progress
 from headrace.flow.origins import Origins
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
+from headrace.services.responder import directory
 from headrace.services.responder.turns import OrderBy
 from tests.support.answering import (
     DEAD_LETTERS,
@@ -132,6 +133,24 @@ async def test_looking_for_a_reply_topic_delays_nobody() -> None:
         records = await bench.records(MINE.topic)
 
     assert [status(record) for record in records] == ["ok"]
+
+
+async def test_what_becomes_void_while_its_reply_topic_is_looked_up_gets_no_answer_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its partition's new owner gives it, and knows nothing of this one."""
+    monkeypatch.setattr(directory, "RETRY_S", 0.01)
+    request = answerable(kafka_replyTopic=MINE.topic.encode())
+    async with running() as bench:
+        bench.log.faults.take_down()
+        await bench.inlet.send([request])
+        for _ in range(5):
+            await asyncio.sleep(0)
+        receipt_of(request).void = True
+        bench.log.faults.bring_back()
+        await eventually(lambda: receipt_of(request).settled)
+        assert await bench.records(MINE.topic) == []
+        assert counted(bench.instruments, "void_total") == 1
 
 
 async def test_a_late_answer_is_an_expiry() -> None:
