@@ -5,6 +5,8 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.complete
 LOCK  := requirements.lock
 NODES ?= 1
+# Most of the time of a test on a real Kafka is waiting. A file's tests stay in one process.
+WORKERS ?= 2
 
 # The first of these that is Python 3.11 or newer makes the environment.
 PYTHON ?=
@@ -83,7 +85,7 @@ deploy-check: setup ## hold deploy/compose.yaml against the Compose specificatio
 
 .PHONY: test
 test: setup ## every test, those on a real Kafka included
-	@$(BIN)/pytest
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: test-fast
 test-fast: setup ## the tests that need neither a broker nor patience
