@@ -109,12 +109,14 @@ def _settings_from(environment: Mapping[str, str]) -> Settings:
     return make_settings({**values, "namespace": environment["HEADRACE_NAMESPACE"]})
 
 
-def _headrace(
+def headrace_as(
     name: str,
     *processes: str,
     delivery: str = "at_least_once",
     traced: bool = False,
 ) -> Contestant:
+    """Headrace with these stages in each process; without any, all in one."""
+
     def programs(subject: Subject, place: Place) -> list[Program]:
         environment = _environment(subject, place, delivery, traced=traced)
         return [
@@ -136,7 +138,7 @@ THREE = "Headrace, three processes"
 OVERLAPPED = "aiokafka, bulk, partitions overlapped"
 BARE = "bare ONNX Runtime"
 
-FUSED_CONTESTANT = _headrace(FUSED)
+FUSED_CONTESTANT = headrace_as(FUSED)
 ECHO = _loop("two hops through Kafka", "echo")
 
 CONTESTANTS = [
@@ -148,10 +150,10 @@ CONTESTANTS = [
     _loop("FastStream", "faststream_app", family="framework"),
     _loop("Quix Streams", "quix_app", family="framework"),
     FUSED_CONTESTANT,
-    _headrace("Headrace, exactly once", delivery="exactly_once"),
-    _headrace("Headrace, traced at 1 %", traced=True),
-    _headrace(THREE, "ingest", "batcher,executor", "responder"),
-    _headrace("Headrace, four processes", "ingest", "batcher", "executor", "responder"),
+    headrace_as("Headrace, exactly once", delivery="exactly_once"),
+    headrace_as("Headrace, traced at 1 %", traced=True),
+    headrace_as(THREE, "ingest", "batcher,executor", "responder"),
+    headrace_as("Headrace, four processes", "ingest", "batcher", "executor", "responder"),
 ]
 ENOUGH_FOR_SLOW_MODELS = {
     "aiokafka, batches, commit awaited",

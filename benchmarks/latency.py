@@ -7,6 +7,7 @@ records that were there before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.cluster import PARTITIONS, Cluster
@@ -29,21 +30,29 @@ UNLOADED_S = 1.0
 
 
 class LatencyRun:
-    """Headrace in one process, under loads one after another.
+    """Headrace under loads, one after another.
 
     Args:
         place: of this run; its topic of requests is used by nobody else.
+        contestant: in which form, and with which guarantee.
     """
 
-    def __init__(self, cluster: Cluster, subject: Subject, place: Place) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        subject: Subject,
+        place: Place,
+        contestant: Contestant = FUSED_CONTESTANT,
+    ) -> None:
+        self._contestant = contestant
         self._cluster = cluster
         self._subject = subject
         self._place = place
 
     async def loaded(self, seconds: float) -> tuple[float, list[Latency]]:
         """The capacity per second, and the latencies at shares of it. Raises `ProgramFailed`."""
-        await self._topics(FUSED_CONTESTANT)
-        with Running(FUSED_CONTESTANT.programs(self._subject, self._place)) as running:
+        await self._topics(self._contestant)
+        with Running(self._contestant.programs(self._subject, self._place)) as running:
             await self._warm_up(running)
             under_way = 8 * self._subject.batch if self._subject.slow else 2048 * PARTITIONS
             found = await self._load(seconds, SKIP_S).closed_loop(under_way)
@@ -58,9 +67,22 @@ class LatencyRun:
                 latencies.append(_told(share, capacity_per_s * share, measured))
         return capacity_per_s, latencies
 
+    async def at(self, rates_per_s: Sequence[float], seconds: float) -> tuple[float, list[Latency]]:
+        """One at a time, in ms at the median, and the latencies at given rates."""
+        await self._topics(self._contestant)
+        with Running(self._contestant.programs(self._subject, self._place)) as running:
+            await self._warm_up(running)
+            alone = await self._load(seconds).closed_loop(1)
+            latencies = []
+            for rate in rates_per_s:
+                measured = await self._load(seconds, SKIP_S).open_loop(rate, seed=1)
+                running.check()
+                latencies.append(_told(0.0, rate, measured))
+        return 1e3 * alone.latency.percentile_s(50), latencies
+
     async def unloaded(self, echo_place: Place) -> Unloaded:
         """One request at a time, by turns through Headrace and through an echo."""
-        await self._topics(FUSED_CONTESTANT)
+        await self._topics(self._contestant)
         await self._cluster.create_plain(echo_place.requests)
         await self._cluster.create_plain(echo_place.responses)
         echo = LatencyRun(self._cluster, self._subject, echo_place)
@@ -68,7 +90,7 @@ class LatencyRun:
         headrace: list[Measured] = []
         hops: list[Measured] = []
         with (
-            Running(FUSED_CONTESTANT.programs(self._subject, self._place)) as running,
+            Running(self._contestant.programs(self._subject, self._place)) as running,
             Running(ECHO.programs(self._subject, echo_place)) as echoing,
         ):
             await self._warm_up(running)
