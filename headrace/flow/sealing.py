@@ -136,7 +136,7 @@ class Sealing:
             compose: makes the answers and dead letters.
 
         Raises:
-            Unsealed: what is left in the list is to be sealed again.
+            Unsealed: it was not sealed; what is left in the list is to be sealed again.
             Lost: what is left is void.
             Rejected: the log refuses one of the records, or all of them together.
         """
@@ -154,7 +154,12 @@ class Sealing:
             if source is None or not fitting:
                 return
             offsets = self._books.offsets(number, source, fitting)
-            await self._transact(seat, compose(fitting), offsets)
+            try:
+                await self._transact(seat, compose(fitting), offsets)
+            except Unsealed:
+                # All of a transaction is visible, or nothing: here only its end was not heard of.
+                if not self._are_answered(number, fitting):
+                    raise
             self._books.settle(requests_of(fitting))
             outgoing[:] = outgoing[len(fitting) :]
 
@@ -190,6 +195,10 @@ class Sealing:
             else:
                 fresh.append(each)
         return fresh
+
+    def _are_answered(self, number: int, outgoing: Sequence[Outgoing]) -> bool:
+        progress = self._books.progress(number)
+        return progress is not None and all(each[0].offset in progress for each in outgoing)
 
     async def _transact(self, seat: _Seat, records: Records, offsets: Offsets) -> None:
         producer = seat.producer

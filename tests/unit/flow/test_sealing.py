@@ -10,6 +10,7 @@ from headrace.flow import sealing
 from headrace.flow.sealing import Lost
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
+from headrace.log.memory.faults import SealFault
 from headrace.log.port import TransactionalProducer
 from tests.support.conditions import eventually
 from tests.support.sealing import Owner, answers, compose, log_with_topics, outgoing_of
@@ -103,6 +104,17 @@ async def test_one_who_is_not_counted_in_loses_everything(log: MemoryLog) -> Non
 
     assert owner.losses == 1
     assert await answers(log) == {}
+
+
+async def test_what_turns_out_to_be_sealed_counts_as_sealed(log: MemoryLog) -> None:
+    """The caller tells of these answers as of any others; they are no duplicates."""
+    owner = await owner_of(log)
+    log.faults.spoil_seals(SealFault.UNKNOWN_BUT_COMMITTED)
+    outgoing = outgoing_of(owner, 0, 1)
+    await owner.sealing.seal(0, outgoing, compose)
+
+    assert outgoing == []
+    assert await answers(log) == {0: 1, 1: 1}
 
 
 async def test_a_successor_knows_what_another_owner_has_answered(log: MemoryLog) -> None:
