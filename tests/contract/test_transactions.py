@@ -317,16 +317,20 @@ async def test_a_producer_knows_the_partitions_of_topics(
 async def test_many_producers_enter_side_by_side(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
-    """Twelve partitions that are assigned at once have their producers within two seconds."""
+    """Twelve partitions that are assigned at once have their producers, none fencing another."""
     partitions = await make_topic(12)
 
     async def enter(partition: TopicPartition) -> TransactionalProducer:
         name = f"{unique_name}.{partition.partition}"
         return await log.transactional_producer(name, unique_name).__aenter__()
 
-    async with asyncio.timeout(2.0):
-        producers = await asyncio.gather(*map(enter, partitions))
+    producers = await asyncio.gather(*map(enter, partitions))
+    for partition, producer in zip(partitions, producers, strict=True):
+        await producer.seal({}, {partition: Committed(1)})
     await asyncio.gather(*(each.close() for each in producers))
+
+    committed = await log.committed(unique_name, partitions)
+    assert committed == dict.fromkeys(partitions, Committed(1))
 
 
 async def test_a_member_knows_that_it_is_one(
