@@ -288,6 +288,7 @@ class Segment:
             self._instruments,
         )
         self.source.when_revoked(responder.revoked)
+        self.source.probation.aside.unacknowledged = responder.unacknowledged
         self._runs["responder"] = responder.run
         return channel
 

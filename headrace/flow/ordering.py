@@ -62,10 +62,15 @@ class Order(Generic[T]):
         free = sorted(each for each in self._held if each in self._answered)
         return [item for each in free for item in self._leave(self._held.pop(each, []))]
 
+    def waiting(self) -> list[T]:
+        """Everything that is held."""
+        return [item for waiting in self._held.values() for _, item in waiting]
+
     def drop(self) -> list[T]:
-        """Everything that is held; the partition is not ours any more."""
-        held, self._held = self._held, {}
-        return [item for waiting in held.values() for _, item in waiting]
+        """The same, held no more; the partition is not ours any more."""
+        items = self.waiting()
+        self._held.clear()
+        return items
 
     def _has_left(self, offset: int) -> bool:
         return offset in self._left or offset in self._answered

@@ -2,7 +2,8 @@
 
 While there are suspects, nothing is let in but the part that is running. The order of steps is what
 makes a mark mean something: nothing is in flight → the mark is written and acknowledged → the part
-is let in → all of it is answered → the next mark. When no suspects are left, all partitions are
+is let in → all of it is answered → the next mark. What has run, and whose answer no broker takes,
+is as good as answered here (`aside.py`). When no suspects are left, all partitions are
 marked as open, and reading goes on as ever; from then on this costs nothing.
 
 The source drives it: `assigned` and `revoked` come from the group, `look` and `let_in` from its
@@ -19,6 +20,7 @@ import structlog
 
 from headrace.errors import Retriable
 from headrace.flow.answered import Progress
+from headrace.flow.aside import Aside
 from headrace.flow.delivery import Trial
 from headrace.flow.inflight import Assignment, Ledger
 from headrace.flow.marks import Marks, Owner
@@ -46,13 +48,11 @@ class _Opening:
         self.last = -1
         self.is_reached = False
 
-    @property
-    def is_answered(self) -> bool:
-        """All that was let in is answered, or passed over."""
-        of = self.assignment
-        if of is None or self.last < 0:
+    def is_over(self, aside: Aside) -> bool:
+        """All that was let in is answered, passed over, or aside."""
+        if self.assignment is None or self.last < 0:
             return self.is_reached
-        return self.is_reached and not of.in_flight and not of.progress.unanswered(self.last + 1)
+        return self.is_reached and aside.has_all_below(self.assignment, self.last + 1)
 
 
 class Probation:
@@ -66,11 +66,13 @@ class Probation:
     Attributes:
         active: there are suspects; reading has to ask.
         held: partitions of which nothing may be let in now.
+        aside: what has run and cannot be answered now.
     """
 
     def __init__(self, marks: Marks, ledger: Ledger, metrics: Metrics, max_attempts: int) -> None:
         self._marks = marks
         self._ledger = ledger
+        self.aside = Aside(ledger)
         self._metrics = metrics
         self._max_attempts = max_attempts
         self._member = ""
@@ -188,9 +190,10 @@ class Probation:
             return  # revoked this moment, or not known yet; the next look tells
         if not (self._moved or self.held or self._openings):
             self.active = False  # the last records that were dropped are read again from here on
-        if not waiting and self._ledger.budget.used_bytes == 0:
+        self.aside.look(asyncio.get_running_loop().time())
+        if not waiting and self.aside.is_all:
             self._idle.set()
-        if self._openings and all(each.is_answered for each in self._openings.values()):
+        if self._openings and all(each.is_over(self.aside) for each in self._openings.values()):
             self._answered.set()
 
     def let_in(

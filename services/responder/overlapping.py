@@ -8,7 +8,8 @@ its answers wait at the side, and hold up nobody else's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
@@ -66,6 +67,7 @@ class Overlapping:
         self._room = Room(UNACKNOWLEDGED_BYTES)
         self._tasks = asyncio.TaskGroup()
         self._stalled: dict[TopicPartition, list[Request]] = {}
+        self._writing: dict[int, Sequence[Request]] = {}
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -95,6 +97,10 @@ class Overlapping:
         """Receipts have become void: let go of what stands at the side."""
         for target, waiting in self._stalled.items():
             self._stalled[target] = self._still_ours(waiting)
+
+    def unacknowledged(self) -> Iterable[Request]:
+        """Which requests are being answered, or stand at the side."""
+        return chain.from_iterable((*self._writing.values(), *self._stalled.values()))
 
     def _still_ours(self, requests: list[Request]) -> list[Request]:
         ours: list[Request] = []
@@ -130,10 +136,17 @@ class Overlapping:
     async def _answer_target(
         self, target: TopicPartition, requests: list[Request], left: set[TopicPartition]
     ) -> None:
-        await self._answer_partition(target, requests)
+        await self._write(target, requests)
         left.discard(target)
         while waiting := self._stalled.pop(target, None):
-            await self._answer_partition(target, waiting)
+            await self._write(target, waiting)
+
+    async def _write(self, target: TopicPartition, requests: Sequence[Request]) -> None:
+        self._writing[id(requests)] = requests
+        try:
+            await self._answer_partition(target, requests)
+        finally:
+            del self._writing[id(requests)]
 
     async def _answer_partition(self, target: TopicPartition, requests: Sequence[Request]) -> None:
         composer = self._composer

@@ -9,7 +9,11 @@ import pytest
 
 from headrace.config import make_settings
 from headrace.errors import Code
+from headrace.flow.marks import NOBODY, Marks
+from headrace.flow.suspects import Mark
+from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 from headrace.topics import Stage, Topic
+from tests.support.conditions import eventually
 from tests.support.dying import (
     FUSED,
     POISON,
@@ -21,7 +25,8 @@ from tests.support.dying import (
     restart_until,
     send_numbers,
 )
-from tests.support.pipelines import PARTITIONS, Grouping, log_for, name_of
+from tests.support.logs import write_to
+from tests.support.pipelines import PARTITIONS, Grouping, log_for, name_of, serving
 
 COUNT = 1000
 
@@ -110,3 +115,43 @@ async def test_the_search_goes_on_through_evictions_and_rebalances(
         place: {Code.MODEL_FAILED} for place in culprits
     }
     assert found == {place: {2 * n} for place, n in enumerate(numbers) if n != POISON}
+
+
+@pytest.mark.parametrize(
+    "delivery",
+    [{}, {"guarantee": "exactly_once"}, {"order": "partition"}],
+    ids=["at-least-once", "exactly-once", "ordered"],
+)
+async def test_a_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
+    tmp_path: Path, delivery: dict[str, str]
+) -> None:
+    """After an unclean end its reply partition has no leader; what comes later is answered."""
+    add_dying_model(tmp_path)
+    settings = make_settings(
+        {
+            "topics": {"partitions": PARTITIONS},
+            "models": {"repository": tmp_path},
+            "delivery": delivery,
+        }
+    )
+    log = await log_for(settings)
+    await log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
+    log.faults.take_leaders("headrace.mine")
+    requests = [TopicPartition(settings.topic(Topic.REQUESTS), each) for each in range(PARTITIONS)]
+    reply = [("kafka_replyTopic", b"headrace.mine")]
+    await write_to(log, requests[0], NewRecord(None, number_value(1.0, "0"), reply))
+    marks = Marks(log, settings.namespace)
+    await marks.write({each: Mark(is_open=True) for each in requests}, NOBODY)
+    async with serving(settings, log, [FUSED]):
+        for place in range(1, PARTITIONS):
+            await write_to(log, requests[place], NewRecord(None, number_value(1.0, str(place))))
+
+        async def others_answered() -> bool:
+            return len(await outcomes(settings, log)) == PARTITIONS - 1
+
+        await eventually(others_answered)
+        log.faults.elect("headrace.mine")
+        mine = log._topics.partition(TopicPartition("headrace.mine", 0))
+        await eventually(lambda: mine.end)
+
+    assert await outcomes(settings, log) == {place: {2.0} for place in range(1, PARTITIONS)}

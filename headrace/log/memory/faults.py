@@ -60,6 +60,7 @@ class Faults:
         self._held: list[asyncio.Future[None]] | None = None
         self._acknowledgements_to_lose = 0
         self._forbidden: dict[str, bool] = {}
+        self._leaderless: set[str] = set()
 
     # The switches.
 
@@ -95,6 +96,14 @@ class Faults:
     def allow(self, topic: str) -> None:
         """Undo `forbid`."""
         self._forbidden.pop(topic, None)
+
+    def take_leaders(self, topic: str) -> None:
+        """Leave a topic's partitions without leaders: what is sent there fails, until `elect`."""
+        self._leaderless.add(topic)
+
+    def elect(self, topic: str) -> None:
+        """Undo `take_leaders`."""
+        self._leaderless.discard(topic)
 
     def hold_acknowledgements(self) -> None:
         """Write what is sent, but tell nobody until `release_acknowledgements`."""
@@ -182,6 +191,11 @@ class Faults:
     def is_hidden(self, topic: str) -> bool:
         """Whether producers may not even know of the topic."""
         return self._forbidden.get(topic, False)
+
+    def require_leader(self, partition: TopicPartition) -> None:
+        """Raises `LogUnavailable` where the partition has none."""
+        if partition.topic in self._leaderless:
+            raise LogUnavailable(f"{partition}: it has no leader")
 
     def down_for_s(self) -> float:
         """For how long no broker has answered; 0.0 when it does."""

@@ -48,6 +48,7 @@ class MemoryProducer:
         if self._faults.is_hidden(partition.topic):
             raise TopicForbidden(partition.topic)
         topic = self._topics.topic_of(partition)
+        self._faults.require_leader(partition)
         where = topic.partitions[partition.partition]
         runs = []
         for start, stop in batch_bounds(sizes, topic.max_message_bytes):

@@ -86,6 +86,7 @@ class MemoryTransactionalProducer:
             if self._faults.is_forbidden(partition.topic):
                 raise TopicForbidden(partition.topic)
             topic = self._topics.topic_of(partition)
+            self._faults.require_leader(partition)
             where = topic.partitions[partition.partition]
             for start, stop in batch_bounds(sizes, topic.max_message_bytes):
                 batch, batch_sizes = chunk[start:stop], sizes[start:stop]

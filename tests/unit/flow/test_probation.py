@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.flow import probation
+from headrace.flow import aside, probation
 from headrace.flow.answered import Progress
 from headrace.flow.delivery import Trial
 from headrace.flow.inflight import LedgerReceipt
@@ -19,9 +19,11 @@ from headrace.flow.source_settings import SourceSettings
 from headrace.flow.suspects import CLEAN, Mark
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
+from headrace.messages import Request
 from headrace.telemetry.metrics import Metrics
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
+from tests.support.work import make_request
 
 ONE, TWO = (TopicPartition("requests", number) for number in range(2))
 NO_REQUEST = b"cancels another"
@@ -60,10 +62,22 @@ class Stage:
         """What is in flight, as `partition:offset`."""
         return sorted(f"{one.assignment.partition.partition}:{one.offset}" for one in self.receipts)
 
-    def settle_all(self) -> None:
-        receipts, self.receipts = self.receipts, []
-        for receipt in receipts:
+    def settle(self, offsets: set[int]) -> None:
+        settled = [receipt for receipt in self.receipts if receipt.offset in offsets]
+        self.receipts = [receipt for receipt in self.receipts if receipt.offset not in offsets]
+        for receipt in settled:
             receipt.settle()
+
+    def settle_all(self) -> None:
+        self.settle({receipt.offset for receipt in self.receipts})
+
+
+def with_outputs(receipts: Sequence[LedgerReceipt]) -> list[Request]:
+    """The requests of these, as they have come to the responder."""
+    requests = [make_request() for _ in receipts]
+    for request, receipt in zip(requests, receipts, strict=True):
+        request.receipt = receipt
+    return requests
 
 
 @asynccontextmanager
@@ -161,6 +175,46 @@ async def test_what_was_unanswered_at_an_unclean_end_is_run_first_and_alone(
 
     assert first == [f"0:{offset}" for offset in range(10)]
     assert during == Mark(True, 10, (0, 10))
+
+
+@pytest.mark.parametrize("stuck", [{0}, {4, 9}, set(range(10))], ids=str)
+async def test_who_has_run_and_cannot_be_answered_holds_nobody_up(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch, stuck: set[int]
+) -> None:
+    """A reply partition without a leader keeps its suspects in flight; the others go on."""
+    monkeypatch.setattr(aside, "QUIET_S", 0.02)
+    await mark(log, Mark(True, 10))
+    await write_to(log, TWO, b"later")
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.receipts) == 10)
+        waiting = with_outputs([each for each in stage.receipts if each.offset in stuck])
+        stage.settle({each.offset for each in stage.receipts} - stuck)
+        stage.source.probation.aside.unacknowledged = lambda: waiting
+        await eventually(lambda: "1:0" in stage.holds)
+        held = set(stage.holds)
+        stage.settle_all()
+
+    assert held == {"1:0"} | {f"0:{offset}" for offset in stuck}
+
+
+async def test_who_still_runs_holds_the_others_up(
+    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only some of those in flight are in the responder: another may yet end the process."""
+    monkeypatch.setattr(aside, "QUIET_S", 0.02)
+    await mark(log, Mark(True, 10))
+    await write_to(log, TWO, b"later")
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.receipts) == 10)
+        waiting = with_outputs(stage.receipts[1:])
+        stage.source.probation.aside.unacknowledged = lambda: waiting
+        await eventually(lambda: len(stage.source.probation.aside.receipts) == 9)
+        looks = stage.source.reading.begun
+        await eventually(lambda: stage.source.reading.begun > looks + 5)
+        held = stage.holds
+        stage.settle_all()
+
+    assert "1:0" not in held
 
 
 async def test_a_part_that_was_running_is_cut(log: MemoryLog) -> None:
