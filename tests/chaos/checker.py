@@ -6,8 +6,9 @@ The rules, for requests that the log holds and answers that a `read_committed` r
 - *doubled*: a request with more answers than the guarantee allows. Exactly once allows one. At
   least once allows a further one only where a fault explains it: between the timestamps of two
   consecutive answers (both included) lies some part of a fault that can take a partition from
-  its owner before what it answered is committed, and that hit a process with the responder, or
-  the brokers. A process that joins, leaves or is redeployed in order explains nothing.
+  its owner before what it answered is committed, or leave unknown what became of an answer, and
+  that hit a process with the responder, or the brokers. A process that joins, leaves or is
+  redeployed in order explains nothing.
 - *invented*: an answer to a request that nobody sent.
 - *crossed*: an answer with another request's outputs, correlation id or partition.
 - *wrong*: an answer whose status is none of those that the request may have.
@@ -50,6 +51,7 @@ EXPLAINING = frozenset(
         FaultKind.LOST_PARTITION,
         FaultKind.BROKER_RESTARTED,
         FaultKind.CONNECTIONS_CUT,
+        FaultKind.BROKER_SILENT,
     }
 )
 

@@ -23,12 +23,22 @@ from headrace.errors import Retriable
 from headrace.flow.answered import Progress
 from headrace.log.kafka import KafkaLog
 from headrace.log.port import TopicPartition
-from tests.chaos.history import NO_NUMBER, Answered, Committed, History, Sent
+from tests.chaos.history import (
+    NO_NUMBER,
+    Answered,
+    Committed,
+    Fault,
+    FaultKind,
+    History,
+    Sent,
+)
 from tests.chaos.members import now_ms
 from tests.chaos.workload import PARTITIONS, Question, number_told
 
 BURST = 400
 LOOK_AGAIN_S = 0.25
+SILENT_MS = 1250
+"""A second without an answer, half of what Headrace's requests have, and the pause before it."""
 POLL_MS = 100
 SEND_DEADLINE_S = 45.0
 CLOSE_DEADLINE_S = 3.0
@@ -193,17 +203,25 @@ def _answered(record: Any) -> Answered:
 
 
 async def watch_commits(bootstrap: str, group: str, topic: str, history: History) -> None:
-    """Write down what the group has committed whenever it has changed, until cancelled."""
+    """Write down what the group has committed whenever it has changed, until cancelled.
+
+    Nobody asks the broker more steadily, so that its silences are written down here as well: on a
+    machine that is short of cores it may be silent although nobody struck it.
+    """
     partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
     settings = KafkaSettings(bootstrap_servers=bootstrap, request_timeout_ms=3000)
     known: dict[TopicPartition, Progress] = {}
     async with KafkaLog(settings) as log:
+        heard_ms = now_ms()
         while True:
             try:
                 found = await log.committed(group, partitions)
             except Retriable:  # a broker that restarts; what it missed it sees the next time
                 found = {}
             at_ms = now_ms()
+            if at_ms - heard_ms > SILENT_MS:
+                history.add(Fault(heard_ms, at_ms, FaultKind.BROKER_SILENT, ()))
+            heard_ms = at_ms
             for partition, committed in found.items():
                 progress = None if committed is None else Progress.from_committed(committed)
                 if progress is not None and known.get(partition) != progress:

@@ -82,6 +82,7 @@ class FaultKind(StrEnum):
     LOST_PARTITION = "lost its partitions"
     BROKER_RESTARTED = "broker restarted"
     CONNECTIONS_CUT = "connections cut"
+    BROKER_SILENT = "the broker gave no answer"
     JOINED = "joined"
     LEFT = "left"
     REDEPLOYED = "redeployed"

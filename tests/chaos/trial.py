@@ -19,7 +19,7 @@ from tests.chaos.checker import Finding, Guarantee, Order, Promise, check, dupli
 from tests.chaos.clients import Sender, read_answers, read_back, unheld, watch_commits
 from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
-from tests.chaos.history import History, Identity
+from tests.chaos.history import FaultKind, History, Identity
 from tests.chaos.nemeses import SESSION_TIMEOUT_S, Plan, Target, draw_plan, strike
 from tests.chaos.workload import PARTITIONS, REPLIES, add_models, ask
 from tests.support.conditions import eventually
@@ -80,13 +80,15 @@ class Outcome(NamedTuple):
     def __str__(self) -> str:
         trial = self.trial
         breaches = sorted({finding.breach for finding in self.findings})
+        silences = sum(fault.kind is FaultKind.BROKER_SILENT for fault in self.history.faults)
+        silent = f", broker silent {silences} times" if silences else ""
         crashes = [f"{len(self.crashes)} crashes, first: {self.crashes[0]}"] if self.crashes else []
         verdict = ", ".join([*breaches, *crashes, *filter(None, [self.stuck])]) or "ok"
         return (
             f"seed {trial.seed:<6} {trial.form:<6} {trial.promise.guarantee:<14} "
             f"order {trial.promise.order:<10} {len(self.history.sent):>6} requests "
             f"{duplicates(self.history):>4} repeated {self.seconds:5.1f} s  "
-            f"{verdict}  [{self.strikes}]"
+            f"{verdict}  [{self.strikes}{silent}]"
         )
 
 
