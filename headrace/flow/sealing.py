@@ -19,7 +19,7 @@ import structlog
 
 from headrace.errors import HeadraceError, Rejected, Retriable
 from headrace.flow.books import Books, Offsets, Outgoing, by_offset, requests_of
-from headrace.log.errors import Fenced
+from headrace.log.errors import Fenced, NoLeader
 from headrace.log.port import Consumer, Log, NewRecord, TopicPartition, TransactionalProducer
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -138,6 +138,7 @@ class Sealing:
         Raises:
             Unsealed: it was not sealed; what is left in the list is to be sealed again.
             Lost: what is left is void.
+            NoLeader: a partition takes nothing for now; nothing has begun.
             Rejected: the log refuses one of the records, or all of them together.
         """
         seat = self._seats.get(number)
@@ -206,6 +207,8 @@ class Sealing:
         try:
             with self._metrics.commit():
                 await producer.seal(records, offsets)
+        except NoLeader:
+            raise  # nothing has begun
         except BaseException as error:
             seat.spent = True
             if not isinstance(error, Exception):

@@ -12,6 +12,14 @@ class LogUnavailable(Retriable):
     """No broker answered in time; what was asked may or may not have happened."""
 
 
+class NoLeader(LogUnavailable):
+    """A partition has no leader for now; nothing of what was asked has happened."""
+
+    def __init__(self, partition: TopicPartition) -> None:
+        super().__init__(f"{partition}: it has no leader")
+        self.partition = partition
+
+
 class LogAuthenticationFailed(Fatal):
     """The broker refused our credentials, or we its certificate."""
 

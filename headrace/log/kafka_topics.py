@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import aiokafka.errors as kafka_errors
@@ -13,6 +14,7 @@ from aiokafka.client import AIOKafkaClient
 from headrace.log.errors import (
     LogAuthenticationFailed,
     LogUnavailable,
+    NoLeader,
     TopicForbidden,
     UnknownPartition,
 )
@@ -26,6 +28,9 @@ _ABSENT_FOR_S: Final = 1.0
 _COUNT_FOR_S: Final = 30.0
 _RULES_FOR_S: Final = 300.0
 _REMEMBERED: Final = 10_000
+
+_NOBODY: Final = -1
+"""The leader of a partition that has none."""
 
 _FORBIDDEN: Final = -1
 """In the place of a number of partitions."""
@@ -173,6 +178,34 @@ class KnownTopics:
             return None
         remembered = self._rules.get(partition.topic, time.monotonic())
         return None if remembered is None else remembered[0]
+
+
+async def require_leaders(client: AIOKafkaClient, partitions: Collection[TopicPartition]) -> None:
+    """Raises `NoLeader` for the first partition that has none, as a broker says now.
+
+    A client that knows of leaders asks no broker; one that goes is found out by what is sent to it.
+    """
+    if _leaderless(client, partitions) is None:
+        return
+    async with answered("metadata", QUESTION_S):
+        await client.force_metadata_update()
+    partition = _leaderless(client, partitions)
+    if partition is not None:
+        raise NoLeader(partition)
+
+
+def require_known_leaders(client: AIOKafkaClient, partitions: Collection[TopicPartition]) -> None:
+    """The same, as the client knows; raises `LogUnavailable`."""
+    partition = _leaderless(client, partitions)
+    if partition is not None:
+        raise LogUnavailable(f"{partition}: it has no leader any more")
+
+
+def _leaderless(
+    client: AIOKafkaClient, partitions: Collection[TopicPartition]
+) -> TopicPartition | None:
+    leader = client.cluster.leader_for_partition
+    return next((each for each in partitions if leader(each) == _NOBODY), None)
 
 
 async def _count(client: AIOKafkaClient, topic: str) -> int | None:

@@ -294,9 +294,9 @@ class TransactionalProducer(Entered, Protocol):
 
         Either may be empty. One call at a time.
 
-        After any exception the producer is of no more use: nothing of the transaction will be
-        visible, unless its outcome is unknown. Close it and enter a successor with its id, which
-        ends what is open; the committed offsets then say what became of it.
+        After any exception but `NoLeader` the producer is of no more use: nothing of the
+        transaction will be visible, unless its outcome is unknown. Close it and enter a successor
+        with its id, which ends what is open; the committed offsets then say what became of it.
 
         Raises:
             RecordTooLarge: one of the records, or a batch that they made, is too large: one that
@@ -304,6 +304,7 @@ class TransactionalProducer(Entered, Protocol):
             RecordRefused: a record without a key, for a topic that is compacted.
             UnknownPartition: a topic was deleted, or never had the partition.
             TopicForbidden: the broker's access rules.
+            NoLeader: before anything was begun, with the first such partition.
             Fenced: another producer with this id was entered, or the broker ended the
                 transaction for taking too long; `Consumer.is_member` tells which.
             LogUnavailable: no answer in time; the outcome is unknown.

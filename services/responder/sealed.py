@@ -3,9 +3,10 @@
 A transaction that the log refuses is taken apart until the answer that is at fault stands alone;
 that one gives way, by the same rules as without transactions, and the others go as they are.
 
-One that does not end in time may have met a reply partition without a leader. Then the answers for
-each reply partition are sealed by themselves. What fails again is *stalled*: it is put aside, and
-tried again now and then.
+The answers for a partition that has no leader are *stalled*: they are put aside, and tried again
+now and then, and the others go without them. A transaction that does not end in time may have met
+a partition that is lost in another way. Then the answers for each reply partition are sealed by
+themselves, and what fails again is stalled as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import structlog
 from headrace.errors import Rejected
 from headrace.flow.books import Outgoing, by_offset, requests_of
 from headrace.flow.sealing import Lost, Records, Sealing, Unsealed
-from headrace.log.errors import LogRefused, TopicForbidden, UnknownPartition
+from headrace.log.errors import LogRefused, NoLeader, TopicForbidden, UnknownPartition
 from headrace.log.port import TopicPartition
 from headrace.services.responder.composing import Addressed, Composer
 from headrace.telemetry.logs import Event
@@ -44,8 +45,9 @@ class SealedStep:
     """Answers requests of one source partition; see `turns.Step`.
 
     Args:
-        responses: the topic; what is for one of its partitions is never put aside.
-        in_order: nothing is, since nothing may pass it.
+        responses: the topic; what is for one of its partitions is put aside only where that has
+            no leader.
+        in_order: nothing is put aside, since nothing may pass it.
     """
 
     def __init__(
@@ -107,11 +109,25 @@ class SealedStep:
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     async def _try(self, number: int, outgoing: list[Outgoing], draft: _Draft) -> bool:
-        """One transaction; False when it failed. Void answers are settled without it."""
-        if not outgoing:
-            return True
+        """One transaction; False when it failed. Void answers are settled without it, and those
+        for partitions without leaders stay in the list.
+        """
+        leaderless: list[Outgoing] = []
+        done = False
         try:
-            await self._sealing.seal(number, outgoing, draft.compose)
+            while outgoing and not done:
+                try:
+                    await self._sealing.seal(number, outgoing, draft.compose)
+                except NoLeader as error:
+                    here = [each for each in outgoing if each[1] == error.partition]
+                    if self._in_order or not here:
+                        return False
+                    self._stall(error.partition, STALLED_S)
+                    leaderless += here
+                    outgoing[:] = [each for each in outgoing if each[1] != error.partition]
+                else:
+                    draft.note()
+                    done = True
         except Unsealed:
             self._metrics.retried("send", len(outgoing))
             return False
@@ -120,8 +136,8 @@ class SealedStep:
             for request in requests_of(outgoing):
                 request.receipt.settle()
             outgoing.clear()
-        else:
-            draft.note()
+        finally:
+            outgoing += leaderless
         return True
 
     async def _isolate(self, number: int, outgoing: list[Outgoing], draft: _Draft | None) -> bool:
@@ -139,16 +155,16 @@ class SealedStep:
             return False
         for target in sorted(targets):
             part = [each for each in outgoing if each[1] == target]
-            if await self._try(number, part, draft or _Draft(self._composer)):
+            if not await self._try(number, part, draft or _Draft(self._composer)):
+                before = self._stalls.get(target)
+                pause_s = STALLED_S if before is None else 2 * before.pause_s
+                self._stall(target, min(pause_s, MAX_STALLED_S))
+            elif not part:
                 self._stalls.pop(target, None)
-            else:
-                self._stall(target)
             outgoing[:] = [*part, *(each for each in outgoing if each[1] != target)]
         return True
 
-    def _stall(self, target: TopicPartition) -> None:
-        before = self._stalls.get(target)
-        pause_s = STALLED_S if before is None else min(2 * before.pause_s, MAX_STALLED_S)
+    def _stall(self, target: TopicPartition, pause_s: float) -> None:
         self._stalls[target] = _Stall(time.monotonic() + pause_s, pause_s)
         log.warning(Event.ANSWERS_STALLED, topic=str(target), again_in_s=pause_s)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 
-from headrace.log.errors import LogUnavailable
+from headrace.log.errors import LogUnavailable, NoLeader
 from headrace.log.memory.group import Group
 from headrace.log.memory.topics import Topics
 from headrace.log.memory.transactions import Transactions
@@ -193,9 +193,9 @@ class Faults:
         return self._forbidden.get(topic, False)
 
     def require_leader(self, partition: TopicPartition) -> None:
-        """Raises `LogUnavailable` where the partition has none."""
+        """Raises `NoLeader` where the partition has none."""
         if partition.topic in self._leaderless:
-            raise LogUnavailable(f"{partition}: it has no leader")
+            raise NoLeader(partition)
 
     def down_for_s(self) -> float:
         """For how long no broker has answered; 0.0 when it does."""

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.errors import Rejected
-from headrace.log.errors import LogUnavailable, TopicForbidden
+from headrace.log.errors import LogUnavailable, NoLeader, TopicForbidden
 from headrace.log.memory.faults import Faults, SealFault
 from headrace.log.memory.partition import payload_bytes
 from headrace.log.memory.producer import MemoryProducer, batch_bounds, refusal
@@ -52,6 +52,12 @@ class MemoryTransactionalProducer:
         epoch, self._epoch = self._epoch, None
         if epoch is None:
             raise RuntimeError("the producer was not entered, has failed, or is closed")
+        for partition in records:
+            try:
+                self._faults.require_leader(partition)
+            except NoLeader:
+                self._epoch = epoch
+                raise
         if any(records.values()) or offsets:
             await self._seal(epoch, records, offsets)
         self._epoch = epoch
@@ -86,7 +92,6 @@ class MemoryTransactionalProducer:
             if self._faults.is_forbidden(partition.topic):
                 raise TopicForbidden(partition.topic)
             topic = self._topics.topic_of(partition)
-            self._faults.require_leader(partition)
             where = topic.partitions[partition.partition]
             for start, stop in batch_bounds(sizes, topic.max_message_bytes):
                 batch, batch_sizes = chunk[start:stop], sizes[start:stop]

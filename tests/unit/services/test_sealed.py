@@ -340,6 +340,46 @@ async def test_a_reply_partition_without_a_leader_holds_up_nobody_else(
         assert await bench.committed() == Progress(9)
 
 
+@pytest.mark.parametrize("topic", ["headrace.mine", RESPONSES.topic])
+async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
+    monkeypatch: pytest.MonkeyPatch, topic: str
+) -> None:
+    """What goes elsewhere is sealed at once, by the same producer."""
+    monkeypatch.setattr(sealed, "STALLED_S", 0.02)
+    monkeypatch.setattr(turns, "WAITING_S", 0.02)
+    async with running() as bench:
+        for name in ("headrace.mine", "headrace.yours"):
+            await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)
+        bench.log.faults.take_leaders(topic)
+        epochs = dict(bench.log._transactions._epochs)
+        topics = ["headrace.mine", "headrace.yours", RESPONSES.topic] * 3
+        await bench.inlet.send([bench.request(kafka_replyTopic=each.encode()) for each in topics])
+        await eventually(lambda: bench.in_flight == 3)
+        stuck = {place for place, each in enumerate(topics) if each == topic}
+        committed = await bench.committed()
+        assert [each for each in range(9) if each not in committed] == sorted(stuck)
+        assert bench.log._transactions._epochs == epochs
+
+        bench.log.faults.elect(topic)
+        await bench.settled()
+        assert await bench.committed() == Progress(9)
+        assert await bench.statuses(topic) == dict.fromkeys(sorted(stuck), "ok")
+
+
+async def test_in_order_a_partition_without_a_leader_holds_up_what_follows() -> None:
+    """Nothing is put aside, and nothing fenced: the answers come in order once it has one."""
+    async with running("partition") as bench:
+        bench.log.faults.take_leaders(RESPONSES.topic)
+        await bench.inlet.send([bench.request() for _ in range(9)])
+        await eventually(lambda: counted(bench.instruments, "void_total") == 0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert bench.in_flight == 9
+        bench.log.faults.elect(RESPONSES.topic)
+        await bench.settled()
+        assert await offsets_in_order(bench) == list(range(9))
+
+
 async def test_a_step_takes_no_more_than_is_encoded_in_one_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
