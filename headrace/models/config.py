@@ -151,6 +151,7 @@ class ModelConfig(_Group):
         if faults := [
             *self._range_faults(),
             *self._device_faults(),
+            *self._ring_faults(),
             *self._signature_faults(),
             *self._adaptation_faults(),
             *self._padding_faults(),
@@ -188,6 +189,19 @@ class ModelConfig(_Group):
             faults.append(f"pinned: expected device cpu, got {self.device}")
         if self.providers and on_cuda != (self.providers[0] != CPU):
             faults.append(f"providers: {self.providers[0]} first does not fit device {self.device}")
+        return faults
+
+    def _ring_faults(self) -> list[str]:
+        """What was asked for and would not be there is refused, not left out."""
+        first, on_cuda = self.execution_providers[0], self.device != "cpu"
+        faults = []
+        if self.ring and first not in (CPU, CUDA):
+            faults.append(f"ring: expected false with {first}, whose runs go by no stream of ours")
+        if self.cuda_graphs and on_cuda and not (self.ring and self.execution_providers == (CUDA,)):
+            faults.append(
+                f"cuda_graphs: expected ring = true and {CUDA} alone beside it, got ring = "
+                f"{str(self.ring).lower()} and {', '.join(self.execution_providers)}"
+            )
         return faults
 
     def _signature_faults(self) -> list[str]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import structlog
 from numpy.typing import NDArray
 
@@ -171,10 +172,10 @@ class DeviceInstance(Instance):
 
     def _dispatch(self, loaded: Loaded, reap: Call) -> None:
         assert self._ring is not None
-        rows = loaded.rows
+        rows, bucket = loaded.rows, self._bucket_of[loaded.rows - 1]
         submitted_ns = time.perf_counter_ns()
         try:
-            self._ring.submit(loaded.slot, rows, self._runs[self._bucket_of[rows - 1]])
+            self._ring.submit(loaded.slot, rows, self._runs[bucket], bucket)
         except Exception as raised:  # noqa: BLE001 - whatever it is, it is told as the end
             # Nobody knows what was enqueued, so that the slot can never be filled again.
             error = raised if isinstance(raised, Fatal) else Fatal(f"{self.name}: {raised}")
@@ -248,9 +249,13 @@ class DeviceInstance(Instance):
             return super().gather(requests, fresh=False)
         slot = ring.take()
         assert slot is not None, "more than a running batch and the next one"
+        padding = self._bucket_of[rows - 1] - rows
         for position, (block, tensor) in enumerate(zip(slot.host, plan.inputs, strict=True)):
             assert block.array is not None
-            copy_rows(requests, position, block.array.data[: rows * tensor.row_bytes])
+            stop = rows * tensor.row_bytes
+            copy_rows(requests, position, block.array.data[:stop])
+            if padding:
+                _repeat_last(block.array, stop, tensor.row_bytes, padding)
         return Loaded(slot, rows)
 
     def start_ahead(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
@@ -275,6 +280,12 @@ class DeviceInstance(Instance):
             # Before anybody who waits for the answers goes on.
             reap.done.add_done_callback(lambda _: ring.release(slot))
         return inputs.call
+
+
+def _repeat_last(array: NDArray[np.uint8], stop: int, row_bytes: int, times: int) -> None:
+    """Pad with copies of the last row: nobody's data is run with another batch's."""
+    padded = array[stop : stop + times * row_bytes].reshape(times, row_bytes)
+    padded[:] = array[stop - row_bytes : stop]
 
 
 def _raise(error: Exception) -> None:

@@ -6,7 +6,6 @@ from functools import partial
 
 from headrace.device.cpu import CpuDevice
 from headrace.device.port import Device
-from headrace.models.config import CPU, CUDA
 from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.preparing import Preparation
 from headrace.models.repository import files_of
@@ -54,12 +53,11 @@ def _room_of(version: ModelVersion) -> Room | None:
 
 def _on_device(version: ModelVersion) -> OnDevice:
     config = version.config
-    streams = config.execution_providers[0] in (CPU, CUDA)
     return OnDevice(
         open_device=partial(open_device, config.device),
         max_rows=config.max_batch_size,
-        ring=config.ring and streams,
-        graphs=config.cuda_graphs and config.execution_providers == (CUDA,),
+        ring=config.ring,
+        graphs=config.cuda_graphs and config.device != "cpu",
         needs={
             "weights": sum(path.stat().st_size for path in files_of(version.directory)),
             "arena": config.gpu_memory_limit_bytes,

@@ -74,11 +74,12 @@ class Slot:
         host: where the rows are gathered, one block for each input.
         answers: where the results arrive, one block for each output.
         rows: of the batch that is in it.
+        bucket: of the run that it goes through: `rows`, and those that pad it.
         error: what the model raised, if it did; there are no answers then.
     """
 
     __slots__ = (
-        *("answers", "computed", "error", "host", "landed", "name"),
+        *("answers", "bucket", "computed", "error", "host", "landed", "name"),
         *("ready", "results", "rows", "staged"),
     )
 
@@ -104,7 +105,7 @@ class Slot:
         self.landed: Event = device.event(f"{self.name} landed")
         self.computed: Event = device.event(f"{self.name} computed")
         self.ready: Event = device.event(f"{self.name} ready")
-        self.rows = 0
+        self.rows = self.bucket = 0
         self.error: Exception | None = None
 
 
@@ -151,7 +152,9 @@ class Ring:
         """A slot to be filled; None while all are under way."""
         return self._free.popleft() if self._free else None
 
-    def submit(self, slot: Slot, rows: int, enqueue: Callable[[], None]) -> None:
+    def submit(
+        self, slot: Slot, rows: int, enqueue: Callable[[], None], bucket: int | None = None
+    ) -> None:
         """Enqueue everything for a batch whose rows are in the slot's host blocks.
 
         An error of the model's is kept in the slot; it is for `collect` to wait for what was
@@ -160,12 +163,14 @@ class Ring:
         Args:
             slot: from `take`, filled.
             rows: how many are in it.
-            enqueue: a run of the model, of at least so many rows, on the compute stream.
+            enqueue: a run of the model on the compute stream.
+            bucket: the rows of that run, where they are more; those behind the batch's own are in
+                the host blocks as well, since the model's input still holds an earlier batch's.
 
         Raises:
             Fatal: an error of the device's.
         """
-        slot.rows, slot.error = rows, None
+        slot.rows, slot.bucket, slot.error = rows, bucket or rows, None
         self._bring_in(slot)
         try:
             self._device.launch(
@@ -182,7 +187,7 @@ class Ring:
         self._bring_out(slot)
 
     def _bring_in(self, slot: Slot) -> None:
-        device, rows = self._device, slot.rows
+        device, rows = self._device, slot.bucket
         for tensor, host, staged in zip(self._plan.inputs, slot.host, slot.staged, strict=True):
             device.copy(host, staged, rows * tensor.row_bytes, self._copy_in)
         device.record(slot.landed, self._copy_in)

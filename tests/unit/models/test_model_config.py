@@ -78,8 +78,21 @@ def test_all_faults_are_told_at_once() -> None:
             "device cuda:0: expected experimental_cuda = true beside it, here or in [executor], "
             "since the code for GPUs is experimental; got false",
         ),
+        (
+            {"device": "cuda:0", **CUDA, "providers": ["TensorrtExecutionProvider"], "ring": True},
+            "ring: expected false with TensorrtExecutionProvider, whose runs go by no stream "
+            "of ours",
+        ),
+        (
+            {"device": "cuda:0", **CUDA, "cuda_graphs": True},
+            "cuda_graphs: expected ring = true and CUDAExecutionProvider alone beside it, got "
+            "ring = false and CUDAExecutionProvider",
+        ),
     ],
-    ids=["range", "options", "providers", "device", "half a signature", "experimental"],
+    ids=[
+        *("range", "options", "providers", "device", "half a signature", "experimental"),
+        *("ring", "graphs"),
+    ],
 )
 def test_values_that_do_not_agree_are_refused(values: dict[str, Any], fault: str) -> None:
     """What each value allows alone may not go together."""

@@ -52,6 +52,17 @@ class Gpu(CpuDevice):
         super().copy(source, target, size_bytes, stream)
 
 
+class Watched(CpuDevice):
+    """Its blocks can be looked at, by name."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, Block] = {}
+
+    def device_block(self, name: str, size_bytes: int) -> Block:
+        block = self.blocks[name] = super().device_block(name, size_bytes)
+        return block
+
+
 def make(
     tmp_path: Path,
     model: onnx.ModelProto,
@@ -98,6 +109,18 @@ async def test_answers_are_those_of_the_rows(tmp_path: Path, count: int) -> None
         for first in (0, 10):
             values = [float(first + number) for number in range(count)]
             assert await answer(instance, digits(*values)) == [64 * value for value in values]
+
+
+async def test_padding_repeats_a_row_of_its_own_batch(tmp_path: Path) -> None:
+    """Not even what is thrown away is computed of another batch's rows."""
+    device = Watched()
+    async with make(tmp_path, models.digits(), device=device) as instance:
+        await answer(instance, digits(9, 9, 9, 9, 9, 9))
+        await answer(instance, digits(1, 2, 3, 4, 5))
+    seen = device.blocks["input pixels"].array
+    assert seen is not None
+    rows = seen.view(np.float32).reshape(MAX_ROWS, 64)
+    assert rows[:, 0].tolist() == [1, 2, 3, 4, 5, 5]
 
 
 async def test_batch_starts_behind_the_one_that_computes(tmp_path: Path) -> None:
