@@ -97,10 +97,11 @@ test-broker: setup ## the tests on a real Kafka
 
 SEEDS ?= 20
 FIRST_SEED ?= 1
+AT_ONCE ?= 1
 
 .PHONY: chaos
 chaos: setup ## seeds of faults on a real Kafka, checked by what callers saw; SEEDS=200 for long
-	@$(BIN)/python -m tests.chaos --seeds $(SEEDS) --first-seed $(FIRST_SEED)
+	@$(BIN)/python -m tests.chaos --seeds $(SEEDS) --first-seed $(FIRST_SEED) --at-once $(AT_ONCE)
 
 .PHONY: check
 check: lint types schemas-check deploy-check test ## all of the above that can fail

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import get_args
@@ -33,6 +33,7 @@ STORIES = 3
 @click.option("--form", type=click.Choice(list(FORMS)), help="Drawn by the seed if not given.")
 @click.option("--guarantee", type=click.Choice(GUARANTEES), help="In turns if not given.")
 @click.option("--order", type=click.Choice(get_args(Order)), help="Drawn by the seed if not given.")
+@click.option("--at-once", default=1, show_default=True, help="Seeds, each on its own broker.")
 @click.option("--minutes", type=float, help="After so many, no further seed is begun.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Where failures are kept.")
 def main(
@@ -42,6 +43,7 @@ def main(
     form: str | None,
     guarantee: Guarantee | None,
     order: Order | None,
+    at_once: int,
     minutes: float | None,
     keep: Path | None,
 ) -> None:
@@ -52,33 +54,42 @@ def main(
     # The harness's own clients tell of every broker that restarts, which is what it does to them.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     end_s = None if minutes is None else time.monotonic() + minutes * 60
-    drawn = (
+    drawn: Iterator[Trial] = (
         draw_trial(seed, guarantee, form, order)._replace(requests=requests)
         for seed in range(first_seed, first_seed + seeds)
         if end_s is None or time.monotonic() < end_s
     )
-    outcomes = asyncio.run(run(drawn, keep or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))))
+    keep = keep or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
+    outcomes = asyncio.run(run(drawn, keep, at_once))
     click.echo(summary(outcomes))
     sys.exit(0 if all(outcome.passed for outcome in outcomes) else 1)
 
 
-async def run(trials: Iterable[Trial], keep: Path) -> list[Outcome]:
-    """Run all of them on one broker, or on another one where that does not come back."""
+async def run(trials: Iterator[Trial], keep: Path, at_once: int) -> list[Outcome]:
+    """Run all of them, so many at a time; the outcomes in the order in which they came."""
     outcomes: list[Outcome] = []
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(at_once):
+            tasks.create_task(_run_in_turn(trials, keep, outcomes), name=f"chaos-{number}")
+    return outcomes
+
+
+async def _run_in_turn(trials: Iterator[Trial], keep: Path, outcomes: list[Outcome]) -> None:
+    """Those that nobody else takes, on one broker, or on another where that does not come back."""
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running_cluster())
         for trial in trials:
             directory = keep / f"seed-{trial.seed}"
             try:
-                outcomes.append(await run_trial(trial, cluster, directory))
+                outcome = await run_trial(trial, cluster, directory)
             except* BrokerFailed as failed:
                 click.echo(f"seed {trial.seed:<6} says nothing: {_first_line(failed)}")
                 await stack.aclose()
                 cluster = await stack.enter_async_context(running_cluster())
             else:
-                for line in report(outcomes[-1], directory):
+                outcomes.append(outcome)
+                for line in report(outcome, directory):
                     click.echo(line)
-    return outcomes
 
 
 def _first_line(failed: BaseExceptionGroup[BrokerFailed]) -> str:
