@@ -43,7 +43,7 @@ class Receipt:
 def _requests(count: int) -> list[Request]:
     requests = []
     for number in range(count):
-        request = Request(Receipt(), (0, number, number - 1, 0), None, None, [], Envelope())
+        request = Request(Receipt(), 0, number, number - 1, 0, None, None, [], Envelope())
         pixels = np.full((1, 64), number, np.float32)
         request.inputs = (from_array("pixels", pixels),)
         request.shape_class, request.size_bytes = (), pixels.nbytes

@@ -267,97 +267,60 @@ class Envelope(NamedTuple):
     cancels: tuple[str, int, int] | None = None
 
 
-class Request:
+class Request(Struct, eq=False):
     """A request on its way through a process.
 
     Ingest fills it up to `wanted`; the batcher and the executor add to the timings; whoever ends
-    it sets either `outputs` or `failure`, and the responder answers what stands there.
+    it sets either `outputs` or `failure`, and the responder answers what stands there. It is a
+    struct for speed, and is never encoded.
 
     Attributes:
         receipt: of the record by which it came into this process.
         partition, offset, previous, timestamp_ms, after: its origin, see `WireOrigin`.
         key, value, headers: its source record's, untouched.
+        ingested_us, formed_us: when it was read, and when its batch closed; epoch microseconds.
         inputs: in the order of the model's signature.
         rows: the size of the batch dimension; 1 where the model has none.
-        size_bytes: of all inputs together.
         shape_class: requests of one model may share a batch when these are equal.
+        size_bytes: of all inputs together.
         wanted: names of the outputs asked for; None for all.
-        ingested_us, formed_us: when it was read, and when its batch closed; epoch microseconds.
         checked_us, done_us: when ingest, and the last stage before the responder, was done with
             it, in epoch microseconds; 0 where nothing is traced.
         batch_id: of its batch; empty where nothing is traced, or it joined none.
         trace: None unless it is sampled.
         compute_us: how long its run took; `batch_rows` how many rows ran with it.
-        own_sizes: there only once it was padded, see `headrace.models.padding`.
+        own_sizes: None until it was padded, see `headrace.models.padding`.
     """
 
-    own_sizes: dict[str, tuple[int, int]]
-    __slots__ = (
-        "after",
-        "batch_id",
-        "batch_rows",
-        "checked_us",
-        "compute_us",
-        "done_us",
-        "envelope",
-        "failure",
-        "formed_us",
-        "headers",
-        "id",
-        "ingested_us",
-        "inputs",
-        "key",
-        "model",
-        "offset",
-        "outputs",
-        "own_sizes",
-        "partition",
-        "previous",
-        "receipt",
-        "rows",
-        "shape_class",
-        "size_bytes",
-        "timestamp_ms",
-        "trace",
-        "value",
-        "version",
-        "wanted",
-    )
-
-    def __init__(
-        self,
-        receipt: Receipt,
-        origin: tuple[int, int, int, int],
-        key: bytes | None,
-        value: bytes | memoryview | None,
-        headers: Sequence[tuple[str, bytes | None]],
-        envelope: Envelope,
-    ) -> None:
-        self.receipt = receipt
-        self.partition, self.offset, self.previous, self.timestamp_ms = origin
-        self.after = -1
-        self.key = key
-        self.value = value
-        self.headers = headers
-        self.envelope = envelope
-        self.model = envelope.model
-        self.version = envelope.version
-        self.id: str | None = None
-        self.inputs: tuple[Tensor, ...] = ()
-        self.rows = 1
-        self.size_bytes = 0
-        self.shape_class: tuple[int, ...] = ()
-        self.wanted: tuple[str, ...] | None = None
-        self.ingested_us = 0
-        self.formed_us = 0
-        self.compute_us = 0
-        self.batch_rows = 0
-        self.checked_us = 0
-        self.done_us = 0
-        self.batch_id = ""
-        self.trace: Trace | None = None
-        self.outputs: tuple[Tensor, ...] | None = None
-        self.failure: Failure | None = None
+    receipt: Receipt
+    partition: int
+    offset: int
+    previous: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | memoryview | None
+    headers: Sequence[tuple[str, bytes | None]]
+    envelope: Envelope
+    ingested_us: int = 0
+    model: str = ""
+    version: str = ""
+    inputs: tuple[Tensor, ...] = ()
+    rows: int = 1
+    shape_class: tuple[int, ...] = ()
+    size_bytes: int = 0
+    wanted: tuple[str, ...] | None = None
+    id: str | None = None
+    after: int = -1
+    formed_us: int = 0
+    compute_us: int = 0
+    batch_rows: int = 0
+    checked_us: int = 0
+    done_us: int = 0
+    batch_id: str = ""
+    trace: Trace | None = None
+    own_sizes: dict[str, tuple[int, int]] | None = None
+    outputs: tuple[Tensor, ...] | None = None
+    failure: Failure | None = None
 
     @property
     def skipped(self) -> bool:

@@ -178,7 +178,10 @@ def _request(record: ItemRecord | ResultRecord, receipt: Receipt) -> Request:
         envelope = envelope._replace(deadline_ms=record.deadline_ms)
     request = Request(
         receipt,
-        (origin.partition, origin.offset, origin.previous, origin.timestamp_ms),
+        origin.partition,
+        origin.offset,
+        origin.previous,
+        origin.timestamp_ms,
         record.key,
         record.value,
         record.headers,

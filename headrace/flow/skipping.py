@@ -18,4 +18,4 @@ def skipped_range(assignment: Assignment, last: int) -> Request:
     """What stands for everything after the record that was admitted last, up to `last`."""
     receipt = assignment.admit(last, 0)
     origin = (assignment.partition.partition, last, receipt.previous, 0)
-    return Request(receipt, origin, None, None, [], _NO_HEADERS)
+    return Request(receipt, *origin, None, None, [], _NO_HEADERS)

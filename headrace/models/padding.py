@@ -65,7 +65,7 @@ def bucket_for(size: int, buckets: Sequence[int]) -> int:
 def pad(requests: Sequence[Request], signature: Signature) -> None:
     """Bring requests to the sizes of their shape class; those that are padded already stay."""
     for request in requests:
-        if not hasattr(request, "own_sizes"):
+        if request.own_sizes is None:
             request.own_sizes = _own_sizes(request, signature)
             request.inputs = tuple(
                 _padded(tensor, spec, signature.buckets)
@@ -78,6 +78,7 @@ def cut(requests: Sequence[Request], signature: Signature) -> None:
     specs = {spec.name: spec for spec in signature.outputs}
     for request in requests:
         sizes = request.own_sizes
+        assert sizes is not None, "cut before it was padded"
         if any(padded != own for padded, own in sizes.values()):
             outputs = request.outputs or ()
             request.outputs = tuple(_cut(tensor, specs[tensor.name], sizes) for tensor in outputs)

@@ -253,8 +253,9 @@ class Simulation:
         kind, envelope = self._arrivals.kinds[number], self._envelopes[number]
         if timeout_us != NO_TIMEOUT:
             envelope = envelope._replace(deadline_ms=max((at_us + timeout_us) // 1000, 1))
-        request = Request(_RECEIPT, (0, place, place - 1, at_us // 1000), None, None, (), envelope)
+        request = Request(_RECEIPT, 0, place, place - 1, at_us // 1000, None, None, (), envelope)
         request.ingested_us = at_us
+        request.model, request.version = envelope.model, envelope.version
         request.rows, request.size_bytes = rows, size_bytes
         request.shape_class = kind.shape_class
         return request

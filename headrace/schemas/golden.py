@@ -120,7 +120,7 @@ def _request(content_type: str) -> Request:
     ]
     envelope = parse_envelope(headers, _TIMESTAMP_MS, 0)
     origin = (3, 41, 39, _TIMESTAMP_MS)
-    request = Request(_NoReceipt(), origin, b"key", value, headers, envelope)
+    request = Request(_NoReceipt(), *origin, b"key", value, headers, envelope)
     body = decode_request(value, envelope, LimitSettings())
     given = body.inputs[0]
     request.inputs = (

@@ -89,8 +89,9 @@ def read_request(record: Record, assignment: Assignment, rules: Rules, now_us: i
     value = record.value
     receipt = assignment.admit(record.offset, REQUEST_OVERHEAD_BYTES)
     origin = (record.partition, record.offset, receipt.previous, record.timestamp)
-    request = Request(receipt, origin, record.key, value, record.headers, envelope)
+    request = Request(receipt, *origin, record.key, value, record.headers, envelope)
     request.ingested_us = now_us
+    request.model, request.version = envelope.model, envelope.version
     if envelope.deadline_ms:
         request.failure = deadline_passed(request, now_us, Stage.INGEST)
         if request.failure is None and envelope.model and rules.admission is not None:
@@ -122,8 +123,9 @@ def read_condemned(record: Record, assignment: Assignment, rules: Rules, now_us:
     envelope = parse_envelope(record.headers, record.timestamp, rules.limits.default_timeout_ms)
     receipt = assignment.admit(record.offset, _kept_bytes(record))
     origin = (record.partition, record.offset, receipt.previous, record.timestamp)
-    request = Request(receipt, origin, record.key, record.value, record.headers, envelope)
+    request = Request(receipt, *origin, record.key, record.value, record.headers, envelope)
     request.ingested_us = now_us
+    request.model, request.version = envelope.model, envelope.version
     request.id = callers_id(record.value, envelope)
     request.fail(ran_alone(Stage.INGEST))
     return request
@@ -149,10 +151,8 @@ def _misdirected(record: Record, envelope: Envelope, target: tuple[str, int, int
 def _cancelling(record: Record, assignment: Assignment, envelope: Envelope) -> Request:
     assignment.pass_over(record.offset)
     origin = (record.partition, record.offset, record.offset - 1, record.timestamp)
-    cancelling = Request(_NOTHING_OWED, origin, None, None, record.headers, envelope)
-    # Its headers may name one as well, whose queue would take it for a request.
-    cancelling.model = cancelling.version = ""
-    return cancelling
+    # Its headers may name a model as well, whose queue would take it for a request.
+    return Request(_NOTHING_OWED, *origin, None, None, record.headers, envelope)
 
 
 def _kept_bytes(record: Record) -> int:

@@ -163,7 +163,7 @@ def test_nested_json_is_the_same_as_flat_json(array: NDArray[Any]) -> None:
 @given(CONTENT_TYPES, arrays())
 def test_a_response_comes_back_from_its_value(content_type: str, array: NDArray[Any]) -> None:
     """The caller gets the array that the model gave."""
-    request = Request(NO_RECEIPT, (0, 0, 0, 0), None, b"", (), Envelope(content_type=content_type))
+    request = Request(NO_RECEIPT, 0, 0, 0, 0, None, b"", (), Envelope(content_type=content_type))
     request.outputs = (from_array("y", array),)
 
     answer = decode_response(answer_headers(request, "ok", "t"), encode_response(request, 1))
@@ -180,7 +180,7 @@ def test_tensors_survive_the_wire(array: NDArray[Any], inside: bool) -> None:
     if inside:
         view = memoryview(value)[6 : 6 + len(tensor.data)]
         tensor = tensor._replace(data=view)
-    request = Request(NO_RECEIPT, (0, 1, 0, 5), None, value, (), Envelope())
+    request = Request(NO_RECEIPT, 0, 1, 0, 5, None, value, (), Envelope())
     request.inputs = request.outputs = (tensor,)
 
     item = decode_item(encode_item(request), NO_RECEIPT)
@@ -336,5 +336,5 @@ def test_no_headers_raise_anything(
     assert envelope.deadline_ms >= 0
     assert envelope.reply_partition is None or envelope.reply_partition >= 0
     assert isinstance(envelope.model, str)
-    request = Request(NO_RECEIPT, (0, 0, 0, 0), None, b"", headers, envelope)
+    request = Request(NO_RECEIPT, 0, 0, 0, 0, None, b"", headers, envelope)
     assert all(value is not None for _, value in answer_headers(request, "ok", "t"))

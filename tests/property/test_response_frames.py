@@ -34,7 +34,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     """With outputs and times, some of which are of clocks that differ."""
-    request = Request(NO_RECEIPT, (0, 1, 0, 0), None, b"", (), Envelope())
+    request = Request(NO_RECEIPT, 0, 1, 0, 0, None, b"", (), Envelope())
     request.model = draw(st.sampled_from(["m", "n" * 200]))
     request.version = draw(st.sampled_from(["1", "2"]))
     request.id = draw(st.sampled_from([None, "", "x" * 100]))

@@ -90,7 +90,7 @@ class Owner:
                 continue
             receipt = assignment.admit(offset, 1)
             origin = (0, offset, receipt.previous, 0)
-            self.requests[offset] = Request(receipt, origin, None, None, [], Envelope())
+            self.requests[offset] = Request(receipt, *origin, None, None, [], Envelope())
 
     async def fence(self) -> None:
         """The first part of an assignment."""

@@ -103,7 +103,7 @@ def make_traced(
         headers.append(("x-deadline-ms", str(deadline_ms).encode()))
     envelope = parse_envelope(headers, T // 1000, 0)
     origin = (3, offset, offset - 1, T // 1000)
-    request = Request(NO_RECEIPT, origin, b"key", b"value", headers, envelope)
+    request = Request(NO_RECEIPT, *origin, b"key", b"value", headers, envelope)
     request.id, request.model, request.version = id, "digits", "1"
     request.ingested_us = T + 500
     return request

@@ -54,7 +54,7 @@ def make_request(
     offset = next(_offsets)
     envelope = envelope or Envelope(deadline_ms=deadline_ms)
     origin = (0, offset, offset - 1, ingested_us // 1000)
-    request = Request(TestReceipt(), origin, b"key", b"value", [], envelope)
+    request = Request(TestReceipt(), *origin, b"key", b"value", [], envelope)
     request.model, request.version = model, version
     request.rows, request.size_bytes, request.shape_class = rows, size_bytes, shape_class
     request.ingested_us = ingested_us

@@ -45,7 +45,7 @@ def json_data(datatype: str, data: Any, shape: list[int], **fields: Any) -> byte
 
 def answered(content_type: str, **outputs: Any) -> Request:
     """A request that has run."""
-    request = Request(NO_RECEIPT, (2, 7, 6, 0), None, b"", (), Envelope(content_type=content_type))
+    request = Request(NO_RECEIPT, 2, 7, 6, 0, None, b"", (), Envelope(content_type=content_type))
     request.id, request.model, request.version = "r-1", "digits", "3"
     request.ingested_us, request.formed_us, request.compute_us = 1_000, 1_400, 250
     request.batch_rows = 8

@@ -37,7 +37,7 @@ def checked(default_timeout_ms: int = 0) -> Request:
     tensor = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": bytes(range(16))}
     value: bytes = msgpack.packb({"model_name": "m", "inputs": [tensor]})
     envelope = parse_envelope(HEADERS, 1_000, default_timeout_ms)
-    request = Request(NO_RECEIPT, (2, 7, 5, 1_000), b"key", value, HEADERS, envelope)
+    request = Request(NO_RECEIPT, 2, 7, 5, 1_000, b"key", value, HEADERS, envelope)
     view = decode_request(value, envelope, LimitSettings()).inputs[0]
     request.inputs = (
         Tensor("x", "FP32", (2, 2), view.data),

@@ -47,7 +47,7 @@ def test_every_decoded_content_type_is_told(content_type: str) -> None:
 
 def test_dead_letter_headers_are_told_in_their_order() -> None:
     """The table has the headers of a dead letter, all of them and no others."""
-    request = Request(NO_RECEIPT, (0, 0, -1, 0), None, None, [], parse_envelope([], 0, 0))
+    request = Request(NO_RECEIPT, 0, 0, -1, 0, None, None, [], parse_envelope([], 0, 0))
     headers = dead_letter_headers(request, Failure(Code.MODEL_FAILED, "", "executor"), "requests")
 
     assert [cells[0].strip("`") for cells in rows("Dead letters")] == [name for name, _ in headers]

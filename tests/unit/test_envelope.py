@@ -28,7 +28,7 @@ def parse(*headers: tuple[str, bytes | None], default_timeout_ms: int = 0) -> En
 
 def request_with(*headers: tuple[str, bytes | None]) -> Request:
     """A request at offset 7 of partition 2."""
-    return Request(NO_RECEIPT, (2, 7, 6, NOW_MS), b"key", b"value", headers, parse(*headers))
+    return Request(NO_RECEIPT, 2, 7, 6, NOW_MS, b"key", b"value", headers, parse(*headers))
 
 
 def test_no_headers_are_an_empty_envelope() -> None:

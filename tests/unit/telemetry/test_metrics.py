@@ -36,7 +36,7 @@ def request(
 ) -> Request:
     """A request on its way out."""
     envelope = Envelope(deadline_ms=deadline_ms)
-    made = Request(NO_RECEIPT, (0, 7, 6, WRITTEN_MS), None, None, (), envelope)
+    made = Request(NO_RECEIPT, 0, 7, 6, WRITTEN_MS, None, None, (), envelope)
     made.model, made.version = model, version
     made.ingested_us, made.formed_us = INGESTED_US, FORMED_US
     if code is not None:

@@ -32,7 +32,7 @@ def request(code: Code | None = None, *, offset: int = 7) -> Request:
     """One that has run, or was refused."""
     headers = [("authorization", SECRET)]
     made = Request(
-        NO_RECEIPT, (3, offset, 6, NOW_US // 1000 - 500), SECRET, SECRET, headers, Envelope()
+        NO_RECEIPT, 3, offset, 6, NOW_US // 1000 - 500, SECRET, SECRET, headers, Envelope()
     )
     made.model, made.version = "digits", "1"
     made.ingested_us, made.formed_us, made.compute_us = NOW_US - 400_000, NOW_US - 300_000, 120
