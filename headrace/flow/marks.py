@@ -8,7 +8,7 @@ never an answer.
 The text is JSON, since people read it when they look for a culprit:
 
     {"v": 1, "open": true, "stop": 900, "running": [17, 18], "alone": 0, "attempts": [[17, 0, 2]],
-     "member": "headrace-5e1f…", "process": "gpu-1/8d2c6f1e/4026531836/71/9273"}
+     "member": "headrace-5e1f…", "process": "gpu-1/8d2c6f1e/4026531840/9f3cba10d24e7f68"}
 """
 
 from __future__ import annotations

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.flow.marks import NOBODY, Marks, Owner, decode_mark, encode_mark
-from headrace.flow.predecessor import is_gone, process_name
 from headrace.flow.suspects import CLEAN, Mark
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
-from tests.support.conditions import eventually
-from tests.support.logs import RecordingListener
 
 ONE = TopicPartition("requests", 0)
 OFFSETS = st.integers(0, 2**62)
@@ -91,40 +85,3 @@ async def test_a_mark_that_may_not_have_been_kept_is_written_again() -> None:
     await marks.write({ONE: Mark(True)}, owner)
 
     assert await Marks(log, "group").read([ONE]) == {ONE: (Mark(True), owner)}
-
-
-async def test_a_member_whose_process_is_gone_is_removed() -> None:
-    """The group then lets its successor begin without waiting for a session."""
-    log = await made()
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
-    )
-    name = process_name(child.pid)
-    async with log.member("group", ["requests"], RecordingListener()) as member:
-        await eventually(lambda: member.member_id)
-        await Marks(log, "group").write({ONE: Mark(True)}, Owner(member.member_id, name))
-        await Marks(log, "group").remove_dead_members("requests")
-        there = log.faults.members("group")
-        await child.communicate(b"\n")
-
-        await Marks(log, "group").remove_dead_members("requests")
-
-        assert there == (member.member_id,)
-        assert log.faults.members("group") != there
-
-
-def test_this_process_is_not_gone() -> None:
-    """Nor is one without a name, or on another host, of which nothing is known here."""
-    ours = process_name()
-    host, rest = ours.split("/", 1)
-
-    assert not any(map(is_gone, [ours, "", f"{host}-2/{rest}"]))
-
-
-def test_a_process_from_before_the_last_boot_is_gone() -> None:
-    """So is one with our process id in a container that is no more."""
-    host, boot, namespace, pid, start = process_name().split("/")
-
-    assert is_gone(f"{host}/0{boot[1:]}x/{namespace}/{pid}/{start}")
-    assert is_gone(f"{host}/{boot}/{namespace}1/{pid}/{int(start) - 1}")
-    assert not is_gone(f"{host}/{boot}/{namespace}1/{int(pid) + 1}/{start}")

@@ -1,0 +1,96 @@
+"""Which processes are certainly gone, as their successors see it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from headrace.flow.marks import Marks, Owner
+from headrace.flow.predecessor import is_gone, process_name
+from headrace.flow.suspects import Mark
+from headrace.log.memory import MemoryLog
+from headrace.log.port import TopicInfo, TopicPartition
+from tests.support.conditions import eventually
+from tests.support.logs import RecordingListener
+
+ONE = TopicPartition("requests", 0)
+SAYS_ITS_NAME = """
+from headrace.flow.predecessor import process_name
+print(process_name(), flush=True)
+input()
+"""
+
+
+def started() -> tuple[subprocess.Popen[str], str]:
+    """Another process, and its name."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAYS_ITS_NAME], stdin=pipe, stdout=pipe, text=True
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("how", ["exits", "is killed"])
+def test_a_process_is_gone_once_it_has_ended(how: str) -> None:
+    """However it ends, and not before; a remainder that nobody has waited for does not count."""
+    process, name = started()
+    with process:
+        while_it_lived = is_gone(name)
+        if how == "exits":
+            process.communicate("\n")
+        else:
+            process.kill()
+            process.wait()
+
+    assert not while_it_lived
+    assert is_gone(name)
+
+
+def test_this_process_is_not_gone() -> None:
+    """Nor is one without a name, or with a name of a form that is not known here."""
+    assert not any(map(is_gone, [process_name(), "", "gpu-1/8d2c6f1e/4026531836/71/9273"]))
+
+
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["host", "boot", "network"])
+def test_of_what_is_elsewhere_nothing_is_known(part: int) -> None:
+    """Another machine, another boot of it, or a container with a network of its own: a process
+    there may live, though nobody here holds its name.
+    """
+    parts = process_name().split("/")
+    parts[part] += "1"
+    parts[3] = "0" * 16
+
+    assert not is_gone("/".join(parts))
+
+
+def test_each_process_has_a_name_of_its_own() -> None:
+    """Whatever its host is called and whichever process id it has, as in containers."""
+    (first, one), (second, two) = started(), started()
+    for process in (first, second):
+        with process:
+            process.communicate("\n")
+
+    assert len({one, two, process_name()}) == 3
+    assert one.split("/")[:3] == two.split("/")[:3] == process_name().split("/")[:3]
+
+
+async def test_a_member_whose_process_is_gone_is_removed() -> None:
+    """The group then lets its successor begin without waiting for a session."""
+    log = MemoryLog()
+    await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)
+    process, name = started()
+    with process:
+        async with log.member("group", ["requests"], RecordingListener()) as member:
+            await eventually(lambda: member.member_id)
+            await Marks(log, "group").write({ONE: Mark(True)}, Owner(member.member_id, name))
+            await Marks(log, "group").remove_dead_members("requests")
+            there = log.faults.members("group")
+            process.communicate("\n")
+
+            await Marks(log, "group").remove_dead_members("requests")
+
+            assert there == (member.member_id,)
+            assert log.faults.members("group") != there
