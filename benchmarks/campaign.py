@@ -15,11 +15,15 @@ from typing import NamedTuple
 
 from aiokafka.errors import KafkaError
 
-from benchmarks.cluster import Cluster
+from benchmarks.cluster import Cluster, a_port
 from benchmarks.contestants import (
+    ALL_CORES,
+    AWAITED,
     BARE,
+    COMPUTING,
     CONTESTANTS,
     ENOUGH_FOR_SLOW_MODELS,
+    LEARNING,
     PEERS_PYTHON,
     THREE,
     Contestant,
@@ -43,7 +47,8 @@ SETTLE_S = max(each.settle_s for each in CONTESTANTS)
 SWEEP = (1, 2, 4, 8, 16, 32)
 Say = Callable[[str], None]
 FAILURES = (
-    *(ContestantMissing, ProgramFailed, HeadraceError, KafkaError, OSError, ExceptionGroup),
+    *(ContestantMissing, ProgramFailed, HeadraceError, KafkaError, OSError, EOFError),
+    ExceptionGroup,
     subprocess.SubprocessError,
 )
 """What may go wrong with one contestant, or one model, and leaves the others alone."""
@@ -109,7 +114,7 @@ async def measure(plan: Campaign, say: Say) -> Results:
                 results.subjects.append(SubjectResults(name, "", 0, failures=[str(error)]))
                 continue
             # A broker of its own for each model: what the one before has written is gone.
-            measured = SubjectResults(subject.name, subject.kind, subject.batch)
+            measured = SubjectResults(subject.name, subject.kind, subject.batch, subject.threads)
             results.subjects.append(measured)
             try:
                 async with Cluster() as cluster:
@@ -175,17 +180,21 @@ class _Measuring:
         began_s = time.monotonic()
         await self._cluster.fill(self._requests, subject.values, count)
         self._say(f"{subject.name}: {count} requests in {time.monotonic() - began_s:.1f} s")
-        contestants = [each for each in CONTESTANTS if self._is_in(each)]
+        more = COMPUTING if subject.threads else []
+        contestants = [each for each in [*CONTESTANTS, *more] if self._is_in(each)]
         contests = [Contest(each.name, each.family) for each in contestants]
-        bare = Contest(BARE, "bare")
-        self._results.contests = [bare, *contests]
+        bare = [(Contest(BARE, "bare"), subject)]
+        if more:
+            bare.append((Contest(BARE + ALL_CORES, "bare"), subject.with_all_cores()))
+        self._results.contests = [contest for contest, _ in bare] + contests
         round_s = 0.0
         for number in range(plan.rounds):
             round_began_s = time.monotonic()
             if number and round_began_s + round_s > until_s:
                 self._say(f"{subject.name}: no time for round {number + 1}")
                 break
-            self._bare(bare)
+            for contest, varied in bare:
+                self._bare(contest, varied)
             # The other way round every second time: no one always follows the same one.
             pairs = list(zip(contestants, contests, strict=True))
             for contestant, contest in pairs if number % 2 == 0 else reversed(pairs):
@@ -198,24 +207,27 @@ class _Measuring:
         return self._plan.window_s * (2 if self._subject.fastest_per_s < 1000 else 1)
 
     def _is_in(self, contestant: Contestant) -> bool:
-        if self._subject.slow and contestant.name not in ENOUGH_FOR_SLOW_MODELS:
+        enough = not self._subject.slow or contestant.name in ENOUGH_FOR_SLOW_MODELS
+        if not enough and contestant not in COMPUTING:
             return False
-        if self._subject.name == "resnet50" and contestant.name == THREE:
-            return False  # it differs by what small requests cost
+        if self._subject.name == "resnet50" and contestant.name in (THREE, AWAITED):
+            return False  # they differ by what small requests cost
         named = self._plan.named
         return not named or any(part.lower() in contestant.name.lower() for part in named)
 
-    def _bare(self, contest: Contest) -> None:
+    def _bare(self, contest: Contest, subject: Subject) -> None:
         try:
-            contest.runs.append(run_bare(self._subject, self._window_s))
+            contest.runs.append(run_bare(subject, self._window_s))
         except FAILURES as error:
             contest.failures.append(_told(error))
 
     async def _contest(self, contestant: Contestant, contest: Contest) -> None:
         try:
-            found = await saturate(
-                self._cluster, contestant, self._subject, self._place(), self._window_s
-            )
+            place = self._place()
+            if contestant.name == LEARNING:
+                place = place._replace(http_port=a_port())
+            subject = contestant.vary(self._subject)
+            found = await saturate(self._cluster, contestant, subject, place, self._window_s)
         except FAILURES as error:
             contest.failures.append(_told(error))
             self._say(f"{self._subject.name}, {contestant.name}: {error}")
@@ -237,7 +249,8 @@ class _Measuring:
     # --- latency ---------------------------------------------------------------------------
 
     async def _latency(self) -> None:
-        results, cluster, subject = self._results, self._cluster, self._subject
+        results, cluster = self._results, self._cluster
+        subject = self._subject.with_all_cores()  # as it is served unless somebody says otherwise
         try:
             run = LatencyRun(cluster, subject, self._private_place())
             results.capacity_per_s, results.latencies = await run.loaded(self._plan.latency_s)
@@ -256,7 +269,7 @@ class _Measuring:
     def _private_place(self) -> Place:
         """With a topic of requests that nobody else reads."""
         place = self._place()
-        return place._replace(requests=f"{place.run}.requests")
+        return place._replace(requests=f"{place.run}.requests", http_port=a_port())
 
 
 def _told(error: BaseException) -> str:

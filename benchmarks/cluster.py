@@ -12,6 +12,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from benchmarks.processes import cpu_s
 from headrace.config import KafkaSettings
 from headrace.local_kafka import LocalKafka
+from headrace.local_kafka.ports import free_port
 from headrace.log.kafka import KafkaLog
 from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 
@@ -89,6 +90,11 @@ class Cluster:
         async with self.log.reader(partitions) as reader:
             reader.pause(partitions)  # only the ends are asked for
             yield Counter(lambda: reader.end_offsets(partitions))
+
+
+def a_port() -> int:
+    """A port of this machine on which nothing listens now."""
+    return free_port((), "127.0.0.1")
 
 
 class Counter:

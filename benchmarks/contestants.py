@@ -28,12 +28,14 @@ class Place(NamedTuple):
 
     Attributes:
         collector: where traces are sent, if they are.
+        http_port: where Headrace answers questions, in one process; 0: it does not.
     """
 
     bootstrap_servers: str
     requests: str
     run: str
     collector: str = ""
+    http_port: int = 0
 
     @property
     def responses(self) -> str:
@@ -47,6 +49,7 @@ class Contestant(NamedTuple):
     Attributes:
         family: `loop`, `framework` or `headrace`.
         settings: None for those that are not Headrace.
+        vary: the model in the form in which this one serves it.
         settle_s: from the first answer until the count begins. Headrace reads ahead as far as its
             byte budget goes; until then it reads more than it answers.
     """
@@ -56,6 +59,7 @@ class Contestant(NamedTuple):
     programs: Callable[[Subject, Place], list[Program]]
     settings: Callable[[Subject, Place], Settings] | None = None
     settle_s: float = 1.0
+    vary: Callable[[Subject], Subject] = lambda subject: subject
 
 
 # --- loops by hand and frameworks --------------------------------------------------------------
@@ -72,6 +76,7 @@ def _loop(name: str, module: str, *more: str, family: str = "loop") -> Contestan
         command += ["--bootstrap-servers", place.bootstrap_servers, "--requests", place.requests]
         command += ["--responses", place.responses, "--group", place.run]
         command += ["--model", str(subject.onnx), "--batch", str(subject.batch)]
+        command += ["--threads", str(subject.threads)]
         if subject.slow:
             command.append("--slow")
         return [Program(command)]
@@ -90,8 +95,9 @@ def _environment(subject: Subject, place: Place, delivery: str, *, traced: bool)
         "HEADRACE_MODELS__REPOSITORY": str(subject.repository),
         "HEADRACE_TOPICS__NAMES": json.dumps(names),
         "HEADRACE_BATCHING__MAX_BATCH_SIZE": str(subject.batch),
+        "HEADRACE_EXECUTOR__INTRA_OP_THREADS": str(subject.threads),
         "HEADRACE_DELIVERY__GUARANTEE": delivery,
-        "HEADRACE_TELEMETRY__HTTP_PORT": "0",
+        "HEADRACE_TELEMETRY__HTTP_PORT": str(place.http_port),
         "HEADRACE_TELEMETRY__LOG_LEVEL": "warning",
     }
     if traced:
@@ -135,18 +141,23 @@ def headrace_as(
 
 FUSED = "Headrace"
 THREE = "Headrace, three processes"
+AWAITED = "aiokafka, batches, commit awaited"
 OVERLAPPED = "aiokafka, bulk, partitions overlapped"
 BARE = "bare ONNX Runtime"
+LEARNING = "Headrace, batch size learned"
+ALL_CORES = ", all cores"
+"""Behind the names of those who give the model every core, broker or no broker."""
 
 FUSED_CONTESTANT = headrace_as(FUSED)
+OVERLAPPED_CONTESTANT = _loop(OVERLAPPED, "bulk", "--overlapped")
 ECHO = _loop("two hops through Kafka", "echo")
 
 CONTESTANTS = [
     _loop("aiokafka, one record at a time", "one_at_a_time"),
-    _loop("aiokafka, batches, commit awaited", "awaited"),
+    _loop(AWAITED, "awaited"),
     _loop("aiokafka, batches, commit in background", "background"),
     _loop("aiokafka, bulk", "bulk"),
-    _loop(OVERLAPPED, "bulk", "--overlapped"),
+    OVERLAPPED_CONTESTANT,
     _loop("FastStream", "faststream_app", family="framework"),
     _loop("Quix Streams", "quix_app", family="framework"),
     FUSED_CONTESTANT,
@@ -155,8 +166,14 @@ CONTESTANTS = [
     headrace_as(THREE, "ingest", "batcher,executor", "responder"),
     headrace_as("Headrace, four processes", "ingest", "batcher", "executor", "responder"),
 ]
+COMPUTING = [
+    FUSED_CONTESTANT._replace(name=LEARNING, vary=Subject.learning),
+    OVERLAPPED_CONTESTANT._replace(name=OVERLAPPED + ALL_CORES, vary=Subject.with_all_cores),
+    FUSED_CONTESTANT._replace(name=FUSED + ALL_CORES, vary=Subject.with_all_cores),
+]
+"""More of them, where the model takes nearly all of the time."""
 ENOUGH_FOR_SLOW_MODELS = {
-    "aiokafka, batches, commit awaited",
+    AWAITED,
     OVERLAPPED,
     FUSED,
     "Headrace, exactly once",

@@ -1,26 +1,33 @@
 """Latency: open-loop at shares of the capacity, and one request at a time against two bare hops.
 
-The load comes from this process, on the same machine; so the capacity that the shares are of is
-measured with it, by as many requests under way as it takes. It is lower than the throughput of
-records that were there before.
+The load comes from the same machine, in the open form from two processes
+(`benchmarks.open_loop`); so the capacity that the shares are of is measured with a load as well,
+by as many requests under way as it takes. It is lower than the throughput of records that were
+there before. A load that cannot be sent when it is due, or is not answered as it comes, measures
+its own queue: it is made smaller.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from statistics import median
 
 from benchmarks.cluster import PARTITIONS, Cluster
 from benchmarks.contestants import ECHO, FUSED_CONTESTANT, Contestant, Place
+from benchmarks.open_loop import Look, OpenLoop, open_loop
 from benchmarks.processes import ProgramFailed, Running
-from benchmarks.results import Latency, Unloaded
+from benchmarks.results import Cores, Latency, Unloaded
 from benchmarks.saturation import prepare, run_bare
+from benchmarks.stages import scrape, stages_between
 from benchmarks.subjects import Subject
 from headrace.bench.load import Course, Load, Payload
 from headrace.bench.measured import Measured
 from headrace.log.port import TopicPartition
 
 LOADS = (0.2, 0.5, 0.8)
+STEP, LEAST = 0.1, 0.5
+"""By so much the largest share is lowered, down to this, until it is kept up with."""
 WARM_UP_S = 1.0
 START_WAIT_S = 40.0
 LAST_ANSWERS_S = 10.0
@@ -55,17 +62,36 @@ class LatencyRun:
         with Running(self._contestant.programs(self._subject, self._place)) as running:
             await self._warm_up(running)
             under_way = 8 * self._subject.batch if self._subject.slow else 2048 * PARTITIONS
-            found = await self._load(seconds, SKIP_S).closed_loop(under_way)
-            capacity_per_s = found.per_s
+            capacity_per_s = (await self._load(seconds, SKIP_S).closed_loop(under_way)).per_s
             if not capacity_per_s:
                 raise ProgramFailed(f"no answer within {seconds:g} s of load")
             latencies = []
             for share in LOADS:
-                load = self._load(seconds, SKIP_S)
-                measured = await load.open_loop(capacity_per_s * share, seed=1)
-                running.check()
-                latencies.append(_told(share, capacity_per_s * share, measured))
+                found = await self._open(running, capacity_per_s, share, seconds)
+                while not found.kept_up and found.load - STEP > LEAST:
+                    lower = round(found.load - STEP, 2)
+                    found = await self._open(running, capacity_per_s, lower, seconds)
+                latencies.append(found)
         return capacity_per_s, latencies
+
+    async def _open(
+        self, running: Running, capacity_per_s: float, share: float, seconds: float
+    ) -> Latency:
+        """One open-loop run at a share of the capacity, and where the time went."""
+        place, rate = self._place, (capacity_per_s * share, seconds)
+        topics = (
+            TopicPartition(place.requests, PARTITIONS),
+            TopicPartition(place.responses, PARTITIONS),
+        )
+        values = self._subject.values
+
+        def look() -> Look:
+            metrics = scrape(place.http_port) if place.http_port else {}
+            return Look(time.monotonic(), running.cpu_s(), self._cluster.cpu_s(), metrics)
+
+        load = await open_loop(place.bootstrap_servers, topics, values, rate, SKIP_S, look)
+        running.check()
+        return _told(share, rate[0], load)
 
     async def at(self, rates_per_s: Sequence[float], seconds: float) -> tuple[float, list[Latency]]:
         """One at a time, in ms at the median, and the latencies at given rates."""
@@ -73,11 +99,7 @@ class LatencyRun:
         with Running(self._contestant.programs(self._subject, self._place)) as running:
             await self._warm_up(running)
             alone = await self._load(seconds).closed_loop(1)
-            latencies = []
-            for rate in rates_per_s:
-                measured = await self._load(seconds, SKIP_S).open_loop(rate, seed=1)
-                running.check()
-                latencies.append(_told(0.0, rate, measured))
+            latencies = [await self._open(running, rate, 1.0, seconds) for rate in rates_per_s]
         return 1e3 * alone.latency.percentile_s(50), latencies
 
     async def unloaded(self, echo_place: Place) -> Unloaded:
@@ -121,16 +143,33 @@ class LatencyRun:
         return Load(self._cluster.log, course, [Payload(one) for one in self._subject.values])
 
 
-def _told(share: float, offered_per_s: float, measured: Measured) -> Latency:
+def _told(
+    share: float,
+    offered_per_s: float,
+    load: OpenLoop,
+) -> Latency:
+    latency, late, answered = load.answered.latency, load.sent.late, load.answered
+    before, after = load.looks
+    wall_s = after.at_s - before.at_s
+    cores = Cores(
+        headrace=(after.headrace_s - before.headrace_s) / wall_s,
+        broker=(after.broker_s - before.broker_s) / wall_s,
+        sender=load.sent.cpu_s / wall_s,
+        reader=load.answered.cpu_s / wall_s,
+    )
     return Latency(
         load=share,
         offered_per_s=offered_per_s,
-        answered_per_s=measured.per_s,
-        p50_ms=1e3 * measured.latency.percentile_s(50),
-        p99_ms=1e3 * measured.latency.percentile_s(99),
-        p999_ms=1e3 * measured.latency.percentile_s(99.9),
-        late_ms=1e3 * measured.lateness.percentile_s(99),
-        unanswered=measured.unanswered,
+        answered_per_s=answered.counted / answered.seconds if answered.seconds else 0.0,
+        p50_ms=1e3 * latency.percentile_s(50),
+        p99_ms=1e3 * latency.percentile_s(99),
+        p999_ms=1e3 * latency.percentile_s(99.9),
+        late_ms=1e3 * late.percentile_s(99),
+        unanswered=load.sent.count - answered.count,
+        mean_ms=1e3 * latency.mean_s,
+        late_mean_ms=1e3 * late.mean_s,
+        stages=stages_between(before.metrics, after.metrics) if after.metrics else None,
+        cores=cores,
     )
 
 

@@ -16,12 +16,14 @@ class Saturated(Struct):
         cpu_us: processor microseconds for each answer, of all the contestant's processes.
         broker_us: likewise, of the broker.
         memory_mib: resident, of all its processes, at the end.
+        rows_per_run: of Headrace where it was asked; 0 elsewhere.
     """
 
     per_s: float
     cpu_us: float
     broker_us: float = 0.0
     memory_mib: float = 0.0
+    rows_per_run: float = 0.0
 
 
 class Contest(Struct):
@@ -38,6 +40,31 @@ class Contest(Struct):
         return (median(values), min(values), max(values)) if values else None
 
 
+class Stages(Struct):
+    """Where the time of requests went in Headrace, in mean milliseconds.
+
+    Attributes:
+        in_log: from the record's timestamp, which has whole milliseconds, until ingest read it.
+        queued: from there until its batch closed.
+        running: from there until the responder began with its answer.
+        answering: from there until the answer was acknowledged.
+    """
+
+    in_log: float
+    queued: float
+    running: float
+    answering: float
+
+
+class Cores(Struct):
+    """How many cores each process kept busy, on average."""
+
+    headrace: float
+    broker: float
+    sender: float
+    reader: float
+
+
 class Latency(Struct):
     """Open-loop latency at one rate, in milliseconds from when a request was due.
 
@@ -45,6 +72,8 @@ class Latency(Struct):
         load: as a share of the capacity.
         late_ms: the 99th percentile of how much later than due requests were sent.
         unanswered: when the time to wait for answers was over.
+        mean_ms, late_mean_ms: of all of it, and of how much later than due requests were sent.
+        stages, cores: of the time in between.
     """
 
     load: float
@@ -55,6 +84,15 @@ class Latency(Struct):
     p999_ms: float
     late_ms: float
     unanswered: int
+    mean_ms: float = 0.0
+    late_mean_ms: float = 0.0
+    stages: Stages | None = None
+    cores: Cores | None = None
+
+    @property
+    def kept_up(self) -> bool:
+        """Whether requests were sent when they were due, and answered as they came."""
+        return self.late_ms <= 10.0 and self.answered_per_s >= 0.97 * self.offered_per_s
 
 
 class Unloaded(Struct):
@@ -68,11 +106,16 @@ class Unloaded(Struct):
 
 
 class SubjectResults(Struct):
-    """Everything about one model."""
+    """Everything about one model.
+
+    Attributes:
+        threads: of a run, for all but those that had as many as there are cores; 0: all had.
+    """
 
     name: str
     kind: str
     batch: int
+    threads: int = 0
     sweep: dict[str, float] = field(default_factory=dict)
     contests: list[Contest] = field(default_factory=list)
     capacity_per_s: float = 0.0

@@ -15,6 +15,7 @@ from benchmarks.cluster import Cluster, Counter
 from benchmarks.contestants import PYTHON, Contestant, Place
 from benchmarks.processes import ProgramFailed, Running
 from benchmarks.results import Saturated
+from benchmarks.stages import rows_per_run, scrape
 from benchmarks.subjects import Subject
 from headrace.topic_plan import plan_topics
 from headrace.topics import Topic
@@ -55,7 +56,11 @@ async def saturate(
             with Running(programs) as running:
                 await _first_answer(running, answers)
                 await asyncio.sleep(contestant.settle_s)
-                return await _count(cluster, running, answers, there, window_s)
+                before = scrape(place.http_port) if place.http_port else {}
+                found = await _count(cluster, running, answers, there, window_s)
+                if place.http_port:
+                    found.rows_per_run = rows_per_run(before, scrape(place.http_port))
+                return found
     finally:
         await cluster.delete(topics)
 
@@ -115,7 +120,10 @@ def run_bare(subject: Subject, seconds: float) -> Saturated:
         batch = Path(scratch) / "batch.npy"
         np.save(batch, subject.array())
         found = subprocess.run(
-            [PYTHON, "-m", "benchmarks.loops.bare", subject.onnx, batch, str(seconds)],
+            [
+                *(PYTHON, "-m", "benchmarks.loops.bare"),
+                *(subject.onnx, batch, str(seconds), str(subject.threads)),
+            ],
             capture_output=True,
             text=True,
             check=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from headrace.codec import encode_request
 from headrace.demo.magika_model import find_magika
 
 DISTINCT_REQUESTS = 64
+MOST_ROWS = 64
+"""Where the size of batches is left to be learned."""
 
 
 class SubjectMissing(Exception):
@@ -31,6 +34,7 @@ class Subject(NamedTuple):
         repository: with this model alone.
         onnx: the file.
         batch: rows at most in a run, for every contestant.
+        threads: of a run; 0: as many as there are cores.
         values: of the request records.
         fastest_per_s: more than any contestant answers; sizes what is written in advance.
         slow: a run takes milliseconds.
@@ -44,6 +48,7 @@ class Subject(NamedTuple):
     values: list[bytes]
     fastest_per_s: int
     slow: bool
+    threads: int = 0
 
     def with_batch(self, batch: int) -> Subject:
         """The same model at another batch size, which its repository then says."""
@@ -52,6 +57,16 @@ class Subject(NamedTuple):
         text = re.sub(r"max_batch_size = \d+", f"max_batch_size = {batch}", text)
         path.write_text(text, encoding="utf-8")
         return self._replace(batch=batch)
+
+    def with_all_cores(self) -> Subject:
+        """As many threads as there are cores, which the broker then has none of its own of."""
+        return self._replace(threads=0)
+
+    def learning(self) -> Subject:
+        """The same model in a repository of its own, with more rows allowed than are best."""
+        repository = self.repository.with_name(f"{self.repository.name}-learning")
+        shutil.copytree(self.repository, repository, dirs_exist_ok=True)
+        return self._replace(repository=repository).with_batch(MOST_ROWS)
 
     def array(self) -> NDArray[Any]:
         """One batch for the bare model."""
@@ -103,7 +118,7 @@ def magika(scratch: Path) -> Subject:
     model.add_to(repository)
     onnx = repository / "magika" / "1" / "model.onnx"
     values = _values("magika", "bytes")
-    return Subject("magika", "mixed", repository, onnx, 8, values, 1_500, True)
+    return Subject("magika", "mixed", repository, onnx, 8, values, 1_500, True, _spare_one())
 
 
 def resnet50(scratch: Path) -> Subject:
@@ -114,7 +129,15 @@ def resnet50(scratch: Path) -> Subject:
         write_resnet50(onnx)
     (repository / "resnet50" / "model.toml").write_text("max_batch_size = 8\n", encoding="utf-8")
     values = _values("resnet50", "image")
-    return Subject("resnet50", "bound by computing", repository, onnx, 8, values, 100, True)
+    kind = "bound by computing"
+    return Subject("resnet50", kind, repository, onnx, 8, values, 100, True, _spare_one())
+
+
+def _spare_one() -> int:
+    """Threads for a model that leave a core to the broker and to whatever reads and writes: the
+    bare model has no broker, and what one takes is no cost of serving.
+    """
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.contestants import BARE, FUSED, OVERLAPPED
-from benchmarks.results import Contest, Results, SubjectResults
+from benchmarks.contestants import ALL_CORES, BARE, FUSED, LEARNING, OVERLAPPED
+from benchmarks.results import Contest, Latency, Results, SubjectResults
 
 EXACTLY_ONCE = "Headrace, exactly once"
 
@@ -60,22 +60,20 @@ def _budgets(results: Results) -> Iterator[str]:
     yield "| budget | asked | found | |"
     yield "|---|---|---:|---|"
     for subject in results.subjects:
-        for budget in budgets(subject):
+        for budget in budgets(subject, results.machine["cores"]):
             yield budget.row()
 
 
-def budgets(subject: SubjectResults) -> list[Budget]:
-    """The budgets that a model's results speak of."""
+def budgets(subject: SubjectResults, cores: int) -> list[Budget]:
+    """The budgets that a model's results speak of, on a machine of so many cores."""
     name = subject.name
     found: list[Budget] = []
     if name == "digits":
         share = ratio(subject, FUSED, OVERLAPPED)
         what = f"{name}: throughput against the overlapped bulk loop"
         found.append(Budget(what, "0.50, aim 0.70", share, 0.5))
-    elif name == "resnet50":
-        share = ratio(subject, FUSED, BARE)
-        what = f"{name}: throughput against the bare model, batches of {subject.batch}"
-        found.append(Budget(what, "0.97", share, 0.97))
+    elif subject.threads:
+        found += _computing(subject, cores)
     once = ratio(subject, EXACTLY_ONCE, FUSED)
     found.append(Budget(f"{name}: exactly once against at least once", "0.90", once, 0.9))
     if subject.unloaded is not None:
@@ -84,6 +82,24 @@ def budgets(subject: SubjectResults) -> list[Budget]:
         what = f"{name}: unloaded latency against two hops and the run"
         found.append(Budget(what, "at most 1.30", whole, 1.3, at_most=True))
     return found
+
+
+def _computing(subject: SubjectResults, cores: int) -> Iterator[Budget]:
+    """Of a model that computes most of the time, against the bare one with as many threads."""
+    name, threads = subject.name, _threads(subject.threads)
+    against = "throughput against the bare model"
+    what = f"{name}: {against}, batches of {subject.batch}, {threads} each"
+    yield Budget(what, "0.97", ratio(subject, FUSED, BARE), 0.97)
+    what = f"{name}: {against} at its best batch size, the size learned, {threads} each"
+    yield Budget(what, "0.97", ratio(subject, LEARNING, BARE), 0.97)
+    served = subject.contest(FUSED + ALL_CORES)
+    if served is not None and served.runs:
+        broker = median(run.broker_us * run.per_s for run in served.runs) / 1e6 / cores
+        what = (
+            f"{name}: likewise with all {cores} cores for both, of which the broker, that the bare "
+            f"model has none of, takes {broker:.1%}"
+        )
+        yield Budget(what, "0.97", ratio(subject, FUSED + ALL_CORES, BARE + ALL_CORES), 0.97)
 
 
 def ratio(subject: SubjectResults, name: str, to: str) -> float | None:
@@ -103,7 +119,10 @@ def _subject(subject: SubjectResults) -> Iterator[str]:
     yield ""
     if subject.sweep:
         sizes = ", ".join(f"{size}: {per_s:,.1f}/s" for size, per_s in subject.sweep.items())
-        yield f"The bare model by batch size: {sizes}. All below ran batches of {subject.batch}."
+        yield (
+            f"The bare model by batch size, {_threads(subject.threads)} for a run: {sizes}. All "
+            f"below ran batches of {subject.batch} on as many threads, unless they say otherwise."
+        )
         yield ""
     yield from _throughput(subject)
     yield from _latency(subject)
@@ -121,7 +140,11 @@ def _throughput(subject: SubjectResults) -> Iterator[str]:
     if not subject.contests:
         return
     against = reference(subject)
-    yield f"Records that were there before, as fast as they can be answered; 1.00 is *{against}*."
+    alike = " with as many threads" if subject.threads else ""
+    yield (
+        "Records that were there before, as fast as they can be answered; 1.00 is "
+        f"*{against}*{alike}."
+    )
     yield ""
     yield f"![Throughput of {subject.name}](images/performance-{subject.name}.svg)"
     yield ""
@@ -136,11 +159,16 @@ def _contest_row(subject: SubjectResults, contest: Contest, against: str) -> str
     if per_s is None:
         why = _first_line(contest.failures[0]) if contest.failures else "not run"
         return f"| {contest.name} | | {why} | | | |"
+    if contest.name.endswith(ALL_CORES):
+        against += ALL_CORES
     share = ratio(subject, contest.name, against)
     shown = "" if share is None else f"{share:.2f}" if share >= 0.095 else f"{share:.3f}"
     cells = [contest.name, shown, _range(per_s), _range(contest.spread("cpu_us"))]
     bare = contest.family == "bare"
     cells += ["" if bare else _range(contest.spread(each)) for each in ("broker_us", "memory_mib")]
+    rows = contest.spread("rows_per_run")
+    if rows is not None and rows[0]:
+        cells[0] += f" ({_number(rows[0])} rows a run)"
     return "| " + " | ".join(cells) + " |"
 
 
@@ -161,6 +189,7 @@ def _latency(subject: SubjectResults) -> Iterator[str]:
                 f"{each.p99_ms:.1f} | {each.p999_ms:.1f} | {each.late_ms:.1f} | "
                 f"{each.unanswered} |"
             )
+        yield from _parts(subject.latencies)
     unloaded = subject.unloaded
     if unloaded is not None:
         yield ""
@@ -170,6 +199,37 @@ def _latency(subject: SubjectResults) -> Iterator[str]:
             f"{unloaded.two_hops_p50_ms:.2f} ms ({unloaded.two_hops_p99_ms:.1f} ms); the run alone "
             f"{unloaded.run_ms:.2f} ms."
         )
+
+
+def _parts(latencies: list[Latency]) -> Iterator[str]:
+    """Where the time of the same requests went, and who kept the cores busy."""
+    if not any(each.stages and each.cores for each in latencies):
+        return
+    yield ""
+    yield (
+        "Where the time of the same requests went, in mean milliseconds, by Headrace's own "
+        "metrics; and how many cores each process kept busy:"
+    )
+    yield ""
+    yield (
+        "| load | all | sent late | in the log | queued | run | answered | read | Headrace "
+        "| broker | sender | reader |"
+    )
+    yield "|---:|" + "---:|" * 11
+    for each in latencies:
+        if each.stages and each.cores:
+            stages, cores = each.stages, each.cores
+            within = stages.in_log + stages.queued + stages.running + stages.answering
+            cells = [each.mean_ms, each.late_mean_ms, stages.in_log, stages.queued, stages.running]
+            cells += [stages.answering, max(0.0, each.mean_ms - each.late_mean_ms - within)]
+            times = [f"{cell:.1f}" for cell in cells]
+            busy = [cores.headrace, cores.broker, cores.sender, cores.reader]
+            row = [f"{each.load:.0%}", *times, *(f"{cell:.2f}" for cell in busy)]
+            yield "| " + " | ".join(row) + " |"
+
+
+def _threads(count: int) -> str:
+    return "a thread for each core" if not count else f"{count} thread{'s' if count > 1 else ''}"
 
 
 def _range(spread: tuple[float, float, float] | None) -> str:

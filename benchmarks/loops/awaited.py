@@ -11,7 +11,7 @@ from benchmarks.loops.served import Model, arguments, start
 
 async def main() -> None:
     given = arguments()
-    model = Model(given.model)
+    model = Model(given.model, given.threads)
     consumer = AIOKafkaConsumer(
         given.requests,
         bootstrap_servers=given.bootstrap_servers,

@@ -24,7 +24,7 @@ async def commit_answered(consumer: AIOKafkaConsumer, answered: dict[TopicPartit
 
 async def main() -> None:
     given = arguments()
-    model = Model(given.model)
+    model = Model(given.model, given.threads)
     consumer = AIOKafkaConsumer(
         given.requests,
         bootstrap_servers=given.bootstrap_servers,

@@ -1,6 +1,6 @@
 """The model alone: one batch, run again and again; no log, no decoding, no answers.
 
-    python -m benchmarks.loops.bare MODEL.onnx BATCH.npy SECONDS
+    python -m benchmarks.loops.bare MODEL.onnx BATCH.npy SECONDS THREADS
 
 Prints rows, seconds and processor seconds as JSON.
 """
@@ -17,8 +17,8 @@ from benchmarks.loops.served import Model
 
 
 def main() -> None:
-    path, batch_file, seconds = sys.argv[1:]
-    model, rows = Model(path), np.load(batch_file)
+    path, batch_file, seconds, threads = sys.argv[1:]
+    model, rows = Model(path, int(threads)), np.load(batch_file)
     for _ in range(3):
         model.run(rows)
     runs = 0

@@ -29,7 +29,7 @@ class Loop:
         self, given: Arguments, consumer: AIOKafkaConsumer, producer: AIOKafkaProducer
     ) -> None:
         self._given = given
-        self._model = Model(given.model)
+        self._model = Model(given.model, given.threads)
         self._consumer = consumer
         self._producer = producer
         self.answered: dict[TopicPartition, int] = {}

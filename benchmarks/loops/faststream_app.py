@@ -12,7 +12,7 @@ from faststream.kafka import KafkaBroker
 from benchmarks.loops.served import Model, arguments, start
 
 given = arguments()
-model = Model(given.model)
+model = Model(given.model, given.threads)
 broker = KafkaBroker(given.bootstrap_servers, acks="all", enable_idempotence=True)
 app = FastStream(broker)
 

@@ -13,7 +13,7 @@ from benchmarks.loops.served import Model, arguments
 
 def main() -> None:
     given = arguments()
-    model = Model(given.model)
+    model = Model(given.model, given.threads)
     app = Application(
         broker_address=given.bootstrap_servers,
         consumer_group=given.group,

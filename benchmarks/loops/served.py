@@ -68,6 +68,7 @@ class Arguments:
     group: str
     model: str
     batch: int
+    threads: int
     slow: bool
 
 
@@ -80,6 +81,7 @@ def arguments() -> Arguments:
     parser.add_argument("--group", required=True)
     parser.add_argument("--model", required=True, help="the .onnx file")
     parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=0, help="of a run; 0: one for each core")
     parser.add_argument("--slow", action="store_true", help="runs take milliseconds")
     return Arguments(**vars(parser.parse_args()))
 
@@ -87,9 +89,9 @@ def arguments() -> Arguments:
 class Model:
     """A session, and requests' values in, responses' values out."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, threads: int) -> None:
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = len(os.sched_getaffinity(0))
+        options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
         options.inter_op_num_threads = 1
         options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

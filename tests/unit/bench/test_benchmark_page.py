@@ -6,14 +6,25 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
 from benchmarks.bars import bars
-from benchmarks.contestants import BARE, FUSED, OVERLAPPED
+from benchmarks.contestants import ALL_CORES, BARE, FUSED, LEARNING, OVERLAPPED
 from benchmarks.page import BEGIN, END, with_tables
 from benchmarks.processes import without_directories
-from benchmarks.results import Contest, Results, Saturated, SubjectResults, Unloaded
+from benchmarks.results import (
+    Contest,
+    Cores,
+    Latency,
+    Results,
+    Saturated,
+    Stages,
+    SubjectResults,
+    Unloaded,
+)
 from benchmarks.soak import rise_mib
+from benchmarks.stages import rows_per_run, stages_between
 from benchmarks.tables import EXACTLY_ONCE, budgets, ratio, render
 
 
@@ -59,11 +70,91 @@ def test_ratios_are_of_the_same_round() -> None:
 
 def test_budgets_are_judged() -> None:
     """A throughput must reach its share, a latency must not pass its factor."""
-    rows = [budget.row() for budget in budgets(DIGITS)]
+    rows = [budget.row() for budget in budgets(DIGITS, 2)]
 
     assert ["holds" in row for row in rows] == [True, False, False]
     assert "not measured" in rows[1]
     assert "**missed**" in rows[2]
+
+
+COMPUTING = SubjectResults(
+    "resnet50",
+    "bound by computing",
+    8,
+    threads=1,
+    contests=[
+        contest(BARE, 100.0),
+        contest(BARE + ALL_CORES, 200.0),
+        contest(FUSED, 98.0),
+        contest(LEARNING, 96.0),
+        contest(FUSED + ALL_CORES, 180.0),
+    ],
+)
+
+
+def test_computing_is_compared_with_as_many_threads() -> None:
+    """The bare model with every core is only for who has every core; the broker's part is told."""
+    found = budgets(COMPUTING, 2)
+
+    assert [each.found for each in found] == pytest.approx([0.98, 0.96, 0.9, None])
+    assert "batches of 8, 1 thread each" in found[0].name
+    assert "takes 0.0%" in found[2].name
+
+
+def test_parts_of_a_latency_add_up() -> None:
+    """What no stage of ours has is the way of the answer to its reader."""
+    latency = Latency(
+        *(0.2, 100.0, 100.0, 5.0, 9.0, 9.9, 1.0, 0),
+        mean_ms=6.0,
+        late_mean_ms=0.5,
+        stages=Stages(1.0, 1.5, 0.5, 1.0),
+        cores=Cores(0.5, 0.4, 0.3, 0.2),
+    )
+    subject = SubjectResults("digits", "", 32, latencies=[latency])
+
+    text = render(results(subject))
+    assert "| 20% | 6.0 | 0.5 | 1.0 | 1.5 | 0.5 | 1.0 | 1.5 | 0.50 | 0.40 | 0.30 | 0.20 |" in text
+
+
+@pytest.mark.parametrize(
+    ("late_ms", "answered_per_s", "kept_up"),
+    [
+        (1.0, 99.0, True),
+        (20.0, 99.0, False),
+        (1.0, 90.0, False),
+    ],
+)
+def test_load_that_is_sent_late_or_piles_up_is_too_large(
+    late_ms: float, answered_per_s: float, kept_up: bool
+) -> None:
+    """What it measured would be its own queue."""
+    assert Latency(0.8, 100.0, answered_per_s, 1, 1, 1, late_ms, 0).kept_up is kept_up
+
+
+def test_stages_are_those_between_two_scrapes() -> None:
+    """Means of what was counted meanwhile; the run is what the other stages leave of the whole."""
+
+    def scraped(count: float, *sums: float) -> dict[str, float]:
+        names = ("request_duration", "log_wait", "queue_wait", "answer_duration")
+        found = {f"headrace_{name}_seconds_count": count for name in names}
+        pairs = zip(names, sums, strict=True)
+        return found | {f"headrace_{name}_seconds_sum": each for name, each in pairs}
+
+    before = scraped(10, 1.0, 0.5, 0.1, 0.1)
+    after = scraped(20, 1.1, 0.52, 0.13, 0.14)
+
+    found = msgspec.structs.astuple(stages_between(before, after))
+    assert found == pytest.approx((2.0, 3.0, 1.0, 4.0))
+    assert stages_between(after, after) == Stages(0, 0, 0, 0)
+
+
+def test_rows_of_a_run_are_those_between_two_scrapes() -> None:
+    """Nothing ran: none."""
+    before = {"headrace_runs_total": 10.0, "headrace_rows_total": 100.0}
+    after = {"headrace_runs_total": 20.0, "headrace_rows_total": 180.0}
+
+    assert rows_per_run(before, after) == 8
+    assert rows_per_run(after, after) == 0
 
 
 def test_every_contestant_has_its_row() -> None:
