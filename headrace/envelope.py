@@ -38,7 +38,8 @@ _MAX_COUNT = 4  # digits of a number of attempts
 _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
 _INT32 = struct.Struct(">i")
 _INT64 = struct.Struct(">q")
-_NO_HEADERS = Envelope()
+NO_HEADERS: Final = Envelope()
+"""What a record without headers says, where requests have no default timeout."""
 
 Header = tuple[str, bytes]
 
@@ -57,7 +58,7 @@ def parse_envelope(
     counts from the timestamp (0: no deadline). A record without a timestamp (-1) has no timeouts.
     """
     if not headers and not default_timeout_ms:
-        return _NO_HEADERS
+        return NO_HEADERS
     fields: list[Any] = _BLANK.copy()
     fault = None
     for name, value in dict(headers).items():

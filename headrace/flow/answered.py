@@ -77,6 +77,11 @@ class Progress:
         return f"Progress(base={self.base}, answered={self.ranges})"
 
     @property
+    def highest(self) -> int:
+        """The offset from which on nothing is answered."""
+        return self._stops[-1] if self._stops else self.base
+
+    @property
     def answered_above(self) -> tuple[int, int]:
         """How many offsets above the base are answered, and in how many ranges."""
         return sum(self._stops) - sum(self._starts), len(self._starts)

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from msgspec import Struct
+
 from headrace.flow.ages import Ages
 from headrace.flow.answered import Progress
 from headrace.flow.ordering import KeyChains
@@ -113,6 +115,12 @@ class Assignment:
         self.budget.used_bytes += size_bytes
         return LedgerReceipt(self, previous, offset, size_bytes)
 
+    def admitted(self, last: int, records: int, size_bytes: int) -> None:
+        """Count records in, up to the last one, whose receipts were made without `admit`."""
+        self.last_delivered = last
+        self.in_flight += records
+        self.budget.used_bytes += size_bytes
+
     def skip(self, offset: int) -> None:
         """Pass over a record that was answered before this assignment."""
         self.last_delivered = offset
@@ -123,19 +131,18 @@ class Assignment:
         self.notify()
 
 
-class LedgerReceipt:
-    """What is owed for one record. `parts` settlements settle it: a batch record has many."""
+class LedgerReceipt(Struct, eq=False, gc=False):
+    """What is owed for one record. `parts` settlements settle it: a batch record has many.
 
-    __slots__ = ("assignment", "offset", "parts", "previous", "size_bytes")
+    A struct for speed, and never encoded. An assignment knows none of its receipts, so they are
+    in no cycle, and the garbage collector need not look at them.
+    """
 
-    def __init__(
-        self, assignment: Assignment, previous: int, offset: int, size_bytes: int, parts: int = 1
-    ) -> None:
-        self.assignment = assignment
-        self.previous = previous
-        self.offset = offset
-        self.size_bytes = size_bytes
-        self.parts = parts
+    assignment: Assignment
+    previous: int
+    offset: int
+    size_bytes: int
+    parts: int = 1
 
     @property
     def void(self) -> bool:

@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from headrace.messages import InferenceRequest, InputTensor, RequestedOutput, Tensor
+from headrace.errors import Rejected
+from headrace.messages import InferenceRequest, InputTensor, RequestedOutput
 from headrace.models.binding import Bound
 
 MAX_LAYOUTS = 256
@@ -26,7 +27,6 @@ DOUBT = 64
 """After so many values of its length that are not of it, a layout gives way to another one."""
 
 _NOT_NUMBERS = {"BYTES", "BOOL"}
-_new = tuple.__new__  # half the cost of calling a NamedTuple's class
 
 Bind: TypeAlias = Callable[[Sequence[InputTensor], Sequence[RequestedOutput] | None], Bound]
 
@@ -35,16 +35,39 @@ class Binding(Protocol):
     """The part of `headrace.models.version.ModelVersion` that is needed here."""
 
     @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
     def bind(self) -> Bind: ...
     @property
     def looks_inside(self) -> bool: ...
 
 
-class _Shared(NamedTuple):
-    """What was found when a request of the layout was bound by `bind`, and holds for the others."""
+Lookup: TypeAlias = Callable[[str, str | None], Binding]
 
-    bind: Bind
-    tensor: tuple[str, str, tuple[int, ...]]
+
+class Alike(NamedTuple):
+    """What was found when a request of a layout was bound, and holds for the others.
+
+    Attributes:
+        head, tail: what stands before and behind the tensor's bytes in a value.
+        start, stop: where these bytes are.
+        name, datatype, shape: of the tensor.
+        model, version: by which it was bound.
+        rest: see `headrace.models.binding.Bound`: rows, shape class, size in bytes, and outputs
+            that are wanted.
+    """
+
+    head: bytes
+    tail: bytes
+    start: int
+    stop: int
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    model: str
+    version: str
     rest: tuple[int, tuple[int, ...], int, tuple[str, ...] | None]
 
 
@@ -56,7 +79,7 @@ class Layout:
         head, tail: what stands before and behind them in a value.
     """
 
-    __slots__ = ("_shared", "_start", "_stop", "doubt", "head", "message", "tail")
+    __slots__ = ("_alike", "_bind", "_start", "_stop", "doubt", "head", "message", "tail")
 
     def __init__(self, value: bytes, message: InferenceRequest, start: int) -> None:
         (tensor,) = message.inputs
@@ -64,7 +87,8 @@ class Layout:
         self._stop = start + len(tensor.data)
         self.head = value[: self._start]
         self.tail = value[self._stop :]
-        self._shared: _Shared | None = None
+        self._bind: Bind | None = None
+        self._alike: Alike | None = None
         self.message = message
         self.doubt = 0
         tensor.data = memoryview(b"")  # or the first value would live as long as its layout
@@ -80,19 +104,27 @@ class Layout:
             Rejected: see `headrace.models.binding.Binder.bind`.
         """
         content = memoryview(value)[self._start : self._stop]
-        shared = self._shared
-        if shared is not None and shared[0] is version.bind:
-            tensor = _new(Tensor, (*shared[1], content))
-            bound: Bound = _new(Bound, ((tensor,), *shared[2]))
-            return bound
         (known,) = self.message.inputs
         given = InputTensor(
             name=known.name, datatype=known.datatype, shape=known.shape, data=content
         )
         bound = version.bind([given], self.message.outputs)
         if not version.looks_inside:
-            self._shared = _Shared(version.bind, bound.tensors[0][:3], bound[1:])
+            place = (self.head, self.tail, self._start, self._stop)
+            tensor = bound.tensors[0][:3]
+            self._bind = version.bind
+            self._alike = Alike(*place, *tensor, version.name, version.version, bound[1:])
         return bound
+
+    def alike(self, lookup: Lookup) -> Alike | None:
+        """What holds for every request of this layout now; None where each has to be bound."""
+        if self._alike is None:
+            return None
+        try:
+            version = lookup(self.message.model_name, self.message.model_version)
+        except Rejected:
+            return None  # each is told why
+        return self._alike if version.bind is self._bind else None
 
 
 class Layouts:
@@ -107,6 +139,11 @@ class Layouts:
         if layout is None:
             return None
         return layout if value.startswith(layout.head) and value.endswith(layout.tail) else None
+
+    def alike(self, length: int, lookup: Lookup) -> Alike | None:
+        """What holds for the requests of the layout of this length, if it is bound by now."""
+        layout = self._by_length.get(length)
+        return None if layout is None else layout.alike(lookup)
 
     def learn(self, value: bytes, message: InferenceRequest) -> None:
         """Remember the layout of a value that was decoded and bound, if it has one.

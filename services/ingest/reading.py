@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from headrace.codec import callers_id, check_value, decode_request
 from headrace.config import LimitSettings
-from headrace.envelope import BY_CORRELATION, JSON, MSGPACK_TYPES, parse_envelope
+from headrace.envelope import BY_CORRELATION, JSON, MSGPACK_TYPES, NO_HEADERS, parse_envelope
 from headrace.errors import Code, Rejected
 from headrace.flow.endings import deadline_passed, ran_alone, rejection
 from headrace.flow.inflight import Assignment, LedgerReceipt
 from headrace.log.port import Record
-from headrace.messages import Envelope, Failure, InputTensor, Request
+from headrace.messages import Envelope, Failure, InputTensor, Request, Tensor
 from headrace.models.version import ModelVersion
-from headrace.services.ingest.layouts import Layouts
+from headrace.services.ingest.layouts import Alike, Layouts
 from headrace.services.ingest.transforming import Payload
 from headrace.topics import Stage
 
@@ -28,6 +28,9 @@ REQUEST_OVERHEAD_BYTES = 1024
 """Charged for every request beside its value: the objects that it is made of."""
 
 
+_new = tuple.__new__  # half the cost of calling a NamedTuple's class
+
+
 class _NothingOwed:
     """The receipt of a record that nobody answers."""
 
@@ -37,7 +40,7 @@ class _NothingOwed:
         """There is nothing to settle."""
 
 
-_NOTHING_OWED = _NothingOwed()
+NOTHING_OWED = _NothingOwed()
 
 
 class ModelLookup(Protocol):
@@ -71,6 +74,113 @@ class Rules(NamedTuple):
     defer: Callable[[Payload], None] | None = None
 
 
+def read_requests(
+    records: Sequence[Record], assignment: Assignment, rules: Rules, now_us: int
+) -> list[Request]:
+    """Admit records and make a request of each, in order; see `read_request`."""
+    turn = _Turn(assignment, rules, now_us)
+    timeout_ms = rules.limits.default_timeout_ms
+    alike, read_alike = turn.alike, turn.read_alike
+    requests: list[Request] = []
+    for record in records:
+        value, headers, envelope = record.value, record.headers, NO_HEADERS
+        if headers or timeout_ms:
+            envelope = parse_envelope(headers, record.timestamp, timeout_ms)
+        known = None if value is None else alike[len(value)]
+        if (
+            known is not None
+            and value is not None
+            and value.startswith(known.head)
+            and value.endswith(known.tail)
+            and (envelope is NO_HEADERS or _is_plain(envelope, now_us))
+        ):
+            requests.append(read_alike(record, value, envelope, known))
+        else:
+            turn.sync()
+            requests.append(_read(record, envelope, assignment, rules, now_us))
+            turn.previous = assignment.last_delivered
+    turn.sync()
+    return requests
+
+
+class _AlikeByLength(dict[int, Alike | None]):
+    """What holds for requests of known layouts, during a turn; see `Layouts.alike`."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+
+    def __missing__(self, length: int) -> Alike | None:
+        known = None
+        if length <= self._rules.limits.max_request_bytes:
+            known = _layouts.alike(length, self._rules.models.lookup)
+        self[length] = known
+        return known
+
+
+class _Turn:
+    """Records that are read without a pause: what holds for all of them is looked up once.
+
+    Attributes:
+        alike: what is known of layouts, by the lengths of values.
+        previous: the offset of the record that was read last.
+    """
+
+    def __init__(self, assignment: Assignment, rules: Rules, now_us: int) -> None:
+        self.alike = _AlikeByLength(rules)
+        self.previous = assignment.last_delivered
+        self._assignment = assignment
+        self._partition = assignment.partition.partition
+        self._now_us = now_us
+        self._records = 0
+        self._size_bytes = 0
+
+    def sync(self) -> None:
+        """Enter in the ledger what was read by `read_alike`."""
+        self._assignment.admitted(self.previous, self._records, self._size_bytes)
+        self._records = self._size_bytes = 0
+
+    def read_alike(self, record: Record, value: bytes, envelope: Envelope, alike: Alike) -> Request:
+        """The request in a record of this layout."""
+        _, _, start, stop, name, datatype, shape, model, version, rest = alike
+        key, headers, offset, previous = record.key, record.headers, record.offset, self.previous
+        size_bytes = REQUEST_OVERHEAD_BYTES + len(value)
+        if key is not None or headers:
+            size_bytes += _beside_bytes(key, headers)
+        self.previous = offset
+        self._records += 1
+        self._size_bytes += size_bytes
+        tensor = _new(Tensor, (name, datatype, shape, memoryview(value)[start:stop]))
+        request = Request(
+            LedgerReceipt(self._assignment, previous, offset, size_bytes),
+            self._partition,
+            offset,
+            previous,
+            record.timestamp,
+            key,
+            value,
+            headers,
+            envelope,
+            self._now_us,
+            model,
+            version,
+            (tensor,),
+        )
+        request.rows, request.shape_class, request.size_bytes, request.wanted = rest
+        return request
+
+
+def _is_plain(envelope: Envelope, now_us: int) -> bool:
+    """Nothing in the headers asks for more than the request's answer in time."""
+    content_type, _, _, _, deadline_ms, _, _, model, _, _, _, fault, cancels = envelope
+    return (
+        fault is None
+        and cancels is None
+        and not model
+        and content_type in MSGPACK_TYPES
+        and (not deadline_ms or now_us < deadline_ms * 1000)
+    )
+
+
 def read_request(record: Record, assignment: Assignment, rules: Rules, now_us: int) -> Request:
     """Admit a record and make a request of it.
 
@@ -79,8 +189,14 @@ def read_request(record: Record, assignment: Assignment, rules: Rules, now_us: i
     is charged nothing for its value. A record that cancels a request is not admitted: it goes on
     to where that request may wait, as one without a model and with nothing owed for it.
     """
-    limits = rules.limits
-    envelope = parse_envelope(record.headers, record.timestamp, limits.default_timeout_ms)
+    timeout_ms = rules.limits.default_timeout_ms
+    envelope = parse_envelope(record.headers, record.timestamp, timeout_ms)
+    return _read(record, envelope, assignment, rules, now_us)
+
+
+def _read(
+    record: Record, envelope: Envelope, assignment: Assignment, rules: Rules, now_us: int
+) -> Request:
     if envelope.cancels is not None and envelope.fault is None:
         fault = _misdirected(record, envelope, envelope.cancels)
         if not fault:
@@ -152,21 +268,22 @@ def _cancelling(record: Record, assignment: Assignment, envelope: Envelope) -> R
     assignment.pass_over(record.offset)
     origin = (record.partition, record.offset, record.offset - 1, record.timestamp)
     # Its headers may name a model as well, whose queue would take it for a request.
-    return Request(_NOTHING_OWED, *origin, None, None, record.headers, envelope)
+    return Request(NOTHING_OWED, *origin, None, None, record.headers, envelope)
 
 
 def _kept_bytes(record: Record) -> int:
     """What a request keeps of its record."""
-    size = REQUEST_OVERHEAD_BYTES
-    if record.value is not None:
-        size += len(record.value)
-    if record.key is not None:
-        size += len(record.key)
-    for name, value in record.headers:
-        size += len(name)
+    value_bytes = 0 if record.value is None else len(record.value)
+    return REQUEST_OVERHEAD_BYTES + value_bytes + _beside_bytes(record.key, record.headers)
+
+
+def _beside_bytes(key: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:
+    size_bytes = 0 if key is None else len(key)
+    for name, value in headers:
+        size_bytes += len(name)
         if value is not None:
-            size += len(value)
-    return size
+            size_bytes += len(value)
+    return size_bytes
 
 
 def _bind(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from headrace.flow.channel import Outlet
 from headrace.flow.inflight import Assignment
+from headrace.flow.ordering import KeyChains
 from headrace.flow.skipping import skipped_range
 from headrace.flow.source import Source
 from headrace.flow.suspects import Unit
 from headrace.log.port import Record
 from headrace.messages import Request
 from headrace.services.ingest.reading import (
+    NOTHING_OWED,
     Rules,
     read_condemned,
     read_request,
+    read_requests,
     read_transformed,
 )
 from headrace.services.ingest.transforming import Payload, TransformThread
@@ -30,6 +34,10 @@ must not take the time of what was read before."""
 
 HOLD_LOOP_S = 0.01
 """Records are read for this long at a time; images, or large JSON, take milliseconds each."""
+QUICK_S = 0.001
+"""Until so much time has passed, twice as many records are read each time before the next look at
+the clock."""
+MAX_AT_ONCE = 128
 _NOBODY: frozenset[Unit] = frozenset()
 
 
@@ -106,24 +114,23 @@ class IngestService:
         What was answered before this assignment is passed over.
         """
         now_us = self._clock()
-        until_s = time.perf_counter() + HOLD_LOOP_S
-        able: list[Request] = []
-        ended: list[Request] = []
-        chains = assignment.chains
-        for record in records:
-            if record.offset in assignment.progress:
-                assignment.skip(record.offset)
-                continue
-            if condemned and (record.offset, 0) in condemned:
-                request = read_condemned(record, assignment, self._rules, now_us)
+        began_s = time.perf_counter()
+        read: list[Request] = []
+        at_once = 1
+        while some := list(islice(records, at_once)):
+            if condemned or some[0].offset < assignment.progress.highest:
+                read += self._read_singly(some, assignment, condemned, now_us)
             else:
-                request = read_request(record, assignment, self._rules, now_us)
-            # One that cancels is not admitted: no answer of its own could go before another.
-            if chains is not None and assignment.last_delivered == record.offset:
-                request.after = chains.follow(record.key, record.offset)
-            (able if request.failure is None else ended).append(request)
-            if time.perf_counter() >= until_s:
+                read += read_requests(some, assignment, self._rules, now_us)
+            elapsed_s = time.perf_counter() - began_s
+            if read and elapsed_s >= HOLD_LOOP_S:
                 break
+            if elapsed_s < QUICK_S:
+                at_once = min(2 * at_once, MAX_AT_ONCE)
+        if assignment.chains is not None:
+            _chain(read, assignment.chains)
+        able = [one for one in read if one.failure is None]
+        ended = [] if len(able) == len(read) else [one for one in read if one.failure is not None]
         if self._tracing is not None:
             checked_us = self._clock()
             deferred = {id(payload.request) for payload in self._deferred}
@@ -131,3 +138,29 @@ class IngestService:
             self._tracing.ingested(ready, checked_us)
             self._tracing.ingested(ended, checked_us)
         return able, ended
+
+    def _read_singly(
+        self,
+        records: Sequence[Record],
+        assignment: Assignment,
+        condemned: frozenset[Unit],
+        now_us: int,
+    ) -> list[Request]:
+        """Records among which some may be answered already, or are not to be run."""
+        read: list[Request] = []
+        for record in records:
+            if record.offset in assignment.progress:
+                assignment.skip(record.offset)
+            elif (record.offset, 0) in condemned:
+                read.append(read_condemned(record, assignment, self._rules, now_us))
+            else:
+                read.append(read_request(record, assignment, self._rules, now_us))
+        return read
+
+
+def _chain(requests: Sequence[Request], chains: KeyChains) -> None:
+    """Tell each request which one with the same key goes before it."""
+    for request in requests:
+        # One that cancels is not admitted: no answer of its own could go before another.
+        if request.receipt is not NOTHING_OWED:
+            request.after = chains.follow(request.key, request.offset)

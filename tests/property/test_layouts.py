@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from headrace.codec import decode_request, encode_request
 from headrace.config import LimitSettings
 from headrace.errors import Rejected
-from headrace.messages import Envelope
-from headrace.models.binding import Binder
+from headrace.messages import Envelope, Tensor
+from headrace.models.binding import Binder, Bound
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.services.ingest.layouts import Layouts
+from headrace.services.ingest.layouts import Alike, Layouts
 
 LIMITS = LimitSettings()
 SIGNATURE: Signature = make_signature(
@@ -47,6 +47,8 @@ def values(draw: st.DrawFn) -> bytes:
 class Version:
     """As much of a model's version as matters here."""
 
+    name, version = "model", "1"
+
     def __init__(self, *, finite: bool) -> None:
         self.bind = Binder(SIGNATURE, finite=finite).bind
         self.looks_inside = finite
@@ -66,9 +68,10 @@ def by_layout(value: bytes, layouts: Layouts, version: Version) -> Any:
     """The same by its layout, where it has one that is known; learned otherwise."""
     try:
         layout = layouts.find(value)
+        alike = layouts.alike(len(value), lambda *_: version)
         if layout is not None:
             message = layout.message
-            bound = layout.bound(value, version)
+            bound = layout.bound(value, version) if alike is None else bound_alike(value, alike)
         else:
             message = decode_request(value, Envelope(), LIMITS)
             bound = version.bind(message.inputs, message.outputs)
@@ -76,6 +79,12 @@ def by_layout(value: bytes, layouts: Layouts, version: Version) -> Any:
     except Rejected as error:
         return str(error)
     return message.model_name, message.model_version, message.id, told(bound)
+
+
+def bound_alike(value: bytes, alike: Alike) -> Bound:
+    """What ingest makes of a value whose layout is bound."""
+    content = memoryview(value)[alike.start : alike.stop]
+    return Bound((Tensor(alike.name, alike.datatype, alike.shape, content),), *alike.rest)
 
 
 def told(bound: Any) -> Any:

@@ -1,0 +1,142 @@
+"""Reading many records at once gives what reading them one by one gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.config import LimitSettings
+from headrace.errors import Code, Rejected
+from headrace.flow.inflight import Assignment, LedgerReceipt
+from headrace.messages import Request
+from headrace.models.registry import Models
+from headrace.models.version import ModelVersion
+from headrace.services.ingest.reading import Rules, read_request, read_requests
+from tests.support.services import (
+    REQUESTS,
+    StoredRecord,
+    digits_models,
+    digits_value,
+    make_assignment,
+)
+from tests.support.work import NOW_US
+
+DEADLINE = ("x-deadline-ms", str(NOW_US // 1000 + 1_000).encode())
+LATE = ("x-deadline-ms", str(NOW_US // 1000).encode())
+CORRELATION = ("kafka_correlationId", b"mine")
+UNLIKE: list[tuple[bytes | None, list[tuple[str, bytes | None]]]] = [
+    (digits_value(), []),
+    (digits_value(), [DEADLINE, CORRELATION, ("x-priority", b"3"), ("x-user", None)]),
+    (digits_value(), [LATE]),
+    (digits_value(), [("x-priority", b"much")]),
+    (digits_value(), [("x-model", b"digits/1")]),
+    (digits_value(), [("content-type", b"application/json")]),
+    (digits_value(), [("x-cancel", b"headrace.requests/0/0")]),
+    (digits_value(), [("x-cancel", b"")]),
+    (digits_value(rows=3), []),
+    (digits_value(id="mine"), []),
+    (digits_value(version="1"), []),
+    (digits_value("digitz"), []),
+    (digits_value()[:-1], []),
+    (b"junk", []),
+    (None, []),
+]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Models:
+    """With `digits`, ready."""
+    return digits_models(tmp_path)
+
+
+def records(turns: int) -> list[StoredRecord]:
+    """Each of them so many times, half of them without a key."""
+    return [
+        StoredRecord(*REQUESTS, offset, NOW_US // 1000, b"key" if offset % 2 else None, *each)
+        for offset, each in enumerate(UNLIKE * turns)
+    ]
+
+
+def told(request: Request) -> dict[str, Any]:
+    """All that a request says, its receipt as well."""
+    said = {name: getattr(request, name) for name in request.__struct_fields__}
+    receipt = said.pop("receipt")
+    if isinstance(receipt, LedgerReceipt):
+        said["owed"] = (receipt.previous, receipt.offset, receipt.size_bytes, receipt.parts)
+    return said
+
+
+def ledger(assignment: Assignment) -> tuple[object, ...]:
+    """What an assignment has noted."""
+    budget = assignment.budget
+    return (
+        assignment.in_flight,
+        assignment.last_delivered,
+        budget.used_bytes,
+        repr(assignment.progress),
+    )
+
+
+def test_requests_read_together_are_those_read_alone(models: Models) -> None:
+    """Whether their layout is known by then or not, with all kinds of headers among them."""
+    rules = Rules(models, LimitSettings())
+    together, alone = make_assignment(), make_assignment()
+    some = records(3)
+
+    read = read_requests(some, together, rules, NOW_US)
+    expected = [read_request(each, alone, rules, NOW_US) for each in some]
+
+    assert [told(each) for each in read] == [told(each) for each in expected]
+    assert ledger(together) == ledger(alone)
+
+
+def test_a_default_timeout_holds_for_requests_read_together(models: Models) -> None:
+    """A record without headers has a deadline as well."""
+    rules = Rules(models, LimitSettings(default_timeout_ms=500))
+    read = read_requests(records(2), make_assignment(), rules, NOW_US)
+
+    assert read[len(UNLIKE)].envelope.deadline_ms == NOW_US // 1000 + 500
+
+
+def test_values_of_a_known_layout_are_refused_where_they_are_too_large(models: Models) -> None:
+    """The limit of another process, or of another time, may be lower."""
+    value = digits_value(rows=7)
+    some = [StoredRecord(*REQUESTS, each, NOW_US // 1000, None, value, []) for each in range(3)]
+    read_requests(some, make_assignment(), Rules(models, LimitSettings()), NOW_US)
+    low = Rules(models, LimitSettings(max_request_bytes=1024))
+
+    read = read_requests(some, make_assignment(), low, NOW_US)
+
+    assert [each.failure and each.failure.code for each in read] == [Code.TOO_LARGE] * 3
+
+
+class Gone:
+    """Models of which none is there any more."""
+
+    def lookup(self, name: str, version: str | None) -> ModelVersion:
+        raise Rejected(Code.UNKNOWN_MODEL, f"no {name}/{version}")
+
+
+def test_values_of_a_known_layout_are_refused_when_their_model_is_gone(models: Models) -> None:
+    """Each by the reason that holds now."""
+    some = records(1)[:1] * 3
+    read_requests(some, make_assignment(), Rules(models, LimitSettings()), NOW_US)
+
+    read = read_requests(some, make_assignment(), Rules(Gone(), LimitSettings()), NOW_US)
+
+    assert [each.failure and each.failure.code for each in read] == [Code.UNKNOWN_MODEL] * 3
+
+
+def test_a_reloaded_version_binds_for_itself(models: Models, tmp_path: Path) -> None:
+    """What was found with one set of files does not hold for another."""
+    some = records(1)[:1] * 3
+    rules = Rules(models, LimitSettings())
+    read_requests(some, make_assignment(), rules, NOW_US)
+    (tmp_path / "other").mkdir()
+    other = digits_models(tmp_path / "other", "max_batch_size = 2\n[range]\npixels = [5, 6]\n")
+
+    read = read_requests(some, make_assignment(), rules._replace(models=other), NOW_US)
+
+    assert [each.failure and each.failure.code for each in read] == [Code.INVALID_TENSOR] * 3
