@@ -107,7 +107,7 @@ class Segment:
         self._batcher: BatcherService | None = None
         self._executor: ExecutorService | None = None
         self._origins = (
-            Origins(settings.topic(Topic.REQUESTS)) if stages[0] is Stage.RESPONDER else None
+            Origins(log, settings.topic(Topic.REQUESTS)) if stages[0] is Stage.RESPONDER else None
         )
         reading = self._source_settings()
         self.source = Source(log, reading, instruments.metrics, self._origins)

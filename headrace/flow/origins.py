@@ -4,30 +4,54 @@ Where the responder is a process of its own it reads `results`, whose partition 
 results of source partition p and of no other. So the owner of `results/p` keeps the base and the
 answered set of `requests/p`, in the same place and form as a process with all four stages:
 committed under the one group, on the *requests* topic. A result whose origin is answered already
-is a duplicate (a stage died after passing it on) and goes no further.
+is a duplicate (a stage died after passing it on) and goes no further; unless the topic was deleted
+and made anew meanwhile, so that other requests stand at the same offsets.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from collections.abc import Mapping, Sequence
 
+import structlog
+
+from headrace.errors import Retriable
 from headrace.flow.answered import Progress
 from headrace.flow.positions import starting_progress
-from headrace.log.port import Committed, Consumer, TopicPartition
+from headrace.log.port import Committed, Consumer, Log, TopicPartition
+from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import PartitionSnapshot
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 1.0
+RETRY_S = 0.5
 
 
 class Origins:
-    """Progress and claims for each source partition whose results we read."""
+    """Progress and claims for each source partition whose results we read.
 
-    def __init__(self, requests_topic: str) -> None:
+    Args:
+        log_: where the topic is.
+        requests_topic: its name.
+    """
+
+    def __init__(self, log_: Log, requests_topic: str) -> None:
+        self._log = log_
         self._topic = requests_topic
+        self._topic_id = ""
+        self._looked_s = -math.inf
+        self._consumer: Consumer | None = None
         self._progress: dict[int, Progress] = {}
         self._claimed: dict[int, set[int]] = {}
         self._committed: dict[TopicPartition, Committed] = {}
 
     async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
         """Load what is committed for the source partitions."""
+        self._consumer = consumer
+        self._topic_id = await self._id() or self._topic_id
         sources = [TopicPartition(self._topic, partition) for partition in partitions]
         committed = await consumer.committed(sources)
         beginnings = await consumer.beginning_offsets(sources)
@@ -56,6 +80,39 @@ class Origins:
             return False
         claimed.add(offset)
         return True
+
+    async def is_replaced(self) -> bool:
+        """Whether the topic is another one by now; all that was known of its partitions is void
+        then. Asked at most once a second; waits until it is known.
+        """
+        if time.monotonic() - self._looked_s < LOOK_S or self._consumer is None:
+            return False
+        while True:
+            try:
+                topic_id = await self._id()
+                self._looked_s = time.monotonic()
+                if topic_id in {"", self._topic_id}:  # with none there is nobody to be answered
+                    return False
+                sources = [TopicPartition(self._topic, number) for number in self._progress]
+                self._begin_anew(topic_id, await self._consumer.beginning_offsets(sources))
+            except Retriable as error:
+                log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
+                await asyncio.sleep(RETRY_S)
+            else:
+                return True
+
+    def _begin_anew(self, topic_id: str, beginnings: Mapping[TopicPartition, int]) -> None:
+        log.error(Event.TOPIC_REPLACED, topic=self._topic)
+        self._topic_id = topic_id
+        self._committed.clear()
+        for source, beginning in beginnings.items():
+            if source.partition in self._progress:  # still ours
+                self._progress[source.partition] = Progress(beginning)
+                self._claimed[source.partition] = set()
+
+    async def _id(self) -> str:
+        found = (await self._log.describe_topics([self._topic]))[self._topic]
+        return "" if found is None else found.topic_id
 
     def answered(self, partition: int, previous: int, offset: int) -> None:
         """The answer is acknowledged."""

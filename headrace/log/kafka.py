@@ -84,12 +84,14 @@ class KafkaLog:
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
         """See the port. Raises `LogAuthenticationFailed` where we may not see a topic."""
         async with self._asking("describe topics") as client:
-            counts = await requests.partition_counts(client, topics)
-            there = [name for name, count in counts.items() if count is not None]
+            found = await requests.outlines(client, topics)
+            there = [name for name, topic in found.items() if topic is not None]
             configs = await requests.topic_configs(client, there)
         return {
-            name: None if count is None else TopicInfo(name, count, configs.get(name, {}))
-            for name, count in counts.items()
+            name: None
+            if topic is None
+            else TopicInfo(name, topic.partitions, configs.get(name, {}), topic.topic_id)
+            for name, topic in found.items()
         }
 
     async def create_topics(

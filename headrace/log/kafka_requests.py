@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
@@ -21,10 +21,10 @@ from aiokafka.protocol.admin import (
 )
 from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
 from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
-from aiokafka.protocol.metadata import MetadataRequest
 
 from headrace.log.kafka_connection import RETRY_BACKOFF_S
 from headrace.log.kafka_errors import broker_error
+from headrace.log.kafka_metadata import TopicsRequest
 from headrace.log.port import Committed, GroupMember, TopicInfo, TopicPartition
 
 _TOPIC: Final = 2  # ConfigResource.Type.TOPIC
@@ -35,25 +35,37 @@ _ABSENT = (kafka_errors.UnknownTopicOrPartitionError, kafka_errors.InvalidTopicE
 T = TypeVar("T")
 
 
-async def partition_counts(
-    client: AIOKafkaClient, topics: Sequence[str]
-) -> Mapping[str, int | None]:
-    """The number of partitions of each topic; None where there is no such topic.
+class Outline(NamedTuple):
+    """A topic: its number of partitions, and the id that no other topic has had."""
+
+    partitions: int
+    topic_id: str
+
+
+async def outlines(client: AIOKafkaClient, topics: Sequence[str]) -> Mapping[str, Outline | None]:
+    """Each topic; None where there is no such topic.
 
     Never makes the broker create a topic, and leaves the client's own list of topics alone.
     """
     if not topics:
         return {}
-    request = MetadataRequest(list(topics), allow_auto_topic_creation=False)
-    response = await _any_node(client, request)
-    counts: dict[str, int | None] = dict.fromkeys(topics)
-    for code, name, _internal, partitions in response.topics:
+    response = await _any_node(client, TopicsRequest(topics))
+    found: dict[str, Outline | None] = dict.fromkeys(topics)
+    for code, name, topic_id, _internal, partitions, *_ in response.topics:
         error = broker_error(code, name)
         if error is None:
-            counts[name] = len(partitions)
+            found[name] = Outline(len(partitions), str(topic_id))
         elif not isinstance(error, _ABSENT):
             raise error
-    return counts
+    return found
+
+
+async def partition_counts(
+    client: AIOKafkaClient, topics: Sequence[str]
+) -> Mapping[str, int | None]:
+    """The number of partitions of each topic; see `outlines`."""
+    found = await outlines(client, topics)
+    return {name: None if topic is None else topic.partitions for name, topic in found.items()}
 
 
 async def topic_configs(

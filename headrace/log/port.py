@@ -80,11 +80,12 @@ class Run(NamedTuple):
 
 
 class TopicInfo(NamedTuple):
-    """A topic: its number of partitions and its settings by Kafka's names, as text."""
+    """A topic: partitions, settings by Kafka's names, and what no other of its name has had."""
 
     name: str
     partitions: int
     config: Mapping[str, str]
+    topic_id: str = ""
 
 
 class GroupMember(NamedTuple):

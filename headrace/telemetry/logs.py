@@ -68,6 +68,7 @@ class Event(StrEnum):
     MARK_UNREADABLE = "mark.unreadable"
     MEMBER_REMOVED = "member.removed"
     POSITION_BEYOND_END = "position.beyond_end"
+    TOPIC_REPLACED = "topic.replaced"
     READING_CUT_OFF = "reading.cut_off"
     PROGRESS_UNKNOWN = "progress.unknown"
     END_UNKNOWN = "end_offsets.unknown"

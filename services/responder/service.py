@@ -95,7 +95,7 @@ class ResponderService:
         """Until the inlet ends and everything is acknowledged."""
         async with self._answers, asyncio.TaskGroup() as lookups:
             while (chunk := await self._inlet.receive()) is not None:
-                addressed = self._address(self._ours(chunk), lookups)
+                addressed = self._address(await self._ours(chunk), lookups)
                 if addressed:
                     await self._answers.take(addressed)
 
@@ -107,9 +107,21 @@ class ResponderService:
         """Which requests are being answered, or wait for that, as far as they are not settled."""
         return self._answers.unacknowledged()
 
-    def _ours(self, chunk: list[Request]) -> list[Request]:
+    async def _ours(self, chunk: list[Request]) -> list[Request]:
         """Without those that are another owner's now, or answered already."""
+        ours, repeated = self._sort_out(chunk)
+        if repeated and self._origins is not None and await self._origins.is_replaced():
+            others, repeated = self._sort_out(repeated)
+            ours += others
+        for request in repeated:
+            self._metrics.duplicates.inc()
+            request.receipt.settle()
+        return ours
+
+    def _sort_out(self, chunk: list[Request]) -> tuple[list[Request], list[Request]]:
+        """Those that are to be answered, and those that seem to be answered already."""
         ours: list[Request] = []
+        repeated: list[Request] = []
         for request in chunk:
             receipt = request.receipt
             if receipt.void:
@@ -127,9 +139,8 @@ class ResponderService:
             elif request.skipped:  # its end is answered, and what lies before it may not be
                 self._books.settle([request])
             else:
-                self._metrics.duplicates.inc()
-                receipt.settle()
-        return ours
+                repeated.append(request)
+        return ours, repeated
 
     def _address(self, requests: Iterable[Request], lookups: asyncio.TaskGroup) -> Addressed:
         """Where each answer goes; those whose reply topic is not known yet are left out."""

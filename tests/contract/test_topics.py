@@ -64,3 +64,13 @@ async def test_partitions_of_a_topic_made_after_one_asked(log: Log, make_topic: 
             while await producer.partitions_for(created.name) is None:
                 pass
         assert await producer.partitions_for(created.name) == 4
+
+
+async def test_topics_have_ids_of_their_own(log: Log, unique_name: str) -> None:
+    """By them one is told from another that is made in its place; each keeps its own."""
+    names = [f"{unique_name}-{number}" for number in range(2)]
+    await log.create_topics([TopicInfo(each, 1, {}) for each in names], replication_factor=1)
+    first, again = [await log.describe_topics(names) for _ in range(2)]
+    ids = [None if topic is None else topic.topic_id for topic in first.values()]
+    assert len({*ids, "", None}) == 4
+    assert first == again

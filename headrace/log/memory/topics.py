@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from uuid import uuid4
 
 from headrace.log.errors import UnknownPartition
 from headrace.log.memory.partition import Partition
@@ -64,7 +65,7 @@ class Topics:
         config = _DEFAULTS | dict(info.config)
         retention_bytes = self._retention_of(config)
         self._topics[info.name] = Topic(
-            info._replace(config=config),
+            info._replace(config=config, topic_id=str(uuid4())),
             tuple(
                 Partition(TopicPartition(info.name, number), retention_bytes)
                 for number in range(info.partitions)

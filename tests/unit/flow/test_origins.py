@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from headrace.flow.answered import Progress
@@ -27,7 +29,7 @@ async def log() -> MemoryLog:
 
 async def assigned(log: MemoryLog, committed: Committed | None = None) -> Origins:
     """Origins whose partition has been assigned, after something was committed for it."""
-    origins = Origins("requests")
+    origins = Origins(log, "requests")
     listener = RecordingListener()
     async with log.member("group", ["results"], listener) as member:
         await eventually(lambda: listener.held)
@@ -98,3 +100,26 @@ async def test_records_that_retention_took_are_passed(log: MemoryLog) -> None:
     origins = await assigned(log, Committed(2))
 
     assert origins.committable() == {SOURCE: Committed(6)}
+
+
+async def test_a_topic_that_was_made_anew_is_found_out(log: MemoryLog) -> None:
+    """Other requests stand at its offsets, and none of them is answered."""
+    origins = await assigned(log, Progress(3, [(5, 6)]).committable())
+    before = await origins.is_replaced()
+    del log._topics._topics["requests"]
+    await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)
+    origins._looked_s = -math.inf
+
+    assert not before
+    assert await origins.is_replaced()
+    assert [origins.claim(0, offset) for offset in (0, 5)] == [True, True]
+    assert origins.committable() == {SOURCE: Committed(0)}
+
+
+async def test_a_topic_that_is_gone_is_not_replaced(log: MemoryLog) -> None:
+    """What is on its way still is of the one that was."""
+    origins = await assigned(log, Committed(3))
+    del log._topics._topics["requests"]
+
+    assert not await origins.is_replaced()
+    assert not origins.claim(0, 2)

@@ -244,7 +244,7 @@ async def origins_of(log: MemoryLog) -> Origins:
         [TopicInfo("headrace.requests", 1, {}), TopicInfo("headrace.results", 1, {})],
         replication_factor=1,
     )
-    origins = Origins("headrace.requests")
+    origins = Origins(log, "headrace.requests")
     listener = RecordingListener()
     async with log.member("headrace", ["headrace.results"], listener) as member:
         await eventually(lambda: listener.held)
