@@ -136,8 +136,7 @@ class Committer:
 
     async def _write(self, consumer: Consumer, offsets: dict[TopicPartition, Committed]) -> None:
         if self._sealing is not None:
-            for number in sorted({partition.partition for partition in offsets}):
-                await self._sealing.seal_rest(number)
+            await _seal_rests(self._sealing, {partition.partition for partition in offsets})
             return
         with self._metrics.commit():
             await consumer.commit(offsets)
@@ -162,3 +161,24 @@ class Committer:
         self._ledger.forget_committed()
         if self._companion is not None:
             self._companion.forget_committed()
+
+
+async def _seal_rests(sealing: Sealing, numbers: Collection[int]) -> None:
+    """One transaction for each source partition, side by side: each may wait for its turn.
+
+    Raises:
+        Retriable: not all of them were sealed; the others were.
+    """
+    failures: list[Retriable] = []
+
+    async def seal(number: int) -> None:
+        try:
+            await sealing.seal_rest(number)
+        except Retriable as error:
+            failures.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in sorted(numbers):
+            tasks.create_task(seal(number), name=f"seal-rest-{number}")
+    if failures:
+        raise failures[0]

@@ -1,0 +1,82 @@
+"""Commits in the background, where answers carry their own: what is left over is sealed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from headrace.flow.answered import Progress
+from headrace.flow.books import Books
+from headrace.flow.committing import Committer
+from headrace.flow.inflight import Budget, Ledger
+from headrace.flow.sealing import Lost, Sealing
+from headrace.flow.signal import Signal
+from headrace.log.memory import MemoryLog
+from headrace.log.port import TopicPartition
+from tests.support.conditions import eventually
+from tests.support.services import StillClock, make_instruments
+
+PARTITIONS = [TopicPartition("requests", number) for number in range(3)]
+
+
+class Seats(Sealing):
+    """Seats whose turns come when they are told so.
+
+    Attributes:
+        begun: whose rests are to be sealed, in the order in which they came.
+        free: lets a seat's turn come.
+        lost: seats that are another's by now.
+    """
+
+    def __init__(self, log: MemoryLog, ledger: Ledger) -> None:
+        metrics = make_instruments(StillClock()).metrics
+        books = Books(ledger, None, "requests", "requests")
+        super().__init__(log, books, "group", metrics, lambda: None)
+        self.committer = Committer(ledger, None, metrics, Signal(), self)
+        self.begun: list[int] = []
+        self.sealed: list[int] = []
+        self.free = {each.partition: asyncio.Event() for each in PARTITIONS}
+        self.lost: set[int] = set()
+
+    async def seal_rest(self, number: int) -> None:
+        self.begun.append(number)
+        await self.free[number].wait()
+        if number in self.lost:
+            raise Lost("not ours")
+        self.sealed.append(number)
+
+
+@pytest.fixture
+def seats() -> Seats:
+    """With something left over in each of three partitions."""
+    ledger = Ledger(Budget(1000), lambda: None)
+    for partition in PARTITIONS:
+        ledger.assign(partition, Progress(5))
+    return Seats(MemoryLog(), ledger)
+
+
+async def test_a_partition_that_waits_for_its_turn_holds_up_no_other(seats: Seats) -> None:
+    """Their rests are sealed side by side."""
+    async with MemoryLog().reader([]) as consumer:
+        committing = asyncio.create_task(seats.committer.commit(consumer))
+        await eventually(lambda: len(seats.begun) == 3)
+        seats.free[1].set()
+        seats.free[2].set()
+        await eventually(lambda: len(seats.sealed) == 2)
+        seats.free[0].set()
+        assert await committing
+
+    assert sorted(seats.sealed) == [0, 1, 2]
+
+
+async def test_one_that_fails_is_tried_again_and_the_others_are_sealed(seats: Seats) -> None:
+    """The commit as a whole has failed then."""
+    seats.lost = {0}
+    for free in seats.free.values():
+        free.set()
+    async with MemoryLog().reader([]) as consumer:
+        assert not await seats.committer.commit(consumer)
+
+    assert seats.sealed == [1, 2]
+    assert (seats.committer.failures, seats.committer.last_failure) == (1, "not ours")
