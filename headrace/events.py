@@ -27,7 +27,8 @@ class HostedModel(Struct, kw_only=True, omit_defaults=True):
 
 class Completion(Struct, kw_only=True, omit_defaults=True):
     """All requests of a batch have ended. `compute_us` is what its run of so many rows took; 0
-    where it was not run as one. `stay_us` is how long the executor had it.
+    where it was not run as one. `stay_us` is how long the executor had it, and `busy_us` how long
+    of that since the batch before it ended: what each batch takes while there are always some.
     """
 
     batch_id: str
@@ -37,6 +38,7 @@ class Completion(Struct, kw_only=True, omit_defaults=True):
     rows: int = 0
     compute_us: int = 0
     stay_us: int = 0
+    busy_us: int = 0
 
 
 class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):

@@ -22,6 +22,10 @@ from headrace.models.version import ModelVersion
 HEARTBEAT_S = 1.0
 LOOK_S = 0.1
 """How soon partitions that were assigned or revoked are told."""
+TELL_S = 0.005
+"""How soon completions are told at the latest."""
+_TOLD_SHARE = 4
+"""They are told at once when there is one for so many batches that are still here."""
 
 
 class Identity(NamedTuple):
@@ -72,6 +76,7 @@ class Announcer:
         self._told: list[int] = []
         self._unfinished: dict[str, _Stay] = {}
         self._completions: list[Completion] = []
+        self._last_end_s = 0.0
         self._news = asyncio.Event()
         self._closed = False
 
@@ -91,6 +96,7 @@ class Announcer:
         if stay.left > 0:
             return
         del self._unfinished[root]
+        now_s = time.monotonic()
         whole = root == batch_id and all(one.failure is None for one in requests)
         first = requests[0]
         self._completions.append(
@@ -101,10 +107,15 @@ class Announcer:
                 shape_class=list(first.shape_class),
                 rows=first.batch_rows if whole else 0,
                 compute_us=first.compute_us if whole else 0,
-                stay_us=int((time.monotonic() - stay.since_s) * 1e6),
+                stay_us=int((now_s - stay.since_s) * 1e6),
+                busy_us=int((now_s - max(stay.since_s, self._last_end_s)) * 1e6),
             )
         )
-        self._news.set()
+        self._last_end_s = now_s
+        if len(self._completions) * _TOLD_SHARE >= len(self._unfinished):
+            self._news.set()
+        elif len(self._completions) == 1:
+            asyncio.get_running_loop().call_later(TELL_S, self._news.set)
 
     def close(self) -> None:
         """Say the rest, and that it leaves."""

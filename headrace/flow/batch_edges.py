@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
@@ -50,37 +50,36 @@ class BatchWriter:
         self._metrics = metrics
         self._turn = count()
 
-    async def write(self, batch: Batch, partition: int | None) -> bool:
-        """Write a batch; False: it is too large for one record.
+    async def write(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
+        """Write batches; returns those that are too large for one record each.
 
         Args:
-            batch: of any model.
+            batches: of any models; each becomes a record.
             partition: None for the one whose turn it is.
         """
         if partition is None:
             partition = next(self._turn) % self._partitions
         target = TopicPartition(self._topic, partition)
-        refused = await deliver(
-            self._producer, target, [NewRecord(None, encode_batch(batch))], self._metrics
-        )
-        if too_large(target, refused):
-            return False
-        for request in batch.requests:
-            request.receipt.settle()
-        return True
+        records = [NewRecord(None, encode_batch(batch)) for batch in batches]
+        refused = await deliver(self._producer, target, records, self._metrics)
+        for index, batch in enumerate(batches):
+            if index not in refused:
+                for request in batch.requests:
+                    request.receipt.settle()
+        return [batches[index] for index in too_large(target, refused)]
 
-    async def write_or_refuse(self, batch: Batch, partition: int | None) -> bool:
-        """Write a batch of one request; False: it was too large, and is refused."""
-        if await self.write(batch, partition):
-            return True
-        await self._refused.send([refuse(batch.requests[0], self._topic, Stage.BATCHER)])
-        return False
+    async def write_or_refuse(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
+        """Write batches of one request each; the too large ones are refused, and returned."""
+        refused = await self.write(batches, partition)
+        if refused:
+            requests = [request for batch in refused for request in batch.requests]
+            await self._refused.send([refuse(one, self._topic, Stage.BATCHER) for one in requests])
+        return refused
 
     async def write_all(self, batch: Batch, partition: int | None) -> None:
         """Write a batch, as its single requests if need be."""
-        if not await self.write(batch, partition):
-            for part in apart(batch):
-                await self.write_or_refuse(part, partition)
+        for large in await self.write([batch], partition):
+            await self.write_or_refuse(apart(large), partition)
 
     def close(self) -> None:
         """Nothing more is refused."""

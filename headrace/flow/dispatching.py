@@ -1,16 +1,18 @@
 """Batches on their way to executors of other processes, each to one that is free.
 
-Every executor that has announced itself has berths, at least two for each instance of a model
-(`headrace.flow.fleet.Window`). A berth pulls a batch, writes it to a partition that its executor
-reads, and pulls the next when the completion of this one was announced. So a batch closes when
-there is room for it, as it does in one process. While no executor is known, a few writers pull for
-whoever reads.
+Every executor that has announced itself has berths, each with room for at least two batches for
+each instance of a model (`headrace.flow.fleet.Window`). Who pulls for a berth takes the batches that
+there are, as far as it has room, writes them to a partition that its executor reads, and pulls
+again when completions have made room. So a batch closes when there is room for it, as it does in
+one process. While no executor is known, a few batches at a time are pulled for whoever reads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import structlog
 
@@ -19,6 +21,7 @@ from headrace.flow.batch_edges import BatchWriter, apart
 from headrace.flow.channel import PullChannel, Puller
 from headrace.flow.fleet import ANYBODY, Berth, Fleet, ModelKey, Window
 from headrace.flow.hearing import Hearing
+from headrace.flow.pacing import Pace
 from headrace.messages import Batch
 from headrace.models.registry import Models
 from headrace.models.version import State
@@ -29,26 +32,52 @@ log = structlog.get_logger(__name__)
 
 UNACKNOWLEDGED_BATCHES = 4
 """While no executor is known."""
+MAX_WRITTEN = 16
+"""Batches that are written to one executor at once; of many, others get their share."""
 COMPLETION_S = 60.0
 """A batch without a completion for so long no longer counts as under way."""
 
 
-class _Flight:
-    """What was written of one batch; `done` is set when all of it has ended, or nobody knows."""
+class _Station:
+    """Who pulls for one berth, and what is under way to it.
 
-    __slots__ = ("berth", "done", "parts", "since_s")
+    Attributes:
+        room: for how many batches.
+        under_way: how many were written, and have not ended as far as is known.
+        changed: set when there may be room that was not there.
+    """
 
-    def __init__(self, berth: Berth, since_s: float) -> None:
+    __slots__ = ("berth", "changed", "puller", "room", "under_way", "window")
+
+    def __init__(self, berth: Berth, puller: Puller[ModelKey, Batch]) -> None:
         self.berth = berth
-        self.since_s = since_s
-        self.parts: set[str] = set()
-        self.done = asyncio.Event()
+        self.puller = puller
+        self.window = Window()
+        self.room = 0
+        self.under_way = 0
+        self.changed = asyncio.Event()
 
-    def ended(self, part: str) -> None:
-        """A part of it needs no more waiting for."""
-        self.parts.discard(part)
-        if not self.parts:
-            self.done.set()
+    def ended(self) -> None:
+        """One of those under way needs no more waiting for."""
+        self.under_way -= 1
+        self.changed.set()
+
+    def resize(self, room: int) -> None:
+        """There is room for so many batches from now on."""
+        self.room = room
+        self.changed.set()
+
+    def release(self) -> None:
+        """Pull no more than what is there already."""
+        self.puller.release()
+        self.changed.set()
+
+
+class _Flight(NamedTuple):
+    """A batch that was written to a known executor."""
+
+    station: _Station
+    since_s: float
 
 
 class BatchOutlet:
@@ -73,8 +102,8 @@ class BatchOutlet:
         self._hearing = hearing
         self._metrics = metrics
         self._fleet = Fleet()
-        self._pullers: dict[Berth, list[Puller[ModelKey, Batch]]] = {}
-        self._windows: dict[Berth, Window] = {}
+        self._pace = Pace()
+        self._stations: dict[Berth, _Station] = {}
         self._flights: dict[str, _Flight] = {}
         self._closing = False
 
@@ -91,8 +120,8 @@ class BatchOutlet:
             await self._pulls.ended()
             self._closing = True
             self._hearing.close()
-            for flight in self._flights.values():
-                flight.done.set()
+            for station in self._stations.values():
+                station.changed.set()
         self._writer.close()
 
     def _hear(self, events: list[ExecutorEvent]) -> None:
@@ -100,95 +129,123 @@ class BatchOutlet:
         for event in events:
             self._fleet.heard(event, now_s)
             self._models.heed(event)
-            for completion in event.completions:
-                self._ended(completion, now_s)
+            self._ended(event.completions, now_s)
         self._fleet.expire(now_s)
-        for flight in self._flights.values():
-            if not self._fleet.knows(flight.berth.executor):
-                flight.done.set()
+        self._give_up(now_s)
         self._metrics.known_executors.set(len(self._fleet))
 
-    def _ended(self, completion: Completion, now_s: float) -> None:
-        flight = self._flights.pop(completion.batch_id, None)
-        if flight is None:
-            return
-        flight.ended(completion.batch_id)
-        window = self._windows.get(flight.berth)
-        if window is not None and completion.compute_us:
-            flight_us = int((now_s - flight.since_s) * 1e6)
-            window.observe(flight_us, completion.stay_us, completion.compute_us)
+    def _ended(self, completions: Sequence[Completion], now_s: float) -> None:
+        flights: dict[_Station, list[tuple[int, Completion]]] = {}
+        for completion in completions:
+            flight = self._flights.pop(completion.batch_id, None)
+            if flight is None:
+                continue
+            flight.station.ended()
+            if completion.compute_us:
+                flight_us = int((now_s - flight.since_s) * 1e6)
+                flights.setdefault(flight.station, []).append((flight_us, completion))
+        for station, ended in flights.items():
+            station.window.observe(ended)
+
+    def _give_up(self, now_s: float) -> None:
+        """Count on no completion for ever. Flights stand in the order of their beginning."""
+        overdue: dict[str, list[str]] = {}
+        for batch_id, flight in self._flights.items():
+            if now_s - flight.since_s < COMPLETION_S:
+                break
+            overdue.setdefault(flight.station.berth.executor, []).append(batch_id)
+        for executor, batch_ids in overdue.items():
+            log.warning(Event.COMPLETION_MISSING, executor=executor, batches=sorted(batch_ids))
+            for batch_id in batch_ids:
+                self._flights.pop(batch_id).station.ended()
 
     def _arrange(self, tasks: asyncio.TaskGroup) -> None:
-        """Have as many pull for each berth as it has room for."""
-        wanted = self._wanted()
-        for berth in [berth for berth in self._pullers if berth not in wanted]:
-            self._windows.pop(berth, None)
-            for puller in self._pullers.pop(berth):
-                puller.release()
-        for berth, room in wanted.items():
-            pullers = self._pullers.setdefault(berth, [])
-            while len(pullers) > room:
-                pullers.pop().release()
-            while len(pullers) < room and not self._closing:
-                puller = self._pulls.puller(berth.key)
-                pullers.append(puller)
-                tasks.create_task(self._fill(berth, puller), name="write-batches")
+        """Have somebody pull for each berth, and nobody for those that are gone."""
+        instances = self._wanted()
+        for berth in self._stations.keys() - instances.keys():
+            gone = self._stations.pop(berth)
+            gone.release()
+            self._flights = {
+                batch_id: flight
+                for batch_id, flight in self._flights.items()
+                if flight.station is not gone
+            }
+        for berth, count in instances.items():
+            station = self._stations.get(berth)
+            if station is None:
+                if self._closing:
+                    continue
+                station = _Station(berth, self._pulls.puller(berth.key))
+                self._stations[berth] = station
+                tasks.create_task(self._fill(station), name="write-batches")
+            known = berth.executor != ANYBODY
+            station.resize(station.window.room(count) if known else count)
 
     def _wanted(self) -> dict[Berth, int]:
-        """Berths of the executors; a model that none of them has is written to anybody, who then
-        says why it does not run. While no executor is known all of them are.
+        """Berths of the executors, with their instances; a model that none of them has is written
+        to anybody, who then says why it does not run. While no executor is known all of them are.
         """
         berths = self._fleet.berths()
         if not berths:
             return {Berth(ANYBODY, None): UNACKNOWLEDGED_BATCHES}
         hosted = {berth.key for berth in berths}
-        room = {
-            berth: instances * self._windows.setdefault(berth, Window()).size
-            for berth, instances in berths.items()
-        }
         homeless = {
             (version.name, version.version) for version in self._models.versions(State.READY)
         } - hosted
-        return room | {Berth(ANYBODY, key): 1 for key in homeless}
+        return berths | {Berth(ANYBODY, key): 1 for key in homeless}
 
-    async def _fill(self, berth: Berth, puller: Puller[ModelKey, Batch]) -> None:
-        """Write one batch after the other, each when the one before has ended."""
-        while not puller.ask.at_once:
+    async def _fill(self, station: _Station) -> None:
+        """Write batches as long as they come, and there is room."""
+        puller = station.puller
+        while room := await self._room(station):
             batch = await puller.pull()
             if batch is None:
                 return
-            partition = self._fleet.partition_of(berth.executor)
-            if partition is None:
-                await self._writer.write_all(batch, None)
-                continue
-            flight = _Flight(berth, time.monotonic())
-            self._expect(flight, [batch])
-            if not await self._writer.write(batch, partition):
-                parts = apart(batch)
-                self._expect(flight, parts)
-                self._flights.pop(batch.batch_id, None)
-                flight.ended(batch.batch_id)
-                for part in parts:
-                    if not await self._writer.write_or_refuse(part, partition):
-                        self._flights.pop(part.batch_id, None)
-                        flight.ended(part.batch_id)
-            await self._landing(flight)
+            batches = [batch]
+            while len(batches) < room and not puller.ask.at_once:
+                batch = puller.take()
+                if batch is None:
+                    break
+                batches.append(batch)
+            self._pace.left(sum(len(each.requests) for each in batches), time.monotonic())
+            await self._write(station, batches)
 
-    def _expect(self, flight: _Flight, parts: list[Batch]) -> None:
-        for part in parts:
-            flight.parts.add(part.batch_id)
-            self._flights[part.batch_id] = flight
+    async def _room(self, station: _Station) -> int:
+        """For how many batches there is, as soon as they may leave; 0 when it was released."""
+        while not (self._closing or station.puller.ask.at_once):
+            if station.room > station.under_way:
+                pause_s = self._pace.pause_s(time.monotonic())
+                if not pause_s:
+                    return min(station.room - station.under_way, MAX_WRITTEN)
+                await asyncio.sleep(pause_s)
+            else:
+                station.changed.clear()
+                await station.changed.wait()
+        return MAX_WRITTEN if self._closing else 0
 
-    async def _landing(self, flight: _Flight) -> None:
-        """Wait until all of it has ended."""
-        try:
-            async with asyncio.timeout(COMPLETION_S):
-                await flight.done.wait()
-        except TimeoutError:
-            log.warning(
-                Event.COMPLETION_MISSING,
-                executor=flight.berth.executor,
-                batches=sorted(flight.parts),
-            )
-        for part in flight.parts:
-            self._flights.pop(part, None)
+    async def _write(self, station: _Station, batches: list[Batch]) -> None:
+        partition = self._fleet.partition_of(station.berth.executor)
+        if partition is None:
+            async with asyncio.TaskGroup() as tasks:
+                for batch in batches:
+                    tasks.create_task(self._writer.write_all(batch, None), name="write-batch")
+            return
+        self._expect(station, batches)
+        for batch in await self._writer.write(batches, partition):
+            parts = apart(batch)
+            self._expect(station, parts)
+            self._forget([batch])
+            self._forget(await self._writer.write_or_refuse(parts, partition))
+
+    def _expect(self, station: _Station, batches: Sequence[Batch]) -> None:
+        flight = _Flight(station, time.monotonic())
+        for batch in batches:
+            self._flights[batch.batch_id] = flight
+        station.under_way += len(batches)
+
+    def _forget(self, batches: Sequence[Batch]) -> None:
+        """They are not under way: nothing was written of them."""
+        for batch in batches:
+            flight = self._flights.pop(batch.batch_id, None)
+            if flight is not None:
+                flight.station.ended()

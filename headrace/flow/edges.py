@@ -7,6 +7,7 @@ the next process owes the rest of the work.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import structlog
@@ -16,7 +17,7 @@ from headrace.errors import Code, Rejected
 from headrace.flow.channel import Channel, ChannelWriter, Outlet, join_lists
 from headrace.flow.endings import ran_alone
 from headrace.flow.inflight import LedgerReceipt
-from headrace.flow.pool import TaskPool
+from headrace.flow.pacing import Pace
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
 from headrace.log.errors import LogRefused
@@ -28,7 +29,8 @@ from headrace.topics import Stage
 
 log = structlog.get_logger(__name__)
 
-UNACKNOWLEDGED_CHUNKS = 8
+MAX_WAITING = 4096
+"""Requests that wait until a run can leave; who brings more waits."""
 
 
 class TopicInlet:
@@ -112,6 +114,9 @@ class TopicOutlet:
 
     Several writers may share one; it ends when all are closed. `run` is its task.
 
+    One run of requests is under way for each partition. What comes meanwhile leaves together when
+    that one is acknowledged, or a little later while many requests pass (`headrace.flow.pacing`).
+
     Args:
         stage: the one that writes, which is the one to have found that something does not fit.
         refused: takes requests that do not fit, as failures; without it they go, as failures,
@@ -135,13 +140,24 @@ class TopicOutlet:
         self._metrics = metrics
         # Batches are small beside what a produce request can carry.
         self._channel: Channel[list[Request]] = Channel(join_lists)
-        self._pool = TaskPool(UNACKNOWLEDGED_CHUNKS, f"write-{topic}")
+        self._pace = Pace()
+        self._waiting: dict[int, list[Request]] = {}
+        self._under_way: set[int] = set()
+        self._left = asyncio.Event()
 
     async def run(self) -> None:
         """Owns the writes under way, until all writers are closed and all is acknowledged."""
-        async with self._pool:
+        async with asyncio.TaskGroup() as tasks:
             while (chunk := await self._channel.receive()) is not None:
-                await self._pool.start(self._write(chunk))
+                for request in chunk:
+                    self._waiting.setdefault(request.partition, []).append(request)
+                for partition in self._waiting.keys() - self._under_way:
+                    self._under_way.add(partition)
+                    name = f"write-{self._topic}-{partition}"
+                    tasks.create_task(self._write_runs(partition), name=name)
+                while sum(map(len, self._waiting.values())) > MAX_WAITING:
+                    self._left.clear()
+                    await self._left.wait()
         if self._refused is not None:
             self._refused.close()
 
@@ -149,17 +165,23 @@ class TopicOutlet:
         """A new writer."""
         return self._channel.writer()
 
-    async def _write(self, chunk: list[Request]) -> None:
-        per_partition: dict[int, list[Request]] = {}
-        for request in chunk:
-            if request.receipt.void:
-                request.receipt.settle()
-            else:
-                per_partition.setdefault(request.partition, []).append(request)
-        async with asyncio.TaskGroup() as tasks:
-            for partition, requests in per_partition.items():
-                target = TopicPartition(self._topic, partition)
-                tasks.create_task(self._write_partition(target, requests), name=f"to-{target}")
+    async def _write_runs(self, partition: int) -> None:
+        """One after the other, until nothing waits."""
+        target = TopicPartition(self._topic, partition)
+        while partition in self._waiting:
+            if pause_s := self._pace.pause_s(time.monotonic()):
+                await asyncio.sleep(pause_s)
+            waiting = self._waiting.pop(partition)
+            self._pace.left(len(waiting), time.monotonic())
+            self._left.set()
+            requests: list[Request] = []
+            for request in waiting:
+                if request.receipt.void:
+                    request.receipt.settle()
+                else:
+                    requests.append(request)
+            await self._write_partition(target, requests)
+        self._under_way.discard(partition)
 
     async def _write_partition(self, target: TopicPartition, requests: list[Request]) -> None:
         left = requests

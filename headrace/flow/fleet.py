@@ -8,19 +8,23 @@ that it is gone. A partition is its last announcer's.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from math import ceil
 from statistics import median
 from typing import NamedTuple, TypeAlias
 
-from headrace.events import ExecutorEvent
+from headrace.events import Completion, ExecutorEvent
+from headrace.flow.pacing import PACE_S
 
 ModelKey: TypeAlias = tuple[str, str]
 """A model's name and version."""
 
 LEAST_IN_FLIGHT = 2
 """For each instance: one batch runs, and the next one is there when it ends."""
-MOST_IN_FLIGHT = 16
+MOST_IN_FLIGHT = 64
 _WINDOW = 31
+_GATHERED_US = int(PACE_S * 1e6)
+"""For so long at most, room stays open while batches gather that leave together."""
 
 
 ANYBODY = ""
@@ -35,30 +39,36 @@ class Berth(NamedTuple):
 
 
 class Window:
-    """How many batches may be under way to one instance.
+    """How many batches may be under way to the instances of one berth.
 
-    Two, or as many as it runs in the time that a batch takes to it and its completion back: an
-    instance whose runs are shorter than that would wait for the log otherwise. What a batch waits
-    at the executor does not count, so that a queue there makes the window no larger.
+    Two for each, or as many as end in the time that a batch takes to its executor and its
+    completion back: an instance whose batches end sooner would wait for the log otherwise. What a
+    batch waits at the executor does not count, so that a queue there makes the window no larger.
     """
 
     def __init__(self) -> None:
         self._travel_us: deque[int] = deque(maxlen=_WINDOW)
-        self._compute_us: deque[int] = deque(maxlen=_WINDOW)
-        self.size = LEAST_IN_FLIGHT
+        self._busy_us: deque[int] = deque(maxlen=_WINDOW)
+        self._covered = 0
 
-    def observe(self, flight_us: int, stay_us: int, compute_us: int) -> None:
-        """Learn from a batch.
+    def observe(self, flights: Iterable[tuple[int, Completion]]) -> None:
+        """Learn from batches that have ended.
 
         Args:
-            flight_us: from before it was written until its completion was heard.
-            stay_us: of that, how long the executor had it.
-            compute_us: how long its run took.
+            flights: of each, the microseconds from before it was written until its completion
+                was heard, and that.
         """
-        self._travel_us.append(max(0, flight_us - stay_us))
-        self._compute_us.append(max(1, compute_us))
-        covered = ceil(median(self._travel_us) / median(self._compute_us))
-        self.size = max(LEAST_IN_FLIGHT, min(MOST_IN_FLIGHT, 1 + covered))
+        for flight_us, completion in flights:
+            self._travel_us.append(max(0, flight_us - completion.stay_us))
+            self._busy_us.append(max(1, completion.busy_us))
+        if self._busy_us:
+            travel_us = median(self._travel_us) + _GATHERED_US
+            self._covered = ceil(travel_us / median(self._busy_us))
+
+    def room(self, instances: int) -> int:
+        """For so many instances together."""
+        least, most = LEAST_IN_FLIGHT * instances, MOST_IN_FLIGHT * instances
+        return max(least, min(most, instances + self._covered))
 
 
 class _Executor:

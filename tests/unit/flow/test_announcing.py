@@ -148,3 +148,31 @@ async def test_requests_of_a_batch_that_nobody_announced_are_passed_over(tmp_pat
         bench.announcer.finished("b-9.0", [make_request()])
         await eventually(lambda: bench.said)
     assert bench.completions() == []
+
+
+async def test_completions_gather_while_much_is_still_here(tmp_path: Path) -> None:
+    """An announcement for every few batches, and none of them late."""
+    async with announcing(tmp_path) as bench:
+        await eventually(lambda: bench.said)
+        batches = [batch_of(1, f"b-{number}") for number in range(64)]
+        for batch in batches:
+            bench.announcer.received(batch)
+        for batch in batches[:8]:
+            bench.announcer.finished(batch.batch_id, ran(batch.requests, rows=1, compute_us=50))
+        await bench.completed(8)
+    assert [len(event.completions) for event in bench.said if event.completions] == [8]
+
+
+async def test_how_long_a_batch_keeps_the_executor_counts_from_the_one_before(
+    tmp_path: Path,
+) -> None:
+    """Whatever it waited there."""
+    async with announcing(tmp_path) as bench:
+        first, second = batch_of(1, "b-1"), batch_of(1, "b-2")
+        bench.announcer.received(first)
+        bench.announcer.received(second)
+        bench.announcer.finished("b-1", ran(first.requests, rows=1, compute_us=50))
+        bench.announcer.finished("b-2", ran(second.requests, rows=1, compute_us=50))
+        one, two = await bench.completed(2)
+    assert one.busy_us == one.stay_us
+    assert two.busy_us <= two.stay_us - one.stay_us + 1

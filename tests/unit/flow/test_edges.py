@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from headrace.flow.source import Source
 from headrace.flow.source_settings import SourceSettings
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
-from headrace.log.port import TopicInfo, TopicPartition
+from headrace.log.port import NewRecord, Producer, Run, TopicInfo, TopicPartition
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
@@ -172,6 +172,48 @@ def test_a_topic_that_takes_nothing_ends_the_process() -> None:
 
     with pytest.raises(LogRefused, match="results"):
         refuse(request, "results", Stage.EXECUTOR)
+
+
+class HeldProducer:
+    """Takes runs, and acknowledges them when it is told to."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[int, int]] = []
+        self._held: list[asyncio.Future[None]] = []
+
+    async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
+        self.runs.append((partition.partition, len(records)))
+        acknowledged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._held.append(acknowledged)
+        return [Run(len(records), acknowledged)]
+
+    def acknowledge(self) -> None:
+        """All that was taken."""
+        held, self._held = self._held, []
+        for each in held:
+            each.set_result(None)
+
+
+async def test_what_comes_while_a_run_is_under_way_leaves_together() -> None:
+    """Once that one is acknowledged; other partitions do not wait for it."""
+    producer = HeldProducer()
+    outlet = result_outlet(cast(Producer, producer), TOPIC)
+    writer = outlet.writer()
+    other = make_request()
+    other.partition = 1
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(outlet.run())
+        await writer.send([make_request()])
+        await eventually(lambda: producer.runs == [(0, 1)])
+        await writer.send([make_request(), make_request()])
+        await writer.send([make_request(), other])
+        await eventually(lambda: len(producer.runs) == 2)
+        producer.acknowledge()
+        await eventually(lambda: len(producer.runs) == 3)
+        producer.acknowledge()
+        writer.close()
+
+    assert producer.runs == [(0, 1), (1, 1), (0, 3)]
 
 
 async def test_void_requests_are_not_written() -> None:

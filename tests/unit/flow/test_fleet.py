@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.events import ExecutorEvent, HostedModel
+from headrace.events import Completion, ExecutorEvent, HostedModel
 from headrace.flow.fleet import Berth, Fleet, Window
 
 DIGITS = ("digits", "1")
@@ -40,36 +40,48 @@ def test_each_executor_has_berths_for_its_models() -> None:
     assert fleet.berths() == {Berth("a", DIGITS): 1, Berth("b", DIGITS): 3}
 
 
-def window_of(*, travel_us: int, compute_us: int, stay_us: int = 0) -> Window:
+def flight(travel_us: int, busy_us: int, stay_us: int = 0) -> tuple[int, Completion]:
+    """A batch that has ended."""
+    ended = Completion(batch_id="b", model="digits", version="1", stay_us=stay_us, busy_us=busy_us)
+    return travel_us + stay_us, ended
+
+
+def window_of(travel_us: int, busy_us: int, stay_us: int = 0) -> Window:
     """A window that has seen many such batches."""
     window = Window()
-    for _ in range(40):
-        window.observe(travel_us + stay_us, stay_us, compute_us)
+    window.observe([flight(travel_us, busy_us, stay_us)] * 40)
     return window
 
 
 def test_two_batches_are_under_way_where_runs_take_longer_than_the_way() -> None:
     """One runs and one is there when it ends; more would only wait elsewhere."""
-    assert Window().size == 2
-    assert window_of(travel_us=4000, compute_us=20_000).size == 2
+    assert Window().room(1) == 2
+    assert window_of(travel_us=4000, busy_us=20_000).room(1) == 2
 
 
 def test_short_runs_have_as_many_under_way_as_cover_the_way() -> None:
-    """An instance shall not wait for the log."""
-    assert window_of(travel_us=4000, compute_us=1000).size == 5
-    assert window_of(travel_us=40_000, compute_us=50).size == 16
+    """And the time in which batches gather: an instance shall not wait for the log."""
+    assert window_of(travel_us=4000, busy_us=2000).room(1) == 8
+    assert window_of(travel_us=40_000, busy_us=50).room(1) == 64
+
+
+def test_the_room_of_many_instances_is_that_of_all_together() -> None:
+    """What ends between two batches of an executor ends at all of its instances."""
+    assert Window().room(3) == 6
+    assert window_of(travel_us=40_000, busy_us=1000).room(3) == 53
+    assert window_of(travel_us=40_000, busy_us=50).room(3) == 192
 
 
 def test_a_queue_at_the_executor_makes_the_window_no_larger() -> None:
     """Otherwise it would feed itself."""
-    assert window_of(travel_us=4000, compute_us=1000, stay_us=500_000).size == 5
+    assert window_of(travel_us=4000, busy_us=2000, stay_us=500_000).room(1) == 8
 
 
 def test_one_batch_that_was_held_up_changes_nothing() -> None:
     """The median counts."""
-    window = window_of(travel_us=4000, compute_us=20_000)
-    window.observe(10_000_000, 0, 1)
-    assert window.size == 2
+    window = window_of(travel_us=4000, busy_us=20_000)
+    window.observe([flight(10_000_000, 1)])
+    assert window.room(1) == 2
 
 
 def test_an_executor_without_partitions_gets_nothing() -> None:
