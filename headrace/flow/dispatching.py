@@ -1,10 +1,10 @@
 """Batches on their way to executors of other processes, each to one that is free.
 
 Every executor that has announced itself has berths, each with room for at least two batches for
-each instance of a model (`headrace.flow.fleet.Window`). Who pulls for a berth takes the batches that
-there are, as far as it has room, writes them to a partition that its executor reads, and pulls
-again when completions have made room. So a batch closes when there is room for it, as it does in
-one process. While no executor is known, a few batches at a time are pulled for whoever reads.
+each instance of a model (`headrace.flow.fleet.Window`). Who pulls for a berth takes what there is,
+as far as it has room, writes it to a partition that its executor reads, and pulls again when
+completions have made room. So a batch closes when there is room for it, as it does in one process.
+While no executor is known, a few batches at a time are pulled for whoever reads.
 """
 
 from __future__ import annotations
