@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 import click
+from aiokafka.errors import KafkaError
 
 from headrace.local_kafka import BrokerFailed
 from tests.chaos.checker import Guarantee, Order, duplicates
@@ -22,6 +23,8 @@ from tests.chaos.deployment import FORMS
 from tests.chaos.story import tell
 from tests.chaos.trial import GUARANTEES, Outcome, Trial, draw_trial, run_trial
 
+BROKER_TROUBLE = (BrokerFailed, KafkaError, TimeoutError)
+"""What the harness itself meets where a broker does not come back: it says nothing of Headrace."""
 STORIES = 3
 """Of one seed; where much is broken, the rest tell the same."""
 
@@ -82,7 +85,7 @@ async def _run_in_turn(trials: Iterator[Trial], keep: Path, outcomes: list[Outco
             directory = keep / f"seed-{trial.seed}"
             try:
                 outcome = await run_trial(trial, cluster, directory)
-            except* BrokerFailed as failed:
+            except* BROKER_TROUBLE as failed:
                 click.echo(f"seed {trial.seed:<6} says nothing: {_first_line(failed)}")
                 await stack.aclose()
                 cluster = await stack.enter_async_context(running_cluster())
@@ -92,12 +95,12 @@ async def _run_in_turn(trials: Iterator[Trial], keep: Path, outcomes: list[Outco
                     click.echo(line)
 
 
-def _first_line(failed: BaseExceptionGroup[BrokerFailed]) -> str:
+def _first_line(failed: BaseExceptionGroup) -> str:
     """Of the innermost error."""
     error: BaseException = failed
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return str(error).splitlines()[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def report(outcome: Outcome, directory: Path) -> Iterator[str]:

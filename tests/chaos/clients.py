@@ -11,12 +11,12 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import TopicPartition as KafkaPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, KafkaTimeoutError
 
 from headrace.config import KafkaSettings
 from headrace.errors import Retriable
@@ -42,7 +42,7 @@ SILENT_MS = 1250
 POLL_MS = 100
 SEND_DEADLINE_S = 45.0
 CLOSE_DEADLINE_S = 3.0
-READ_BACK_DEADLINE_S = 30.0
+READ_BACK_DEADLINE_S = 60.0
 
 
 class Sender:
@@ -136,7 +136,7 @@ async def read_back(
     by_number = {question.number: question for question in questions}
     found: list[Sent] = []
     async with reading(bootstrap, [topic]) as consumer, asyncio.timeout(READ_BACK_DEADLINE_S):
-        ends = await consumer.end_offsets(list(consumer.assignment()))
+        ends = await _ends(consumer)
         while sum(ends.values()) > len(found):
             polled = await consumer.getmany(timeout_ms=POLL_MS)
             for record in (record for records in polled.values() for record in records):
@@ -150,6 +150,13 @@ async def read_back(
     assert numbers >= acknowledged, f"the broker lost {sorted(acknowledged - numbers)[:5]}"
     assert len(numbers) == len(found), "the broker holds a request twice"
     return found
+
+
+async def _ends(consumer: AIOKafkaConsumer) -> dict[KafkaPartition, int]:
+    """Once the broker, which may just have been restarted, leads its partitions again."""
+    while True:
+        with suppress(KafkaTimeoutError):  # the caller has a deadline
+            return dict(await consumer.end_offsets(list(consumer.assignment())))
 
 
 def unheld(questions: Sequence[Question], held: Sequence[Sent]) -> list[Question]:
