@@ -10,7 +10,7 @@ absent header.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
@@ -256,9 +256,33 @@ def answer_headers(request: Request, status: str, request_topic: str) -> list[He
     headers are copied, except those that speak of the request alone. `traceparent` is the context
     of the span that sends the answer, or the caller's own where the request is not sampled.
     """
-    envelope = request.envelope
-    identity = f"{request_topic}/{request.partition}/{request.offset}"
-    headers = [*_first_two(envelope.content_type, status), ("x-request", identity.encode())]
+    return answers_headers([request], status, request_topic)[0]
+
+
+def answers_headers(
+    requests: Iterable[Request], status: str, request_topic: str
+) -> list[list[Header]]:
+    """As `answer_headers` for each, in their order."""
+    found: list[list[Header]] = []
+    content_type, partition, place = "", -1, b""
+    first, second = _first_two(content_type, status)
+    for request in requests:
+        envelope = request.envelope
+        if envelope.content_type != content_type:
+            content_type = envelope.content_type
+            first, second = _first_two(content_type, status)
+        if request.partition != partition:
+            partition = request.partition
+            place = f"{request_topic}/{partition}/".encode()
+        headers = [first, second, ("x-request", place + b"%d" % request.offset)]
+        if envelope is not NO_HEADERS or request.trace is not None:
+            _add_callers(headers, request, envelope)
+        found.append(headers)
+    return found
+
+
+def _add_callers(headers: list[Header], request: Request, envelope: Envelope) -> None:
+    """What the caller's headers bring into an answer's."""
     if envelope.correlation_id is not None:
         headers.append(("kafka_correlationId", envelope.correlation_id))
     trace = request.trace
@@ -271,7 +295,6 @@ def answer_headers(request: Request, status: str, request_topic: str) -> list[He
     for name, value in request.headers:
         if value is not None and travels(name):
             headers.append((name, value))
-    return headers
 
 
 @lru_cache(maxsize=64)
@@ -280,6 +303,7 @@ def _first_two(request_content_type: str, status: str) -> tuple[Header, Header]:
     return ("content-type", content_type.encode()), ("x-status", status.encode())
 
 
+@lru_cache(maxsize=1024)
 def travels(name: str) -> bool:
     """Whether a header of a request is copied to its answer."""
     return not (

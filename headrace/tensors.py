@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +28,11 @@ MAX_TENSOR_BYTES = 2**63 - 1
 """What any array library can address; a shape beyond it is refused even where it is empty."""
 
 _LENGTH = struct.Struct("<I")
+
+_COPY_ROW_BYTES = 1024
+"""Rows of this size are sooner copied than viewed, and a copy keeps no others alive."""
+
+B = TypeVar("B", bytes, memoryview)
 
 
 class Datatype(NamedTuple):
@@ -279,36 +285,40 @@ def rows_of(array: NDArray[Any], start: int, stop: int) -> memoryview | bytes:
     return from_array("rows", array[start:stop]).data
 
 
-def split_rows(name: str, array: NDArray[Any], rows: Sequence[int]) -> list[Tensor]:
-    """The tensors of several requests out of one array whose rows lie one after another.
+def split_rows(
+    name: str, array: NDArray[Any], rows: Sequence[int]
+) -> list[bytes] | list[memoryview]:
+    """The bytes of several requests' tensors out of one array whose rows lie one after another.
 
-    Equal to `from_array` on each slice, with the array looked at once: rows beyond the sum of
-    `rows`, which are padding, are left out.
+    Equal to the data of `from_array` on each slice, with the array looked at once: rows beyond the
+    sum of `rows`, which are padding, are left out. Those of small rows are copies, others views.
 
     Raises:
         Rejected: `INVALID_TENSOR`, see `from_array`.
         ValueError: the array has no rows, or fewer than the sum of `rows`.
     """
-    if not array.ndim or array.shape[0] < sum(rows):
-        raise ValueError(f"{name}: expected {sum(rows)} rows, got shape {list(array.shape)}")
+    total = sum(rows)
+    if not array.ndim or array.shape[0] < total:
+        raise ValueError(f"{name}: expected {total} rows, got shape {list(array.shape)}")
     datatype = datatype_of(array.dtype, name)
-    row_shape = array.shape[1:]
-    tensors: list[Tensor] = []
-    start = 0
     if not datatype.itemsize:
-        for size in rows:
-            tensors.append(from_array(name, array[start : start + size]))
-            start += size
-        return tensors
+        parts = zip(accumulate(rows), rows, strict=True)
+        return [
+            join_elements(array[stop - size : stop].ravel().tolist(), name) for stop, size in parts
+        ]
     content = _raw(array, datatype)
-    row_bytes = datatype.itemsize * math.prod(row_shape)
-    shapes: dict[int, tuple[int, ...]] = {}  # most requests have the same number of rows
-    for size in rows:
-        shape = shapes.get(size)
-        if shape is None:
-            shape = shapes[size] = (size, *row_shape)
-        stop = start + size * row_bytes
-        # Half the cost of calling a NamedTuple's class.
-        tensors.append(tuple.__new__(Tensor, (name, datatype.name, shape, content[start:stop])))
-        start = stop
-    return tensors
+    row_bytes = datatype.itemsize * math.prod(array.shape[1:])
+    if row_bytes <= _COPY_ROW_BYTES:
+        return _cut_up(content.tobytes(), row_bytes, rows)
+    return _cut_up(content, row_bytes, rows)
+
+
+def _cut_up(content: B, row_bytes: int, rows: Sequence[int]) -> list[B]:
+    if row_bytes and rows.count(1) == len(rows):  # which most requests have
+        starts = range(0, len(rows) * row_bytes, row_bytes)
+        return [content[start : start + row_bytes] for start in starts]
+    stops = accumulate(rows)
+    return [
+        content[(stop - size) * row_bytes : stop * row_bytes]
+        for stop, size in zip(stops, rows, strict=True)
+    ]

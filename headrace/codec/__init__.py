@@ -10,7 +10,7 @@
 from headrace.codec.client import Answer, decode_response, encode_request
 from headrace.codec.json_data import bytes_to_data
 from headrace.codec.requests import callers_id, check_value, decode_request
-from headrace.codec.responses import encode_error, encode_response
+from headrace.codec.responses import encode_error, encode_response, encode_responses
 from headrace.codec.wire import (
     decode_batch,
     decode_item,
@@ -35,5 +35,6 @@ __all__ = [
     "encode_item",
     "encode_request",
     "encode_response",
+    "encode_responses",
     "encode_result",
 ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.messages import Request, Tensor
+from headrace.messages import Head, Request
 from headrace.models.backend import Arrays
 from headrace.models.padding import cut, pad
 from headrace.models.signature import Signature
 from headrace.services.executor.blocks import HostBlock
-from headrace.tensors import DATATYPES, from_array, split_rows, to_array
+from headrace.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 
 IN_PLACE_FROM_BYTES = 65536
 """A single request's bytes of this size are run where they lie: a copy would cost more than to
@@ -58,20 +59,41 @@ def _joined(requests: Sequence[Request], signature: Signature) -> dict[str, NDAr
 
 
 def scatter(requests: Sequence[Request], signature: Signature, outputs: Arrays) -> None:
-    """Give each request its rows of the outputs, as views where the datatype allows it."""
+    """Give each request its rows of the outputs."""
     rows = [request.rows for request in requests]
-    columns: list[list[Tensor]] = []
+    columns: list[list[bytes] | list[memoryview] | list[bytes | memoryview]] = []
     for spec in signature.outputs:
         array = outputs[spec.name]
         if signature.batched:
             columns.append(split_rows(spec.name, array, rows))
         else:
-            columns.append([from_array(spec.name, array)])
-    for request, tensors in zip(requests, zip(*columns, strict=True), strict=True):
-        wanted = request.wanted
-        request.outputs = (
-            tensors if wanted is None else tuple(one for one in tensors if one.name in wanted)
-        )
+            columns.append([from_array(spec.name, array).data])
+    heads = _Heads(signature, outputs)
+    contents: Iterable[tuple[bytes | memoryview, ...]] = zip(*columns, strict=True)
+    for request, own in zip(requests, contents, strict=True):
+        request.heads = heads[request.rows]
+        request.contents = own
         request.inputs = ()
+        wanted = request.wanted
+        if wanted is not None:
+            request.outputs = tuple([one for one in request.outputs or () if one.name in wanted])
     if signature.buckets:
         cut(requests, signature)
+
+
+class _Heads(dict[int, tuple[Head, ...]]):
+    """Of the outputs of a run's requests, by their numbers of rows; of texts, made anew."""
+
+    def __init__(self, signature: Signature, outputs: Arrays) -> None:
+        self._batched = signature.batched
+        self._arrays = [(spec.name, outputs[spec.name]) for spec in signature.outputs]
+
+    def __missing__(self, rows: int) -> tuple[Head, ...]:
+        heads = tuple([self._head(rows, name, array) for name, array in self._arrays])
+        if all(datatype != "BYTES" for _, datatype, _ in heads):
+            self[rows] = heads
+        return heads
+
+    def _head(self, rows: int, name: str, array: NDArray[Any]) -> Head:
+        shape = (rows, *array.shape[1:]) if self._batched else array.shape
+        return name, datatype_of(array.dtype, name).name, shape

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
-from headrace.codec import encode_error, encode_response
-from headrace.envelope import answer_headers, dead_letter_headers
+from headrace.codec import encode_error, encode_responses
+from headrace.envelope import answer_headers, answers_headers, dead_letter_headers
 from headrace.errors import Code, Rejected
 from headrace.flow.endings import deadline_passed
 from headrace.log.errors import LogRefused, RecordTooLarge
@@ -35,20 +35,37 @@ class Composer:
         self._routes = routes
         self._metrics, self._tracing, self.clock = instruments
 
-    def answers(self, requests: Iterable[Request], now_us: int) -> list[NewRecord]:
-        """An answer for each, in their order. What is late by now fails first."""
-        return [self.answer(request, now_us) for request in requests]
+    def answers(
+        self, requests: Sequence[Request], now_us: int, *, bare: bool = False
+    ) -> list[NewRecord]:
+        """An answer for each, in their order. What is late by now fails first.
 
-    def answer(self, request: Request, now_us: int, *, bare: bool = False) -> NewRecord:
-        """One answer; a bare one goes without the caller's key and headers."""
-        if request.failure is None:
+        Args:
+            requests: that have ended.
+            now_us: epoch microseconds.
+            bare: the errors go without the caller's key and headers.
+        """
+        for request in [each for each in requests if each.envelope.deadline_ms]:
             late = deadline_passed(request, now_us, Stage.RESPONDER)
-            if late is None:
-                value = encode_response(request, now_us)
-                headers = answer_headers(request, "ok", self._routes.requests)
-                # Half the cost of calling a NamedTuple's class.
-                return tuple.__new__(NewRecord, (request.key, value, headers, None))
-            request.fail(late)
+            if late is not None and request.failure is None:
+                request.fail(late)
+        fine = [request for request in requests if request.failure is None]
+        values = encode_responses(fine, now_us)
+        headers = answers_headers(fine, "ok", self._routes.requests)
+        new = tuple.__new__  # half the cost of calling a NamedTuple's class
+        records: list[NewRecord] = [
+            new(NewRecord, (request.key, value, own, None))
+            for request, value, own in zip(fine, values, headers, strict=True)
+        ]
+        if len(fine) == len(requests):
+            return records
+        answered = iter(records)
+        return [
+            next(answered) if request.failure is None else self._error(request, now_us, bare=bare)
+            for request in requests
+        ]
+
+    def _error(self, request: Request, now_us: int, *, bare: bool) -> NewRecord:
         failure = request.failure
         assert failure is not None
         if self._tracing is not None:

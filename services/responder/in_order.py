@@ -70,8 +70,8 @@ class OrderedStep:
         bare = False
         while (way := self._composer.give_way(request, target, error, bare=bare)) is not None:
             target, bare = way
-            record = self._composer.answer(request, self._composer.clock(), bare=bare)
-            refused = await deliver_in_order(self._producer, target, [record], self._metrics)
+            records = self._composer.answers([request], self._composer.clock(), bare=bare)
+            refused = await deliver_in_order(self._producer, target, records, self._metrics)
             if refused is None:
                 return
             error = refused[1]

@@ -177,7 +177,7 @@ class Overlapping:
             again: list[Refusal] = []
             for (target, bare), requests in ways.items():
                 now_us = self._composer.clock()
-                records = [self._composer.answer(each, now_us, bare=bare) for each in requests]
+                records = self._composer.answers(requests, now_us, bare=bare)
                 still = await deliver(self._producer, target, records, self._metrics)
                 again += [(requests[index], target, still[index], bare) for index in still]
             refused = again

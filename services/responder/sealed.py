@@ -240,9 +240,7 @@ class _Draft:
                 continue
             self._addressed.setdefault(target, []).append(request)
         records = {
-            target: [
-                composer.answer(request, self._began_us, bare=self._bare) for request in requests
-            ]
+            target: composer.answers(requests, self._began_us, bare=self._bare)
             for target, requests in self._addressed.items()
             if self._answers
         }

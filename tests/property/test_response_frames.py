@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.codec import encode_response
+from headrace.codec import encode_response, encode_responses
 from headrace.messages import (
     Envelope,
     InferenceResponse,
@@ -28,7 +28,8 @@ def tensors(draw: st.DrawFn) -> Tensor:
     for each in shape:
         size *= each
     size = draw(st.integers(0, 300)) if datatype == "BYTES" else size
-    return Tensor(draw(st.sampled_from(["a", "ä" * 40])), datatype, shape, bytes(size))
+    content = draw(st.binary(min_size=size, max_size=size))
+    return Tensor(draw(st.sampled_from(["a", "ä%b" * 20])), datatype, shape, content)
 
 
 @st.composite
@@ -80,3 +81,28 @@ def test_pieces_make_the_whole(several: list[Request]) -> None:
     """For any answers, one after another, so that some find what others have left."""
     for request in [*several, *several]:
         assert encode_response(request, 2**39) == whole(request, 2**39)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[Request]:
+    """Requests that ran together: they share their heads, and not always when they were read."""
+    first = draw(requests())
+    times = st.integers(first.ingested_us, first.ingested_us + 1)
+    mates = [first]
+    for ingested_us in draw(st.lists(times, max_size=3)):
+        mate = Request(NO_RECEIPT, 0, 1, 0, 0, None, b"", (), Envelope())
+        mate.model, mate.version, mate.ingested_us = first.model, first.version, ingested_us
+        mate.formed_us, mate.compute_us = first.formed_us, first.compute_us
+        mate.batch_rows, mate.heads = first.batch_rows, first.heads
+        mate.id = draw(st.sampled_from([None, "x"]))
+        mate.contents = tuple([bytes(each)[::-1] for each in first.contents or ()])
+        mates.append(mate)
+    return mates
+
+
+@given(st.lists(runs(), min_size=1, max_size=3))
+def test_what_ran_together_is_answered_as_if_alone(several: list[list[Request]]) -> None:
+    """Each value is that of its own request, whoever stands beside it."""
+    together = [request for run in several for request in run]
+
+    assert encode_responses(together, 2**39) == [whole(request, 2**39) for request in together]
