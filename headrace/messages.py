@@ -13,7 +13,7 @@ the one object that passes through all stages of a process; at a topic between t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -124,7 +124,7 @@ class WireTensor(Struct, kw_only=True, omit_defaults=True):
     """A tensor between two stages: `data`, or `size` bytes from `start` of the request's value."""
 
     datatype: str
-    shape: list[int]
+    shape: tuple[int, ...]
     data: memoryview | None = None
     start: int = 0
     size: int = 0
@@ -164,17 +164,20 @@ class ItemRecord(Struct, kw_only=True, omit_defaults=True):
     id: str | None = None
     inputs: list[WireTensor]
     rows: int
-    shape_class: list[int] = []
-    wanted: list[str] | None = None
+    shape_class: tuple[int, ...] = ()
+    wanted: tuple[str, ...] | None = None
     timings: WireTimings
     trace: WireTrace | None = None
 
 
 class BatchRecord(Struct, kw_only=True, omit_defaults=True):
-    """The value of a `batches` record: items of one model, version and shape class."""
+    """The value of a `batches` record: items of one model, version and shape class. `formed_us`
+    is when the batch closed; where it is 0, its items say that.
+    """
 
     batch_id: str
     reason: str
+    formed_us: int = 0
     items: list[ItemRecord]
 
 
@@ -226,10 +229,6 @@ class Tensor(NamedTuple):
     datatype: str
     shape: tuple[int, ...]
     data: memoryview | bytes
-
-
-Head: TypeAlias = tuple[str, str, tuple[int, ...]]
-"""Name, datatype and shape of a tensor."""
 
 
 class Failure(NamedTuple):
@@ -291,12 +290,10 @@ class Request(Struct, eq=False):
         checked_us, done_us: when ingest, and the last stage before the responder, was done with
             it, in epoch microseconds; 0 where nothing is traced.
         batch_id: of its batch; empty where nothing is traced, or it joined none.
+        item: the value of the `items` record by which it came; None where it did not.
         trace: None unless it is sampled.
         compute_us: how long its run took; `batch_rows` how many rows ran with it.
         own_sizes: None until it was padded, see `headrace.models.padding`.
-        heads, contents: of the outputs, and their bytes; `contents` is None until it has run.
-            Requests that ran together, with as many rows and as many bytes, share one object of
-            `heads`, so that nobody has to look at each of them.
     """
 
     receipt: Receipt
@@ -324,33 +321,16 @@ class Request(Struct, eq=False):
     checked_us: int = 0
     done_us: int = 0
     batch_id: str = ""
+    item: bytes | None = None
     trace: Trace | None = None
     own_sizes: dict[str, tuple[int, int]] | None = None
-    heads: tuple[Head, ...] = ()
-    contents: tuple[memoryview | bytes, ...] | None = None
+    outputs: tuple[Tensor, ...] | None = None
     failure: Failure | None = None
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...] | None:
-        """The tensors of the answer; None where there are none."""
-        if self.contents is None:
-            return None
-        return tuple(
-            [
-                Tensor(*head, content)
-                for head, content in zip(self.heads, self.contents, strict=True)
-            ]
-        )
-
-    @outputs.setter
-    def outputs(self, outputs: tuple[Tensor, ...] | None) -> None:
-        self.heads = () if outputs is None else tuple([each[:3] for each in outputs])
-        self.contents = None if outputs is None else tuple([each[3] for each in outputs])
 
     @property
     def skipped(self) -> bool:
         """Of one that has ended: it stands for a range of the source that was never read."""
-        return self.contents is None and self.failure is None
+        return self.outputs is None and self.failure is None
 
     def fail(self, failure: Failure) -> None:
         """End the request with an error; its inputs are let go."""

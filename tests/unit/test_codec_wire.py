@@ -94,6 +94,39 @@ def test_a_value_that_arrived_by_the_wire_can_be_sent_on() -> None:
     assert plain(batch.requests[0].inputs) == plain(received.inputs)
 
 
+def test_an_item_goes_into_its_batch_as_it_came() -> None:
+    """Byte for byte, with what a newer release may have put there."""
+    item = encode_item(checked())
+    newer = msgpack.packb({**msgpack.unpackb(item), "newer": 1})
+
+    batch = encode_batch(Batch("b-1", [decode_item(newer, NO_RECEIPT)], "full"))
+
+    assert batch.endswith(newer)
+
+
+def test_a_batch_says_when_it_was_formed() -> None:
+    """What its items say of that is older."""
+    received = decode_item(encode_item(checked()), NO_RECEIPT)
+    received.formed_us = 99
+
+    batch = decode_batch(encode_batch(Batch("b-1", [received], "full")), NO_RECEIPT)
+
+    assert batch.requests[0].formed_us == 99
+
+
+@pytest.mark.parametrize("start", [3, 5])
+def test_a_tensor_may_stand_anywhere_in_its_value(start: int) -> None:
+    """Wherever it stood in another value of the same length."""
+    sent = checked()
+    value = bytes(range(40))
+    sent.value = value
+    sent.inputs = (Tensor("x", "INT8", (2, 2), memoryview(value)[start : start + 4]),)
+
+    received = decode_item(encode_item(sent), NO_RECEIPT)
+
+    assert plain(received.inputs) == [("x", "INT8", (2, 2), value[start : start + 4])]
+
+
 def test_an_empty_tensor_of_a_request_arrives_empty() -> None:
     """A place of no bytes is a place as well."""
     sent = checked()
