@@ -13,7 +13,7 @@ the one object that passes through all stages of a process; at a topic between t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -231,6 +231,10 @@ class Tensor(NamedTuple):
     data: memoryview | bytes
 
 
+Head: TypeAlias = tuple[str, str, tuple[int, ...]]
+"""Name, datatype and shape of a tensor."""
+
+
 class Failure(NamedTuple):
     """Why a request has no outputs. `code` is a `headrace.errors.Code`."""
 
@@ -294,6 +298,9 @@ class Request(Struct, eq=False):
         trace: None unless it is sampled.
         compute_us: how long its run took; `batch_rows` how many rows ran with it.
         own_sizes: None until it was padded, see `headrace.models.padding`.
+        heads, contents: of the outputs, and their bytes; `contents` is None until it has run.
+            Requests that ran together, with as many rows and as many bytes, share one object of
+            `heads`, so that nobody has to look at each of them.
     """
 
     receipt: Receipt
@@ -324,13 +331,31 @@ class Request(Struct, eq=False):
     item: bytes | None = None
     trace: Trace | None = None
     own_sizes: dict[str, tuple[int, int]] | None = None
-    outputs: tuple[Tensor, ...] | None = None
+    heads: tuple[Head, ...] = ()
+    contents: tuple[memoryview | bytes, ...] | None = None
     failure: Failure | None = None
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...] | None:
+        """The tensors of the answer; None where there are none."""
+        if self.contents is None:
+            return None
+        return tuple(
+            [
+                Tensor(*head, content)
+                for head, content in zip(self.heads, self.contents, strict=True)
+            ]
+        )
+
+    @outputs.setter
+    def outputs(self, outputs: tuple[Tensor, ...] | None) -> None:
+        self.heads = () if outputs is None else tuple([each[:3] for each in outputs])
+        self.contents = None if outputs is None else tuple([each[3] for each in outputs])
 
     @property
     def skipped(self) -> bool:
         """Of one that has ended: it stands for a range of the source that was never read."""
-        return self.outputs is None and self.failure is None
+        return self.contents is None and self.failure is None
 
     def fail(self, failure: Failure) -> None:
         """End the request with an error; its inputs are let go."""
