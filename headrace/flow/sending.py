@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
@@ -32,15 +32,18 @@ async def deliver(
     partition: TopicPartition,
     records: Sequence[NewRecord],
     metrics: Metrics | None = None,
+    wanted: Callable[[int], bool] | None = None,
 ) -> dict[int, Rejected]:
     """Write records of one partition and wait until they are acknowledged.
 
     While no broker answers it tries again, with backoff, until it is cancelled; a record whose
-    acknowledgement was lost is then written twice. A batch that is refused is taken apart.
+    acknowledgement was lost is then written twice; one that is not `wanted` any more, by its index,
+    is not tried again. A batch that is refused is taken apart.
 
     Returns:
         By index, in order, the records that are refused by themselves: `RecordTooLarge`,
-        `RecordRefused`, or all by `UnknownPartition` or `TopicForbidden`. All others are written.
+        `RecordRefused`, or all by `UnknownPartition` or `TopicForbidden`. All others are written,
+        or not wanted any more.
     """
     delivery = _Delivery(producer, partition, records)
     first = await delivery.attempt(range(len(records)))
@@ -49,6 +52,8 @@ async def deliver(
             with attempt:
                 if metrics is not None:
                     metrics.retried("send", len(first))
+                if wanted is not None:
+                    first = list(filter(wanted, first))
                 first = await delivery.attempt(first)
                 if first:
                     raise _Unsent(f"{partition}: {len(first)} records are not acknowledged")
@@ -60,17 +65,18 @@ async def deliver_in_order(
     partition: TopicPartition,
     records: Sequence[NewRecord],
     metrics: Metrics,
+    wanted: Callable[[], bool] | None = None,
 ) -> tuple[int, Rejected] | None:
     """Write records of one partition, none before the one before it is acknowledged or refused.
 
     They go in pieces that a batch holds, so that each is taken or refused as a whole. Retries are
-    as in `deliver`.
+    as in `deliver`; none is made when the records are not `wanted` any more.
 
     Returns:
         the first record that is refused by itself, by its index, and why: what comes before it is
-        written, what comes after it is not. None when all are written.
+        written, what comes after it is not. None when all are written, or not wanted any more.
     """
-    writing = _InOrder(producer, partition, metrics)
+    writing = _InOrder(producer, partition, metrics, wanted)
     try:
         limit_bytes = await writing.limit_bytes()
     except Rejected as error:
@@ -101,10 +107,17 @@ def _pieces(records: Sequence[NewRecord], limit_bytes: int) -> Iterator[int]:
 class _InOrder:
     """Writes pieces, one after the other."""
 
-    def __init__(self, producer: Producer, partition: TopicPartition, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        producer: Producer,
+        partition: TopicPartition,
+        metrics: Metrics,
+        wanted: Callable[[], bool] | None,
+    ) -> None:
         self._producer = producer
         self._partition = partition
         self._metrics = metrics
+        self._wanted = wanted
 
     async def limit_bytes(self) -> int:
         """How large a piece may be. Raises `UnknownPartition` and `TopicForbidden`."""
@@ -117,6 +130,8 @@ class _InOrder:
         """The first record that is refused by itself, and why; what is after it is not written."""
         async for attempt in _until_acknowledged():
             with attempt:
+                if self._wanted is not None and not self._wanted():
+                    return None
                 if attempt.retry_state.attempt_number > 1:
                     self._metrics.retried("send", len(records))
                 written, error = await self._send(records)

@@ -48,13 +48,24 @@ class OrderedStep:
         records = composer.answers(requests, began_us)
         encoded_us = composer.clock()
         start = 0
+
+        def is_ours() -> bool:
+            return not requests[0].receipt.void  # all are of one assignment
+
         while start < len(records):
-            refused = await deliver_in_order(self._producer, target, records[start:], self._metrics)
+            refused = await deliver_in_order(
+                self._producer, target, records[start:], self._metrics, is_ours
+            )
             if refused is None:
                 break
             index, error = refused
             await self._answer_refused(requests[start + index], target, error)
             start += index + 1
+        if not is_ours():
+            self._metrics.void.inc(len(requests))
+            for request in requests:
+                request.receipt.settle()
+            return
         acknowledged_us = composer.clock()
         for where, letters in composer.letters(requests).items():
             refused_letters = await deliver(self._producer, where, letters, self._metrics)

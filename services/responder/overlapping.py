@@ -102,7 +102,7 @@ class Overlapping:
         """Which requests are being answered, or stand at the side."""
         return chain.from_iterable((*self._writing.values(), *self._stalled.values()))
 
-    def _still_ours(self, requests: list[Request]) -> list[Request]:
+    def _still_ours(self, requests: Sequence[Request]) -> list[Request]:
         ours: list[Request] = []
         for request in requests:
             if request.receipt.void:
@@ -153,12 +153,23 @@ class Overlapping:
         began_us = composer.clock()
         records = composer.answers(requests, began_us)
         encoded_us = composer.clock()
-        refused = await deliver(self._producer, target, records, self._metrics)
+        refused = await deliver(
+            self._producer,
+            target,
+            records,
+            self._metrics,
+            lambda index: not requests[index].receipt.void,
+        )
         if refused:
             await self._answer_refused(
-                [(requests[index], target, error, False) for index, error in refused.items()]
+                [
+                    (requests[index], target, error, False)
+                    for index, error in refused.items()
+                    if not requests[index].receipt.void
+                ]
             )
         acknowledged_us = composer.clock()
+        requests = self._still_ours(requests)
         failed = [request for request in requests if request.failure is not None]
         if failed:
             await self._keep(composer.letters(failed))

@@ -89,7 +89,10 @@ class Bench:
 
 @asynccontextmanager
 async def running(
-    origins: Origins | None = None, log: MemoryLog | None = None, order_by: OrderBy = "none"
+    origins: Origins | None = None,
+    log: MemoryLog | None = None,
+    order_by: OrderBy = "none",
+    ledger: Ledger | None = None,
 ) -> AsyncIterator[Bench]:
     """Until the end of the context, when its inlet is closed."""
     log = log or MemoryLog()
@@ -108,7 +111,8 @@ async def running(
     bench = Bench(log, inlet.writer(), StillClock())
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     async with log.producer() as producer, asyncio.TaskGroup() as tasks:
-        books = Books(Ledger(Budget(1), lambda: None), origins, "headrace.requests", "")
+        ledger = ledger or Ledger(Budget(1), lambda: None)
+        books = Books(ledger, origins, "headrace.requests", "headrace.requests")
         delivery = Delivery(books, origins, order_by=order_by)
         responder = ResponderService(inlet, producer, routes, delivery, bench.instruments)
         tasks.create_task(responder.run())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,11 +10,10 @@ import pytest
 from headrace.flow import sending
 from headrace.flow.answered import Progress
 from headrace.flow.inflight import Budget, Ledger
-from headrace.log.errors import LogUnavailable
-from headrace.log.memory.producer import MemoryProducer
-from headrace.log.port import NewRecord, Run, TopicPartition
+from headrace.log.port import TopicPartition
 from headrace.messages import Request
 from headrace.services.responder import overlapping
+from headrace.services.responder.turns import OrderBy
 from tests.support.answering import (
     MINE,
     RESPONSES,
@@ -24,6 +22,7 @@ from tests.support.answering import (
     running,
 )
 from tests.support.conditions import eventually
+from tests.support.services import counted
 from tests.support.work import make_request, receipt_of
 
 
@@ -33,26 +32,45 @@ async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else(
     """However many chunks wait for it: its answers stand aside, and go when it is back."""
     monkeypatch.setattr(overlapping, "STALLED_S", 0.02)
     monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.01)
-    send, leaderless = MemoryProducer.send, True
-
-    async def fail(
-        producer: MemoryProducer, partition: TopicPartition, records: Sequence[NewRecord]
-    ) -> Sequence[Run]:
-        if leaderless and partition.topic == MINE.topic:
-            raise LogUnavailable("the partition has no leader")
-        return await send(producer, partition, records)
-
-    monkeypatch.setattr(MemoryProducer, "send", fail)
     async with running() as bench:
+        bench.log.faults.take_leaders(MINE.topic)
         stuck = [answerable(kafka_replyTopic=b"headrace.mine") for _ in range(40)]
         for request in stuck:
             await bench.inlet.send([request])
         await bench.answer(*[answerable() for _ in range(10)])
         assert not any(receipt_of(one).settled for one in stuck)
 
-        leaderless = False
+        bench.log.faults.elect(MINE.topic)
         await eventually(lambda: all(receipt_of(one).settled == 1 for one in stuck))
         assert len(await bench.records(MINE.topic)) == 40
+
+
+@pytest.mark.parametrize("order", ["none", "partition"])
+async def test_what_was_revoked_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, order: OrderBy
+) -> None:
+    """Another process answers it; of those that have failed before, the others are answered."""
+    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.01)
+    ours, revoked = answerable(), answerable()
+    ledger = Ledger(Budget(1_000_000), lambda: None)
+    assignments = [
+        ledger.assign(TopicPartition("headrace.requests", number), Progress(0)) for number in (0, 1)
+    ]
+    for request, assignment in zip((ours, revoked), assignments, strict=True):
+        request.partition, request.offset, request.previous = assignment.partition[1], 0, -1
+        request.receipt = assignment.admit(0, 10)
+    async with running(order_by=order, ledger=ledger) as bench:
+        bench.log.faults.take_leaders(RESPONSES.topic)
+        await bench.inlet.send([ours, revoked])
+        await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 4)
+        ledger.revoke(assignments[1].partition)
+        await eventually(lambda: not assignments[1].in_flight)
+        bench.log.faults.elect(RESPONSES.topic)
+        await eventually(lambda: not ledger.budget.used_bytes)
+        answers = await bench.responses()
+
+    assert [dict(each.headers)["x-request"] for each in answers] == [b"headrace.requests/0/0"]
+    assert counted(bench.instruments, "void_total") == 1
 
 
 async def test_outputs_that_wait_are_charged_to_the_budget() -> None:
