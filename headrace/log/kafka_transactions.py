@@ -1,9 +1,7 @@
-"""The transactional producer: one transaction of aiokafka's for each seal.
+"""The transactional producer: one transaction for each seal, and what its failures mean.
 
-aiokafka 0.14.0 commits a transaction although a record in it was refused, retries the end of a
-transaction for ever with the same epoch (which KAFKA-17754 makes dangerous), and cannot go on
-after most errors. So every acknowledgement is awaited before the offsets are sent, every seal has
-a deadline, and after any failure the producer is let go of at once.
+After any failure the producer is let go of at once: only a successor, which fences it, learns what
+became of the transaction.
 """
 
 from __future__ import annotations
@@ -11,48 +9,34 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from itertools import zip_longest
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Self
 
-import aiokafka
 import aiokafka.errors as kafka_errors
-import aiokafka.producer.sender
-from aiokafka import AIOKafkaProducer
+from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaError
-from aiokafka.structs import OffsetAndMetadata
 
 from headrace.errors import HeadraceError
 from headrace.log.errors import (
     Fenced,
     LogRefused,
     LogUnavailable,
+    NoLeader,
     RecordRefused,
     RecordTooLarge,
     TopicForbidden,
 )
-from headrace.log.kafka_batch import MAX_BATCH_BYTES, Packed
-from headrace.log.kafka_closing import close_producer
+from headrace.log.kafka_batch import Packed
 from headrace.log.kafka_connection import Connection
+from headrace.log.kafka_epoch import ProducerEpoch
 from headrace.log.kafka_errors import answered, in_port_words
-from headrace.log.kafka_sender import MAX_REQUEST_BYTES
-from headrace.log.kafka_topics import QUESTION_S, KnownTopics
+from headrace.log.kafka_topics import QUESTION_S, KnownTopics, require_leaders
 from headrace.log.port import Committed, NewRecord, TopicPartition
 
-_MARKER_BACKOFF_S: Final = 0.005
-"""How soon a transaction is tried again that follows the last one's end at once. The broker is
-writing that one's markers then, which takes 2 ms; aiokafka's own 20 ms would be most of a seal.
-"""
 _FINAL = (
     kafka_errors.GroupAuthorizationFailedError,
     kafka_errors.OffsetMetadataTooLargeError,
     kafka_errors.TransactionalIdAuthorizationFailed,
-)
-_NOT_THE_RECORDS = (
-    kafka_errors.InvalidProducerEpoch,
-    kafka_errors.InvalidTxnState,
-    kafka_errors.ProducerFenced,
-    kafka_errors.TopicAuthorizationFailedError,
 )
 
 
@@ -68,31 +52,25 @@ class KafkaTransactionalProducer:
         self._group = group
         # Past its timeout the broker ends the transaction in any case.
         self._deadline_s = connection.settings.transaction_timeout_ms / 1000
-        self._producer: AIOKafkaProducer | None = None
+        self._epoch: ProducerEpoch | None = None
 
     async def __aenter__(self) -> Self:
-        aiokafka.producer.sender.BACKOFF_OVERRIDE = _MARKER_BACKOFF_S
         settings = self._connection.settings
-        producer = AIOKafkaProducer(
-            **self._connection.client_options(),
-            acks="all",
-            transactional_id=self._id,
-            transaction_timeout_ms=settings.transaction_timeout_ms,
-            compression_type=None if settings.compression == "none" else settings.compression,
-            max_batch_size=MAX_BATCH_BYTES,
-            max_request_size=MAX_REQUEST_BYTES,
-            linger_ms=0,
+        epoch = ProducerEpoch(
+            await self._connection.open_client(),
+            self._id,
+            settings.transaction_timeout_ms,
+            settings.request_timeout_ms,
         )
-        self._connection.take_over_bootstrap(producer.client)
         try:
             async with answered(f"enter {self._id}", self._connection.request_timeout_s):
-                await producer.start()
+                await epoch.enter()
         except BaseException as error:
-            await _let_go(producer)
+            await epoch.close()
             if isinstance(error.__cause__, _FINAL):
                 raise LogRefused(str(error)) from error
             raise
-        self._producer = producer
+        self._epoch = epoch
         return self
 
     async def __aexit__(
@@ -105,20 +83,20 @@ class KafkaTransactionalProducer:
 
     async def close(self) -> None:
         """See the port. What is under way is broken off."""
-        producer, self._producer = self._producer, None
-        if producer is not None:
-            await _let_go(producer)
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            await epoch.close()
 
     async def partitions_for(self, topic: str) -> int | None:
         """See the port."""
-        producer = self._usable()
+        client = self._usable().client
         async with answered(f"metadata of topic {topic}", QUESTION_S):
-            return await self._topics.partitions(producer.client, topic)
+            return await self._topics.partitions(client, topic)
 
-    def _usable(self) -> AIOKafkaProducer:
-        if self._producer is None:
+    def _usable(self) -> ProducerEpoch:
+        if self._epoch is None:
             raise RuntimeError(f"{self._id}: the producer was not entered, has failed or is closed")
-        return self._producer
+        return self._epoch
 
     # Sealing
 
@@ -128,49 +106,41 @@ class KafkaTransactionalProducer:
         offsets: Mapping[TopicPartition, Committed],
     ) -> None:
         """See the port. Until `transaction_timeout_ms` has passed the outcome is waited for."""
-        producer = self._usable()
+        epoch = self._usable()
         try:
             async with self._in_port_words():
-                packed = await self._packed(producer, records)
-                if not packed and not offsets:
+                lanes = await self._packed(epoch.client, records)
+                if not lanes and not offsets:
                     return
-                await producer.begin_transaction()
-                await _send(producer, packed)
-                if offsets:
-                    await producer.send_offsets_to_transaction(
-                        {
-                            aiokafka.TopicPartition(*each): OffsetAndMetadata(*at)
-                            for each, at in offsets.items()
-                        },
-                        self._group,
-                    )
-                await producer.commit_transaction()
+                await require_leaders(epoch.client, records.keys())
+                await epoch.write(lanes, self._group, offsets)
+                await epoch.commit()
+        except NoLeader:
+            raise  # nothing has begun
         except BaseException as error:
-            # At once: left alone, it would go on trying to end the transaction.
-            await self.close()
+            self._epoch = None
+            await epoch.close()  # once more, should it have been: a connection may be new
             if isinstance(error, RecordTooLarge | RecordRefused):
                 for partition in records:
                     self._topics.forget_rules(partition.topic)  # they may have changed
             raise
 
     async def _packed(
-        self, producer: AIOKafkaProducer, records: Mapping[TopicPartition, Sequence[NewRecord]]
+        self, client: AIOKafkaClient, records: Mapping[TopicPartition, Sequence[NewRecord]]
     ) -> Sequence[Sequence[Packed]]:
         """The batches of each partition, in order. Raises for a record that is not taken."""
         lanes = []
         for partition, chunk in records.items():
             if not chunk:
                 continue
-            rules = self._topics.recall(producer.client, partition) or await self._topics.ask(
-                producer.client, partition
-            )
+            rules = self._topics.recall(client, partition)
+            rules = rules or await self._topics.ask(client, partition)
             lane, start = [], 0
             while start < len(chunk):
                 packed = Packed(partition, rules, self._connection.codec, is_transactional=True)
                 start, refusal = packed.take(chunk, start)
                 if refusal is not None:
                     raise refusal
-                packed.builder.close()
                 lane.append(packed)
             lanes.append(lane)
         return lanes
@@ -188,63 +158,14 @@ class KafkaTransactionalProducer:
             raise _in_seal_words(error, what) from error
 
 
-async def _send(producer: AIOKafkaProducer, lanes: Sequence[Sequence[Packed]]) -> None:
-    """Hand over all batches and await every acknowledgement, whatever becomes of the others."""
-    acknowledged: list[asyncio.Future[Any]] = []
-    # The first batch of each partition goes before the second of any, which has to wait.
-    for rank in zip_longest(*lanes):
-        for packed in filter(None, rank):
-            topic, partition = packed.partition
-            sent = await producer.send_batch(packed.builder, topic, partition=partition)
-            sent.add_done_callback(_retrieved)
-            acknowledged.append(sent)
-    if acknowledged:
-        await asyncio.wait(acknowledged)
-    for sent in acknowledged:
-        error: BaseException | None = sent.exception()
-        if error is not None:
-            raise _in_produce_words(error, producer)
-
-
-def _in_produce_words(error: BaseException, producer: AIOKafkaProducer) -> BaseException:
-    """A refused batch is a matter between its records and their topic, unless all has ended."""
-    ended = producer._sender.sender_task.done()
-    if isinstance(error, KafkaError) and not ended and not isinstance(error, _NOT_THE_RECORDS):
-        translated = in_port_words(error, "send in a transaction")
-        return RecordRefused(str(translated)) if isinstance(translated, LogRefused) else translated
-    return error
-
-
 def _in_seal_words(error: Exception, what: str) -> HeadraceError:
     """What is not known to be refused, or fenced, has an unknown outcome."""
-    cause = _root(error)
-    if isinstance(cause, kafka_errors.TopicAuthorizationFailedError):
-        named = cause.args[0] if cause.args else "a topic"
-        return TopicForbidden(named if isinstance(named, str) else ", ".join(sorted(named)))
-    if isinstance(cause, _FINAL):
-        return LogRefused(f"{what}: {type(cause).__name__} {cause}")
-    if isinstance(cause, KafkaError):
-        translated = in_port_words(cause, what)
+    if isinstance(error, kafka_errors.TopicAuthorizationFailedError):
+        return TopicForbidden(error.args[0])
+    if isinstance(error, _FINAL):
+        return LogRefused(f"{what}: {type(error).__name__} {error}")
+    if isinstance(error, KafkaError):
+        translated = in_port_words(error, what)
         if isinstance(translated, Fenced):
             return translated
-    return LogUnavailable(f"{what}: {cause!r}")
-
-
-def _root(error: BaseException) -> BaseException:
-    """What aiokafka's sender met when it gave up, which it wraps into a plain `KafkaError`."""
-    cause = error.__cause__
-    return _root(cause) if type(error) is KafkaError and cause is not None else error
-
-
-def _retrieved(sent: asyncio.Future[Any]) -> None:
-    """A seal that fails for one batch awaits the others no more."""
-    if not sent.cancelled():
-        sent.exception()
-
-
-async def _let_go(producer: AIOKafkaProducer) -> None:
-    """Close, and retrieve what nobody will await any more."""
-    await close_producer(producer)
-    waiter = producer._txn_manager._transaction_waiter
-    if waiter is not None and waiter.done() and not waiter.cancelled():
-        waiter.exception()
+    return LogUnavailable(f"{what}: {error!r}")

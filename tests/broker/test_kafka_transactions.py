@@ -64,8 +64,8 @@ async def test_a_transaction_that_the_broker_ended_is_no_loss_of_membership(
     ):
         await eventually(lambda: listener.held)
         theirs = producer._usable()
-        await theirs.begin_transaction()
-        await (await theirs.send(unique_name, b"late", partition=0))
+        late = await producer._packed(theirs.client, {answers: [NewRecord(None, b"late")]})
+        await theirs.write(late, unique_name, {})
 
         async def is_aborted() -> bool:
             return await reader.end_offsets([answers]) == {answers: 2}
@@ -73,7 +73,7 @@ async def test_a_transaction_that_the_broker_ended_is_no_loss_of_membership(
         await eventually(is_aborted, what="the record and its marker are behind the stable end")
         with pytest.raises(Fenced):
             async with producer._in_port_words():
-                await theirs.commit_transaction()
+                await theirs.commit()
         assert await member.is_member()
 
 

@@ -1,0 +1,162 @@
+"""What a transaction's requests do with what brokers answer, without a broker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiokafka.errors as kafka_errors
+import pytest
+from aiokafka.client import AIOKafkaClient
+
+from headrace.log import kafka_epoch
+from headrace.log.errors import RecordTooLarge
+from headrace.log.kafka_batch import Packed
+from headrace.log.kafka_epoch import ProducerEpoch
+from headrace.log.kafka_topics import Rules
+from headrace.log.port import Committed, NewRecord, TopicPartition
+
+ANSWERS, SOURCE = TopicPartition("answers", 0), TopicPartition("requests", 0)
+MARKERS_PENDING, NOT_COORDINATOR, FENCED, OTHERS_FAILED = 51, 16, 47, 55
+NOT_ENOUGH_REPLICAS, TOO_LARGE, DUPLICATE = 19, 10, 46
+FORBIDDEN = 29
+
+Answer = int | Exception
+
+
+class Client:
+    """Answers each kind of request with these codes or errors in turn, and then with success."""
+
+    def __init__(self, **answers: Sequence[Answer]) -> None:
+        self._answers = {name: list(each) for name, each in answers.items()}
+        self.asked: list[str] = []
+        self.lookups = 0
+        self.cluster = SimpleNamespace(leader_for_partition=lambda _: 1)
+
+    async def coordinator_lookup(self, kind: object, key: str) -> int:
+        self.lookups += 1
+        return self.lookups
+
+    def force_metadata_update(self) -> None:
+        """Nothing has changed."""
+
+    async def send(self, node: int, request: object, group: object = None) -> Any:
+        name = type(request).__name__.removesuffix("Request")
+        self.asked.append(name)
+        await asyncio.sleep(0)
+        waiting = self._answers.get(name)
+        answer = waiting.pop(0) if waiting else 0
+        if isinstance(answer, Exception):
+            raise answer
+        if name == "Produce":
+            return SimpleNamespace(topics=[("answers", [(0, answer, 0, 0, 0)])])
+        if name in {"AddPartitionsToTxn", "TxnOffsetCommit"}:
+            return SimpleNamespace(errors=[("answers", [(0, answer)])])
+        return SimpleNamespace(error_code=answer, producer_id=7, producer_epoch=3)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_epoch, "_MARKERS_S", 0.0)
+    monkeypatch.setattr(kafka_epoch, "RETRY_BACKOFF_S", 0.0)
+
+
+def packed(*values: bytes) -> list[list[Packed]]:
+    """One batch for each value, all for one partition."""
+    lane = []
+    for value in values:
+        batch = Packed(ANSWERS, Rules(1000, needs_key=False), 0, is_transactional=True)
+        batch.take([NewRecord(None, value)], 0)
+        lane.append(batch)
+    return [lane]
+
+
+async def transact(client: Client, *values: bytes) -> None:
+    """One transaction of records and offsets."""
+    epoch = ProducerEpoch(cast(AIOKafkaClient, client), "id", 10_000, 10_000)
+    await epoch.enter()
+    await epoch.write(packed(*(values or (b"v",))), "group", {SOURCE: Committed(1)})
+    await epoch.commit()
+
+
+async def test_records_and_offsets_are_on_their_way_at_once() -> None:
+    """Neither waits for the other's answer; the end waits for both."""
+    client = Client()
+    await transact(client)
+    assert client.asked[:3] == ["InitProducerId", "AddPartitionsToTxn", "AddOffsetsToTxn"]
+    assert set(client.asked[3:5]) == {"Produce", "TxnOffsetCommit"}
+    assert client.asked[5:] == ["EndTxn"]
+
+
+async def test_a_batch_follows_the_acknowledgement_of_the_one_before() -> None:
+    """Their sequence numbers go on, so that a broker takes each once."""
+    client = Client(Produce=[NOT_ENOUGH_REPLICAS, DUPLICATE])
+    await transact(client, b"first", b"second")
+    assert Counter(client.asked)["Produce"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("InitProducerId", MARKERS_PENDING),
+        ("AddPartitionsToTxn", MARKERS_PENDING),
+        ("AddOffsetsToTxn", NOT_COORDINATOR),
+        ("TxnOffsetCommit", NOT_COORDINATOR),
+        ("EndTxn", NOT_COORDINATOR),
+    ],
+)
+async def test_what_passes_is_asked_again(name: str, code: int) -> None:
+    """Until the markers of the last transaction are written, or of whoever coordinates now."""
+    client = Client(**{name: [code, code]})
+    await transact(client)
+    assert Counter(client.asked)[name] == 3
+    assert client.lookups == (2 if code == MARKERS_PENDING else 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "error"),
+    [
+        ("AddPartitionsToTxn", FENCED, kafka_errors.InvalidProducerEpoch),
+        ("AddPartitionsToTxn", FORBIDDEN, kafka_errors.TopicAuthorizationFailedError),
+        ("Produce", FENCED, kafka_errors.InvalidProducerEpoch),
+        ("Produce", TOO_LARGE, RecordTooLarge),
+        ("TxnOffsetCommit", FENCED, kafka_errors.InvalidProducerEpoch),
+        ("EndTxn", FENCED, kafka_errors.InvalidProducerEpoch),
+    ],
+)
+async def test_what_does_not_pass_ends_the_transaction(
+    name: str, code: int, error: type[Exception]
+) -> None:
+    """Nothing is committed after it."""
+    client = Client(**{name: [code]})
+    with pytest.raises(error):
+        await transact(client)
+    assert client.asked.count("EndTxn") == (name == "EndTxn")
+
+
+async def test_an_end_whose_answer_was_lost_is_not_sent_twice() -> None:
+    """It could arrive late, and end another transaction."""
+    client = Client(EndTxn=[kafka_errors.KafkaConnectionError()])
+    with pytest.raises(kafka_errors.KafkaConnectionError):
+        await transact(client)
+    assert client.asked.count("EndTxn") == 1
+
+
+async def test_a_question_whose_answer_was_lost_is_asked_again() -> None:
+    """It does no harm to ask twice for anything but the end."""
+    lost = kafka_errors.KafkaConnectionError
+    names = ("AddPartitionsToTxn", "AddOffsetsToTxn", "Produce", "TxnOffsetCommit")
+    client = Client(**{name: [lost()] for name in names})
+    await transact(client)
+    assert [client.asked.count(name) for name in names] == [2, 2, 2, 2]
+
+
+def test_of_several_errors_the_one_that_does_not_pass_counts() -> None:
+    """The other partitions were not tried because of it."""
+    answer = SimpleNamespace(errors=[("a", [(0, OTHERS_FAILED)]), ("b", [(0, FORBIDDEN)])])
+    error = kafka_epoch._error_in(answer)
+    assert isinstance(error, kafka_errors.TopicAuthorizationFailedError)
+    assert error.args == ("b",)
