@@ -12,10 +12,10 @@ import asyncio
 import queue
 import threading
 import time
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from statistics import median
 from typing import Any, NamedTuple, Self
 
 import structlog
@@ -41,24 +41,28 @@ log = structlog.get_logger(__name__)
 class Inline:
     """Whether runs of a model are short enough for the event loop.
 
-    Judged by the last `window` runs: their median is below the limit, and all but two of them
-    (a machine that is busy otherwise stretches some) are not far above it.
+    Judged by the last `window` runs, an even number: their median is below the limit, and all but
+    two of them (a machine that is busy otherwise stretches some) are not far above it.
     """
 
     def __init__(self, limit_us: int = INLINE_BELOW_US, window: int = 16) -> None:
         self._limit_us = limit_us
-        self._recent_us: deque[int] = deque(maxlen=window)
+        self._window = window
+        self._recent_us: deque[int] = deque()
+        self._ordered_us: list[int] = []
         self.allowed = False
 
     def observe(self, compute_us: int) -> None:
         """Learn from a run."""
-        recent_us = self._recent_us
+        recent_us, ordered_us, window = self._recent_us, self._ordered_us, self._window
+        if len(recent_us) == window:
+            del ordered_us[bisect_left(ordered_us, recent_us.popleft())]
         recent_us.append(compute_us)
-        far_above = sum(one > 10 * self._limit_us for one in recent_us)
+        insort(ordered_us, compute_us)
         self.allowed = (
-            len(recent_us) == recent_us.maxlen
-            and median(recent_us) < self._limit_us
-            and far_above <= 2
+            len(recent_us) == window
+            and ordered_us[window // 2 - 1] + ordered_us[window // 2] < 2 * self._limit_us
+            and ordered_us[-3] <= 10 * self._limit_us
         )
 
 
