@@ -114,6 +114,19 @@ def test_a_batch_says_when_it_was_formed() -> None:
     assert batch.requests[0].formed_us == 99
 
 
+def test_results_that_differ_in_their_bytes_alone_share_a_head() -> None:
+    """As requests that ran together do; of strings, only those of one length."""
+    results = []
+    for content in (b"\1\0\0\0a", b"\1\0\0\0b", b"\2\0\0\0bb"):
+        sent = checked()
+        sent.outputs = (Tensor("label", "BYTES", (1,), content),)
+        results.append(decode_result(encode_result(sent), NO_RECEIPT))
+
+    first, second, third = results
+    assert first.heads is second.heads
+    assert first.heads is not third.heads
+
+
 @pytest.mark.parametrize("start", [3, 5])
 def test_a_tensor_may_stand_anywhere_in_its_value(start: int) -> None:
     """Wherever it stood in another value of the same length."""
