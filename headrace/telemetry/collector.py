@@ -101,14 +101,10 @@ def service_name(stages: Sequence[Stage]) -> str:
 
 def _exporter(collector: Collector) -> SpanExporter:
     if collector.protocol == GRPC:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
-            OTLPSpanExporter as GrpcExporter,
-        )
+        from headrace.telemetry.otlp_grpc import GrpcExporter
 
         return GrpcExporter(endpoint=collector.endpoint)
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-        OTLPSpanExporter as HttpExporter,
-    )
+    from headrace.telemetry.otlp_http import HttpExporter
 
     return HttpExporter(endpoint=collector.endpoint)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 from prometheus_client import CollectorRegistry
 
@@ -19,6 +18,7 @@ from headrace.telemetry.span_attributes import Answering, Run
 from headrace.telemetry.trace_export import TraceExport
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import Stage
+from tests.support.otlp import Decoding
 from tests.support.receipts import NO_RECEIPT
 
 T = 1_700_000_000_000_000
@@ -76,14 +76,14 @@ def tracing_settings(ratio: float = 1.0) -> Settings:
 @contextmanager
 def tracing_spans(settings: Settings | None = None) -> Iterator[tuple[Tracing, Spans]]:
     """Tracing into memory; the spans are there when the context is left."""
-    exporter, spans = InMemorySpanExporter(), Spans()
+    exporter, spans = Decoding(), Spans()
     metrics = Metrics(CollectorRegistry())
     export = TraceExport(exporter, "headrace", "headrace", metrics)
     try:
         yield Tracing(export.write, settings or tracing_settings(), metrics), spans
     finally:
         export.close()
-        spans.all = exporter.get_finished_spans()
+        spans.all = tuple(exporter.spans)
 
 
 def split(tracing: Tracing) -> None:

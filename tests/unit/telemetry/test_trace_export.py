@@ -20,6 +20,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.trace_export import CLOSE_S, CUT_OFF_S, TraceExport
 from headrace.telemetry.tracing import FinishedSpan
 from headrace.trace import SAMPLED, SpanId
+from tests.support.otlp import Decoding
 from tests.support.spans import T, make_run, make_traced, traceparent, tracing_spans
 
 Export = Callable[[Sequence[ReadableSpan]], SpanExportResult]
@@ -59,18 +60,13 @@ def _count(metrics: Metrics, name: str) -> float | None:
 
 def test_what_the_collector_takes_is_counted(metrics: Metrics) -> None:
     """Leaving sends what is queued."""
-    taken: list[ReadableSpan] = []
-
-    def take(spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        taken.extend(spans)
-        return SpanExportResult.SUCCESS
-
-    export = TraceExport(_Exporter(take), "s", "n", metrics)
+    exporter = Decoding()
+    export = TraceExport(exporter, "s", "n", metrics)
     for number in range(1, 6):
         export.write(_span(number))
     export.close()
 
-    assert len(taken) == 5
+    assert len(exporter.spans) == 5
     assert (_count(metrics, "trace_spans"), _count(metrics, "trace_spans_dropped")) == (5, 0)
 
 
@@ -164,17 +160,12 @@ def test_links_over_the_limit_are_dropped_and_counted(
 ) -> None:
     """The span says how many it lost, and so does the metric."""
     monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "2")
-    taken: list[ReadableSpan] = []
-
-    def take(spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        taken.extend(spans)
-        return SpanExportResult.SUCCESS
-
-    export = TraceExport(_Exporter(take), "s", "n", metrics)
+    exporter = Decoding()
+    export = TraceExport(exporter, "s", "n", metrics)
     export.write(_span()._replace(links=[SpanId(2, number) for number in range(1, 6)]))
     export.close()
 
-    assert (len(taken[0].links), taken[0].dropped_links) == (2, 3)
+    assert (len(exporter.spans[0].links), exporter.spans[0].dropped_links) == (2, 3)
     assert _count(metrics, "trace_links_dropped") == 3
 
 
@@ -191,35 +182,28 @@ def test_without_a_limit_a_large_batch_keeps_all_its_links() -> None:
 
 def test_a_failure_is_the_status_and_the_type_of_its_span(metrics: Metrics) -> None:
     """The message is the status' description, the code `error.type`."""
-    taken: list[ReadableSpan] = []
-
-    def take(spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        taken.extend(spans)
-        return SpanExportResult.SUCCESS
-
-    export = TraceExport(_Exporter(take), "s", "n", metrics)
+    exporter = Decoding()
+    export = TraceExport(exporter, "s", "n", metrics)
     export.write(_span()._replace(failure=Failure(Code.MODEL_FAILED, "it broke", "executor")))
     export.close()
 
-    assert (taken[0].status.is_ok, taken[0].status.description) == (False, "it broke")
-    assert (taken[0].attributes or {})["error.type"] == "MODEL_FAILED"
+    assert (exporter.spans[0].status.is_ok, exporter.spans[0].status.description) == (
+        False,
+        "it broke",
+    )
+    assert (exporter.spans[0].attributes or {})["error.type"] == "MODEL_FAILED"
 
 
 def test_the_environment_says_who_we_are(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     """`OTEL_SERVICE_NAME` goes over our name, `OTEL_RESOURCE_ATTRIBUTES` adds to it."""
     monkeypatch.setenv("OTEL_SERVICE_NAME", "scoring")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-    taken: list[ReadableSpan] = []
-
-    def take(spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        taken.extend(spans)
-        return SpanExportResult.SUCCESS
-
-    export = TraceExport(_Exporter(take), "headrace-ingest", "orders", metrics)
+    exporter = Decoding()
+    export = TraceExport(exporter, "headrace-ingest", "orders", metrics)
     export.write(_span())
     export.close()
 
-    resource = taken[0].resource.attributes
+    resource = exporter.spans[0].resource.attributes
     assert resource["service.name"] == "scoring"
     assert resource["deployment.environment.name"] == "test"
     assert resource["service.namespace"] == "orders"
