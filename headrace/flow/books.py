@@ -50,14 +50,13 @@ class Books:
         assignment = self._ledger.get(self.source(number))
         return None if assignment is None else assignment.progress
 
-    def settle(self, requests: Iterable[Request]) -> None:
+    def settle(self, requests: Sequence[Request]) -> None:
         """Their answers are acknowledged."""
         origins = self._origins
-        answered = list(requests)
         if origins is not None:
-            for request in answered:
+            for request in requests:
                 origins.answered(request.partition, request.previous, request.offset)
-        settle_all([request.receipt for request in answered])
+        settle_all([request.receipt for request in requests])
 
     def fit(
         self, number: int, outgoing: Sequence[Outgoing]

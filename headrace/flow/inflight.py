@@ -121,6 +121,15 @@ class Assignment:
         self.in_flight += records
         self.budget.used_bytes += size_bytes
 
+    def settled(self, previous: int, last: int, records: int, size_bytes: int) -> None:
+        """So many records are answered that follow one another, from after `previous` to `last`."""
+        self.in_flight -= records
+        self.budget.used_bytes -= size_bytes
+        self.budget.settled += records
+        if not self.void:
+            self.progress.cover(previous, last)
+        self.notify()
+
     def skip(self, offset: int) -> None:
         """Pass over a record that was answered before this assignment."""
         self.last_delivered = offset
@@ -159,41 +168,29 @@ class LedgerReceipt(Struct, eq=False, gc=False):
         self.parts -= 1
         if self.parts:
             return
-        assignment = self.assignment
-        assignment.in_flight -= 1
-        assignment.budget.used_bytes -= self.size_bytes
-        assignment.budget.settled += 1
-        if not assignment.void:
-            assignment.progress.cover(self.previous, self.offset)
-        assignment.notify()
+        self.assignment.settled(self.previous, self.offset, 1, self.size_bytes)
 
 
 def settle_all(receipts: Iterable[Receipt]) -> None:
-    """Settle many. What follows one another in a partition is covered, and told of, once."""
+    """Settle many. What follows one another in a partition is settled, and told of, at once."""
     assignment: Assignment | None = None
     previous = last = -1
+    count = size_bytes = 0
     for receipt in receipts:
-        if not isinstance(receipt, LedgerReceipt) or receipt.parts != 1:
+        if type(receipt) is not LedgerReceipt or receipt.parts != 1:
             receipt.settle()
             continue
         receipt.parts = 0
-        if receipt.assignment is not assignment or receipt.previous != last:
-            _cover(assignment, previous, last)
+        if receipt.previous != last or receipt.assignment is not assignment:
+            if assignment is not None:
+                assignment.settled(previous, last, count, size_bytes)
             assignment, previous = receipt.assignment, receipt.previous
+            count = size_bytes = 0
         last = receipt.offset
-        assignment.in_flight -= 1
-        budget = assignment.budget
-        budget.used_bytes -= receipt.size_bytes
-        budget.settled += 1
-    _cover(assignment, previous, last)
-
-
-def _cover(assignment: Assignment | None, previous: int, last: int) -> None:
-    """A run of records of a partition is answered; None: there was none."""
+        count += 1
+        size_bytes += receipt.size_bytes
     if assignment is not None:
-        if not assignment.void:
-            assignment.progress.cover(previous, last)
-        assignment.notify()
+        assignment.settled(previous, last, count, size_bytes)
 
 
 class Ledger:

@@ -198,7 +198,9 @@ class _Delivery:
 
     async def attempt(self, indexes: Sequence[int]) -> Sequence[int]:
         """Try once; returns what is to be tried again."""
-        records = [self._records[index] for index in indexes]
+        records = self._records
+        if len(indexes) < len(records):
+            records = [records[index] for index in indexes]
         try:
             runs = await self._producer.send(self._partition, records)
         except (UnknownPartition, TopicForbidden) as error:

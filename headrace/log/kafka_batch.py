@@ -68,32 +68,45 @@ class Packed:
             the first that was not taken, and why the topic will never take it; None where it
             is the next batch's, since this one is full, or where all were taken.
         """
-        append, needs_key = self.builder.append, self._rules.needs_key
+        builder, needs_key = self.builder, self._rules.needs_key
+        # aiokafka's own `append` serializes keys and values first, and these are bytes.
+        append, offset = builder._builder.append, builder._relative_offset
         now_ms = time.time_ns() // 1_000_000
-        for index in range(start, len(records)):
-            key, value, headers, timestamp_ms = records[index]
-            if key is None and needs_key:
-                return index, RecordRefused(
-                    f"send to {self.partition}: expected a record with a key, since the topic is "
-                    "compacted, got one without"
+        left = records[start:] if start else records
+        try:
+            for index, (key, value, headers, timestamp_ms) in enumerate(left, start):
+                if key is None and needs_key:
+                    return index, self._needs_key()
+                added = append(
+                    offset,
+                    now_ms if timestamp_ms is None else timestamp_ms,
+                    key,
+                    value,
+                    headers if type(headers) is list else list(headers),
                 )
-            added = append(
-                timestamp=now_ms if timestamp_ms is None else timestamp_ms,
-                key=key,
-                value=value,
-                headers=headers if type(headers) is list else list(headers),
-            )
-            if added is None:
-                self.full = True
-                return index, None
-            # The builder takes the first record of a batch however large it is.
-            if added.offset == 0 and (size := self.builder.size()) > self._rules.limit_bytes:
-                self.builder = self._new_builder()
-                return index, RecordTooLarge(
-                    f"send to {self.partition}: expected at most {self._rules.limit_bytes} bytes "
-                    f"in a batch (max.message.bytes), got a record that makes {size}"
-                )
+                if added is None:
+                    self.full = True
+                    return index, None
+                # The builder takes the first record of a batch however large it is.
+                if offset == 0 and (size := builder.size()) > self._rules.limit_bytes:
+                    builder = self.builder = self._new_builder()
+                    return index, self._too_large(size)
+                offset += 1
+        finally:
+            builder._relative_offset = offset
         return len(records), None
+
+    def _needs_key(self) -> RecordRefused:
+        return RecordRefused(
+            f"send to {self.partition}: expected a record with a key, since the topic is "
+            "compacted, got one without"
+        )
+
+    def _too_large(self, size: int) -> RecordTooLarge:
+        return RecordTooLarge(
+            f"send to {self.partition}: expected at most {self._rules.limit_bytes} bytes "
+            f"in a batch (max.message.bytes), got a record that makes {size}"
+        )
 
     def _new_builder(self) -> BatchBuilder:
         return BatchBuilder(

@@ -9,10 +9,8 @@ Gauges are not kept here: they are read from where they are known when somebody 
 from __future__ import annotations
 
 import time
-from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -25,7 +23,6 @@ from headrace.telemetry.catalogue import CATALOGUE, ROWS, SECONDS
 from headrace.telemetry.request_times import RequestTimes
 
 _FAILED = frozenset({Code.MODEL_FAILED, Code.INTERNAL})
-_model_version = attrgetter("model", "version")
 
 _TIMES = (
     *("request_duration", "log_wait", "queue_wait", "batch_wait"),
@@ -67,8 +64,8 @@ class Metrics:
             self._durations["request_duration"],
             self._durations["log_wait"],
             self._durations["queue_wait"],
+            self._bulk("answer_slack_seconds", SECONDS),
         )
-        self._slack = self._bulk("answer_slack_seconds", SECONDS)
         self._batch_rows = self._bulk("batch_rows", ROWS)
         self._commit = self._bulk("commit_duration_seconds", SECONDS)
         self.loop_lag = self._bulk("event_loop_lag_seconds", SECONDS)
@@ -128,7 +125,7 @@ class Metrics:
             now_us: when they were acknowledged.
         """
         fine = [request for request in requests if request.failure is None]
-        counts = Tally(map(_model_version, fine))
+        counts = _tally(fine)
         for (model, version), count in counts.items():
             self._requests.add((model, version, "ok", "ok"), count)
         if len(fine) != len(requests):
@@ -137,9 +134,6 @@ class Metrics:
         for model, of_model in _by_model(requests, counts).items():
             self._times.note(model, of_model, now_us)
             self._durations["answer_duration"].observe((model,), answer_s, len(of_model))
-        for request in [each for each in requests if each.envelope.deadline_ms]:
-            slack_s = max(0.0, request.envelope.deadline_ms / 1e3 - now_us / 1e6)
-            self._slack.observe((_known_model(request),), slack_s)
         for request in [each for each in requests if each.trace is not None]:
             self._show(request, now_us)
 
@@ -244,6 +238,21 @@ class Metrics:
 def _known_model(request: Request) -> str:
     """A version stands there only once the request was bound to a model that exists."""
     return request.model if request.version else ""
+
+
+def _tally(requests: Sequence[Request]) -> dict[tuple[str, str], int]:
+    """How many there are of each model and version; those beside each other are mostly of one."""
+    counts: dict[tuple[str, str], int] = {}
+    key = ("", "")
+    began = 0
+    for place, request in enumerate(requests):
+        if request.version != key[1] or request.model != key[0]:
+            if place:
+                counts[key] = counts.get(key, 0) + place - began
+            key, began = (request.model, request.version), place
+    if requests:
+        counts[key] = counts.get(key, 0) + len(requests) - began
+    return counts
 
 
 def _by_model(

@@ -6,9 +6,8 @@ have come together, or when somebody wants to see the histograms.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,50 +17,63 @@ from headrace.telemetry.bulk import BulkHistogram
 
 MAX_NOTED = 4096
 
-_timestamp_ms = attrgetter("timestamp_ms")
-_ingested_us = attrgetter("ingested_us")
-_formed_us = attrgetter("formed_us")
 
+class _Noted(NamedTuple):
+    """Columns; a row of the first three is a request.
 
-class _Noted:
-    """Four columns; a row is a request."""
+    Attributes:
+        answered_us: when so many of them were.
+        slack_us: of those with a deadline, what was left until then.
+    """
 
-    __slots__ = ("answered_us", "formed_us", "ingested_us", "timestamp_ms")
-
-    def __init__(self) -> None:
-        self.timestamp_ms = array("q")
-        self.ingested_us = array("q")
-        self.formed_us = array("q")
-        self.answered_us = array("q")
+    timestamp_ms: list[int]
+    ingested_us: list[int]
+    formed_us: list[int]
+    answered_us: list[tuple[int, int]]
+    slack_us: list[int]
 
 
 class RequestTimes:
-    """Fills three histograms, each with the label `model`.
+    """Fills four histograms, each with the label `model`.
 
     Args:
         total: from the record's timestamp until the answer.
         in_log: from the record's timestamp until ingest.
         queued: from ingest until the batch closed, for those that came into one.
+        slack: from the answer until the deadline, for those that have one.
     """
 
-    def __init__(self, total: BulkHistogram, in_log: BulkHistogram, queued: BulkHistogram) -> None:
+    def __init__(
+        self,
+        total: BulkHistogram,
+        in_log: BulkHistogram,
+        queued: BulkHistogram,
+        slack: BulkHistogram,
+    ) -> None:
         self._total = total
         self._in_log = in_log
         self._queued = queued
+        self._slack = slack
         self._noted: dict[str, _Noted] = {}
-        for histogram in (total, in_log, queued):
+        for histogram in (total, in_log, queued, slack):
             histogram.before_reading(self.count)
 
     def note(self, model: str, requests: Sequence[Request], now_us: int) -> None:
         """These were answered now."""
         noted = self._noted.get(model)
         if noted is None:
-            noted = self._noted[model] = _Noted()
-        noted.timestamp_ms.extend(map(_timestamp_ms, requests))
-        noted.ingested_us.extend(map(_ingested_us, requests))
-        noted.formed_us.extend(map(_formed_us, requests))
-        noted.answered_us.extend((now_us,) * len(requests))
-        if len(noted.answered_us) >= MAX_NOTED:
+            noted = self._noted[model] = _Noted([], [], [], [], [])
+        timestamps_ms, ingested_us, formed_us, answered_us, slack_us = noted
+        timestamps_ms += [request.timestamp_ms for request in requests]
+        ingested_us += [request.ingested_us for request in requests]
+        formed_us += [request.formed_us for request in requests]
+        answered_us.append((now_us, len(requests)))
+        slack_us += [
+            deadline_ms * 1000 - now_us
+            for request in requests
+            if (deadline_ms := request.envelope.deadline_ms)
+        ]
+        if len(timestamps_ms) >= MAX_NOTED:
             self.count()
 
     def count(self) -> None:
@@ -71,14 +83,16 @@ class RequestTimes:
             labels = (model,)
             written_us = _column(noted.timestamp_ms) * 1000
             ingested_us, formed_us = _column(noted.ingested_us), _column(noted.formed_us)
-            self._total.observe_all(labels, _seconds(_column(noted.answered_us) - written_us))
+            moments_us, counts = np.array(noted.answered_us, np.int64).T
+            self._total.observe_all(labels, _seconds(np.repeat(moments_us, counts) - written_us))
             self._in_log.observe_all(labels, _seconds(ingested_us - written_us))
             formed = formed_us > 0
             self._queued.observe_all(labels, _seconds((formed_us - ingested_us)[formed]))
+            self._slack.observe_all(labels, _seconds(_column(noted.slack_us)))
 
 
-def _column(numbers: array[int]) -> NDArray[np.int64]:
-    return np.frombuffer(numbers, np.int64)
+def _column(numbers: list[int]) -> NDArray[np.int64]:
+    return np.fromiter(numbers, np.int64, len(numbers))
 
 
 def _seconds(microseconds: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from headrace.errors import Code, Rejected
 from headrace.flow.endings import deadline_passed
 from headrace.log.errors import LogRefused, RecordTooLarge
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.messages import Failure, Request
+from headrace.messages import Failure, Head, Request
 from headrace.services.responder.routing import Routes, misrouted
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
@@ -138,10 +138,9 @@ class Composer:
         for target, requests in addressed.items():
             self._metrics.answered(requests, times.began_us, now_us)
             log_answered(requests, now_us)
-            for request in [each for each in requests if each.failure is not None]:
-                code = request.failure.code if request.failure is not None else ""
-                if Code(code).is_dead_letter:
-                    self._metrics.dead_letter(code)
+            for failure in [one for each in requests if (one := each.failure) is not None]:
+                if Code(failure.code).is_dead_letter:
+                    self._metrics.dead_letter(failure.code)
             if self._tracing is not None:
                 self._tracing.answered(requests, target, times)
 
@@ -154,11 +153,14 @@ def _unfitting(target: TopicPartition) -> Failure:
     )
 
 
-def answer_bytes(request: Request) -> int:
-    """What a request's outputs take, which wait for their acknowledgement."""
-    outputs = request.outputs
-    if not outputs:
-        return 0
-    if len(outputs) == 1:
-        return len(outputs[0].data)
-    return sum([len(tensor.data) for tensor in outputs])
+def answer_bytes(requests: Iterable[Request]) -> int:
+    """What the outputs of requests take, which wait for their acknowledgement."""
+    total = size_bytes = 0
+    heads: tuple[Head, ...] = ()
+    for request in requests:
+        contents = request.contents
+        if contents:
+            if request.heads is not heads:
+                heads, size_bytes = request.heads, sum(map(len, contents))
+            total += size_bytes
+    return total

@@ -87,7 +87,7 @@ class Overlapping:
             self._stalled[target] += addressed.pop(target)
         if not addressed:
             return
-        size_bytes = sum(sum(map(answer_bytes, requests)) for requests in addressed.values())
+        size_bytes = sum(map(answer_bytes, addressed.values()))
         await self._room.enter(size_bytes)
         await self._permits.acquire()
         permit = _Pass(self._permits, self._room, size_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from headrace.flow.books import Books
 from headrace.flow.channel import Inlet
@@ -18,7 +18,7 @@ from headrace.flow.origins import Origins
 from headrace.flow.sealing import Sealing
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer
-from headrace.messages import Request
+from headrace.messages import Head, Request
 from headrace.services.responder.composing import Addressed, Composer, answer_bytes
 from headrace.services.responder.directory import TopicDirectory
 from headrace.services.responder.in_order import OrderedStep
@@ -30,6 +30,9 @@ from headrace.telemetry.instruments import Instruments
 
 CHARGED_FROM_BYTES = 1024
 """Outputs of less than this are within what each request is charged beside its value."""
+
+_Wish: TypeAlias = tuple[str | None, int | None, int]
+"""A reply topic and a partition of it, as far as they were named, and the source partition."""
 
 
 class Delivery(NamedTuple):
@@ -122,16 +125,19 @@ class ResponderService:
         """Those that are to be answered, and those that seem to be answered already."""
         ours: list[Request] = []
         repeated: list[Request] = []
+        heads: tuple[Head, ...] | None = None
+        size_bytes = 0
         for request in chunk:
             receipt = request.receipt
             if receipt.void:
                 self._metrics.void.inc()
                 receipt.settle()
-            elif request.outputs is None and request.skipped and self._turns is None:
+            elif request.contents is None and request.skipped and self._turns is None:
                 self._books.settle([request])
             elif self._origins is None:
                 ours.append(request)
-                size_bytes = answer_bytes(request)
+                if request.heads is not heads:
+                    heads, size_bytes = request.heads, answer_bytes([request])
                 if size_bytes > CHARGED_FROM_BYTES and isinstance(receipt, LedgerReceipt):
                     receipt.resize(receipt.size_bytes + size_bytes)
             elif self._origins.claim(request.partition, request.offset):
@@ -145,28 +151,49 @@ class ResponderService:
     def _address(self, requests: Iterable[Request], lookups: asyncio.TaskGroup) -> Addressed:
         """Where each answer goes; those whose reply topic is not known yet are left out."""
         addressed: Addressed = {}
+        alike: dict[_Wish, list[Request]] = {}
+        last: list[Request] = []
+        topic: str | None = None
+        number: int | None = None
+        partition = -1
         for request in requests:
             envelope = request.envelope
-            topic = envelope.reply_topic
-            if topic is None and envelope.reply_partition is None:
-                addressed.setdefault(self._routes.default(request), []).append(request)
-                continue
-            topic = topic or self._routes.responses
-            refusal = self._routes.refusal(topic)
-            if refusal is not None:
+            if (
+                request.partition != partition
+                or envelope.reply_topic != topic
+                or envelope.reply_partition != number
+            ):
+                partition = request.partition
+                topic, number = envelope.reply_topic, envelope.reply_partition
+                last = alike.setdefault((topic, number, partition), [])
+            last.append(request)
+        for (topic, number, _), some in alike.items():
+            if topic is None and number is None:
+                addressed.setdefault(self._routes.default(some[0]), []).extend(some)
+            else:
+                self._address_wish(addressed, topic or self._routes.responses, some, lookups)
+        return addressed
+
+    def _address_wish(
+        self, addressed: Addressed, topic: str, alike: list[Request], lookups: asyncio.TaskGroup
+    ) -> None:
+        """Address requests that all want the same of their reply topic."""
+        refusal = self._routes.refusal(topic)
+        if refusal is not None:
+            for request in alike:
                 target = self._composer.misroute(request, refusal)
                 addressed.setdefault(target, []).append(request)
-                continue
-            partitions = (
-                self._routes.responses_partitions
-                if topic == self._routes.responses
-                else self._directory.known(topic)
-            )
+            return
+        partitions = (
+            self._routes.responses_partitions
+            if topic == self._routes.responses
+            else self._directory.known(topic)
+        )
+        for request in alike:
             if partitions is None:
                 self._directory.wait_for(topic, request, lookups)
             else:
                 self._add(addressed, request, partitions)
-        return addressed
 
     def _add(
         self, addressed: Addressed, request: Request, partitions: int | TopicForbidden | None

@@ -201,4 +201,4 @@ class Turns:
 
 
 def _size(outgoing: Sequence[Outgoing]) -> int:
-    return sum([answer_bytes(request) for request, _ in outgoing])
+    return answer_bytes([request for request, _ in outgoing])
