@@ -6,7 +6,9 @@ that is not sampled has no `Trace`: to ask whether it has one is all that it cos
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from math import log, log1p
 from random import Random
 from typing import NamedTuple
 
@@ -96,9 +98,19 @@ def new_span_id() -> int:
     return _random.getrandbits(64) or 1
 
 
-def chance(ratio: float) -> bool:
-    """True in a share `ratio` of all cases."""
-    return _random.random() < ratio
+def until_sampled(ratio: float) -> int:
+    """How many are passed over before the next one that is sampled, of a share `ratio`.
+
+    Drawn from the geometric distribution, which is what a draw for each of them would come to
+    (Devroye, Non-Uniform Random Variate Generation, 1986, chapter X.2): one that is not sampled
+    costs no draw.
+    """
+    if ratio >= 1.0:
+        return 0
+    if ratio <= 0.0:
+        return sys.maxsize
+    # The logarithm of a number above 0, since `random` may return 0 and never 1.
+    return int(min(log(1.0 - _random.random()) / log1p(-ratio), sys.maxsize))
 
 
 def parse_traceparent(value: bytes) -> Parent | None:

@@ -38,10 +38,10 @@ from headrace.trace import (
     SAMPLED,
     SpanId,
     Trace,
-    chance,
     new_span_id,
     new_trace,
     parse_traceparent,
+    until_sampled,
 )
 
 KEPT_AT_ONCE = 1000
@@ -97,6 +97,7 @@ class Tracing:
         self._metrics = metrics
         self._kept = Allowance(KEPT_AT_ONCE, KEPT_PER_S)
         self._ratio = settings.telemetry.sample_ratio
+        self._until_sampled = until_sampled(self._ratio)
         # A system that the conventions do not list gets a name of its own.
         self._system = "headrace" if settings.kafka is None else "kafka"
         self._requests = settings.topic(Topic.REQUESTS)
@@ -112,14 +113,16 @@ class Tracing:
 
     def ingested(self, requests: Sequence[Request], now_us: int) -> None:
         """Ingest is done with these; here it is decided which are sampled."""
-        ratio = self._ratio
+        passing = self._until_sampled
         for request in requests:
             request.checked_us = now_us
             header = request.envelope.traceparent
             parent = None if header is None else parse_traceparent(header)
             if parent is None:
-                if not chance(ratio):
+                if passing:
+                    passing -= 1
                     continue
+                passing = until_sampled(self._ratio)
                 parent = new_trace()
             elif not parent.flags & SAMPLED:
                 continue
@@ -127,6 +130,7 @@ class Tracing:
             self._leave(
                 Stage.INGEST, request, now_us, attributes_of.ingest(request, trace.since_us)
             )
+        self._until_sampled = passing
 
     def formed(self, batch: Batch, now_us: int) -> None:
         """A batch has closed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -12,6 +14,7 @@ from headrace.log.port import TopicPartition
 from headrace.messages import Failure, Request
 from headrace.telemetry import tracing as tracing_module
 from headrace.topics import Stage
+from headrace.trace import until_sampled
 from tests.support.spans import (
     CALLER,
     TRACE_ID,
@@ -274,6 +277,25 @@ def test_roots_are_sampled_in_their_share() -> None:
 
     sampled = sum(request.trace is not None for request in requests)
     assert abs(sampled - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5
+
+
+def test_callers_decisions_leave_the_share_of_the_others_alone() -> None:
+    """Every other request has a context that is not sampled; of those without, a quarter is."""
+    requests = [make_traced(traceparent("00") if one % 2 else None) for one in range(8000)]
+    with tracing_spans(tracing_settings(ratio=0.25)) as (tracing, _):
+        for start in range(0, len(requests), 7):
+            tracing.ingested(requests[start : start + 7], T + 1000)
+
+    sampled = sum(request.trace is not None for request in requests)
+    assert abs(sampled - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"), [(1.0, 0), (0.0, sys.maxsize), (5e-324, sys.maxsize)]
+)
+def test_a_ratio_at_its_ends_is_no_matter_of_chance(ratio: float, expected: int) -> None:
+    """Each is sampled, or none ever."""
+    assert until_sampled(ratio) == expected
 
 
 # --- what is always kept -----------------------------------------------------------------------
