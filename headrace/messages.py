@@ -384,7 +384,7 @@ class Batch:
         self.reason = reason
         self.model = requests[0].model
         self.version = requests[0].version
-        self.rows = sum(request.rows for request in requests)
+        self.rows = sum([request.rows for request in requests])
 
 
 def plain(value: Any) -> Any:

@@ -330,6 +330,10 @@ class ExecutorService:
     def _sort_out(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
         """Requests whose deadline has passed or whose partition has gone do not run."""
         now_us = self._clock()
+        deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
+        in_time = not deadlines or now_us < min(deadlines) * 1000
+        if in_time and True not in [request.receipt.void for request in requests]:
+            return [], requests
         ended: list[Request] = []
         wanted: list[Request] = []
         for request in requests:
@@ -344,7 +348,7 @@ class ExecutorService:
         return ended, wanted
 
     def _note(self, version: ModelVersion, run: Run) -> None:
-        rows = sum(request.rows for request in run.requests)
+        rows = sum([request.rows for request in run.requests])
         for request in run.requests:
             request.compute_us = run.compute_us
             request.batch_rows = rows
