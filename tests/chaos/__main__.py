@@ -25,6 +25,8 @@ from tests.chaos.trial import GUARANTEES, Outcome, Trial, draw_trial, run_trial
 
 BROKER_TROUBLE = (BrokerFailed, KafkaError, TimeoutError)
 """What the harness itself meets where a broker does not come back: it says nothing of Headrace."""
+SEEDS_PER_BROKER = 10
+"""Killed, it looks through every partition of every seed before it is there again."""
 STORIES = 3
 """Of one seed; where much is broken, the rest tell the same."""
 
@@ -78,10 +80,12 @@ async def run(trials: Iterator[Trial], keep: Path, at_once: int) -> list[Outcome
 
 
 async def _run_in_turn(trials: Iterator[Trial], keep: Path, outcomes: list[Outcome]) -> None:
-    """Those that nobody else takes, on one broker, or on another where that does not come back."""
+    """Those that nobody else takes, a few on each broker, or on another one before that where it
+    does not come back.
+    """
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running_cluster())
-        for trial in trials:
+        for number, trial in enumerate(trials, 1):
             directory = keep / f"seed-{trial.seed}"
             try:
                 outcome = await run_trial(trial, cluster, directory)
@@ -93,6 +97,9 @@ async def _run_in_turn(trials: Iterator[Trial], keep: Path, outcomes: list[Outco
                 outcomes.append(outcome)
                 for line in report(outcome, directory):
                     click.echo(line)
+            if number % SEEDS_PER_BROKER == 0:
+                await stack.aclose()
+                cluster = await stack.enter_async_context(running_cluster())
 
 
 def _first_line(failed: BaseExceptionGroup) -> str:

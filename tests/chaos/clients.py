@@ -33,6 +33,7 @@ from tests.chaos.history import (
     Sent,
 )
 from tests.chaos.members import now_ms
+from tests.chaos.nemeses import AFTERMATH_MS
 from tests.chaos.workload import PARTITIONS, Question, number_told
 
 BURST = 400
@@ -227,7 +228,7 @@ async def watch_commits(bootstrap: str, group: str, topic: str, history: History
                 found = {}
             at_ms = now_ms()
             if at_ms - heard_ms > SILENT_MS:
-                history.add(Fault(heard_ms, at_ms, FaultKind.BROKER_SILENT, ()))
+                history.add(Fault(heard_ms, at_ms + AFTERMATH_MS, FaultKind.BROKER_SILENT, ()))
             heard_ms = at_ms
             for partition, committed in found.items():
                 progress = None if committed is None else Progress.from_committed(committed)
