@@ -93,7 +93,7 @@ class Pipeline:
             forced.cancel()
             if not serving.done():
                 serving.cancel()
-            await asyncio.wait([serving])
+            await _ended(serving)
             error = None if serving.cancelled() else serving.exception()
             self.health.enter(Phase.STOPPED, "" if error is None else _told(error))
         if error is not None:
@@ -149,6 +149,19 @@ class Pipeline:
                 log.warning(Event.DRAIN_INCOMPLETE, reason="the last commit was not answered")
             for task in late:
                 task.cancel()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Wait until a task has ended; who is cancelled meanwhile cancels it once more."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            task.cancel()
+    if cancelled is not None:
+        raise cancelled
 
 
 def _told(error: BaseException) -> str:

@@ -105,9 +105,7 @@ class Source:
         self._backlog = Backlog(self._unanswered)
         self.reading = Activity(f"reader of {settings.topic}", READER_LIMIT_S)
         self.assigned = asyncio.Event()
-        self._stopping = False
-        self._closing = False
-        self._reading = False
+        self._stopping = self._closing = self._reading = False
         self._leaving: frozenset[TopicPartition] = frozenset()
         self._stack = AsyncExitStack()
         self._consumer: Consumer
@@ -118,11 +116,17 @@ class Source:
         settings = self._settings
         member = self._log.member(settings.group, [settings.topic], self, kind=settings.kind)
         self._consumer = await self._stack.enter_async_context(member)
+        if self.sealing is not None:
+            self._stack.push_async_callback(self.sealing.release)
+        self._stack.push_async_callback(self._end_reading)
         self._opened = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._closing = True
+        await self._stack.aclose()  # the member leaves though what comes before is cancelled
+
+    async def _end_reading(self) -> None:
         try:
             # Nobody cancels a poll: it is let end, as far as that does not take too long.
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -130,9 +134,6 @@ class Source:
                     await self._settled.wait(POLL_TIMEOUT_S)
         except TimeoutError:
             log.warning(Event.READING_CUT_OFF)
-        if self.sealing is not None:
-            await self.sealing.release()
-        await self._stack.aclose()
 
     async def run(self) -> None:
         """Read and commit until `close_down`."""
@@ -188,11 +189,6 @@ class Source:
     def when_revoked(self, call: Callable[[], None]) -> None:
         """Call this whenever receipts have become void."""
         self._revocations.append(call)
-
-    @property
-    def is_assigned(self) -> bool:
-        """Whether any partition is ours now."""
-        return bool(self.ledger.assignments)
 
     def last_contact_s(self) -> float:
         """Seconds since the log was last heard of."""

@@ -82,13 +82,15 @@ class MemoryMember(MemoryReader):
         """Leave the group; `on_revoked` is not called: drain and commit before."""
         following, self._following = self._following, None
         self._gate_is_open = False
-        if following is not None:
-            following.cancel()
-            await asyncio.wait((following,), timeout=_CLOSE_TIMEOUT_S)
-        if self._member_id is not None:
-            self._group.leave(self._member_id, _now())
-            self._member_id = None
-        await super().close()
+        try:
+            if following is not None:
+                following.cancel()
+                await asyncio.wait((following,), timeout=_CLOSE_TIMEOUT_S)
+        finally:  # whoever is cancelled here does not stay a member
+            if self._member_id is not None:
+                self._group.leave(self._member_id, _now())
+                self._member_id = None
+            await super().close()
 
     async def __aenter__(self) -> Self:
         await self._faults.answered()
