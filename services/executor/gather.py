@@ -90,7 +90,7 @@ class _Heads(dict[int, tuple[Head, ...]]):
 
     def __missing__(self, rows: int) -> tuple[Head, ...]:
         heads = tuple([self._head(rows, name, array) for name, array in self._arrays])
-        if all(datatype != "BYTES" for _, datatype, _ in heads):
+        if "BYTES" not in [datatype for _, datatype, _ in heads]:
             self[rows] = heads
         return heads
 
