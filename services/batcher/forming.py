@@ -14,7 +14,7 @@ partition is gone, or that was cancelled, leaves instead of joining; the caller 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TypeAlias
 
@@ -65,6 +65,38 @@ def _end_us(queue: ModelQueue, envelope: Envelope, request: Request | None, now_
         end_us += latency.predict_us(request.shape_class, request.rows) or 0
         full = latency.best_rows(request.shape_class, full)
     return end_us + latency.margin_us if ahead >= 2 * full else end_us
+
+
+def _is_sure(queue: ModelQueue, rows: int, left_us: int) -> bool:
+    """Two batches after all that waits, and so many rows more, there would still be time left."""
+    limits = queue.limits
+    behind_all_us = (queue.rows + rows + 2 * limits.max_batch_size) * queue.pace.row_us
+    if limits.latency is not None:
+        behind_all_us += limits.latency.margin_us
+    return behind_all_us < left_us
+
+
+def _alike(requests: Sequence[Request], start: int) -> tuple[int, bool]:
+    """How far requests of the kind of the first go from there on; and if some have deadlines."""
+    first = requests[start]
+    model, version, shape_class = first.model, first.version, first.shape_class
+    envelope = first.envelope
+    tenant, priority = envelope.tenant, envelope.priority
+    dated = bool(envelope.deadline_ms)
+    for place in range(start + 1, len(requests)):
+        request = requests[place]
+        if request.envelope is not envelope:
+            envelope = request.envelope
+            if envelope.tenant != tenant or envelope.priority != priority:
+                return place, dated
+            dated = dated or envelope.deadline_ms > 0
+        if (
+            request.model != model
+            or request.version != version
+            or request.shape_class != shape_class
+        ):
+            return place, dated
+    return len(requests), dated
 
 
 class Forming:
@@ -122,6 +154,18 @@ class Forming:
                     return
             self._note_deadline((deadline_ms * 1000, next(self._order), request))
         queue.add(request)
+
+    def add_all(self, requests: Sequence[Request], now_us: int) -> None:
+        """Requests begin to wait, in order, or end; see `add`. Those of one kind go together."""
+        start = 0
+        while start < len(requests):
+            stop, dated = _alike(requests, start)
+            self.add(requests[start], now_us)
+            more = requests[start + 1 : stop]
+            if more and not self._add_alike(more, now_us, dated=dated):
+                for request in more:
+                    self.add(request, now_us)
+            start = stop
 
     def refusal(self, envelope: Envelope, now_us: int, stage: str) -> Failure | None:
         """Whether a request that names its model in its headers would be late, before anything
@@ -233,24 +277,47 @@ class Forming:
             known = self._queues[key] = ModelQueue(limits)
         return known
 
+    def _add_alike(self, requests: Sequence[Request], now_us: int, *, dated: bool) -> bool:
+        """Add requests of the kind of the one added before; some have deadlines if `dated`.
+
+        False where each has to be looked at.
+        """
+        first = requests[0]
+        queue = self._queues.get((first.model, first.version))
+        if queue is None or not queue.count or first.envelope.cancels is not None:
+            return False
+        rows = sum([request.rows for request in requests])
+        with_deadline = [one for one in requests if one.envelope.deadline_ms] if dated else []
+        if with_deadline:
+            earliest_ms = min([one.envelope.deadline_ms for one in with_deadline])
+            if queue.pace.row_us and not _is_sure(queue, rows, earliest_ms * 1000 - now_us):
+                return False
+            self._clear_deadlines()
+            deadlines, order = self._deadlines, self._order
+            for request in with_deadline:
+                entry = (request.envelope.deadline_ms * 1000, next(order), request)
+                heapq.heappush(deadlines, entry)
+        queue.add_alike(requests, rows, with_deadline)
+        return True
+
     def _refusal(self, queue: ModelQueue, request: Request, now_us: int) -> Failure | None:
         """Because of what waits before it and what its own run takes."""
-        deadline_ms, limits = request.envelope.deadline_ms, queue.limits
-        behind_all_us = (queue.rows + 2 * limits.max_batch_size) * queue.pace.row_us
-        if limits.latency is not None:
-            behind_all_us += limits.latency.margin_us
-        if behind_all_us < deadline_ms * 1000 - now_us:
-            return None  # two batches after all that waits it would still be in time
+        deadline_ms = request.envelope.deadline_ms
+        if _is_sure(queue, 0, deadline_ms * 1000 - now_us):
+            return None
         end_us = _end_us(queue, request.envelope, request, now_us)
         return too_late(deadline_ms, end_us, now_us, Stage.BATCHER)
 
     def _note_deadline(self, entry: _Deadline) -> None:
+        self._clear_deadlines()
+        heapq.heappush(self._deadlines, entry)
+
+    def _clear_deadlines(self) -> None:
         if len(self._deadlines) > self._keep_deadlines:
             # Requests that have left are not kept until their deadlines, which may be hours off.
             self._deadlines = [one for one in self._deadlines if not _has_left(one)]
             heapq.heapify(self._deadlines)
             self._keep_deadlines = 2 * len(self._deadlines) + _TOLERATED
-        heapq.heappush(self._deadlines, entry)
 
     def _ripest(
         self, key: ModelKey | None, now_us: int, ask: Ask

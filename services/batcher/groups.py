@@ -9,6 +9,7 @@ one tenant and one shape class there is one lane, and nothing to choose.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from headrace.flow.channel import Ask
 from headrace.messages import Request
@@ -84,6 +85,37 @@ class ModelQueue:
                 self._rank(lane)
             elif len(lane.tenant.lanes) > 1 and (envelope.deadline_ms or priority):
                 lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))  # it may be more urgent
+        if group.rows >= group.best_rows or group.size_bytes >= group.max_bytes:
+            self._list_full(group)
+
+    def add_alike(
+        self, requests: Sequence[Request], rows: int, with_deadline: Sequence[Request]
+    ) -> None:
+        """Requests begin to wait behind one of their kind, which was added just before.
+
+        Args:
+            requests: of one shape class, tenant and priority.
+            rows: of them together.
+            with_deadline: those that have one.
+        """
+        first = requests[0]
+        envelope = first.envelope
+        group = self._groups[first.shape_class]
+        lane = group.lanes[envelope.tenant]
+        fifo = lane.fifo_of(envelope.priority)
+        fifo.requests.extend(requests)
+        for request in with_deadline:
+            fifo.note_deadline(request)
+            if self._delay_us:
+                self._shorten_delay(group, request)
+        lane.count += len(requests)
+        fifo.share[0] += rows
+        self.count += len(requests)
+        self.rows += rows
+        group.rows += rows
+        group.size_bytes += sum([request.size_bytes for request in requests])
+        if len(lane.tenant.lanes) > 1 and (with_deadline or envelope.priority):
+            lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))  # it may be more urgent
         if group.rows >= group.best_rows or group.size_bytes >= group.max_bytes:
             self._list_full(group)
 

@@ -65,8 +65,7 @@ class BatcherService:
         forming = self._forming
         while (chunk := await self._inlet.receive()) is not None:
             now_us = self._clock()
-            for request in chunk:
-                forming.add(request, now_us)
+            forming.add_all(chunk, now_us)
             if forming.cancellations:
                 self._cancel()
             self.pulls.kick()

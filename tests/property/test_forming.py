@@ -65,7 +65,28 @@ KINDS = st.builds(
     st.sampled_from(["", "", "a", "b"]),
     st.sampled_from([0, 0, 5, -100]),
 )
+CHUNKS = st.lists(st.tuples(KINDS, st.integers(1, 4)), max_size=5).map(
+    lambda drawn: [kind for kind, times in drawn for _ in range(times)]
+)
+"""Several of a kind follow each other."""
 ASKS = st.builds(Ask, st.booleans(), st.sampled_from([0, 0, NOW_US + 20_000, NOW_US + 100_000]))
+
+
+def made(kind: Kind, now_us: int) -> Request:
+    """A request of this kind that comes now."""
+    return make_request(
+        kind.key[0],
+        version=kind.key[1],
+        rows=kind.rows,
+        size_bytes=kind.size_bytes,
+        shape_class=kind.shape_class,
+        ingested_us=now_us,
+        envelope=Envelope(
+            deadline_ms=0 if kind.timeout_ms is None else now_us // 1000 + kind.timeout_ms,
+            tenant=kind.tenant,
+            priority=kind.priority,
+        ),
+    )
 
 
 def limits_of(name: str, version: str) -> Limits:
@@ -88,24 +109,20 @@ class FormingMachine(RuleBasedStateMachine):
 
     @rule(kind=KINDS)
     def add(self, kind: Kind) -> None:
-        request = make_request(
-            kind.key[0],
-            version=kind.key[1],
-            rows=kind.rows,
-            size_bytes=kind.size_bytes,
-            shape_class=kind.shape_class,
-            ingested_us=self.now_us,
-            envelope=Envelope(
-                deadline_ms=(
-                    0 if kind.timeout_ms is None else self.now_us // 1000 + kind.timeout_ms
-                ),
-                tenant=kind.tenant,
-                priority=kind.priority,
-            ),
-        )
+        request = self._made(kind)
         self.forming.add(request, self.now_us)
         self.waiting[request.offset] = request
         self._take_ended()
+
+    @rule(chunk=CHUNKS)
+    def add_all(self, chunk: list[Kind]) -> None:
+        requests = [self._made(kind) for kind in chunk]
+        self.forming.add_all(requests, self.now_us)
+        self.waiting |= {request.offset: request for request in requests}
+        self._take_ended()
+
+    def _made(self, kind: Kind) -> Request:
+        return made(kind, self.now_us)
 
     @rule(by_us=st.integers(0, 10_000))
     def time_passes(self, by_us: int) -> None:
@@ -324,3 +341,45 @@ def test_many_shapes_do_not_make_each_batch_slow() -> None:
     batches = formed(requests, Limits(), NOW_US + 20_000)
 
     assert len(batches) == len(requests)
+
+
+def told(forming: Forming, places: dict[int, int]) -> list[object]:
+    """All that is pulled, and all that has ended, by the places of the requests."""
+    pulled = []
+    for number in range(200):
+        key = sorted(MODELS)[number % len(MODELS)]
+        batch = forming.next(key, NOW_US + 100 * number, Ask(at_once=number > 100))
+        if batch is not None:
+            pulled.append([places[one.offset] for one in batch.requests])
+    ended = [(places[one.offset], one.failure and one.failure.code) for one in forming.ended]
+    return [pulled, ended, len(forming)]
+
+
+@given(st.lists(CHUNKS, min_size=1, max_size=4), st.booleans())
+def test_adding_chunks_is_adding_their_requests(chunks: list[list[Kind]], paced: bool) -> None:
+    """Which batches come of them, and which requests end, is the same."""
+    found = []
+    for together in (True, False):
+        forming = Forming(limits_of, "test")
+        places: dict[int, int] = {}
+        if paced:
+            learn_pace(forming)
+        for chunk in chunks:
+            requests = [made(kind, NOW_US) for kind in chunk]
+            places |= {one.offset: len(places) + n for n, one in enumerate(requests)}
+            if together:
+                forming.add_all(requests, NOW_US)
+            else:
+                for one in requests:
+                    forming.add(one, NOW_US)
+        found.append(told(forming, places))
+
+    assert found[0] == found[1]
+
+
+def learn_pace(forming: Forming) -> None:
+    """Let a backlog of `digits` be pulled, at a millisecond a row, until it is gone."""
+    for _ in range(16):
+        forming.add(made(Kind(("digits", "1"), (), 1, 1, None, "", 0), NOW_US), NOW_US)
+    for number in range(4):
+        forming.next(("digits", "1"), NOW_US - 4_000 * (4 - number))
