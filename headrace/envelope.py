@@ -42,14 +42,13 @@ NO_HEADERS: Final = Envelope()
 """What a record without headers says, where requests have no default timeout."""
 
 Header = tuple[str, bytes]
+Headers = Sequence[tuple[str, bytes | None]]
 
 
 # --- a request's headers ----------------------------------------------------------------------
 
 
-def parse_envelope(
-    headers: Sequence[tuple[str, bytes | None]], timestamp_ms: int, default_timeout_ms: int
-) -> Envelope:
+def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int) -> Envelope:
     """What the headers of a request record say.
 
     Never raises: what is wrong with them is said in `fault`, and all that could be read is there
@@ -59,36 +58,74 @@ def parse_envelope(
     """
     if not headers and not default_timeout_ms:
         return NO_HEADERS
-    fields: list[Any] = _BLANK.copy()
+    fields: list[Any] = [None] * _FIELDS
     fault = None
-    for name, value in dict(headers).items():
-        rule = _RULES.get(name)
-        if rule is None or value is None:
+    rule_of = _RULES.get
+    for name, value in headers:
+        rule = rule_of(name)
+        if rule is None:
             continue
         position, parse = rule
+        if value is None or fields[position] is not None:
+            return parse_envelope(_distinct(headers), timestamp_ms, default_timeout_ms)
         if parse is None:
             fields[position] = value
             continue
         try:
             fields[position] = parse(value if len(value) <= MAX_HEADER_BYTES else _too_long(value))
         except ValueError as error:
+            if len(dict(headers)) < len(headers):
+                return parse_envelope(_distinct(headers), timestamp_ms, default_timeout_ms)
             fault = fault or f"header {name}: {error}"
-    content_type = fields[0]
-    model, version = fields.pop()
-    timeout_ms = fields.pop()
-    if content_type not in DECODED_TYPES and fault is None:
+    return _envelope(fields, fault, timestamp_ms, default_timeout_ms)
+
+
+def _distinct(headers: Headers) -> Headers:
+    """The last of each name, if it has a value."""
+    return [(name, value) for name, value in dict(headers).items() if value is not None]
+
+
+def _envelope(
+    fields: list[Any], fault: str | None, timestamp_ms: int, default_timeout_ms: int
+) -> Envelope:
+    (
+        content_type,
+        correlation_id,
+        reply_topic,
+        reply_partition,
+        deadline_ms,
+        priority,
+        tenant,
+        traceparent,
+        tracestate,
+        cancels,
+        timeout_ms,
+        named,
+    ) = fields
+    model, version = named or _NO_MODEL
+    if content_type is not None and content_type not in DECODED_TYPES and fault is None:
         fault = _content_type_fault(content_type, model)
-    if default_timeout_ms or timeout_ms is not None or fields[_DEADLINE] is not None:
-        fields[_DEADLINE] = _deadline(
-            fields[_DEADLINE], timeout_ms, timestamp_ms, default_timeout_ms
-        )
-    else:
-        fields[_DEADLINE] = 0
-    fields[_MODEL] = model
-    fields[_VERSION] = version
-    fields[_FAULT] = fault
+    if deadline_ms == 0 or timeout_ms is not None or default_timeout_ms:
+        deadline_ms = _deadline(deadline_ms, timeout_ms, timestamp_ms, default_timeout_ms)
     # A third of the cost of calling a NamedTuple's class.
-    return tuple.__new__(Envelope, fields)
+    return tuple.__new__(
+        Envelope,
+        (
+            content_type or "",
+            correlation_id,
+            reply_topic,
+            reply_partition,
+            deadline_ms or 0,
+            priority or 0,
+            tenant or "",
+            model,
+            version,
+            traceparent,
+            tracestate,
+            fault,
+            cancels,
+        ),
+    )
 
 
 def _deadline(
@@ -140,6 +177,7 @@ def _text(value: bytes) -> str:
     return text
 
 
+@lru_cache(maxsize=1024)
 def _topic(value: bytes) -> str:
     if not value:
         raise ValueError("expected the name of a topic, got an empty value")
@@ -196,8 +234,7 @@ def _shown(value: bytes) -> str:
 
 _Parse = Callable[[bytes], Any]
 
-# Each header's position among the fields of `parse_envelope`, and how it is read, if it is.
-# The first thirteen are those of `Envelope`; the last two are worked into them.
+# Each header's position among the fields of `_envelope`, and how it is read, if it is.
 _RULES: dict[str, tuple[int, _Parse | None]] = {
     "content-type": (0, _content_type),
     "kafka_correlationId": (1, None),
@@ -205,18 +242,15 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     "kafka_replyPartition": (3, _partition),
     "x-deadline-ms": (4, _milliseconds),
     "x-priority": (5, _priority),
-    "x-tenant": (6, _text),
-    "traceparent": (9, None),
-    "tracestate": (10, None),
-    "x-cancel": (12, _cancelled),
-    "x-timeout-ms": (13, _milliseconds),
-    "x-model": (14, _model),
+    "x-tenant": (6, lru_cache(maxsize=1024)(_text)),
+    "traceparent": (7, None),
+    "tracestate": (8, None),
+    "x-cancel": (9, _cancelled),
+    "x-timeout-ms": (10, _milliseconds),
+    "x-model": (11, _model),
 }
-_DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
-_BLANK: list[Any] = [
-    *("", None, None, None, None, 0, "", "", "", None, None, None, None),
-    *(None, ("", "")),
-]
+_FIELDS = len(_RULES)
+_NO_MODEL = ("", "")
 
 
 # --- an answer's headers ----------------------------------------------------------------------
