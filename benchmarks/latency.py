@@ -3,8 +3,7 @@
 The load comes from the same machine, in the open form from two processes
 (`benchmarks.open_loop`); so the capacity that the shares are of is measured with a load as well,
 by as many requests under way as it takes. It is lower than the throughput of records that were
-there before. A load that cannot be sent when it is due, or is not answered as it comes, measures
-its own queue: it is made smaller.
+there before. A load that cannot be sent when it is due measures its own queue: it is made smaller.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from headrace.log.port import TopicPartition
 
 LOADS = (0.2, 0.5, 0.8)
 STEP, LEAST = 0.1, 0.5
-"""By so much the largest share is lowered, down to this, until it is kept up with."""
+"""By so much the largest share is lowered, down to this, until it is sent on time."""
 WARM_UP_S = 1.0
 START_WAIT_S = 40.0
 LAST_ANSWERS_S = 10.0
@@ -68,7 +67,7 @@ class LatencyRun:
             latencies = []
             for share in LOADS:
                 found = await self._open(running, capacity_per_s, share, seconds)
-                while not found.kept_up and found.load - STEP > LEAST:
+                while not found.on_time and found.load - STEP > LEAST:
                     lower = round(found.load - STEP, 2)
                     found = await self._open(running, capacity_per_s, lower, seconds)
                 latencies.append(found)
@@ -109,18 +108,24 @@ class LatencyRun:
         await self._cluster.create_plain(echo_place.responses)
         echo = LatencyRun(self._cluster, self._subject, echo_place)
         alone = run_bare(self._subject._replace(batch=1), UNLOADED_S)
-        headrace: list[Measured] = []
-        hops: list[Measured] = []
         with (
             Running(self._contestant.programs(self._subject, self._place)) as running,
             Running(ECHO.programs(self._subject, echo_place)) as echoing,
         ):
             await self._warm_up(running)
             await echo._warm_up(echoing)
+            headrace, hops = _OneAtATime(self, running), _OneAtATime(echo, echoing)
             for _ in range(UNLOADED_ROUNDS):
-                headrace.append(await self._load(UNLOADED_S).closed_loop(1))
-                hops.append(await echo._load(UNLOADED_S).closed_loop(1))
-        return Unloaded(*_halves(hops), 1000 / alone.per_s, *_halves(headrace))
+                await headrace.ask()
+                await hops.ask()
+        return Unloaded(
+            *_halves(hops.rounds),
+            1000 / alone.per_s,
+            *_halves(headrace.rounds),
+            computing_ms=1e3 * median(each.compute.percentile_s(50) for each in headrace.rounds),
+            headrace_cpu_us=headrace.cpu_us,
+            two_hops_cpu_us=hops.cpu_us,
+        )
 
     async def _topics(self, contestant: Contestant) -> None:
         await self._cluster.create_plain(self._place.requests)
@@ -141,6 +146,27 @@ class LatencyRun:
             skip_s,
         )
         return Load(self._cluster.log, course, [Payload(one) for one in self._subject.values])
+
+
+class _OneAtATime:
+    """Rounds of one request at a time through one of two ways, and what they cost it."""
+
+    def __init__(self, way: LatencyRun, running: Running) -> None:
+        self._way = way
+        self._running = running
+        self._cpu_s = 0.0
+        self.rounds: list[Measured] = []
+
+    async def ask(self) -> None:
+        """One round."""
+        began_s = self._running.cpu_s()
+        self.rounds.append(await self._way._load(UNLOADED_S).closed_loop(1))
+        self._cpu_s += self._running.cpu_s() - began_s
+
+    @property
+    def cpu_us(self) -> float:
+        """Processor time for each request."""
+        return 1e6 * self._cpu_s / max(1, sum(each.answered for each in self.rounds))
 
 
 def _told(

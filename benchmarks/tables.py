@@ -199,6 +199,14 @@ def _latency(subject: SubjectResults) -> Iterator[str]:
             f"{unloaded.two_hops_p50_ms:.2f} ms ({unloaded.two_hops_p99_ms:.1f} ms); the run alone "
             f"{unloaded.run_ms:.2f} ms."
         )
+        if unloaded.headrace_cpu_us:
+            yield (
+                f"As Headrace timed it, with a rest before each, the run took "
+                f"{unloaded.computing_ms:.2f} ms. Each request cost "
+                f"{unloaded.headrace_cpu_us:,.0f} µs of Headrace's processor time, all threads and "
+                f"commits included, and "
+                f"{unloaded.two_hops_cpu_us:,.0f} µs of that of what only copies."
+            )
 
 
 def _parts(latencies: list[Latency]) -> Iterator[str]:
