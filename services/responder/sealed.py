@@ -20,10 +20,12 @@ import structlog
 
 from headrace.errors import Rejected
 from headrace.flow.books import Outgoing, by_offset, requests_of
+from headrace.flow.inflight import LedgerReceipt
 from headrace.flow.sealing import Lost, Records, Sealing, Unsealed
 from headrace.log.errors import LogRefused, NoLeader, TopicForbidden, UnknownPartition
 from headrace.log.port import TopicPartition
 from headrace.services.responder.composing import Addressed, Composer
+from headrace.services.responder.gathering import pause_s
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering
@@ -34,11 +36,25 @@ RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 STALLED_S = 2.0
 MAX_STALLED_S = 60.0
+FOLLOWS_WITHIN_S = 0.01
+"""A step that begins so soon after the last one tells how quickly requests are answered. A burst
+after some silence does not.
+"""
 
 
 class _Stall(NamedTuple):
     until_s: float
     pause_s: float
+
+
+class _Ended(NamedTuple):
+    """A step of a partition: when its transactions ended, and the pause after them."""
+
+    ended_s: float
+    pause_ended_s: float
+
+
+_NEVER = _Ended(float("-inf"), float("-inf"))
 
 
 class SealedStep:
@@ -65,8 +81,23 @@ class SealedStep:
         self._responses = responses
         self._in_order = in_order
         self._stalls: dict[TopicPartition, _Stall] = {}
+        self._last: dict[int, _Ended] = {}
 
     async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
+        began_s = time.monotonic()
+        first = outgoing[0][0].receipt if outgoing else None
+        left = await self._answer_now(number, outgoing)
+        last, ended_s = self._last.get(number, _NEVER), time.monotonic()
+        follows = began_s - last.pause_ended_s < FOLLOWS_WITHIN_S
+        found_s = 0.0
+        if follows and isinstance(first, LedgerReceipt) and not first.void:
+            answers, under_way = len(outgoing) - len(left), first.assignment.in_flight
+            found_s = pause_s(answers, ended_s - last.ended_s, under_way)
+            await asyncio.sleep(found_s)
+        self._last[number] = _Ended(ended_s, ended_s + found_s)
+        return left
+
+    async def _answer_now(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
         now_s = time.monotonic()
         aside = [each for each in outgoing if self._is_stalled(each[1], now_s)]
         if aside:

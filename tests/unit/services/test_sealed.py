@@ -256,6 +256,31 @@ async def test_answers_whose_offsets_have_no_room_wait(monkeypatch: pytest.Monke
         assert await bench.committed() == Progress(80)
 
 
+async def test_only_a_transaction_that_follows_another_tells_how_quickly_requests_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one after some silence is followed at once, whatever is under way."""
+    told: list[tuple[int, int]] = []
+
+    def pause_s(answers: int, elapsed_s: float, under_way: int) -> float:
+        told.append((answers, under_way))
+        return 0.0
+
+    monkeypatch.setattr(sealed, "pause_s", pause_s)
+    monkeypatch.setattr(sealed, "FOLLOWS_WITHIN_S", 60.0)
+    async with running() as bench:
+        requests = [bench.request() for _ in range(12)]
+        bench.log.faults.hold_seals()
+        await bench.inlet.send(requests[:1])
+        await eventually(lambda: bench.log._transactions._open)
+        await bench.inlet.send(requests[1:8])
+        bench.log.faults.release_seals()
+        await eventually(lambda: told)
+        assert told == [(7, 4)]
+        await bench.inlet.send(requests[8:])
+        await bench.settled()
+
+
 async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
     """What waited for its turn is void, and charged no more."""
     async with running() as bench:
