@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
 import aiokafka
 import aiokafka.errors as kafka_errors
@@ -25,6 +25,7 @@ from headrace.log.errors import (
 from headrace.log.kafka_closing import close_consumer
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered, in_port_words
+from headrace.log.kafka_fetched import fetched_records
 from headrace.log.kafka_requests import partition_counts
 from headrace.log.port import Committed, Record, TopicPartition
 
@@ -129,17 +130,15 @@ class KafkaConsumer:
                 self._watch(consumer)
                 return {}
             self._raise_failure()
-            found = await consumer.getmany(
-                timeout_ms=int(timeout_s * 1000), max_records=max_records
-            )
+            consumer._coordinator.check_errors()
+            with consumer._subscription.fetch_context():
+                found = await fetched_records(consumer._fetcher, timeout_s, max_records)
         except KafkaError as error:
             self._poll_failed(consumer, error)
             return {}
         if not found:
             self._watch(consumer)
-            return {}
-        # aiokafka's records have the fields that the port's Record asks for.
-        return {TopicPartition(*each): cast(Sequence[Record], found[each]) for each in found}
+        return found
 
     async def _opened(self, consumer: AIOKafkaConsumer, timeout_s: float) -> bool:
         """Wait for an assignment whose listener has returned, up to the timeout."""
@@ -159,7 +158,7 @@ class KafkaConsumer:
             raise failure
 
     def _poll_failed(self, consumer: AIOKafkaConsumer, error: KafkaError) -> None:
-        """Act on an error of `getmany`, or raise it in the port's words."""
+        """Act on an error of reading, or raise it in the port's words."""
         # aiokafka counts pollers without a `finally`; one left over would look busy for ever.
         consumer._subscription._fetch_count = 0
         consumer._subscription._last_fetch_ended = time.monotonic()

@@ -1,7 +1,7 @@
 """Members of consumer groups.
 
 The gate of the port is made of two of aiokafka's own states: a rebalance that is under way holds
-back `getmany`, and a paused partition is not fetched. aiokafka activates an assignment before it
+back reading, and a paused partition is not fetched. aiokafka activates an assignment before it
 tells its listener, but no partition of it has a position by then; so the adapter pauses all of
 them first, lets the listener seek, and resumes them when it has returned.
 """

@@ -1,0 +1,146 @@
+"""What is taken of fetched batches is what aiokafka takes of them, record by record."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+from aiokafka import TopicPartition
+from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
+from aiokafka.record.default_records import DefaultRecordBatchBuilder
+from aiokafka.record.memory_records import MemoryRecords
+from aiokafka.record.util import calc_crc32c
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.log.kafka_fetched import Unread
+
+PARTITION = TopicPartition("t", 3)
+CONTROL = 0x20
+ATTRIBUTES_AT = 21
+ABORT, COMMIT = struct.pack(">hh", 0, 0), struct.pack(">hh", 0, 1)
+CODECS = [0, 0, 1, 3, 4]
+"""None, gzip, lz4 and zstd."""
+
+
+class Batch(NamedTuple):
+    """A record batch to be made; of a producer of transactions unless its id is -1."""
+
+    producer: int
+    marker: bytes | None
+    codec: int
+    deltas: list[int]
+    spare: int
+
+
+batches = st.builds(
+    Batch,
+    st.sampled_from([-1, -1, 7, 8]),
+    st.sampled_from([None, None, None, ABORT, COMMIT]),
+    st.sampled_from(CODECS),
+    st.lists(st.integers(1, 3), min_size=1, max_size=6),
+    st.integers(0, 2),
+)
+
+
+def encoded(batch: Batch, base: int) -> tuple[bytes, int]:
+    """The bytes of a batch that begins at an offset, and the next offset.
+
+    Its offsets have gaps, as compaction leaves them, also at its end.
+    """
+    is_marker = batch.marker is not None and batch.producer >= 0
+    codec = 0 if is_marker else batch.codec  # brokers compress no markers
+    builder = DefaultRecordBatchBuilder(
+        2, codec, batch.producer >= 0, batch.producer, 0, 0, 1 << 20
+    )
+    delta = 0
+    if is_marker:
+        builder.append(0, 1_000, batch.marker, b"\0" * 6, [])
+    else:
+        for step in batch.deltas:
+            headers = [("name", b"value"), ("none", None)] if step == 1 else []
+            builder.append(delta, 1_000 + delta, b"k" if step == 2 else None, b"v", headers)
+            delta += step
+    content = bytearray(builder.build())
+    last = delta + batch.spare
+    struct.pack_into(">q", content, 0, base)
+    struct.pack_into(">i", content, ATTRIBUTES_AT + 2, last)
+    if is_marker:
+        content[ATTRIBUTES_AT + 1] |= CONTROL
+    struct.pack_into(">I", content, 17, calc_crc32c(bytes(content[ATTRIBUTES_AT:])))
+    return bytes(content), base + last + 1
+
+
+def fetched(content: bytes, aborted: list[tuple[int, int]], offset: int) -> PartitionRecords:
+    """As aiokafka makes it of a response."""
+    records = MemoryRecords(content)
+    return PartitionRecords(
+        PARTITION, records, list(aborted), offset, None, None, True, READ_COMMITTED
+    )
+
+
+def told(record: Any) -> tuple[Any, ...]:
+    """What a record says."""
+    return (
+        record.topic,
+        record.partition,
+        record.offset,
+        record.timestamp,
+        record.key,
+        record.value,
+        list(record.headers),
+    )
+
+
+@given(
+    st.lists(batches, max_size=6),
+    st.lists(st.tuples(st.sampled_from([7, 8]), st.integers(0, 30)), max_size=4),
+    st.integers(0, 12),
+    st.integers(1, 9),
+)
+def test_taking_by_batches_is_reading_by_records(
+    given_batches: list[Batch], aborted: list[tuple[int, int]], offset: int, most: int
+) -> None:
+    """Transactions, markers, gaps, compression, a fetch from amid a batch; any size of a poll."""
+    content, base = b"", 0
+    for each in given_batches:
+        part, base = encoded(each, base)
+        content += part
+    by_record = fetched(content, aborted, offset)
+    expected = [told(each) for each in by_record]
+    unread = Unread(fetched(content, aborted, offset))
+    found: list[tuple[Any, ...]] = []
+    while not unread.is_empty:
+        taken = unread.take(most)
+        assert unread.failure is None
+        assert len(taken) <= most
+        assert not taken or unread.next_fetch_offset > taken[-1].offset
+        found += [told(each) for each in taken]
+
+    assert found == expected
+    assert unread.next_fetch_offset == by_record.next_fetch_offset
+
+
+@given(st.lists(batches, min_size=1, max_size=5), st.data(), st.integers(1, 9))
+def test_nothing_behind_a_corrupt_batch_is_taken(
+    given_batches: list[Batch], data: st.DataObject, most: int
+) -> None:
+    """What was taken before it is all there is, and reading would go on where the batch begins."""
+    content, base, starts = b"", 0, []
+    for each in given_batches:
+        starts.append((len(content), base))
+        part, base = encoded(each._replace(producer=-1), base)
+        content += part
+    bad, begins = data.draw(st.sampled_from(starts))
+    broken = bytearray(content)
+    broken[bad + 30] ^= 0xFF  # in the timestamp, which the checksum covers
+    expected = [told(each) for each in fetched(content[:bad], [], 0)]
+    unread = Unread(fetched(bytes(broken), [], 0))
+    found: list[tuple[Any, ...]] = []
+    while taken := unread.take(most):
+        found += [told(each) for each in taken]
+
+    assert unread.failure is not None
+    assert unread.take(most) == []
+    assert found == expected
+    assert unread.next_fetch_offset == begins
