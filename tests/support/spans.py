@@ -10,7 +10,7 @@ from opentelemetry.trace import SpanKind
 from prometheus_client import CollectorRegistry
 
 from headrace.config import Settings, make_settings
-from headrace.envelope import parse_envelope
+from headrace.envelope import answer_headers, parse_envelope
 from headrace.log.port import TopicPartition
 from headrace.messages import Batch, Failure, Request
 from headrace.telemetry.metrics import Metrics
@@ -66,6 +66,12 @@ def id_of(span: ReadableSpan) -> tuple[int, int]:
 def parent_of(span: ReadableSpan) -> tuple[int, int] | None:
     """The same of its parent."""
     return None if span.parent is None else (span.parent.trace_id, span.parent.span_id)
+
+
+def answer_traceparent(request: Request) -> str:
+    """What the answer's header says."""
+    headers = answer_headers(request, "ok", "headrace.requests")
+    return dict(headers)["traceparent"].decode()
 
 
 def tracing_settings(ratio: float = 1.0) -> Settings:

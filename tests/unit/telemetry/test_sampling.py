@@ -1,0 +1,117 @@
+"""Which requests are sampled: by their callers' decision, or by chance in their share."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from headrace.telemetry import tracing as tracing_module
+from headrace.trace import until_sampled
+from tests.support.spans import (
+    CALLER,
+    TRACE_ID,
+    T,
+    answer_traceparent,
+    id_of,
+    make_traced,
+    parent_of,
+    pass_through,
+    traceparent,
+    tracing_settings,
+    tracing_spans,
+)
+
+STAGES = ("ingest", "batcher", "executor", "responder")
+
+
+def test_a_request_that_is_not_sampled_makes_no_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From ingest to the acknowledgement, neither a trace nor a span is made for it."""
+    made: list[str] = []
+    for name in ("Trace", "FinishedSpan"):
+        monkeypatch.setattr(tracing_module, name, lambda *_, name=name, **__: made.append(name))
+    requests = [make_traced(traceparent("00")), make_traced(None)]
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
+        pass_through(tracing, *requests)
+
+    assert made == []
+    assert spans.all == ()
+    assert [request.trace for request in requests] == [None, None]
+
+
+def test_an_answer_that_is_not_sampled_passes_the_callers_context_on() -> None:
+    """Byte by byte."""
+    request = make_traced(traceparent("00"))
+    with tracing_spans() as (tracing, _):
+        pass_through(tracing, request)
+
+    assert answer_traceparent(request).encode() == traceparent("00")
+
+
+def test_the_callers_decision_goes_over_the_ratio() -> None:
+    """A sampled context is continued even where no root is sampled."""
+    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, spans):
+        pass_through(tracing, make_traced(traceparent("01")))
+
+    assert {id_of(spans.one(stage))[0] for stage in STAGES} == {TRACE_ID}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        b"",
+        b"garbage",
+        traceparent()[:-1],
+        traceparent() + b"0",
+        traceparent().upper(),
+        b"ff" + traceparent()[2:],
+        b"00-" + b"0" * 32 + b"-b7ad6b7169203331-01",
+        b"00-0af7651916cd43dd8448eb211c80319c-" + b"0" * 16 + b"-01",
+    ],
+)
+def test_without_a_readable_context_a_trace_begins_here(header: bytes | None) -> None:
+    """It has no parent, and its id is nobody's."""
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, make_traced(header))
+
+    ingest = spans.one("ingest")
+    assert ingest.parent is None
+    assert id_of(ingest)[0] not in (0, TRACE_ID)
+
+
+def test_a_later_version_of_the_header_is_read_as_far_as_it_is_known() -> None:
+    """As W3C Trace Context demands."""
+    with tracing_spans() as (tracing, spans):
+        pass_through(tracing, make_traced(b"cc" + traceparent()[2:] + b"-what-comes"))
+
+    assert parent_of(spans.one("ingest")) == (TRACE_ID, CALLER)
+
+
+def test_roots_are_sampled_in_their_share() -> None:
+    """Of 4,000 with a ratio of a quarter, a quarter, give or take four deviations."""
+    requests = [make_traced(None) for _ in range(4000)]
+    with tracing_spans(tracing_settings(ratio=0.25)) as (tracing, _):
+        tracing.ingested(requests, T + 1000)
+
+    sampled = sum(request.trace is not None for request in requests)
+    assert abs(sampled - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5
+
+
+def test_callers_decisions_leave_the_share_of_the_others_alone() -> None:
+    """Every other request has a context that is not sampled; of those without, a quarter is."""
+    requests = [make_traced(traceparent("00") if one % 2 else None) for one in range(8000)]
+    with tracing_spans(tracing_settings(ratio=0.25)) as (tracing, _):
+        for start in range(0, len(requests), 7):
+            tracing.ingested(requests[start : start + 7], T + 1000)
+
+    sampled = sum(request.trace is not None for request in requests)
+    assert abs(sampled - 1000) < 4 * (4000 * 0.25 * 0.75) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"), [(1.0, 0), (0.0, sys.maxsize), (5e-324, sys.maxsize)]
+)
+def test_a_ratio_at_its_ends_is_no_matter_of_chance(ratio: float, expected: int) -> None:
+    """Each is sampled, or none ever."""
+    assert until_sampled(ratio) == expected
