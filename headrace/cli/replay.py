@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import click
 
 from headrace.cli.event_loop import run
+from headrace.cli.options import options_as
 from headrace.cli.replay_modes import ReplayCommand
 from headrace.cli.replay_progress import progress
 from headrace.cli.selection_options import (
@@ -39,14 +40,48 @@ from headrace.replay.totals import PartitionTotals
 from headrace.topics import Topic
 
 
-class Target(NamedTuple):
-    """What shall become of the records; exactly one is set."""
+class Given(NamedTuple):
+    """What the options say, as it was given: where to, how fast, and how copies are marked."""
 
-    topic: str | None = None
-    requests: bool = False
-    models: Path | None = None
-    save: Path | None = None
-    dry_run: bool = False
+    to: str | None
+    to_requests: bool
+    models: Path | None
+    save_file: Path | None
+    dry_run: bool
+    speed: float | None
+    rate: float | None
+    by_key: bool
+    keep_reply: bool
+    reply_to: str | None
+    run_id: str | None
+    checkpoint: Path | None
+
+    def check(self) -> None:
+        """Raises `click.UsageError` where options do not go together."""
+        into_topic = bool(self.to) or self.to_requests
+        others = (self.models is not None, self.save_file is not None, self.dry_run)
+        if sum((bool(self.to), self.to_requests, *others)) != 1:
+            raise click.UsageError(
+                "give one of --to, --to-requests, --models, --save and --dry-run"
+            )
+        if self.speed is not None and self.rate is not None:
+            raise click.UsageError("give either --speed or --rate")
+        if self.keep_reply and self.reply_to:
+            raise click.UsageError("give either --keep-reply or --reply-to")
+        if self.checkpoint is not None and not into_topic:
+            raise click.UsageError("--checkpoint goes with --to and --to-requests")
+
+    @property
+    def pace(self) -> Pace:
+        """When each record is due."""
+        if self.rate is not None:
+            return FixedRate(self.rate)
+        return Unpaced() if self.speed == float("inf") else OriginalSpacing(self.speed or 1.0)
+
+    @property
+    def marking(self) -> Marking:
+        """Of the copies."""
+        return Marking(self.run_id or new_run_id(), self.keep_reply, self.reply_to)
 
 
 def _speed(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -63,71 +98,58 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str | None) -> flo
     return speed
 
 
+_OPTIONS = (
+    click.option("--to", "to", metavar="TOPIC", help="Into this topic."),
+    click.option("--to-requests", is_flag=True, help="Into the requests of a running pipeline."),
+    click.option(
+        "--models",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Into a pipeline in this process with these models; needs no broker.",
+    ),
+    click.option(
+        "--save",
+        "save_file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Into a capture file, as they are.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Nowhere: count them, by partition."),
+    click.option(
+        "--speed",
+        callback=_speed,
+        metavar="FACTOR|max",
+        help="So many times as fast as they came, or as fast as possible.  [default: 1]",
+    ),
+    click.option(
+        "--rate",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="N",
+        help="So many records a second instead.",
+    ),
+    click.option("--by-key", is_flag=True, help="Choose partitions by key, not by the original's."),
+    click.option("--keep-reply", is_flag=True, help="Answer where the originals were answered."),
+    click.option("--reply-to", metavar="TOPIC", help="Answer all of them here."),
+    click.option("--run-id", metavar="ID", help="What x-replay-run says.  [default: a new one]"),
+    click.option(
+        "--checkpoint",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Go on from here after an end; made if it is not there.",
+    ),
+)
+
+
 @click.command(
     cls=ReplayCommand,
     epilog="With --compare: compare two models over what was recorded; see --compare --help. "
     "With --simulate: what other limits would make of it; see --simulate --help.",
 )
 @selection_options
-@click.option("--to", "to", metavar="TOPIC", help="Into this topic.")
-@click.option("--to-requests", is_flag=True, help="Into the requests of a running pipeline.")
-@click.option(
-    "--models",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Into a pipeline in this process with these models; needs no broker.",
-)
-@click.option(
-    "--save",
-    "save_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Into a capture file, as they are.",
-)
-@click.option("--dry-run", is_flag=True, help="Nowhere: count them, by partition.")
-@click.option(
-    "--speed",
-    callback=_speed,
-    metavar="FACTOR|max",
-    help="So many times as fast as they came, or as fast as possible.  [default: 1]",
-)
-@click.option(
-    "--rate",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="N",
-    help="So many records a second instead.",
-)
-@click.option("--by-key", is_flag=True, help="Choose partitions by key, not by the original's.")
-@click.option("--keep-reply", is_flag=True, help="Answer where the originals were answered.")
-@click.option("--reply-to", metavar="TOPIC", help="Answer all of them here.")
-@click.option("--run-id", metavar="ID", help="What x-replay-run says.  [default: a new one]")
-@click.option(
-    "--checkpoint",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Go on from here after an end; made if it is not there.",
-)
+@options_as(Given, *_OPTIONS)
 @click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 @pass_settings
-def command(
-    settings: Settings,
-    /,
-    *,
-    to: str | None,
-    to_requests: bool,
-    models: Path | None,
-    save_file: Path | None,
-    dry_run: bool,
-    speed: float | None,
-    rate: float | None,
-    by_key: bool,
-    keep_reply: bool,
-    reply_to: str | None,
-    run_id: str | None,
-    checkpoint: Path | None,
-    in_json: bool,
-    **chosen: Any,
-) -> None:
+def command(settings: Settings, /, *, given: Given, in_json: bool, **chosen: Any) -> None:
     """Send recorded requests again, at the pace at which they came, into a topic, the requests
     of a running pipeline, a pipeline in this process, or a capture file.
 
@@ -135,53 +157,34 @@ def command(
     where it ends now. Copies are marked (x-replay-of, x-replay-run), their deadlines moved, and
     their reply topics removed.
     """
-    target = Target(to, to_requests, models, save_file, dry_run)
-    _check_usage(target, speed, rate, keep_reply and reply_to, checkpoint)
+    given.check()
     source = chosen_source(settings, chosen)
-    if dry_run or save_file is not None:
-        _read_only(settings, source, save_file, in_json)
+    if given.dry_run or given.save_file is not None:
+        _read_only(settings, source, given.save_file, in_json)
         return
-    pace = _pace(speed, rate)
-    marking = Marking(run_id or new_run_id(), keep_reply, reply_to)
-    if models is not None:
-        _into_models(settings, source, (models, pace, marking, by_key), in_json)
+    if given.models is not None:
+        plan = (given.models, given.pace, given.marking, given.by_key)
+        _into_models(settings, source, plan, in_json)
         return
-    require_broker(settings, "to write to a topic")
-    topic = to or settings.topic(Topic.REQUESTS)
-    options = as_json(chosen) | {
-        "source": str(source.origin),
-        "target": topic,
-        "by_key": by_key,
-        "keep_reply": keep_reply,
-        "reply_to": reply_to,
-    }
-    job = TopicJob(topic, pace, marking, by_key, checkpoint, options)
+    job = _topic_job(settings, source, given, as_json(chosen))
     with progress() as watch:
         replayed = run(_into_topic(settings, source, job, watch))
-    _report(replayed, topic, in_json)
+    _report(replayed, job.topic, in_json)
 
 
-def _check_usage(
-    target: Target,
-    speed: float | None,
-    rate: float | None,
-    two_replies: object,
-    checkpoint: Path | None,
-) -> None:
-    if sum(map(bool, target)) != 1:
-        raise click.UsageError("give one of --to, --to-requests, --models, --save and --dry-run")
-    if speed is not None and rate is not None:
-        raise click.UsageError("give either --speed or --rate")
-    if two_replies:
-        raise click.UsageError("give either --keep-reply or --reply-to")
-    if checkpoint is not None and not (target.topic or target.requests):
-        raise click.UsageError("--checkpoint goes with --to and --to-requests")
-
-
-def _pace(speed: float | None, rate: float | None) -> Pace:
-    if rate is not None:
-        return FixedRate(rate)
-    return Unpaced() if speed == float("inf") else OriginalSpacing(speed or 1.0)
+def _topic_job(
+    settings: Settings, source: Source, given: Given, chosen: dict[str, Any]
+) -> TopicJob:
+    require_broker(settings, "to write to a topic")
+    topic = given.to or settings.topic(Topic.REQUESTS)
+    options = chosen | {
+        "source": str(source.origin),
+        "target": topic,
+        "by_key": given.by_key,
+        "keep_reply": given.keep_reply,
+        "reply_to": given.reply_to,
+    }
+    return TopicJob(topic, given.pace, given.marking, given.by_key, given.checkpoint, options)
 
 
 # --- the runs ---------------------------------------------------------------------------------

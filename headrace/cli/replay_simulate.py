@@ -11,7 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from headrace.cli.event_loop import run
-from headrace.cli.selection_options import chosen_source, require_broker, selection_options
+from headrace.cli.options import (
+    ANSWERS_FILE,
+    chosen_answers,
+    options_as,
+    report_option,
+    write_report,
+)
+from headrace.cli.selection_options import chosen_source, selection_options
 from headrace.cli.settings import pass_settings
 from headrace.cli.simulation_table import HEADINGS, cells, curve, table
 from headrace.config import Settings
@@ -98,89 +105,89 @@ def _given_times(
         raise click.BadParameter(str(error), ctx, param) from error
 
 
+class Asked(NamedTuple):
+    """What the options say, as it was given."""
+
+    service_times: dict[str, ServiceTime]
+    answers: str | None
+    answers_file: Path | None
+    models: Path | None
+    overhead_us: float
+    steady: bool
+    rate_factors: tuple[float, ...]
+    instances: tuple[int, ...]
+    max_batch_sizes: tuple[int, ...]
+    max_queue_delays_ms: tuple[float, ...]
+
+
+_OPTIONS = (
+    click.option(
+        "--service-time",
+        "service_times",
+        multiple=True,
+        callback=_given_times,
+        metavar="[MODEL=]T0+A",
+        help="A batch of b rows takes T0 + A b microseconds.",
+    ),
+    click.option(
+        "--answers", metavar="TOPIC", help="Learn how long batches take from answers on this topic."
+    ),
+    ANSWERS_FILE,
+    click.option(
+        "--models",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="Take the limits of these models, and measure those of which nothing else is known.",
+    ),
+    click.option(
+        "--overhead-us",
+        type=click.FloatRange(min=0),
+        default=0.0,
+        metavar="US",
+        help="What a batch costs its instance besides the model's run.",
+    ),
+    click.option("--steady", is_flag=True, help="All batches of a size take the median of it."),
+    click.option(
+        "--rate-factor",
+        "rate_factors",
+        callback=_each(float, 0, exclusive=True),
+        metavar="K,...",
+        help="At so many times the rate.",
+    ),
+    click.option(
+        "--instances",
+        callback=_each(int, 1),
+        metavar="N,...",
+        help="With so many instances of each model.",
+    ),
+    click.option(
+        "--max-batch-size",
+        "max_batch_sizes",
+        callback=_each(int, 1),
+        metavar="B,...",
+        help="With these limits of rows in a batch.",
+    ),
+    click.option(
+        "--max-queue-delay-ms",
+        "max_queue_delays_ms",
+        callback=_each(float, 0),
+        metavar="MS,...",
+        help="With these delays.",
+    ),
+)
+
+
 @click.command()
 @selection_options
-@click.option(
-    "--service-time",
-    "service_times",
-    multiple=True,
-    callback=_given_times,
-    metavar="[MODEL=]T0+A",
-    help="A batch of b rows takes T0 + A b microseconds.",
-)
-@click.option(
-    "--answers", metavar="TOPIC", help="Learn how long batches take from answers on this topic."
-)
-@click.option(
-    "--answers-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="... in this capture file.",
-)
-@click.option(
-    "--models",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Take the limits of these models, and measure those of which nothing else is known.",
-)
-@click.option(
-    "--overhead-us",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    metavar="US",
-    help="What a batch costs its instance besides the model's run.",
-)
-@click.option("--steady", is_flag=True, help="All batches of a size take the median of it.")
-@click.option(
-    "--rate-factor",
-    "rate_factors",
-    callback=_each(float, 0, exclusive=True),
-    metavar="K,...",
-    help="At so many times the rate.",
-)
-@click.option(
-    "--instances",
-    callback=_each(int, 1),
-    metavar="N,...",
-    help="With so many instances of each model.",
-)
-@click.option(
-    "--max-batch-size",
-    "max_batch_sizes",
-    callback=_each(int, 1),
-    metavar="B,...",
-    help="With these limits of rows in a batch.",
-)
-@click.option(
-    "--max-queue-delay-ms",
-    "max_queue_delays_ms",
-    callback=_each(float, 0),
-    metavar="MS,...",
-    help="With these delays.",
-)
-@click.option(
-    "--report",
-    "report_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.html",
-    help="Write a page with plots.",
-)
+@options_as(Asked, *_OPTIONS)
+@report_option("Write a page with plots.")
 @click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 @pass_settings
 def command(
     settings: Settings,
     /,
     *,
-    service_times: dict[str, ServiceTime],
-    answers: str | None,
-    answers_file: Path | None,
-    models: Path | None,
-    overhead_us: float,
-    steady: bool,
-    rate_factors: tuple[float, ...],
-    instances: tuple[int, ...],
-    max_batch_sizes: tuple[int, ...],
-    max_queue_delays_ms: tuple[float, ...],
+    given: Asked,
     report_file: Path | None,
     in_json: bool,
     **chosen: Any,
@@ -192,25 +199,30 @@ def command(
     How long a batch takes is given (--service-time), learned from recorded answers (--answers),
     or measured (--models), in this order. Every combination of the options is a scenario.
     """
-    if answers is not None and answers_file is not None:
-        raise click.UsageError("give either --answers or --answers-file")
-    if answers is not None:
-        require_broker(settings, "to read a topic")
-    recorded = answers_file or answers
-    if not service_times and recorded is None and models is None:
+    job = _job(settings, given, chosen)
+    _tell(run(simulated(settings, job)), report_file, in_json)
+
+
+def _job(settings: Settings, given: Asked, chosen: dict[str, Any]) -> SimulationJob:
+    recorded = chosen_answers(settings, given.answers, given.answers_file)
+    if not given.service_times and recorded is None and given.models is None:
         raise click.UsageError(
             "give --service-time, --answers, --answers-file or --models: how long do batches take?"
         )
-    job = SimulationJob(
+    return SimulationJob(
         chosen_source(settings, chosen),
-        models,
-        service_times,
+        given.models,
+        given.service_times,
         recorded,
-        overhead_us,
-        steady,
-        scenarios(rate_factors, instances, max_batch_sizes, max_queue_delays_ms),
+        given.overhead_us,
+        given.steady,
+        scenarios(
+            given.rate_factors,
+            given.instances,
+            given.max_batch_sizes,
+            given.max_queue_delays_ms,
+        ),
     )
-    _tell(run(simulated(settings, job)), report_file, in_json)
 
 
 def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
@@ -219,7 +231,7 @@ def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
     rows = [cells(each) for each in found.outcomes]
     if report_file is not None:
         page = report(found.source, found.outcomes, found.times, (HEADINGS, rows))
-        report_file.write_text(page, encoding="utf-8")
+        write_report(report_file, page)
     if in_json:
         fields = {
             "source": found.source,

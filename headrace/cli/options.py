@@ -1,0 +1,83 @@
+"""Options of a command as one frozen value, and those that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import click
+
+from headrace.cli.selection_options import require_broker
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+
+T = TypeVar("T")
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+ANSWERS_FILE = click.option(
+    "--answers-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="... in this capture file.",
+)
+
+
+def report_option(text: str) -> Option:
+    """`--report FILE.html`; see `write_report`."""
+    return click.option(
+        "--report",
+        "report_file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE.html",
+        help=text,
+    )
+
+
+def options_as(
+    kind: type[NamedTuple], *options: Option
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Add options to a command, which gets their values as `given`, a `kind`.
+
+    Args:
+        kind: with a field for each option's parameter, and no others.
+        options: in the order of the help.
+    """
+
+    def add_to(function: Callable[..., T]) -> Callable[..., T]:
+        @wraps(function)
+        def with_options(*args: Any, **values: Any) -> T:
+            given = kind._make(values.pop(name) for name in kind._fields)
+            return function(*args, given=given, **values)
+
+        command: Callable[..., T] = with_options
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add_to
+
+
+def chosen_answers(
+    settings: Settings, answers: str | None, answers_file: Path | None
+) -> str | Path | None:
+    """Where recorded answers are, if they are asked for.
+
+    Raises:
+        click.UsageError: both a topic and a file.
+        ConfigurationError: a topic, but no broker.
+    """
+    if answers is not None and answers_file is not None:
+        raise click.UsageError("give either --answers or --answers-file")
+    if answers is not None:
+        require_broker(settings, "to read a topic")
+    return answers_file or answers
+
+
+def write_report(path: Path, page: str) -> None:
+    """Raises `ConfigurationError` where the page cannot be written there."""
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--report: {path}: {error.strerror}") from error
