@@ -1,75 +1,88 @@
 """The simulation against real runs: what `headrace replay --simulate` says of the 99th percentile
 of a run, and what that run had.
 
-    python benchmarks/simulation.py [--seconds N] [--load SHARE,...] [--json FILE]
+    python -m benchmarks.simulation [--model NAME,...] [--load SHARE,...] [--rounds N] [--seconds N]
 
-The four services run in this process on the embedded log, with requests of one row that arrive as
-a Poisson process; the sender shares the event loop with them. Two models: digits, whose run is far
-shorter than what is done around it, and magika, which is bound by its computing. Afterwards the
-requests and answers that the log holds are simulated with S(b) learned from the answers: once with
-`compute_us` alone, and once with what a batch cost besides, the median of `batch_us` where the
-batch was of one row. The real latency is what the answers say: `queue_us` + `compute_us` +
-`batch_us`, from ingest until the answer was encoded.
+The four services run in this process on the embedded log. Requests of one row arrive as a Poisson
+process, whose moments a process of its own tells. Two points are compared in both: from when
+ingest began to read a request until its answer was encoded, which is what the times in an answer
+add up to. Digits runs on the event loop: its turns are measured before each run
+(`headrace.replay.loop_measuring`), and the run itself tells the simulation nothing but its
+arrivals. Magika and ResNet-50 are bound by computing: S(b) is learned from the run's own answers,
+and a second time from those of the run before, at another load. Loads are shares of what these
+times allow. Every round has all loads in turn; what counts is the median of each load's rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import tempfile
+import sys
 import time
-from contextlib import aclosing
-from importlib.resources import as_file, files
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from itertools import cycle
+from statistics import median
 from typing import Any, NamedTuple
 
+import click
 import msgspec
 import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from headrace.codec import encode_request
+from benchmarks.__main__ import RESULTS
+from benchmarks.campaign import SCRATCH
+from benchmarks.machine import describe_machine
+from benchmarks.subjects import SUBJECTS, Subject
+from benchmarks.ticking import TICK_BYTES
 from headrace.config import Settings, make_settings
-from headrace.demo.magika_model import find_magika
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Log, NewRecord, TopicPartition
 from headrace.pipeline import Pipeline, running
 from headrace.replay.arrivals import read_arrivals
+from headrace.replay.events import Limits
+from headrace.replay.loop_measuring import measure_turns
+from headrace.replay.measuring import measure
 from headrace.replay.opening import open_recording
 from headrace.replay.present import latest_models, resolved, served_now
 from headrace.replay.selection import Selection
-from headrace.replay.service_times import learn
-from headrace.replay.simulate import Outcome, Scenario, simulate
+from headrace.replay.service_times import ServiceTime, learn
+from headrace.replay.simulate import Outcome, Scenario, Served, simulate
+from headrace.replay.simulated_loop import LoopTime
 from headrace.services.batcher.forming import Forming
 from headrace.telemetry.logs import configure_logging
 from headrace.topic_plan import plan_topics
 from headrace.topics import Topic
 
 PARTITIONS = 4
-WARM_UP_REQUESTS = 200
+WARM_UP_S = 1.0
+WARM_UP_REQUESTS = 50
 ANSWER_DEADLINE_S = 120.0
 LOOK_EVERY_S = 0.05
+SLOW_MEASURE_S = 2.0
+WITHIN = 0.15
 
 
-class Subject(NamedTuple):
-    """A model, a request to it, and at what rate it is asked."""
+class Times(NamedTuple):
+    """What a simulation knows of how long things take."""
 
-    name: str
-    value: bytes
+    service: Mapping[str, ServiceTime]
+    loop: Mapping[str, LoopTime]
+
+
+class Load(NamedTuple):
+    """A rate for so long, and what share of the capacity it is."""
+
+    share: float
     per_s: float
-
-
-class Answered(NamedTuple):
-    """What the answers of a run say, in microseconds."""
-
-    latency_us: NDArray[np.int64]
-    around_us: float
+    seconds: float
+    seed: int
 
 
 class Compared(NamedTuple):
-    """One run and its simulations; latencies in milliseconds, errors as shares of the real one."""
+    """One run and its simulation, in milliseconds; `of_run_before` with the times of that."""
 
     model: str
     load: float
@@ -79,34 +92,59 @@ class Compared(NamedTuple):
     real_p99_ms: float
     simulated_p50_ms: float
     simulated_p99_ms: float
-    p99_error: float
-    overhead_us: float
-    with_overhead_p50_ms: float
-    with_overhead_p99_ms: float
-    with_overhead_p99_error: float
+    of_run_before_p99_ms: float | None
+    simulated_load: float
+    machine_load: float
+    times: str
 
 
-async def ask(log: Log, settings: Settings, subject: Subject, count: int, seed: int) -> None:
-    """Send requests as a Poisson process, and wait until all are answered."""
-    gaps_s = np.random.default_rng(seed).exponential(1 / subject.per_s, count)
-    due_s = np.cumsum(gaps_s).tolist()
-    requests = settings.topic(Topic.REQUESTS)
+def settings_of(subject: Subject) -> Settings:
+    """The embedded log, and this model alone."""
+    models = {"repository": str(subject.repository)}
+    return make_settings({"models": models, "topics": {"partitions": PARTITIONS}})
+
+
+@asynccontextmanager
+async def served(settings: Settings) -> AsyncIterator[Log]:
+    """A log with nothing in it, and a pipeline that serves it."""
+    async with MemoryLog() as log:
+        await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+        async with running(Pipeline(settings, log)):
+            yield log
+
+
+# --- the real run ------------------------------------------------------------------------------
+
+
+async def ask(log: Log, settings: Settings, values: Sequence[bytes], load: Load) -> int:
+    """Send a request at each tick. Returns how many."""
+    command = ("-m", "benchmarks.ticking", str(load.per_s), str(load.seconds), str(load.seed))
+    ticking = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=asyncio.subprocess.PIPE
+    )
+    assert ticking.stdout is not None
+    topic, turns, sent = settings.topic(Topic.REQUESTS), cycle(values), 0
+    rest = b""
     async with log.producer() as producer:
-        began_s = time.monotonic()
-        sent = 0
-        while sent < count:
-            now_s = time.monotonic() - began_s
-            while sent < count and due_s[sent] <= now_s:
-                partition = TopicPartition(requests, sent % PARTITIONS)
-                await producer.send(partition, [NewRecord(None, subject.value)])
+        while ticks := await ticking.stdout.read(1 << 16):
+            ticks = rest + ticks
+            whole = len(ticks) // TICK_BYTES * TICK_BYTES
+            ticks, rest = ticks[:whole], ticks[whole:]
+            for due_us in np.frombuffer(ticks, "<i8").tolist():
+                target = TopicPartition(topic, sent % PARTITIONS)
+                await producer.send(target, [NewRecord(None, next(turns), (), due_us // 1000)])
                 sent += 1
-            if sent < count:
-                await asyncio.sleep(max(0.0, due_s[sent] - (time.monotonic() - began_s)))
-        give_up_s = time.monotonic() + ANSWER_DEADLINE_S
-        while await held(log, settings, Topic.RESPONSES) < count:
-            if time.monotonic() > give_up_s:
-                raise TimeoutError(f"{count} requests, and not all are answered")
-            await asyncio.sleep(LOOK_EVERY_S)
+    await ticking.wait()
+    return sent
+
+
+async def all_answered(log: Log, settings: Settings, count: int) -> None:
+    """Wait until the log holds so many answers. Raises `TimeoutError`."""
+    give_up_s = time.monotonic() + ANSWER_DEADLINE_S
+    while await held(log, settings, Topic.RESPONSES) < count:
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(f"{count} requests, and not all are answered")
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 async def held(log: Log, settings: Settings, topic: Topic) -> int:
@@ -117,10 +155,9 @@ async def held(log: Log, settings: Settings, topic: Topic) -> int:
         return sum((await reader.end_offsets(partitions)).values())
 
 
-async def measured(log: Log, settings: Settings, skipped: int) -> Answered:
-    """The latencies that the answers tell of, without the first ones."""
-    latency_us: list[int] = []
-    around_us: list[int] = []
+async def latencies_us(log: Log, settings: Settings, skipped: int) -> NDArray[np.int64]:
+    """What the answers tell, without the first ones."""
+    found: list[int] = []
     async with (
         open_recording(log, settings.topic(Topic.RESPONSES), Selection()) as answers,
         aclosing(answers.chunks()) as chunks,
@@ -128,102 +165,162 @@ async def measured(log: Log, settings: Settings, skipped: int) -> Answered:
         async for chunk in chunks:
             for record in chunk:
                 said = msgspec.msgpack.decode(record.value or b"")["parameters"]
-                latency_us.append(said["queue_us"] + said["compute_us"] + said["batch_us"])
-                if said["batch_size"] == 1:
-                    around_us.append(said["batch_us"])
-    return Answered(
-        np.array(latency_us[skipped:], dtype=np.int64), float(np.median(around_us or [0]))
-    )
+                found.append(said["queue_us"] + said["compute_us"] + said["batch_us"])
+    return np.array(found[skipped:], dtype=np.int64)
 
 
-async def outcomes(
-    log: Log, settings: Settings, skipped: int, overhead_us: float
-) -> tuple[Outcome, Outcome]:
-    """The simulation of what the log holds, without and with the overhead."""
+# --- the simulated one -------------------------------------------------------------------------
+
+
+async def learned(log: Log, settings: Settings) -> Mapping[str, ServiceTime]:
+    """S(b) out of the answers that the log holds."""
+    async with open_recording(log, settings.topic(Topic.RESPONSES), Selection()) as answers:
+        return await learn(answers)
+
+
+async def outcome(log: Log, settings: Settings, skipped: int, times: Times) -> Outcome:
+    """The simulation of the requests that the log holds."""
     async with open_recording(log, settings.topic(Topic.REQUESTS), Selection()) as requests:
         recorded = await read_arrivals(requests, 0)
-    async with open_recording(log, settings.topic(Topic.RESPONSES), Selection()) as answers:
-        times = await learn(answers)
     models = latest_models(settings, None)
-    arrivals = resolved(recorded.arrivals, models)
-    arrivals = arrivals.chosen(slice(skipped, None))
-    found = []
-    for each in (0.0, overhead_us):
-        later = {model: one.later(each) for model, one in times.items()}
-        served = served_now(settings, arrivals, later, models)
-        found.append(
-            simulate(arrivals, served, Scenario(), lambda limits: Forming(limits, "simulated"))
+    arrivals = resolved(recorded.arrivals, models).chosen(slice(skipped, None))
+    now = served_now(settings, arrivals, times.service, models, times.loop)
+    return simulate(arrivals, now, Scenario(), lambda limits: Forming(limits, "simulated"))
+
+
+class Comparison:
+    """Runs of one model and their simulations; each knows the times of the one before it."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._settings = settings_of(subject)
+        self._before: Times | None = None
+
+    async def capacity_per_s(self) -> float:
+        """What the model's times, measured now, allow."""
+        versions = latest_models(self._settings, None)
+        version = versions[self._subject.name]
+        if not self._subject.slow:
+            return (await self._turns()).capacity_per_s(256)
+        service_time = await asyncio.to_thread(measure, version, SLOW_MEASURE_S)
+        limits = served_limits(self._settings, self._subject.name, service_time)
+        return limits.known().capacity_per_s()
+
+    async def compared(self, load: Load) -> Compared:
+        """One run, and what the simulation makes of its arrivals."""
+        subject, settings, busy = self._subject, self._settings, os.getloadavg()[0]
+        loop = {} if subject.slow else {subject.name: await self._turns()}
+        async with served(settings) as log:
+            warm_up = load._replace(
+                seconds=max(WARM_UP_S, WARM_UP_REQUESTS / load.per_s), seed=load.seed + 1000
+            )
+            skipped = await ask(log, settings, subject.values, warm_up)
+            await all_answered(log, settings, skipped)
+            sent = await ask(log, settings, subject.values, load)
+            await all_answered(log, settings, skipped + sent)
+            real_us = await latencies_us(log, settings, skipped)
+            times = Times(await learned(log, settings), loop)
+            found = await outcome(log, settings, skipped, times)
+            before = None
+            if subject.slow and self._before is not None:
+                before = await outcome(log, settings, skipped, self._before)
+        self._before = times
+        p50_ms, p99_ms = (np.quantile(real_us, (0.5, 0.99)) / 1000).tolist()
+        return Compared(
+            subject.name,
+            load.share,
+            load.per_s,
+            sent,
+            p50_ms,
+            p99_ms,
+            found.in_process_latency_ms(0.5),
+            found.in_process_latency_ms(0.99),
+            None if before is None else before.in_process_latency_ms(0.99),
+            float(found.load),
+            busy,
+            str(loop.get(subject.name) or times.service[subject.name]),
         )
-    return found[0], found[1]
+
+    async def _turns(self) -> LoopTime:
+        async with served(self._settings) as log:
+            return await measure_turns(log, self._settings, self._subject.values)
 
 
-async def compared(settings: Settings, subject: Subject, load: float, seconds: float) -> Compared:
-    """One run at a share of the rate, and its simulations."""
-    asked = subject._replace(per_s=subject.per_s * load)
-    count = WARM_UP_REQUESTS + round(asked.per_s * seconds)
-    async with MemoryLog() as log:
-        await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
-        async with running(Pipeline(settings, log)):
-            await ask(log, settings, asked, count, seed=1)
-        real = await measured(log, settings, WARM_UP_REQUESTS)
-        plain, loaded = await outcomes(log, settings, WARM_UP_REQUESTS, real.around_us)
-    p50_ms, p99_ms = (np.quantile(real.latency_us, (0.5, 0.99)) / 1000).tolist()
-    return Compared(
-        subject.name,
-        load,
-        asked.per_s,
-        count - WARM_UP_REQUESTS,
-        p50_ms,
-        p99_ms,
-        plain.latency_ms(0.5),
-        plain.latency_ms(0.99),
-        plain.latency_ms(0.99) / p99_ms - 1,
-        real.around_us,
-        loaded.latency_ms(0.5),
-        loaded.latency_ms(0.99),
-        loaded.latency_ms(0.99) / p99_ms - 1,
-    )
+def served_limits(settings: Settings, model: str, service_time: ServiceTime) -> Served:
+    """A model as it is served at present."""
+    version = latest_models(settings, None)[model]
+    limits = (version.max_batch_size, version.max_batch_bytes, version.max_queue_delay_ms)
+    return Served(Limits(*limits), version.config.instances, service_time)
 
 
-def subjects(settings: Settings) -> list[Subject]:
-    """The two models, with the rates that count as a load of 1."""
+def summary(rows: Sequence[Compared]) -> list[dict[str, Any]]:
+    """By model and load: the medians of the ratios, simulated over real."""
     found = []
-    rates = {"digits": 8000.0, "magika": 200.0}
-    for name, version in sorted(latest_models(settings, None).items()):
-        (spec,) = version.signature.inputs
-        shape = [1 if size == -1 else size for size in spec.shape]
-        dtype = np.int32 if spec.datatype == "INT32" else np.float32
-        value = encode_request("application/msgpack", name, {spec.name: np.zeros(shape, dtype)})
-        found.append(Subject(name, value, rates[name]))
+    for model, load in dict.fromkeys((row.model, row.load) for row in rows):
+        runs = [row for row in rows if (row.model, row.load) == (model, load)]
+        p99 = [row.simulated_p99_ms / row.real_p99_ms for row in runs]
+        before = [
+            row.of_run_before_p99_ms / row.real_p99_ms
+            for row in runs
+            if row.of_run_before_p99_ms is not None
+        ]
+        found.append(
+            {
+                "model": model,
+                "load": load,
+                "rounds": len(runs),
+                "real_p99_ms": median(row.real_p99_ms for row in runs),
+                "simulated_over_real_p50": median(
+                    row.simulated_p50_ms / row.real_p50_ms for row in runs
+                ),
+                "simulated_over_real_p99": median(p99),
+                "lowest_and_highest": [min(p99), max(p99)],
+                "times_of_run_before_p99": median(before) if before else None,
+                "within_15_percent": bool(abs(median(p99) - 1) <= WITHIN),
+            }
+        )
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--load", default="0.25,0.5,0.75")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    given = parser.parse_args()
+async def compare(
+    subject: Subject, loads: Sequence[float], rounds: int, seconds: float
+) -> list[Compared]:
+    """All loads in turn, again and again."""
+    comparison, rows = Comparison(subject), []
+    for number in range(rounds):
+        capacity_per_s = await comparison.capacity_per_s()
+        for share in loads:
+            load = Load(share, capacity_per_s * share, seconds, number)
+            rows.append(await comparison.compared(load))
+            click.echo(json.dumps(rows[-1]._asdict()), err=True)
+    return rows
+
+
+def write(name: str, results: Mapping[str, Any]) -> None:
+    """As JSON among the results, with what it was measured on."""
+    text = json.dumps({"machine": describe_machine(), **results}, indent=2)
+    (RESULTS / name).write_text(text + "\n", encoding="utf-8")
+
+
+def numbers(text: str) -> list[float]:
+    """Shares with commas between them."""
+    return [float(each) for each in text.split(",")]
+
+
+@click.command(help=__doc__)
+@click.option("--model", "names", default="digits,magika", show_default=True)
+@click.option("--load", "loads", default="0.3,0.5,0.8", show_default=True)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--seconds", default=20.0, show_default=True)
+def main(names: str, loads: str, rounds: int, seconds: float) -> None:
     configure_logging("warning")
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as made, as_file(files("headrace.demo") / "models") as own:
-        repository = Path(made)
-        (repository / "digits").symlink_to(own / "digits")
-        magika = find_magika()
-        if magika is None:
-            parser.error("expected the package magika (extra demo) to be installed")
-        magika.add_to(repository)
-        settings = make_settings(
-            {"models": {"repository": repository}, "topics": {"partitions": PARTITIONS}}
-        )
-        for subject in subjects(settings):
-            for load in map(float, given.load.split(",")):
-                busy = os.getloadavg()[0]
-                found = uvloop.run(compared(settings, subject, load, given.seconds))
-                rows.append(found._asdict() | {"machine_load_before": busy})
-                print(json.dumps(rows[-1]), flush=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    rows: list[Compared] = []
+    for name in names.split(","):
+        subject = SUBJECTS[name](SCRATCH)
+        rows += uvloop.run(compare(subject, numbers(loads), rounds, seconds))
+    found = summary(rows)
+    write("simulation.json", {"summary": found, "runs": [row._asdict() for row in rows]})
+    click.echo(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

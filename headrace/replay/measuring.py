@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from statistics import median
 
 from headrace.errors import ConfigurationError
 from headrace.models.version import ModelVersion
 from headrace.models.warmup import sized_inputs
-from headrace.replay.service_times import Point, ServiceTime
+from headrace.replay.service_times import ServiceTime, fitted
 
 MEASURE_S = 0.3
 """For each batch size."""
 MOST_RUNS = 2000
-LEAST_RUNS = 3
+LEAST_RUNS = 5
 _FIRST_SIZES = (1, 2, 4)
 
 
@@ -31,7 +30,7 @@ def measure(version: ModelVersion, measure_s: float = MEASURE_S) -> ServiceTime:
     backend.load()
     try:
         backend.warm_up()
-        runs: dict[int, list[float]] = {}
+        runs: list[tuple[int, float]] = []
         for rows in _sizes(version.max_batch_size):
             inputs = sized_inputs(version.signature, version.config, version.directory, rows)
             times_us: list[float] = []
@@ -42,16 +41,14 @@ def measure(version: ModelVersion, measure_s: float = MEASURE_S) -> ServiceTime:
                 began_s = time.perf_counter()
                 backend.run(inputs)
                 times_us.append((time.perf_counter() - began_s) * 1e6)
-            runs[rows] = times_us
+            runs += [(rows, us) for us in times_us]
     except ConfigurationError:
         raise
     except Exception as error:  # a model may raise anything
         raise ConfigurationError(f"{version.name}/{version.version}: {error}") from error
     finally:
         backend.unload()
-    return ServiceTime(
-        [Point(rows, median(times_us), len(times_us)) for rows, times_us in runs.items()]
-    ).spread(runs)
+    return fitted(runs)
 
 
 def _sizes(limit: int) -> Iterator[int]:

@@ -13,6 +13,7 @@ from headrace.models.version import ModelVersion
 from headrace.replay.events import Arrivals, Limits, ModelKey
 from headrace.replay.service_times import ServiceTime
 from headrace.replay.simulate import Served
+from headrace.replay.simulated_loop import LoopTime
 
 
 def latest_models(settings: Settings, directory: Path | None) -> dict[str, ModelVersion]:
@@ -57,8 +58,12 @@ def served_now(
     arrivals: Arrivals,
     times: Mapping[str, ServiceTime],
     models: Mapping[str, ModelVersion],
+    loop_times: Mapping[str, LoopTime] | None = None,
 ) -> dict[ModelKey, Served]:
-    """Limits and instances as the models' own settings say, or else the settings' defaults."""
+    """Limits and instances as the models' own settings say, or else the settings' defaults.
+
+    `times` and `loop_times` are by model.
+    """
     batching = settings.batching
     defaults = Limits(
         batching.max_batch_size, batching.max_batch_bytes, batching.max_queue_delay_ms
@@ -71,5 +76,6 @@ def served_now(
         if (found := models.get(kind.model)) is not None:
             limits = Limits(found.max_batch_size, found.max_batch_bytes, found.max_queue_delay_ms)
             instances = found.config.instances
-        served[kind.key] = Served(limits, instances, times[kind.model])
+        loop_time = (loop_times or {}).get(kind.model)
+        served[kind.key] = Served(limits, instances, times[kind.model], loop_time)
     return served

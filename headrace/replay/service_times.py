@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from statistics import median
@@ -21,9 +22,11 @@ from headrace.log.port import Record
 from headrace.replay.recording import Recording
 from headrace.replies import last_header
 
-_RATIOS = 1001
 ENOUGH = 5
 """A batch size that was seen less often is left out, where there are others."""
+STRETCH = 32
+"""So many runs in a row are drawn as they were recorded: a machine that is slow for a while is slow
+for many of them. This is the moving-block bootstrap (Kuensch, Annals of Statistics 17, 1989)."""
 
 
 class Point(NamedTuple):
@@ -43,7 +46,7 @@ class ServiceTime:
     Args:
         points: known sizes.
         line: t0 and a; None for the least squares of the points, each as often as it was seen.
-        ratios: of single runs to S of their sizes; what `drawn` draws from.
+        ratios: of single runs to S of their sizes, in the order in which they were.
         overhead_us: what every batch costs besides, always the same.
 
     Raises:
@@ -74,16 +77,31 @@ class ServiceTime:
         """At least one microsecond."""
         return max(1, round(self._us_of(rows) + self._overhead_us))
 
-    def drawn(self, rows: int, chance: float) -> int:
-        """S(b) of one run; `chance`, from 0 up to 1, says which one. Without ratios all are S."""
-        ratio = self._ratios[int(chance * len(self._ratios))] if self._ratios else 1.0
-        return max(1, round(self._us_of(rows) * ratio + self._overhead_us))
+    def drawn(self, chance: random.Random) -> Callable[[int], int]:
+        """What gives S(b) of one run after the other, each like one that was recorded.
 
-    def spread(self, runs: Mapping[int, Sequence[float]]) -> ServiceTime:
-        """The same, with the ratios of single runs, by batch size in microseconds."""
-        ratios = [us / max(self._us_of(rows), 1e-3) for rows in runs for us in runs[rows]]
-        kept = np.quantile(ratios, np.linspace(0, 1, min(len(ratios), _RATIOS))).tolist()
-        return self._with(ratios=kept)
+        Without ratios all of them take S.
+        """
+        ratios, overhead_us = self._ratios, self._overhead_us
+        if not ratios:
+            return self
+        length = min(STRETCH, len(ratios))
+        stretch: Iterator[float] = iter(())
+
+        def run_us(rows: int) -> int:
+            nonlocal stretch
+            ratio = next(stretch, None)
+            if ratio is None:
+                first = chance.randrange(len(ratios) - length + 1)
+                stretch = iter(ratios[first : first + length])
+                ratio = next(stretch)
+            return max(1, round(self._us_of(rows) * ratio + overhead_us))
+
+        return run_us
+
+    def spread(self, runs: Iterable[tuple[int, float]]) -> ServiceTime:
+        """The same, with the ratios of single runs: their rows, and how many microseconds."""
+        return self._with(ratios=[us / max(self._us_of(rows), 1e-3) for rows, us in runs])
 
     def steady(self) -> ServiceTime:
         """The same without ratios: every run takes S."""
@@ -179,31 +197,46 @@ async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
     Raises:
         ConfigurationError: there is not one answer that tells.
     """
-    seen: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    seen: defaultdict[str, _Runs] = defaultdict(_Runs)
     async with aclosing(answers.chunks()) as chunks:
         async for chunk in chunks:
             for record in chunk:
                 found = _answer(record)
                 if found is not None and found.parameters and found.parameters.batch_size > 0:
                     parameters = found.parameters
-                    seen[found.model_name][parameters.batch_size].append(parameters.compute_us)
+                    seen[found.model_name].add(parameters.batch_size, parameters.compute_us)
     if not seen:
         raise ConfigurationError(
             f"{answers.name}: expected answers with compute_us and batch_size, got none"
         )
-    return {model: fitted(by_rows) for model, by_rows in seen.items()}
+    return {model: fitted(runs.found) for model, runs in seen.items()}
 
 
-def fitted(runs: Mapping[int, Sequence[float]]) -> ServiceTime:
-    """S(b) of single runs, in microseconds by batch size, and their spread."""
+class _Runs:
+    """Runs, out of answers of which up to b tell of the same run of b rows."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, float]] = []
+        self._told: defaultdict[tuple[int, int], int] = defaultdict(int)
+
+    def add(self, rows: int, us: int) -> None:
+        told = self._told[rows, us]
+        if not told:
+            self.found.append((rows, us))
+        self._told[rows, us] = (told + 1) % rows
+
+
+def fitted(runs: Sequence[tuple[int, float]]) -> ServiceTime:
+    """S(b) of single runs, rows and microseconds of each in the order of time, and their spread."""
     return ServiceTime(_points(runs)).spread(runs)
 
 
-def _points(runs: Mapping[int, Sequence[float]]) -> list[Point]:
-    points = [Point(rows, median(times), len(times)) for rows, times in runs.items()]
-    # A batch of b rows has up to b answers that all tell of the same run.
-    often = [each for each in points if each.seen >= ENOUGH * each.rows]
-    return often or points
+def _points(runs: Iterable[tuple[int, float]]) -> list[Point]:
+    by_rows: defaultdict[int, list[float]] = defaultdict(list)
+    for rows, us in runs:
+        by_rows[rows].append(us)
+    points = [Point(rows, median(times), len(times)) for rows, times in by_rows.items()]
+    return [each for each in points if each.seen >= ENOUGH] or points
 
 
 def _answer(record: Record) -> _Answer | None:

@@ -87,5 +87,6 @@ def simulated(
         return took_us
 
     instances = {kind.key: setup.instances for kind in arriving.kinds}
-    farm = Farm(instances, run_us, setup.prepare_us, setup.ahead)
+    leads_us = dict.fromkeys(instances, setup.prepare_us) if setup.ahead else {}
+    farm = Farm(instances, run_us, setup.prepare_us, leads_us)
     return Simulation(arriving, Forming(lambda _name, _version: limits, "test"), farm).run()

@@ -78,17 +78,22 @@ def test_service_times_are_learned_from_answers(call: Call, requests: None, tmp_
     assert outcomes(found.output)[0]["p50_ms"] == pytest.approx(0.35)
 
 
-def test_models_are_measured_and_have_limits_of_their_own(
-    call: Call, requests: None, tmp_path: Path
-) -> None:
-    """Every size that was measured is told; the model's own delay is the present one."""
-    config = "max_batch_size = 4\nmax_queue_delay_ms = 1.5\n"
-    add_version(tmp_path / "models", "digits", 1, digits(), config)
+def test_models_are_measured(call: Call, requests: None, tmp_path: Path) -> None:
+    """Every size that was measured is told."""
+    add_version(tmp_path / "models", "digits", 1, digits(), "max_batch_size = 4\n")
     found = call(*SIMULATE, "--models", "models", "--json")
 
     points = json.loads(found.output)["service_times"]["digits"]["points"]
     assert [each["rows"] for each in points] == [1, 2, 4]
     assert all(each["us"] > 0 for each in points)
+
+
+def test_models_have_limits_of_their_own(call: Call, requests: None, tmp_path: Path) -> None:
+    """The model's own delay is the present one."""
+    config = "max_batch_size = 4\nmax_queue_delay_ms = 1.5\n"
+    add_version(tmp_path / "models", "digits", 1, digits(), config)
+    found = call(*SIMULATE, "--models", "models", "--service-time", "100+1", "--json")
+
     (outcome,) = outcomes(found.output)
     assert set(outcome["reasons"]) == {"delay"}
     assert outcome["p50_ms"] > 0.5

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import msgpack
 import pytest
 
 from headrace.errors import ConfigurationError
-from headrace.replay.service_times import Point, ServiceTime, learn, parse_service_time
+from headrace.replay.service_times import (
+    STRETCH,
+    Point,
+    ServiceTime,
+    learn,
+    parse_service_time,
+)
 from tests.support.recordings import GivenRecording, recorded
 
 
@@ -64,14 +72,26 @@ def test_an_overhead_is_added_to_every_batch() -> None:
     assert [later(rows) for rows in (1, 2, 3)] == [150, 250, 350]
 
 
-def test_a_run_is_like_one_of_those_that_were_seen() -> None:
+def test_runs_are_like_those_that_were_seen_in_the_order_in_which_they_were() -> None:
     """Every size has the spread of all; what a batch costs besides has none."""
-    service_time = ServiceTime([Point(1, 100), Point(2, 200)]).spread({1: [50, 100], 2: [600]})
-    later = service_time.later(10)
+    known = ServiceTime([Point(1, 100), Point(2, 200)])
+    later = known.spread([(1, 50), (1, 100), (2, 600)]).later(10)
+    run_us = later.drawn(random.Random(1))
 
-    assert [later.drawn(4, chance) for chance in (0.0, 0.5, 0.999)] == [210, 410, 1210]
+    assert [run_us(4) for _ in range(6)] == [210, 410, 1210] * 2
     assert later(4) == 410
-    assert later.steady().drawn(4, 0.999) == 410
+    assert [later.steady().drawn(random.Random(1))(4) for _ in range(2)] == [410, 410]
+
+
+def test_a_stretch_begins_anywhere_in_the_recording() -> None:
+    """Of a thousand runs, each slower than the one before it, neighbours stay neighbours."""
+    runs = [(1, 100.0 + number) for number in range(1000)]
+    run_us = ServiceTime([Point(1, 100)]).spread(runs).drawn(random.Random(1))
+
+    drawn = [[run_us(1) for _ in range(STRETCH)] for _ in range(20)]
+
+    assert all(each == list(range(each[0], each[0] + STRETCH)) for each in drawn)
+    assert len({each[0] for each in drawn}) > 10
 
 
 @pytest.mark.parametrize(

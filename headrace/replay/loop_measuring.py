@@ -1,0 +1,129 @@
+"""What turns of the event loop take, measured on a running pipeline: n requests at once, again and
+again, with nothing else to do between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from itertools import cycle
+from statistics import median
+
+import msgspec
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.log.port import Consumer, Log, NewRecord, Producer, TopicPartition
+from headrace.replay.opening import open_recording
+from headrace.replay.selection import Selection
+from headrace.replay.service_times import fitted
+from headrace.replay.simulated_loop import LoopTime
+from headrace.topics import Topic
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TURNS = 60
+"""Of each size."""
+WARM_UP_TURNS = 40
+LOOK_EVERY_S = 0.003
+ANSWER_DEADLINE_S = 30.0
+
+
+class _Parameters(msgspec.Struct):
+    queue_us: int
+    batch_us: int
+    compute_us: int
+
+
+class _Answer(msgspec.Struct):
+    parameters: _Parameters
+
+
+_decode = msgspec.msgpack.Decoder(_Answer).decode
+
+
+async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -> LoopTime:
+    """T(n) and U(n) of requests with these values, in MessagePack, to one model.
+
+    T(n) is the median of what the answers of a turn say. U(n) is the processor time of the event
+    loop's thread for all that n requests make it do, from writing them to the embedded log to
+    settling their receipts.
+
+    Args:
+        log: the embedded one, with nothing in it, which a pipeline in this process serves.
+        settings: of that pipeline.
+        values: of request records.
+
+    Raises:
+        ConfigurationError: a request was not answered, or not well.
+    """
+    turns = cycle(values)
+    busy_us: list[tuple[int, float]] = []
+    partitions = _partitions(settings, Topic.RESPONSES)
+    async with log.producer() as producer, log.reader(partitions) as reader:
+        sent = 0
+        for size in _sizes():
+            began_s = time.thread_time()
+            await _send(producer, settings, [next(turns) for _ in range(size)])
+            sent += size
+            await _answered(reader, partitions, sent)
+            busy_us.append((size, 1e6 * (time.thread_time() - began_s)))
+    answered_us = await _told(log, settings, [size for size, _ in busy_us])
+    return LoopTime(fitted(answered_us[WARM_UP_TURNS:]), fitted(busy_us[WARM_UP_TURNS:]))
+
+
+def _sizes() -> Iterator[int]:
+    """Of each turn: all sizes in turns, so that a slow while of the machine is one of all."""
+    yield from (1,) * WARM_UP_TURNS
+    for _ in range(TURNS):
+        yield from SIZES
+
+
+def _partitions(settings: Settings, topic: Topic) -> list[TopicPartition]:
+    name = settings.topic(topic)
+    return [TopicPartition(name, number) for number in range(settings.topics.partitions)]
+
+
+async def _send(producer: Producer, settings: Settings, values: Sequence[bytes]) -> None:
+    """Spread over the partitions, at once."""
+    for target, value in zip(cycle(_partitions(settings, Topic.REQUESTS)), values, strict=False):
+        await producer.send(target, [NewRecord(None, value)])
+
+
+async def _answered(reader: Consumer, partitions: Sequence[TopicPartition], count: int) -> None:
+    give_up_s = time.monotonic() + ANSWER_DEADLINE_S
+    while sum((await reader.end_offsets(partitions)).values()) < count:
+        if time.monotonic() > give_up_s:
+            raise ConfigurationError(
+                f"expected {count} answers within {ANSWER_DEADLINE_S:g} s, to measure the event "
+                "loop, got fewer"
+            )
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _told(log: Log, settings: Settings, sizes: Sequence[int]) -> list[tuple[int, float]]:
+    """Of each turn its size and the median of its answers' latencies, in microseconds."""
+    partitions = len(_partitions(settings, Topic.RESPONSES))
+    latencies_us: dict[int, list[int]] = {number: [] for number in range(partitions)}
+    topic = settings.topic(Topic.RESPONSES)
+    async with (
+        open_recording(log, topic, Selection()) as answers,
+        aclosing(answers.chunks()) as chunks,
+    ):
+        async for chunk in chunks:
+            for record in chunk:
+                try:
+                    said = _decode(record.value or b"").parameters
+                except msgspec.MsgspecError as error:
+                    raise ConfigurationError(
+                        f"{topic}: expected an answer with its times, to measure the event "
+                        f"loop, got {error}"
+                    ) from error
+                latency_us = said.queue_us + said.batch_us + said.compute_us
+                latencies_us[record.partition].append(latency_us)
+    taken = {number: iter(each) for number, each in latencies_us.items()}
+    return [
+        (size, float(median(next(taken[place % partitions]) for place in range(size))))
+        for size in sizes
+    ]

@@ -1,0 +1,114 @@
+"""Scenarios: executors as they are, and what their times say they can do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from headrace.replay import simulate as simulating
+from headrace.replay.events import Arrivals, Limits, Policy
+from headrace.replay.service_times import Point, ServiceTime
+from headrace.replay.simulate import Outcome, Scenario, Served, simulate
+from headrace.replay.simulated_loop import LoopTime, event_loop
+from headrace.services.batcher.forming import Forming
+from headrace.services.executor import intake
+from tests.support.arrivals import KIND, arrivals, poisson
+
+LIMITS = Limits(32, 1 << 40, 0.0)
+
+
+def policy(limits: Callable[[str, str], Limits]) -> Policy:
+    """The batcher's own rules."""
+    return Forming(limits, "test")
+
+
+def outcome(arriving: Arrivals, served: Served, scenario: Scenario | None = None) -> Outcome:
+    """Of one scenario, or of the present."""
+    return simulate(arriving, {KIND.key: served}, scenario or Scenario(), policy)
+
+
+def loop_time(answered: tuple[float, float], busy: tuple[float, float]) -> LoopTime:
+    """Two lines."""
+    return LoopTime(ServiceTime((), answered), ServiceTime((), busy))
+
+
+def test_executors_look_ahead_as_the_real_ones_do() -> None:
+    """The two numbers are the executor's; what is below the services cannot import them."""
+    assert (simulating.AHEAD_FROM_US, simulating.LEAD_US) == (
+        intake.AHEAD_FROM_US,
+        intake.LEAD_US,
+    )
+
+
+@pytest.mark.parametrize(("instances", "reason"), [(1, "just_in_time"), (2, "idle")])
+def test_an_only_instance_has_its_next_batch_closed_just_in_time(
+    instances: int, reason: str
+) -> None:
+    """Of two, the other one takes what comes."""
+    arriving = arrivals([0, 100, 200, 5000])
+
+    found = outcome(arriving, Served(LIMITS, instances, ServiceTime((), (10_000, 0))))
+
+    assert set(found.reasons) == {"idle", reason}
+
+
+def test_batches_are_as_large_as_is_best() -> None:
+    """A model that is quickest at 4 rows is given 4, since its runs are known."""
+    times = ServiceTime([Point(1, 900), Point(4, 1200), Point(8, 4800), Point(32, 19_200)])
+
+    found = outcome(poisson(4000, 2 * 4 / 1200, seed=1), Served(LIMITS, 1, times))
+
+    assert 3.5 < found.mean_batch < 4.5
+
+
+def test_what_runs_on_the_loop_takes_turns_of_it() -> None:
+    """Beyond the times of its runs, which are nothing here."""
+    served = Served(LIMITS, 1, ServiceTime((), (1, 0)), loop_time((200, 10), (300, 20)))
+
+    found = outcome(arrivals([0, 100]), served)
+
+    assert found.latencies_ms[-1] == pytest.approx((320 - 100 + 210) / 1000)
+    assert found.in_process_ms[-1] == pytest.approx(0.21)
+    assert found.utilisation == pytest.approx(1.0)
+
+
+def test_a_delay_is_not_waited_out_on_the_loop() -> None:
+    """Such a model is simulated as an instance of its own."""
+    times = ServiceTime((), (100, 0)), loop_time((200, 10), (300, 20))
+    served = Served(LIMITS._replace(max_queue_delay_ms=2), 1, *times)
+
+    assert set(outcome(arrivals([0, 100]), served).reasons) == {"delay"}
+
+
+def test_the_load_of_the_loop_is_of_its_largest_turns() -> None:
+    """300 us for a turn, and 20 for each request."""
+    served = Served(LIMITS, 1, ServiceTime((), (1, 0)), loop_time((200, 10), (300, 20)))
+
+    assert served.capacity_per_s() == pytest.approx(512 / (300 + 512 * 20) * 1e6)
+
+
+def test_turns_are_as_slow_as_recorded_ones() -> None:
+    """A slow turn answers late, and reads late by as much."""
+    spread = ServiceTime((), (200, 10)).spread([(1, 630.0)])
+    loop = event_loop({KIND.key: LoopTime(spread, ServiceTime((), (300, 20)))}, random.Random(1))
+
+    assert loop is not None
+    assert loop.turn({KIND.key: 1}) == (630, 740)
+
+
+def test_slow_stretches_make_the_tail_that_they_made() -> None:
+    """A tenth of the runs is slow, in one piece: the queue that they leave is simulated as well."""
+    runs = [(1, 1000.0)] * 900 + [(1, 3000.0)] * 100
+    shuffled = [runs[place] for place in np.random.default_rng(1).permutation(len(runs))]
+    served = Served(LIMITS._replace(max_batch_size=1), 1, ServiceTime([Point(1, 1000)]))
+    arriving = poisson(20_000, 0.7 / 1000, seed=1)
+
+    together, apart = (
+        outcome(arriving, served._replace(service_time=served.service_time.spread(each)))
+        for each in (runs, shuffled)
+    )
+
+    assert together.latency_ms(0.99) > 1.5 * apart.latency_ms(0.99)
