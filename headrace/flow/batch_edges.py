@@ -17,7 +17,7 @@ from headrace.flow.channel import Ask, Outlet, PullChannel
 from headrace.flow.edges import refuse
 from headrace.flow.endings import rejection
 from headrace.flow.fleet import ModelKey
-from headrace.flow.inflight import Assignment
+from headrace.flow.inflight import Assignment, settle_all
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
@@ -64,8 +64,7 @@ class BatchWriter:
         refused = await deliver(self._producer, target, records, self._metrics)
         for index, batch in enumerate(batches):
             if index not in refused:
-                for request in batch.requests:
-                    request.receipt.settle()
+                settle_all([request.receipt for request in batch.requests])
         return [batches[index] for index in too_large(target, refused)]
 
     async def write_or_refuse(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:

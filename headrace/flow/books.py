@@ -54,8 +54,7 @@ class Books:
         """Their answers are acknowledged."""
         origins = self._origins
         if origins is not None:
-            for request in requests:
-                origins.answered(request.partition, request.previous, request.offset)
+            origins.answered(requests)
         settle_all([request.receipt for request in requests])
 
     def fit(

@@ -16,7 +16,7 @@ from headrace.codec import decode_item, decode_result, encode_item, encode_resul
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import Channel, ChannelWriter, Outlet, join_lists
 from headrace.flow.endings import ran_alone
-from headrace.flow.inflight import LedgerReceipt
+from headrace.flow.inflight import LedgerReceipt, settle_all
 from headrace.flow.pacing import Pace
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
@@ -188,9 +188,12 @@ class TopicOutlet:
         while left:
             records = [NewRecord(None, self._encode(request)) for request in left]
             refused = await deliver(self._producer, target, records, self._metrics)
-            for index, request in enumerate(left):
-                if index not in refused:
-                    request.receipt.settle()
+            receipts = [request.receipt for request in left]
+            settle_all(
+                [each for index, each in enumerate(receipts) if index not in refused]
+                if refused
+                else receipts
+            )
             unfitting = too_large(target, refused)
             left = [refuse(left[index], target.topic, self._stage) for index in unfitting]
             if left and self._refused is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
@@ -21,6 +21,7 @@ from headrace.errors import Retriable
 from headrace.flow.answered import Progress
 from headrace.flow.positions import starting_progress
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
+from headrace.messages import Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import PartitionSnapshot
 
@@ -114,12 +115,23 @@ class Origins:
         found = (await self._log.describe_topics([self._topic]))[self._topic]
         return "" if found is None else found.topic_id
 
-    def answered(self, partition: int, previous: int, offset: int) -> None:
-        """The answer is acknowledged."""
+    def answered(self, requests: Iterable[Request]) -> None:
+        """Their answers are acknowledged. What follows one another is covered at once."""
+        partition = first = last = -1
+        for request in requests:
+            if request.previous != last or request.partition != partition:
+                self._cover(partition, first, last)
+                partition, first = request.partition, request.previous
+            last = request.offset
+            claimed = self._claimed.get(partition)
+            if claimed is not None:
+                claimed.discard(last)
+        self._cover(partition, first, last)
+
+    def _cover(self, partition: int, previous: int, last: int) -> None:
         progress = self._progress.get(partition)
         if progress is not None:
-            progress.cover(previous, offset)
-            self._claimed[partition].discard(offset)
+            progress.cover(previous, last)
 
     def committable(self) -> dict[TopicPartition, Committed]:
         """What may be committed now and differs from what was committed last."""

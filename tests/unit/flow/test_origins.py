@@ -10,8 +10,10 @@ from headrace.flow.answered import Progress
 from headrace.flow.origins import Origins
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
+from headrace.messages import Request
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, write_to
+from tests.support.work import make_request
 
 SOURCE = TopicPartition("requests", 0)
 RESULTS = TopicPartition("results", 0)
@@ -39,6 +41,13 @@ async def assigned(log: MemoryLog, committed: Committed | None = None) -> Origin
     return origins
 
 
+def at(offset: int, previous: int | None = None) -> Request:
+    """A request of the source partition, delivered after its neighbour if not said otherwise."""
+    request = make_request()
+    request.offset, request.previous = offset, offset - 1 if previous is None else previous
+    return request
+
+
 async def test_an_origin_is_claimed_once(log: MemoryLog) -> None:
     """Of two results for one request only the first one is answered."""
     origins = await assigned(log)
@@ -51,9 +60,18 @@ async def test_what_is_answered_is_not_claimed_again(log: MemoryLog) -> None:
     origins = await assigned(log)
     for offset in (0, 2):
         origins.claim(0, offset)
-        origins.answered(0, offset - 1, offset)
+        origins.answered([at(offset)])
 
     assert [origins.claim(0, offset) for offset in range(4)] == [False, True, False, True]
+
+
+async def test_answers_of_many_requests_cover_each_of_them(log: MemoryLog) -> None:
+    """In whatever order they come, with what was never there between them."""
+    origins = await assigned(log)
+
+    origins.answered([at(0), at(1), at(7, previous=4), at(8), at(4, previous=1)])
+
+    assert origins.progress(0) == Progress(9)
 
 
 async def test_what_was_committed_is_not_claimed(log: MemoryLog) -> None:
@@ -71,7 +89,7 @@ async def test_the_answer_is_to_be_committed_until_it_was(log: MemoryLog) -> Non
     assert (first, origins.committable()) == ({SOURCE: Committed(0)}, {})
 
     origins.claim(0, 0)
-    origins.answered(0, -1, 0)
+    origins.answered([at(0)])
     assert origins.committable() == {SOURCE: Committed(1)}
     origins.was_committed(origins.committable() | {RESULTS: Committed(7)})
     assert origins.committable() == {}
@@ -86,7 +104,7 @@ async def test_a_revoked_partition_is_nobodys_to_claim(log: MemoryLog) -> None:
     origins.claim(0, 0)
 
     origins.revoked([0])
-    origins.answered(0, -1, 0)
+    origins.answered([at(0)])
 
     assert not origins.claim(0, 1)
     assert origins.committable() == {}

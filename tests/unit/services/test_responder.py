@@ -273,8 +273,9 @@ async def test_a_range_that_is_gone_moves_the_base_though_its_end_is_answered(
     """What lies before its end would be waited for for ever otherwise."""
     log = MemoryLog()
     origins = await origins_of(log)
-    origins.answered(0, 8, 9)
-    skipped = answerable()
+    ended, skipped = answerable(), answerable()
+    ended.offset, ended.previous = 9, 8
+    origins.answered([ended])
     skipped.outputs, skipped.offset, skipped.previous = None, 9, -1
     async with running(origins, log, order) as bench:
         await bench.answer(skipped)
