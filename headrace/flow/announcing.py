@@ -22,10 +22,8 @@ from headrace.models.version import ModelVersion
 HEARTBEAT_S = 1.0
 LOOK_S = 0.1
 """How soon partitions that were assigned or revoked are told."""
-TELL_S = 0.005
-"""How soon completions are told at the latest."""
-_TOLD_SHARE = 4
-"""They are told at once when there is one for so many batches that are still here."""
+TELL_S = 0.01
+"""How soon completions are told. Of a batch that took longer, it is told at once."""
 
 
 class Identity(NamedTuple):
@@ -99,6 +97,8 @@ class Announcer:
         now_s = time.monotonic()
         whole = root == batch_id and all(one.failure is None for one in requests)
         first = requests[0]
+        busy_s = now_s - max(stay.since_s, self._last_end_s)
+        self._last_end_s = now_s
         self._completions.append(
             Completion(
                 batch_id=root,
@@ -108,11 +108,10 @@ class Announcer:
                 rows=first.batch_rows if whole else 0,
                 compute_us=first.compute_us if whole else 0,
                 stay_us=int((now_s - stay.since_s) * 1e6),
-                busy_us=int((now_s - max(stay.since_s, self._last_end_s)) * 1e6),
+                busy_us=int(busy_s * 1e6),
             )
         )
-        self._last_end_s = now_s
-        if len(self._completions) * _TOLD_SHARE >= len(self._unfinished):
+        if busy_s >= TELL_S:
             self._news.set()
         elif len(self._completions) == 1:
             asyncio.get_running_loop().call_later(TELL_S, self._news.set)

@@ -141,9 +141,8 @@ class BatchOutlet:
             if flight is None:
                 continue
             flight.station.ended()
-            if completion.compute_us:
-                flight_us = int((now_s - flight.since_s) * 1e6)
-                flights.setdefault(flight.station, []).append((flight_us, completion))
+            flight_us = int((now_s - flight.since_s) * 1e6)
+            flights.setdefault(flight.station, []).append((flight_us, completion))
         for station, ended in flights.items():
             station.window.observe(ended)
 
