@@ -58,7 +58,7 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
     """
     if not headers and not default_timeout_ms:
         return NO_HEADERS
-    fields: list[Any] = [None] * _FIELDS
+    fields: list[Any] = _BLANK.copy()
     fault = None
     rule_of = _RULES.get
     for name, value in headers:
@@ -66,7 +66,7 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
         if rule is None:
             continue
         position, parse = rule
-        if value is None or fields[position] is not None:
+        if value is None:
             return parse_envelope(_distinct(headers), timestamp_ms, default_timeout_ms)
         if parse is None:
             fields[position] = value
@@ -74,10 +74,20 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
         try:
             fields[position] = parse(value if len(value) <= MAX_HEADER_BYTES else _too_long(value))
         except ValueError as error:
-            if len(dict(headers)) < len(headers):
+            if len(dict(headers)) < len(headers):  # it may be one that does not count
                 return parse_envelope(_distinct(headers), timestamp_ms, default_timeout_ms)
             fault = fault or f"header {name}: {error}"
-    return _envelope(fields, fault, timestamp_ms, default_timeout_ms)
+    fields[_MODEL], fields[_VERSION] = fields.pop()
+    timeout_ms = fields.pop()
+    if fields[0] and fields[0] not in DECODED_TYPES and fault is None:
+        fault = _content_type_fault(fields[0], fields[_MODEL])
+    if timeout_ms is not None or default_timeout_ms:
+        fields[_DEADLINE] = _earlier(
+            fields[_DEADLINE], timeout_ms, timestamp_ms, default_timeout_ms
+        )
+    fields[_FAULT] = fault
+    # A third of the cost of calling a NamedTuple's class.
+    return tuple.__new__(Envelope, fields)
 
 
 def _distinct(headers: Headers) -> Headers:
@@ -85,59 +95,18 @@ def _distinct(headers: Headers) -> Headers:
     return [(name, value) for name, value in dict(headers).items() if value is not None]
 
 
-def _envelope(
-    fields: list[Any], fault: str | None, timestamp_ms: int, default_timeout_ms: int
-) -> Envelope:
-    (
-        content_type,
-        correlation_id,
-        reply_topic,
-        reply_partition,
-        deadline_ms,
-        priority,
-        tenant,
-        traceparent,
-        tracestate,
-        cancels,
-        timeout_ms,
-        named,
-    ) = fields
-    model, version = named or _NO_MODEL
-    if content_type is not None and content_type not in DECODED_TYPES and fault is None:
-        fault = _content_type_fault(content_type, model)
-    if deadline_ms == 0 or timeout_ms is not None or default_timeout_ms:
-        deadline_ms = _deadline(deadline_ms, timeout_ms, timestamp_ms, default_timeout_ms)
-    # A third of the cost of calling a NamedTuple's class.
-    return tuple.__new__(
-        Envelope,
-        (
-            content_type or "",
-            correlation_id,
-            reply_topic,
-            reply_partition,
-            deadline_ms or 0,
-            priority or 0,
-            tenant or "",
-            model,
-            version,
-            traceparent,
-            tracestate,
-            fault,
-            cancels,
-        ),
-    )
-
-
-def _deadline(
-    deadline_ms: int | None, timeout_ms: int | None, timestamp_ms: int, default_timeout_ms: int
+def _earlier(
+    deadline_ms: int, timeout_ms: int | None, timestamp_ms: int, default_timeout_ms: int
 ) -> int:
-    if deadline_ms is None and timeout_ms is None:
-        timeout_ms = default_timeout_ms or None
-    if timeout_ms is not None and timestamp_ms >= 0:
-        timed_out_ms = timestamp_ms + timeout_ms
-        deadline_ms = timed_out_ms if deadline_ms is None else min(deadline_ms, timed_out_ms)
-    # 0 means none in an envelope; a deadline of 0 is one that has passed.
-    return 0 if deadline_ms is None else max(deadline_ms, 1)
+    """The deadline with a timeout, the record's own or the default one; 0: there is none."""
+    if timeout_ms is None:
+        if deadline_ms:
+            return deadline_ms
+        timeout_ms = default_timeout_ms
+    if timestamp_ms < 0:
+        return deadline_ms
+    timed_out_ms = max(timestamp_ms + timeout_ms, 1)
+    return min(deadline_ms, timed_out_ms) if deadline_ms else timed_out_ms
 
 
 def _content_type_fault(content_type: str, model: str) -> str | None:
@@ -192,6 +161,11 @@ def _milliseconds(value: bytes) -> int:
     return int(value)
 
 
+def _deadline(value: bytes) -> int:
+    # 0 means none in an envelope; a deadline of 0 is one that has passed.
+    return _milliseconds(value) or 1
+
+
 def _priority(value: bytes) -> int:
     digits = value[1:] if value[:1] == b"-" else value
     if not digits.isdigit() or len(digits) > 3 or int(digits) > MAX_PRIORITY:
@@ -234,23 +208,24 @@ def _shown(value: bytes) -> str:
 
 _Parse = Callable[[bytes], Any]
 
-# Each header's position among the fields of `_envelope`, and how it is read, if it is.
+# Each header's position among the fields of `parse_envelope`, and how it is read, if it is.
+# The first thirteen are those of `Envelope`; the last two are worked into them.
 _RULES: dict[str, tuple[int, _Parse | None]] = {
     "content-type": (0, _content_type),
     "kafka_correlationId": (1, None),
     "kafka_replyTopic": (2, _topic),
     "kafka_replyPartition": (3, _partition),
-    "x-deadline-ms": (4, _milliseconds),
+    "x-deadline-ms": (4, _deadline),
     "x-priority": (5, _priority),
     "x-tenant": (6, lru_cache(maxsize=1024)(_text)),
-    "traceparent": (7, None),
-    "tracestate": (8, None),
-    "x-cancel": (9, _cancelled),
-    "x-timeout-ms": (10, _milliseconds),
-    "x-model": (11, _model),
+    "traceparent": (9, None),
+    "tracestate": (10, None),
+    "x-cancel": (12, _cancelled),
+    "x-timeout-ms": (13, _milliseconds),
+    "x-model": (14, _model),
 }
-_FIELDS = len(_RULES)
-_NO_MODEL = ("", "")
+_DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
+_BLANK: list[Any] = [*NO_HEADERS, None, ("", "")]
 
 
 # --- an answer's headers ----------------------------------------------------------------------
