@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from headrace.cli.event_loop import run
+from headrace.cli.loop_times import loop_times, on_the_loop
 from headrace.cli.options import (
     ANSWERS_FILE,
     chosen_answers,
@@ -35,6 +36,7 @@ from headrace.replay.present import latest_models, only, resolved, served_now
 from headrace.replay.selection import Selection
 from headrace.replay.service_times import ServiceTime, learn, parse_service_time
 from headrace.replay.simulate import Outcome, Scenario, scenarios, simulate
+from headrace.replay.simulated_loop import LoopTime
 from headrace.replay.simulation_report import report
 from headrace.services.batcher.forming import Forming
 
@@ -50,6 +52,7 @@ class SimulationJob(NamedTuple):
         service_times: by model, or under "" for all others.
         answers: a topic, or a capture file.
         steady: batches of one size all take the same time.
+        measure_loop: models whose runs are short are served by an event loop that is measured.
         asked: the scenarios.
     """
 
@@ -59,6 +62,7 @@ class SimulationJob(NamedTuple):
     answers: str | Path | None
     overhead_us: float
     steady: bool
+    measure_loop: bool
     asked: Sequence[Scenario]
 
 
@@ -67,11 +71,13 @@ class Simulated(NamedTuple):
 
     Attributes:
         times: S(b) of each model that arrived.
+        loop: T(n) and U(n) of those that the event loop serves.
         notices: what was left out, for people.
     """
 
     source: str
     times: Mapping[str, ServiceTime]
+    loop: Mapping[str, LoopTime]
     outcomes: Sequence[Outcome]
     notices: Sequence[str]
 
@@ -114,6 +120,7 @@ class Asked(NamedTuple):
     models: Path | None
     overhead_us: float
     steady: bool
+    measure_loop: bool
     rate_factors: tuple[float, ...]
     instances: tuple[int, ...]
     max_batch_sizes: tuple[int, ...]
@@ -147,6 +154,11 @@ _OPTIONS = (
         help="What a batch costs its instance besides the model's run.",
     ),
     click.option("--steady", is_flag=True, help="All batches of a size take the median of it."),
+    click.option(
+        "--measure-loop",
+        is_flag=True,
+        help="Measure what the event loop does around the runs of models that are short.",
+    ),
     click.option(
         "--rate-factor",
         "rate_factors",
@@ -216,6 +228,7 @@ def _job(settings: Settings, given: Asked, chosen: dict[str, Any]) -> Simulation
         recorded,
         given.overhead_us,
         given.steady,
+        given.measure_loop,
         scenarios(
             given.rate_factors,
             given.instances,
@@ -236,12 +249,18 @@ def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
         fields = {
             "source": found.source,
             "service_times": {name: curve(each) for name, each in found.times.items()},
+            "loop_times": {
+                name: {"answered": curve(each.answered), "busy": curve(each.busy)}
+                for name, each in found.loop.items()
+            },
             "outcomes": [each.as_json() for each in found.outcomes],
         }
         click.echo(json.dumps(fields, indent=2))
         return
     for name, service_time in sorted(found.times.items()):
         click.echo(f"S(b) of {name}: {service_time}")
+    for name, loop_time in sorted(found.loop.items()):
+        click.echo(f"event loop with {name}: {loop_time}")
     for line in table(rows):
         click.echo(line)
 
@@ -270,10 +289,36 @@ async def simulated(settings: Settings, job: SimulationJob) -> Simulated:
             f"{name}: expected requests of models whose service time is known, got none; "
             "see --service-time, --answers and --models"
         )
-    served = served_now(settings, arrivals, times, models)
+    loop = await _loop(settings, job, times, models, notices)
+    served = served_now(settings, arrivals, times, models, loop)
     outcomes = [simulate(arrivals, served, each, _policy) for each in job.asked]
     source = f"{len(arrivals.at_us)} requests of {name}"
-    return Simulated(source, times, outcomes, notices)
+    return Simulated(source, times, loop, outcomes, notices)
+
+
+async def _loop(
+    settings: Settings,
+    job: SimulationJob,
+    times: Mapping[str, ServiceTime],
+    models: Mapping[str, ModelVersion],
+    notices: list[str],
+) -> dict[str, LoopTime]:
+    """What the event loop takes for models that it runs itself, where that shall be measured."""
+    short = on_the_loop(times)
+    if not job.measure_loop:
+        if short:
+            notices.append(
+                f"runs of {', '.join(short)} are made on the event loop, whose own work is not "
+                "simulated; see --measure-loop"
+            )
+        return {}
+    known = {name: models[name] for name in short if name in models}
+    if not known:
+        raise ConfigurationError(
+            "--measure-loop: expected a model with runs so short that they are made on the event "
+            f"loop, in --models or models.repository, got {', '.join(sorted(models)) or 'none'}"
+        )
+    return await loop_times(settings, known, job.models)
 
 
 def _policy(limits: Callable[[str, str], Limits]) -> Policy:

@@ -47,9 +47,9 @@ def test_every_combination_is_a_scenario_and_the_present_comes_first(
     found = call(*SIMULATE, *given, "--json")
 
     assert found.exit_code == 0, found.output
-    asked = [(each["rate_factor"], each["max_batch_size"]) for each in outcomes(found.output)]
+    asked = [(each["rate_factor"], each["max_batch_size"]) for each in outcomes(found.stdout)]
     assert asked == [(1, None), (1, 2), (1, 32), (4, 2), (4, 32)]
-    present, *_, narrow, wide = outcomes(found.output)
+    present, *_, narrow, wide = outcomes(found.stdout)
     assert present["p99_ms"] == pytest.approx(0.8, abs=0.001)
     assert narrow["load"] == pytest.approx(4 * 0.45, rel=0.01)
     assert narrow["p99_ms"] > 50
@@ -75,7 +75,7 @@ def test_service_times_are_learned_from_answers(call: Call, requests: None, tmp_
     capture(tmp_path / "answers.capture", answers)
     found = call(*SIMULATE, "--answers-file", "answers.capture", "--overhead-us", "50", "--json")
 
-    assert outcomes(found.output)[0]["p50_ms"] == pytest.approx(0.35)
+    assert outcomes(found.stdout)[0]["p50_ms"] == pytest.approx(0.35)
 
 
 def test_models_are_measured(call: Call, requests: None, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_models_are_measured(call: Call, requests: None, tmp_path: Path) -> None
     add_version(tmp_path / "models", "digits", 1, digits(), "max_batch_size = 4\n")
     found = call(*SIMULATE, "--models", "models", "--json")
 
-    points = json.loads(found.output)["service_times"]["digits"]["points"]
+    points = json.loads(found.stdout)["service_times"]["digits"]["points"]
     assert [each["rows"] for each in points] == [1, 2, 4]
     assert all(each["us"] > 0 for each in points)
 
@@ -94,7 +94,7 @@ def test_models_have_limits_of_their_own(call: Call, requests: None, tmp_path: P
     add_version(tmp_path / "models", "digits", 1, digits(), config)
     found = call(*SIMULATE, "--models", "models", "--service-time", "100+1", "--json")
 
-    (outcome,) = outcomes(found.output)
+    (outcome,) = outcomes(found.stdout)
     assert set(outcome["reasons"]) == {"delay"}
     assert outcome["p50_ms"] > 0.5
 
