@@ -134,6 +134,7 @@ class Segment:
             exactly_once=settings.delivery.guarantee == "exactly_once"
             and (answers or reads_requests),
             shares=reads_requests and settings.delivery.order != "none",
+            kept_s=0.0 if answers else settings.topics.internal_retention_ms / 1000,
             chains_keys=reads_requests and settings.delivery.order == "key",
         )
 

@@ -2,8 +2,7 @@
 
 The path of a record here: `poll` → its partition's assignment is looked up → it waits in the
 ready queue → the stage receives it, admits it and works on it → its receipt is settled → the
-committer, in the background, commits the base and what is answered above it. Commits are never
-awaited on the path of a record, and there is at most one under way.
+committer, in the background, commits the base and what is answered above it; no record waits.
 
 On assignment: read what is committed, seek to its base, and only then let records in. For exactly
 once the partitions' former owners are fenced before that. On revocation: let nothing more in, give
@@ -14,10 +13,10 @@ budget is exceeded; polling never does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
@@ -37,6 +36,7 @@ from headrace.flow.probation import Probation
 from headrace.flow.sealing import Sealing
 from headrace.flow.signal import Signal
 from headrace.flow.source_settings import SourceSettings
+from headrace.flow.stuck import Bases
 from headrace.flow.view import Parts, partition_snapshots, source_snapshot
 from headrace.log.errors import OffsetOutOfRange
 from headrace.log.port import Consumer, Log, Record, TopicPartition
@@ -93,6 +93,7 @@ class Source:
         )
         seals = settings.exactly_once and requests == settings.topic
         self._pauses = Pauses(self.ledger, seals=seals, shares=settings.shares)
+        self._bases = Bases(self.ledger, settings.kept_s)
         self.probation = Probation(
             Marks(log_, settings.group), self.ledger, metrics, settings.max_attempts
         )
@@ -127,8 +128,7 @@ class Source:
         await self._stack.aclose()  # the member leaves though what comes before is cancelled
 
     async def _end_reading(self) -> None:
-        try:
-            # Nobody cancels a poll: it is let end, as far as that does not take too long.
+        try:  # nobody cancels a poll: it is let end, as far as that does not take too long
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self._reading:
                     await self._settled.wait(POLL_TIMEOUT_S)
@@ -140,16 +140,7 @@ class Source:
         self._reading = True
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [
-                    tasks.create_task(self._backlog.run(self._consumer), name="source-backlog"),
-                    tasks.create_task(self.probation.run(), name="source-probation"),
-                ]
-                if self._settings.commits:
-                    committing = self._committer.run(self._consumer)
-                    beside.append(tasks.create_task(committing, name="source-committer"))
-                elif self._settings.exactly_once or self._settings.shares:
-                    watching = self._pauses.watch(self._log, self._settings.progress_group)
-                    beside.append(tasks.create_task(watching, name="source-progress"))
+                beside = [tasks.create_task(one, name=f"source-{of}") for of, one in self._beside()]
                 await self._read()
                 for task in beside:
                     task.cancel()
@@ -157,6 +148,17 @@ class Source:
             self.reading.end()
             self._reading = False
             self._settled.give()
+
+    def _beside(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
+        group = self._settings.progress_group
+        yield "backlog", self._backlog.run(self._consumer)
+        yield "probation", self.probation.run()
+        if self._settings.commits:
+            yield "committer", self._committer.run(self._consumer)
+        else:
+            yield "bases", self._bases.run(self._log, group)
+            if self._settings.exactly_once or self._settings.shares:
+                yield "progress", self._pauses.watch(self._log, group)
 
     async def receive(self) -> Delivery | None:
         """The next records of some partition; None when reading has stopped and none are left."""
@@ -208,6 +210,7 @@ class Source:
                 waiting_bytes=self._ready.waiting_bytes,
                 commits=settings.commits,
                 pauses=self._pauses,
+                bases=self._bases,
                 last_contact_s=self.last_contact_s() if self._opened else 0.0,
             )
         )

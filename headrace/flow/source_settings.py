@@ -19,6 +19,7 @@ class SourceSettings:
         exactly_once: answers are sealed with what they commit.
         shares: each partition gets but its share of the budget.
         chains_keys: each request is told which one with the same key goes before it.
+        kept_s: how long what is passed on is kept, where another process answers.
         max_attempts: so many deaths condemn a record that ran alone; 0 suspects none.
     """
 
@@ -34,3 +35,4 @@ class SourceSettings:
     shares: bool = False
     chains_keys: bool = False
     max_attempts: int = 0
+    kept_s: float = 0.0

@@ -9,6 +9,7 @@ from headrace.flow.backlog import Backlog
 from headrace.flow.committing import Committer, Companion
 from headrace.flow.inflight import NEVER_COMMITTED, Assignment, Ledger
 from headrace.flow.pausing import Pauses
+from headrace.flow.stuck import Bases
 from headrace.log.port import TopicPartition
 from headrace.telemetry.snapshots import CommitSnapshot, PartitionSnapshot, SourceSnapshot
 
@@ -20,6 +21,7 @@ class Parts(NamedTuple):
         waiting_bytes: of records that were read and are not admitted yet.
         commits: whether it commits.
         pauses: what is not read, and why.
+        bases: which stand still.
     """
 
     topic: str
@@ -31,15 +33,22 @@ class Parts(NamedTuple):
     waiting_bytes: int
     commits: bool
     pauses: Pauses
+    bases: Bases
     last_contact_s: float
 
 
 def source_snapshot(parts: Parts) -> SourceSnapshot:
     """The whole source."""
     reasons = parts.pauses.reasons
+    now_s = time.monotonic()
     partitions = [
-        each._replace(paused=reasons.get(TopicPartition(each.topic, each.partition), ""))
+        each._replace(
+            paused=reasons.get(where, ""),
+            base_age_s=parts.bases.age_s(where, now_s),
+            is_stuck=parts.bases.is_stuck(where, now_s),
+        )
         for each in partition_snapshots(parts.ledger, parts.backlog)
+        for where in (TopicPartition(each.topic, each.partition),)
     ]
     backlog = sum(each.backlog_records for each in partitions)
     throughput = parts.backlog.throughput

@@ -290,6 +290,13 @@ PARTITIONS = (
         "Length of the metadata of the last commit; a broker takes 4096.",
     ),
     Spec(
+        "headrace_partition_base_age_seconds",
+        "gauge",
+        _PARTITION,
+        "For how long the base stands though its request was passed on to the process that "
+        "answers; 0 where one process does all.",
+    ),
+    Spec(
         "headrace_partition_paused",
         "gauge",
         ("topic", "partition", "reason"),

@@ -139,6 +139,7 @@ def _of_partitions(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFamily]
     yield each("partition_answered_records", "answered_records")
     yield each("partition_answered_ranges", "answered_ranges")
     yield each("partition_commit_metadata_characters", "metadata_characters")
+    yield each("partition_base_age_seconds", "base_age_s")
     yield _gauge(
         "partition_paused",
         [

@@ -69,6 +69,7 @@ class Event(StrEnum):
     MEMBER_REMOVED = "member.removed"
     POSITION_BEYOND_END = "position.beyond_end"
     TOPIC_REPLACED = "topic.replaced"
+    BASE_STUCK = "base.stuck"
     READING_CUT_OFF = "reading.cut_off"
     PROGRESS_UNKNOWN = "progress.unknown"
     END_UNKNOWN = "end_offsets.unknown"

@@ -21,6 +21,9 @@ class PartitionSnapshot(NamedTuple):
         answered_records: how many offsets above the base are answered, in how many ranges.
         metadata_characters: length of the metadata committed last.
         paused: why it alone is not read: `metadata`, `order` or `suspects`; otherwise empty.
+        base_age_s: for how long the base stands, though its request was passed on to the process
+            that answers; 0 where the process itself does.
+        is_stuck: that is longer than what is passed on is kept.
     """
 
     topic: str
@@ -35,6 +38,8 @@ class PartitionSnapshot(NamedTuple):
     answered_ranges: int
     metadata_characters: int
     paused: str = ""
+    base_age_s: float = 0.0
+    is_stuck: bool = False
 
     @property
     def lag_records(self) -> int | None:

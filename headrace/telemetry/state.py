@@ -65,6 +65,7 @@ class ProcessState:
         self._started_s = time.monotonic()
         health.watch_live(self._stuck)
         health.watch_ready(self._silence)
+        health.watch_ready(self._stuck_base)
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -88,6 +89,17 @@ class ProcessState:
             if source.last_contact_s > BROKER_SILENCE_S:
                 return f"the broker was last heard of {source.last_contact_s:.0f} s ago"
         return ""
+
+    def _stuck_base(self) -> str:
+        stuck = [each for asked in self.sources for each in asked().partitions if each.is_stuck]
+        if not stuck:
+            return ""
+        first = stuck[0]
+        return (
+            f"{first.topic}/{first.partition}: its base has not moved for "
+            f"{first.base_age_s:.0f} s, though that request was passed on: it may be lost between "
+            "the stages; restart this process to pass it on again"
+        )
 
     def status(self) -> dict[str, Any]:
         """The body of `/status`; `docs/health.md` says what is in it."""

@@ -123,6 +123,11 @@ PARTITIONS = Row(
             "Characters; a broker takes 4096.",
             "headrace_partition_commit_metadata_characters",
         ),
+        _by_partition(
+            "Age of the base",
+            "Seconds since it moved, where its request was passed on to another process.",
+            "headrace_partition_base_age_seconds",
+        ),
         Panel(
             "Partitions that are not read",
             "By reason.",

@@ -1,0 +1,50 @@
+"""Retention deletes between two stages what nobody has read yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.flow import stuck
+from headrace.log.port import TopicPartition
+from headrace.topics import Stage, Topic
+from tests.support.conditions import eventually
+from tests.support.pipelines import PARTITIONS, Caller, log_for, serving, settings_of
+
+COUNT = 100
+
+
+async def test_what_is_lost_is_told_of_and_passed_on_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ingest is not ready while a base stands still, and its successor begins there."""
+    monkeypatch.setattr(stuck, "LOOK_S", 0.02)
+    settings = settings_of(tmp_path)
+    topics = settings.topics.model_copy(update={"internal_retention_ms": 500})
+    settings = settings.model_copy(update={"topics": topics})
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    ingest = [(Stage.INGEST,)]
+    rest = [(Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
+    first_items = TopicPartition(settings.topic(Topic.ITEMS), 0)
+    items = log._topics.partition(first_items)
+    async with serving(settings, log, ingest) as (reading,):
+        await caller.send(COUNT)
+        await eventually(lambda: items.end == COUNT // PARTITIONS)
+        log.faults.trim(first_items, 5)
+        async with serving(settings, log, rest):
+
+            def stuck_partitions() -> set[int]:
+                found = [one for asked in reading.state.sources for one in asked().partitions]
+                return {one.partition for one in found if one.is_stuck}
+
+            await eventually(lambda: caller.answered() == COUNT - 5)
+            await eventually(lambda: stuck_partitions() == {0})
+            reason = reading.health.ready_fault()
+    async with serving(settings, log, [*ingest, *rest]):
+        await caller.all_answered()
+
+    assert reason.startswith(f"{settings.topic(Topic.REQUESTS)}/0: its base has not moved for")
+    numbers = await caller.check()
+    assert set(numbers) == set(range(COUNT))

@@ -1,0 +1,79 @@
+"""Bases that stand still though their requests were passed on."""
+
+from __future__ import annotations
+
+import pytest
+from structlog.testing import capture_logs
+
+from headrace.flow.answered import Progress
+from headrace.flow.inflight import Assignment, Budget, Ledger
+from headrace.flow.stuck import Bases
+from headrace.log.port import Committed, TopicPartition
+from headrace.telemetry.logs import Event
+
+ONE = TopicPartition("requests", 0)
+LIMIT_S = 100.0
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    """With the partition, of which nothing was read yet."""
+    ledger = Ledger(Budget(1000), lambda: None)
+    ledger.assign(ONE, Progress(3))
+    return ledger
+
+
+def pass_on(ledger: Ledger, count: int) -> None:
+    """Read so many records, and write them to the next topic."""
+    assignment = ledger.get(ONE)
+    assert isinstance(assignment, Assignment)
+    for _ in range(count):
+        assignment.admit(assignment.last_delivered + 1, 1).settle()
+
+
+def looked(ledger: Ledger, *looks: tuple[int, float]) -> Bases:
+    """Bases after looks at what was committed: an offset, and when."""
+    bases = Bases(ledger, LIMIT_S)
+    for offset, now_s in looks:
+        bases.look({ONE: Progress(offset, [(20, 25)]).committable()}, now_s)
+    return bases
+
+
+def test_a_base_that_was_passed_on_and_stands_is_stuck_after_a_while(ledger: Ledger) -> None:
+    """It is told of once, with the record that has no answer."""
+    pass_on(ledger, 10)
+    with capture_logs() as lines:
+        bases = looked(ledger, (5, 0.0), (5, 99.0), (5, 100.0), (5, 130.0))
+
+    assert (bases.age_s(ONE, 130.0), bases.is_stuck(ONE, 130.0)) == (130.0, True)
+    assert lines == [
+        {"event": Event.BASE_STUCK, "record": "requests/0/5", "age_s": 100, "log_level": "error"}
+    ]
+
+
+def test_a_base_that_moves_is_not(ledger: Ledger) -> None:
+    """However slowly; and whoever was told of before is forgotten."""
+    pass_on(ledger, 10)
+    bases = looked(ledger, (5, 0.0), (5, 120.0), (6, 150.0))
+
+    assert (bases.age_s(ONE, 160.0), bases.is_stuck(ONE, 160.0)) == (10.0, False)
+
+
+def test_what_is_still_to_be_read_is_not_stuck(ledger: Ledger) -> None:
+    """A backlog may be older than any retention."""
+    bases = looked(ledger, (3, 0.0), (3, 1000.0))
+
+    assert (bases.age_s(ONE, 1000.0), bases.is_stuck(ONE, 1000.0)) == (0.0, False)
+
+
+def test_a_new_assignment_passes_the_base_on_again(ledger: Ledger) -> None:
+    """So the time begins anew."""
+    pass_on(ledger, 10)
+    bases = looked(ledger, (5, 0.0), (5, 120.0))
+    ledger.assign(ONE, Progress(5))
+    bases.look({ONE: Committed(5)}, 130.0)
+    unread = bases.age_s(ONE, 130.0)
+    pass_on(ledger, 10)
+    bases.look({ONE: Committed(5)}, 140.0)
+
+    assert (unread, bases.age_s(ONE, 150.0)) == (0.0, 10.0)
