@@ -6,7 +6,8 @@ at several ratios, one after the other in rounds, so that a busy machine is busy
 Requests are in the log before the services start. Time is counted until the last answer is in the
 log, by the clock and by the processor time of the process, export included; what is left in the
 queue of spans then is sent afterwards and not counted. Spans go by OTLP over HTTP to a process
-that reads and forgets them.
+that reads and forgets them. The interpreter is set as `headrace run` sets it, and a sampled request
+costs what its mode takes over that of ratio 0, shared among those that were sampled.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import msgpack
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from headrace.cli.run import tune_interpreter
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Log, NewRecord, TopicPartition
@@ -117,6 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     configure_logging("warning")
+    tune_interpreter()
     requests = -(-given.requests // CHUNK) * CHUNK
     runs: dict[str, list[Measured]] = {mode: [] for mode in MODES}
     collector = subprocess.Popen([sys.executable, "-c", FORGETFUL], stdout=subprocess.PIPE)
@@ -136,21 +139,33 @@ def main() -> None:
 
 
 def _report(runs: dict[str, list[Measured]], requests: int) -> None:
-    off = runs["off"]
-    print("| tracing | answers/s | CPU µs/request | throughput | CPU | spans sent | dropped |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
+    off, unsampled = runs["off"], runs["ratio 0"]
+    print(
+        "| tracing | answers/s | CPU µs/request | throughput | CPU | µs over off "
+        "| µs per sampled request | spans sent | dropped |"
+    )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for mode, measured in runs.items():
         # Each run is compared with the one of its round without tracing.
         pairs = list(zip(measured, off, strict=True))
         wall = median(base.wall_s / each.wall_s for each, base in pairs)
         cpu = median(each.cpu_s / base.cpu_s for each, base in pairs)
+        over_us = 1e6 / requests * median(each.cpu_s - base.cpu_s for each, base in pairs)
+        sampled = (MODES[mode] or 0.0) * requests
+        sampled_us = "" if not sampled else f"{_sampled_us(measured, unsampled, sampled):.0f}"
         print(
             f"| {mode} | {requests / median(each.wall_s for each in measured):,.0f} "
             f"| {1e6 * median(each.cpu_s for each in measured) / requests:.1f} "
-            f"| {wall:.3f} | {cpu:.3f} "
+            f"| {wall:.3f} | {cpu:.3f} | {over_us:+.2f} | {sampled_us} "
             f"| {median(each.exported for each in measured):,.0f} "
             f"| {median(each.dropped for each in measured):,.0f} |"
         )
+
+
+def _sampled_us(measured: list[Measured], unsampled: list[Measured], sampled: float) -> float:
+    """What one sampled request costs, in microseconds of the processor."""
+    pairs = zip(measured, unsampled, strict=True)
+    return 1e6 / sampled * median(each.cpu_s - base.cpu_s for each, base in pairs)
 
 
 if __name__ == "__main__":

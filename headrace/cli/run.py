@@ -48,8 +48,13 @@ def command(settings: Settings, stages: tuple[Stage, ...]) -> None:
     from headrace.telemetry.logs import configure_logging
 
     flood = configure_logging(settings.telemetry.log_level)
+    tune_interpreter()
+    raise click.exceptions.Exit(run(pipeline.run(settings, stages, flood)))
+
+
+def tune_interpreter() -> None:
+    """Set what the whole process has, as one that serves needs it."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()  # what was imported lives as long as the process
     gc.set_threshold(*GC_THRESHOLD)
-    raise click.exceptions.Exit(run(pipeline.run(settings, stages, flood)))

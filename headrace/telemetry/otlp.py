@@ -27,13 +27,14 @@ from opentelemetry.trace.span import TraceState
 from headrace.messages import Failure
 from headrace.telemetry.span_attributes import ERROR_TYPE
 from headrace.telemetry.tracing import FinishedSpan
-from headrace.trace import SAMPLED, AttributeValue, SpanId
+from headrace.trace import SAMPLED, SpanId
 
 REMEMBERED_CHARACTERS: Final = 64
 """Longer strings are not remembered: callers choose some of them."""
+LONG_KEY_BYTES: Final = 0x7F - 3 - 10
+"""Up to this one, a name leaves an attribute with a number short of two bytes for its length."""
 
 _KINDS: Final = {"INTERNAL": b"\x30\x01", "PRODUCER": b"\x30\x04", "CONSUMER": b"\x30\x05"}
-_TRUE, _FALSE = b"\x10\x01", b"\x10\x00"
 _IS_REMOTE_IS_KNOWN, _IS_REMOTE = 0x100, 0x200
 """Bits of `Span.flags` above those of the trace."""
 
@@ -120,7 +121,12 @@ def encode_span(span: FinishedSpan, links: Sequence[SpanId], dropped_links: int 
         parts.append(b"\x22\x08" + span.parent_id.to_bytes(8, "big"))
     if span.tracestate is not None:
         parts.append(_field(b"\x1a", _state(span.tracestate)))
-    parts += [_attribute(name, value) for name, value in span.attributes.items()]
+    for name, value in span.attributes.items():
+        if isinstance(value, str):
+            short = len(value) <= REMEMBERED_CHARACTERS
+            parts.append(_remembered_text(name, value) if short else _text(name, value))
+        else:
+            parts.append(_number(name, value))
     if span.failure is not None:
         parts.append(_text(ERROR_TYPE, str(span.failure.code)))
         parts.append(_status(span.failure))
@@ -130,14 +136,17 @@ def encode_span(span: FinishedSpan, links: Sequence[SpanId], dropped_links: int 
     return _field(b"\x12", b"".join(parts))
 
 
-def _attribute(name: str, value: AttributeValue) -> bytes:
-    if isinstance(value, str):
-        if len(value) <= REMEMBERED_CHARACTERS:
-            return _remembered_text(name, value)
-        return _text(name, value)
+def _number(name: str, value: int) -> bytes:
+    """An attribute that is an integer or a boolean."""
+    key = _key(name)
     if isinstance(value, bool):
-        return _key_value(name, _TRUE if value else _FALSE)
-    return _key_value(name, b"\x18" + _varint(value & _MASK))
+        number, field = b"\x01" if value else b"\x00", b"\x10"
+    else:
+        number, field = _varint(value & _MASK), b"\x18"
+    size = len(number)
+    if len(key) > LONG_KEY_BYTES:
+        return _key_value(name, field + number)
+    return b"\x4a%c%b\x12%c%b%b" % (len(key) + size + 3, key, size + 1, field, number)
 
 
 def _text(name: str, value: str) -> bytes:
