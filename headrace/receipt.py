@@ -5,8 +5,22 @@ from __future__ import annotations
 from typing import Protocol
 
 
+class Revocable(Protocol):
+    """What many receipts have in common: the time for which their partition is ours."""
+
+    @property
+    def void(self) -> bool:
+        """It is over."""
+        ...
+
+
 class Receipt(Protocol):
     """What a process owes the log for a record that it has read (see `headrace.flow.inflight`)."""
+
+    @property
+    def assignment(self) -> Revocable:
+        """Of its partition. To ask many receipts, ask each of their assignments once."""
+        ...
 
     @property
     def void(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from headrace.flow.delivery import Trial
 from headrace.flow.endings import ran_alone
 from headrace.messages import Batch, Request
-from headrace.receipt import Receipt
+from headrace.receipt import Receipt, Revocable
 from headrace.topics import Stage
 
 
@@ -24,6 +24,11 @@ class PlaceReceipt:
     def __init__(self, record: Receipt) -> None:
         self._record = record
         self.settled = asyncio.Event()
+
+    @property
+    def assignment(self) -> Revocable:
+        """See `Receipt`."""
+        return self._record.assignment
 
     @property
     def void(self) -> bool:

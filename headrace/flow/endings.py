@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from headrace.errors import Code, Rejected
 from headrace.messages import Failure, Request
 
 VOID = Failure(Code.CANCELLED, "the partition was revoked", "log")
 """Set on requests that are another process's business now; nobody answers these."""
+
+
+def any_void(requests: Iterable[Request]) -> bool:
+    """Whether the partition of one of them, at least, has been revoked."""
+    assignments = {request.receipt.assignment for request in requests}
+    return True in [each.void for each in assignments]
 
 
 def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None:

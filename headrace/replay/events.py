@@ -207,6 +207,11 @@ class _Receipt:
 
     void = False
 
+    @property
+    def assignment(self) -> _Receipt:
+        """Itself: nobody takes it away."""
+        return self
+
     def settle(self) -> None: ...
 
 

@@ -76,6 +76,11 @@ class _NoReceipt:
 
     void = False
 
+    @property
+    def assignment(self) -> _NoReceipt:
+        """Itself: nobody takes it away."""
+        return self
+
     def settle(self) -> None:
         """Nothing is owed."""
 

@@ -144,7 +144,7 @@ class Closing:
             count += 1
             rows += row_count
             size_bytes += byte_count
-            judged = request.envelope.deadline_ms or request.receipt.void
+            judged = request.envelope.deadline_ms or request.receipt.assignment.void
             if not judged or self._joins(request):
                 request.formed_us = now_us
                 requests.append(request)

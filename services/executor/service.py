@@ -16,7 +16,7 @@ import structlog
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected, Retriable
 from headrace.flow.announcing import Announcer
 from headrace.flow.channel import Outlet, PullChannel, Puller
-from headrace.flow.endings import VOID, deadline_passed, rejection
+from headrace.flow.endings import VOID, any_void, deadline_passed, rejection
 from headrace.messages import Batch, Failure, Request
 from headrace.models.backend import Arrays
 from headrace.models.cores import Cores
@@ -332,7 +332,7 @@ class ExecutorService:
         now_us = self._clock()
         deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
         in_time = not deadlines or now_us < min(deadlines) * 1000
-        if in_time and True not in [request.receipt.void for request in requests]:
+        if in_time and not any_void(requests):
             return [], requests
         ended: list[Request] = []
         wanted: list[Request] = []

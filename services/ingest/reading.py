@@ -36,6 +36,11 @@ class _NothingOwed:
 
     void = False
 
+    @property
+    def assignment(self) -> _NothingOwed:
+        """Itself: nobody takes it away."""
+        return self
+
     def settle(self) -> None:
         """There is nothing to settle."""
 

@@ -17,6 +17,7 @@ import structlog
 
 from headrace.errors import Rejected
 from headrace.flow.books import Books
+from headrace.flow.endings import any_void
 from headrace.flow.room import Room
 from headrace.flow.sending import deliver, too_large
 from headrace.log.port import NewRecord, Producer, TopicPartition
@@ -102,7 +103,9 @@ class Overlapping:
         """Which requests are being answered, or stand at the side."""
         return chain.from_iterable((*self._writing.values(), *self._stalled.values()))
 
-    def _still_ours(self, requests: Sequence[Request]) -> list[Request]:
+    def _still_ours(self, requests: list[Request]) -> list[Request]:
+        if not any_void(requests):
+            return requests
         ours: list[Request] = []
         for request in requests:
             if request.receipt.void:
@@ -141,14 +144,14 @@ class Overlapping:
         while waiting := self._stalled.pop(target, None):
             await self._write(target, waiting)
 
-    async def _write(self, target: TopicPartition, requests: Sequence[Request]) -> None:
+    async def _write(self, target: TopicPartition, requests: list[Request]) -> None:
         self._writing[id(requests)] = requests
         try:
             await self._answer_partition(target, requests)
         finally:
             del self._writing[id(requests)]
 
-    async def _answer_partition(self, target: TopicPartition, requests: Sequence[Request]) -> None:
+    async def _answer_partition(self, target: TopicPartition, requests: list[Request]) -> None:
         composer = self._composer
         began_us = composer.clock()
         records = composer.answers(requests, began_us)

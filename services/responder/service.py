@@ -129,7 +129,7 @@ class ResponderService:
         size_bytes = 0
         for request in chunk:
             receipt = request.receipt
-            if receipt.void:
+            if receipt.assignment.void:
                 self._metrics.void.inc()
                 receipt.settle()
             elif request.contents is None and request.skipped and self._turns is None:

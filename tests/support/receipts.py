@@ -8,6 +8,11 @@ from headrace.receipt import Receipt
 class _NoReceipt:
     void = False
 
+    @property
+    def assignment(self) -> _NoReceipt:
+        """Itself: nobody takes it away."""
+        return self
+
     def settle(self) -> None:
         """Nothing is owed."""
 

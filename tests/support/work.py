@@ -25,6 +25,10 @@ class TestReceipt:
         self.void = False
         self.settled = 0
 
+    @property
+    def assignment(self) -> TestReceipt:
+        return self
+
     def settle(self) -> None:
         self.settled += 1
 
