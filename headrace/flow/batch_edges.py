@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-import structlog
-
 from headrace.codec import decode_batch, encode_batch
 from headrace.errors import Rejected
 from headrace.flow.announcing import Announcer
 from headrace.flow.batch_trial import try_batch
 from headrace.flow.channel import Ask, Outlet, PullChannel
-from headrace.flow.edges import refuse
+from headrace.flow.edges import decoded, refuse
 from headrace.flow.endings import rejection
 from headrace.flow.fleet import ModelKey
 from headrace.flow.inflight import Assignment, settle_all
@@ -22,11 +20,8 @@ from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.messages import Batch, Request
-from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-
-log = structlog.get_logger(__name__)
 
 
 class BatchWriter:
@@ -166,19 +161,9 @@ class BatchFeed:
             assignment.skip(record.offset)
             return None
         receipt = assignment.admit(record.offset, len(record.value or b""))
-        try:
-            batch = decode_batch(record.value or b"", receipt)
-        except Rejected as error:
-            log.error(
-                Event.INTERNAL_RECORD_UNREADABLE,
-                topic=record.topic,
-                partition=record.partition,
-                offset=record.offset,
-                reason=str(error),
-            )
-            receipt.settle()
-            return None
-        receipt.parts = len(batch.requests)
+        batch = decoded(record, receipt, decode_batch)
+        if batch is not None:
+            receipt.parts = len(batch.requests)
         return batch
 
     def _next(self, key: ModelKey | None, _ask: Ask) -> Batch | None:

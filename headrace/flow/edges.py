@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import structlog
 
@@ -28,6 +29,8 @@ from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 MAX_WAITING = 4096
 """Requests that wait until a run can leave; who brings more waits."""
@@ -67,7 +70,7 @@ class TopicInlet:
                     delivery.assignment.skip(record.offset)
                     continue
                 receipt = delivery.assignment.admit(record.offset, len(record.value or b""))
-                request = _decoded(record, receipt, self._decode)
+                request = decoded(record, receipt, self._decode)
                 if request is None:
                     continue
                 if condemned and (record.offset, 0) in condemned:
@@ -81,9 +84,9 @@ class TopicInlet:
                 return requests
 
 
-def _decoded(
-    record: Record, receipt: LedgerReceipt, decode: Callable[[bytes, LedgerReceipt], Request]
-) -> Request | None:
+def decoded(
+    record: Record, receipt: LedgerReceipt, decode: Callable[[bytes, LedgerReceipt], T]
+) -> T | None:
     """None, and settled, when the record is not one of ours: no request can be made out in it."""
     try:
         return decode(record.value or b"", receipt)
