@@ -38,9 +38,10 @@ from headrace.log.kafka_topics import require_known_leaders
 from headrace.log.port import Committed, TopicPartition
 
 _MARKERS_S: Final = 0.002
-"""A transaction follows the end of the last one not sooner, and is tried again after this time: the
-broker is writing the last one's markers, and refuses until that is done.
+"""A transaction follows the end of the last one not sooner, and is tried again after this time, and
+then after twice as long: the broker is writing the last one's markers, and refuses meanwhile.
 """
+_MAX_MARKERS_S: Final = 0.02
 _ALL_REPLICAS: Final = -1
 _SEQUENCES: Final = 2**31
 """A partition's sequence numbers begin again from 0 (`DefaultRecordBatch.incrementSequence`)."""
@@ -252,13 +253,14 @@ class ProducerEpoch:
         self, error: KafkaError, kind: CoordinationType, pauses: Iterator[float]
     ) -> None:
         """Wait where an error passes, and look the coordinator up again; else raise it."""
+        pause_s = next(pauses)
         if isinstance(error, kafka_errors.ConcurrentTransactions):
-            await asyncio.sleep(_MARKERS_S)
+            await asyncio.sleep(min(pause_s, _MAX_MARKERS_S))
             return
         if not error.retriable:
             raise error
         self._coordinators.pop(kind, None)
-        await asyncio.sleep(next(pauses))
+        await asyncio.sleep(pause_s)
 
     async def _send(
         self, node: int, request: Any, group: ConnectionGroup = ConnectionGroup.DEFAULT
