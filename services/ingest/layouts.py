@@ -55,7 +55,7 @@ class Alike(NamedTuple):
         start, stop: where these bytes are.
         name, datatype, shape: of the tensor.
         model, version: by which it was bound.
-        rest: see `headrace.models.binding.Bound`: rows, shape class, size in bytes, and outputs
+        bound: see `headrace.models.binding.Bound`: rows, shape class, size in bytes, and outputs
             that are wanted.
     """
 
@@ -68,7 +68,7 @@ class Alike(NamedTuple):
     shape: tuple[int, ...]
     model: str
     version: str
-    rest: tuple[int, tuple[int, ...], int, tuple[str, ...] | None]
+    bound: tuple[int, tuple[int, ...], int, tuple[str, ...] | None]
 
 
 class Layout:

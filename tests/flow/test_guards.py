@@ -38,7 +38,7 @@ from tests.support.work import NOW_US
 REQUESTS = 4096
 FEW = 256
 CALLS_PER_REQUEST = 26.0
-BLOCKS_PER_REQUEST = 7.1
+BLOCKS_PER_REQUEST = 6.1
 GARBAGE_PER_REQUEST = 0.01
 
 CODE = Path(headrace.__file__).parent
@@ -133,7 +133,7 @@ async def test_a_request_leaves_no_cycles_of_references(tmp_path: Path) -> None:
 
 def test_memory_blocks_that_a_waiting_request_holds(tmp_path: Path) -> None:
     """Read and checked, it is so many pieces of memory."""
-    rules = Rules(digits_models(tmp_path), LimitSettings())
+    rules = Rules(digits_models(tmp_path), LimitSettings(), lambda *_: None)
     assignment = make_assignment()
     records = delivery(*[digits_value() for _ in range(REQUESTS)], assignment=assignment).records
     read_requests(records[:3], make_assignment(), rules, NOW_US)  # fills what is remembered

@@ -84,7 +84,7 @@ def by_layout(value: bytes, layouts: Layouts, version: Version) -> Any:
 def bound_alike(value: bytes, alike: Alike) -> Bound:
     """What ingest makes of a value whose layout is bound."""
     content = memoryview(value)[alike.start : alike.stop]
-    return Bound((Tensor(alike.name, alike.datatype, alike.shape, content),), *alike.rest)
+    return Bound((Tensor(alike.name, alike.datatype, alike.shape, content),), *alike.bound)
 
 
 def told(bound: Any) -> Any:
