@@ -247,7 +247,7 @@ OWN_HEADERS = frozenset(
 )
 """The `x-*` headers that Headrace gives a meaning, beside `x-replay-*`; others' are passed on."""
 
-_STAY = OWN_HEADERS | {"spring_json_header_types", "traceparent", "tracestate"}
+_STAY = OWN_HEADERS | {"spring_json_header_types"} | _RULES.keys()
 _STAYING_PREFIXES = ("content-", "ce_", "kafka_", "retry_topic-", "x-replay-")
 
 
@@ -302,7 +302,7 @@ def _add_callers(headers: list[Header], request: Request, envelope: Envelope) ->
     if envelope.traceparent is not None and envelope.tracestate is not None:
         headers.append(("tracestate", envelope.tracestate))
     for name, value in request.headers:
-        if value is not None and travels(name):
+        if name not in _STAY and value is not None and travels(name):
             headers.append((name, value))
 
 

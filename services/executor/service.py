@@ -273,7 +273,7 @@ class ExecutorService:
             # Of several instances, another one takes what comes: nothing waits behind a slow run.
             if version.config.instances == 1 and not instance.is_quick:
                 predicted_us = version.latency.predict_us(
-                    run.requests[0].shape_class, sum(request.rows for request in run.requests)
+                    run.requests[0].shape_class, sum([request.rows for request in run.requests])
                 )
                 intake.look_ahead(self._clock(), predicted_us)
             outputs = await self._watched(instance, arrays)
