@@ -48,7 +48,7 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Delivery] = deque()
+        self._waiting: deque[tuple[Delivery, int]] = deque()
         self._arrived = asyncio.Event()
         self._ended = False
         self.waiting_bytes = 0
@@ -57,12 +57,13 @@ class Arrivals:
         return bool(self._waiting)
 
     def __iter__(self) -> Iterator[Delivery]:
-        return iter(self._waiting)
+        return (delivery for delivery, _ in self._waiting)
 
     def put(self, delivery: Delivery) -> None:
         """Add what was read; tells nobody yet, see `tell`."""
-        self._waiting.append(delivery)
-        self.waiting_bytes += size_bytes(delivery.records)
+        size_bytes = waiting_bytes(delivery.records)
+        self._waiting.append((delivery, size_bytes))
+        self.waiting_bytes += size_bytes
 
     def tell(self) -> None:
         """Wake the first stage."""
@@ -75,8 +76,8 @@ class Arrivals:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
-        delivery = self._waiting.popleft()
-        self.waiting_bytes -= size_bytes(delivery.records)
+        delivery, size_bytes = self._waiting.popleft()
+        self.waiting_bytes -= size_bytes
         return delivery
 
     def end(self) -> None:
@@ -88,14 +89,14 @@ class Arrivals:
     def drop(self, partitions: frozenset[TopicPartition] | None) -> None:
         """Forget what was read of these or all; their next owner reads it again."""
         self._waiting = deque(
-            delivery
-            for delivery in self._waiting
+            (delivery, size_bytes)
+            for delivery, size_bytes in self._waiting
             if partitions is not None and delivery.assignment.partition not in partitions
         )
-        self.waiting_bytes = sum(size_bytes(delivery.records) for delivery in self._waiting)
+        self.waiting_bytes = sum(size_bytes for _, size_bytes in self._waiting)
 
 
-def size_bytes(records: Sequence[Record]) -> int:
+def waiting_bytes(records: Sequence[Record]) -> int:
     """What records take that wait; their headers are counted as part of the overhead."""
     values = sum([len(record.value) for record in records if record.value is not None])
     return values + RECORD_OVERHEAD_BYTES * len(records)
