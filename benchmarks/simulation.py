@@ -9,8 +9,10 @@ ingest began to read a request until its answer was encoded, which is what the t
 add up to. Digits runs on the event loop: its turns are measured before each run
 (`headrace.replay.loop_measuring`), and the run itself tells the simulation nothing but its
 arrivals. Magika and ResNet-50 are bound by computing: S(b) is learned from the run's own answers,
-and a second time from those of the run before, at another load. Loads are shares of what these
-times allow. Every round has all loads in turn; what counts is the median of each load's rounds.
+and a second time from those of the run before, at another load. So is that of *paced*, whose runs
+wait for 200 ms and 25 ms for each row, as for a device: where a machine is busy with other work it
+is the one model whose runs still take what they take. Loads are shares of what these times allow.
+Every round has all loads in turn; what counts is the median of each load's rounds.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import cycle
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -37,6 +40,7 @@ from benchmarks.campaign import SCRATCH
 from benchmarks.machine import describe_machine
 from benchmarks.subjects import SUBJECTS, Subject
 from benchmarks.ticking import TICK_BYTES
+from headrace.codec import encode_request
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Log, NewRecord, TopicPartition
@@ -63,6 +67,22 @@ ANSWER_DEADLINE_S = 120.0
 LOOK_EVERY_S = 0.05
 SLOW_MEASURE_S = 2.0
 WITHIN = 0.15
+
+
+PACED = """
+import time
+
+class Model:
+    inputs = [("x", "FP32", (-1, 4))]
+    outputs = [("y", "FP32", (-1, 4))]
+
+    def warm_up(self):
+        pass
+
+    def run(self, inputs):
+        time.sleep(0.2 + 0.025 * len(inputs["x"]))
+        return {"y": inputs["x"]}
+"""
 
 
 class Times(NamedTuple):
@@ -96,6 +116,22 @@ class Compared(NamedTuple):
     simulated_load: float
     machine_load: float
     times: str
+
+
+def paced(scratch: Path) -> Subject:
+    """A model whose runs take the time that they are told to, and no processor's."""
+    repository = scratch / "paced-repository"
+    version = repository / "paced" / "1"
+    version.mkdir(parents=True, exist_ok=True)
+    (version / "model.py").write_text(PACED, encoding="utf-8")
+    config = 'backend = "python"\nprobe = false\nmax_batch_size = 8\n'
+    (version.parent / "model.toml").write_text(config, encoding="utf-8")
+    row = {"x": np.zeros((1, 4), np.float32)}
+    value = encode_request("application/msgpack", "paced", row)
+    return Subject("paced", "bound by waiting", repository, version, 8, [value], 100, slow=True)
+
+
+MODELS = {**SUBJECTS, "paced": paced}
 
 
 def settings_of(subject: Subject) -> Settings:
@@ -308,7 +344,7 @@ def numbers(text: str) -> list[float]:
 
 
 @click.command(help=__doc__)
-@click.option("--model", "names", default="digits,magika", show_default=True)
+@click.option("--model", "names", default="digits,magika,paced", show_default=True)
 @click.option("--load", "loads", default="0.3,0.5,0.8", show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--seconds", default=20.0, show_default=True)
@@ -316,7 +352,7 @@ def main(names: str, loads: str, rounds: int, seconds: float) -> None:
     configure_logging("warning")
     rows: list[Compared] = []
     for name in names.split(","):
-        subject = SUBJECTS[name](SCRATCH)
+        subject = MODELS[name](SCRATCH)
         rows += uvloop.run(compare(subject, numbers(loads), rounds, seconds))
     found = summary(rows)
     write("simulation.json", {"summary": found, "runs": [row._asdict() for row in rows]})

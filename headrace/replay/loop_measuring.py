@@ -67,8 +67,8 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
             began_s = time.thread_time()
             await _send(producer, settings, [next(turns) for _ in range(size)])
             sent += size
-            await _answered(reader, partitions, sent)
-            busy_us.append((size, 1e6 * (time.thread_time() - began_s)))
+            looking_s = await _answered(reader, partitions, sent)
+            busy_us.append((size, 1e6 * (time.thread_time() - began_s - looking_s)))
     answered_us = await _told(log, settings, [size for size, _ in busy_us])
     return LoopTime(fitted(answered_us[WARM_UP_TURNS:]), fitted(busy_us[WARM_UP_TURNS:]))
 
@@ -91,9 +91,16 @@ async def _send(producer: Producer, settings: Settings, values: Sequence[bytes])
         await producer.send(target, [NewRecord(None, value)])
 
 
-async def _answered(reader: Consumer, partitions: Sequence[TopicPartition], count: int) -> None:
+async def _answered(reader: Consumer, partitions: Sequence[TopicPartition], count: int) -> float:
+    """Wait until there are so many answers. Returns the processor time of looking, in seconds."""
     give_up_s = time.monotonic() + ANSWER_DEADLINE_S
-    while sum((await reader.end_offsets(partitions)).values()) < count:
+    looking_s = 0.0
+    while True:
+        began_s = time.thread_time()
+        answered = sum((await reader.end_offsets(partitions)).values())
+        looking_s += time.thread_time() - began_s
+        if answered >= count:
+            return looking_s
         if time.monotonic() > give_up_s:
             raise ConfigurationError(
                 f"expected {count} answers within {ANSWER_DEADLINE_S:g} s, to measure the event "
