@@ -45,7 +45,7 @@ _MAX_MARKERS_S: Final = 0.02
 _ALL_REPLICAS: Final = -1
 _SEQUENCES: Final = 2**31
 """A partition's sequence numbers begin again from 0 (`DefaultRecordBatch.incrementSequence`)."""
-_ENDING_NOT_BEGUN = (
+_COULD_NOT_END = (
     kafka_errors.ConcurrentTransactions,
     kafka_errors.GroupCoordinatorNotAvailableError,
     kafka_errors.GroupLoadInProgressError,
@@ -125,7 +125,7 @@ class ProducerEpoch:
     async def commit(self) -> None:
         """End the transaction. After an error nobody knows whether it was committed.
 
-        It is sent again only where the coordinator says that it has not begun. One whose answer
+        It is sent again only where the coordinator has answered that it could not. One whose answer
         was lost is not: it could arrive late, and end a later transaction (KAFKA-17754).
         """
         request = EndTxnRequest(*self._identity, transaction_result=True)
@@ -136,7 +136,7 @@ class ProducerEpoch:
             if error is None:
                 self._ended_s = time.monotonic()
                 return
-            if not isinstance(error, _ENDING_NOT_BEGUN):
+            if not isinstance(error, _COULD_NOT_END):
                 raise error
             await self._pause_after(error, kind, pauses)
 
