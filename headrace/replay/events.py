@@ -139,6 +139,7 @@ class Farm(NamedTuple):
         prepare_us: how long its rows are gathered and copied before that.
         leads_us: of versions whose instances prepare their next batch while they compute: how
             long before the end of a run it closes.
+        around_us: by model, how much later than its run's end a request is answered.
         ended: told of each batch that has ended, how long it took, and when that was.
         loop: of what runs on it; None where nothing does.
     """
@@ -147,6 +148,7 @@ class Farm(NamedTuple):
     service_us: Callable[[str, int], int]
     prepare_us: int = 0
     leads_us: Mapping[ModelKey, int] = {}
+    around_us: Mapping[str, int] = {}
     ended: Callable[[Batch, int, int], None] = untold
     loop: EventLoop | None = None
 
@@ -288,12 +290,16 @@ class Simulation:
         while self._running and self._running[0].at_us <= now_us:
             done = heapq.heappop(self._running)
             self._seen.end_us = max(self._seen.end_us, done.at_us)
+            around_us = 0
+            if done.instance is not None:
+                around_us = self._farm.around_us.get(done.batch.model, 0)
+            answered_us = done.at_us + around_us
             for request in done.batch.requests:
                 came_us = self._columns[request.offset][0]
-                self._seen.latency_us[request.offset] = done.at_us - came_us
-                self._seen.in_process_us[request.offset] = done.at_us - request.ingested_us
+                self._seen.latency_us[request.offset] = answered_us - came_us
+                self._seen.in_process_us[request.offset] = answered_us - request.ingested_us
                 deadline_ms = request.envelope.deadline_ms
-                if deadline_ms and done.at_us >= deadline_ms * 1000:
+                if deadline_ms and answered_us >= deadline_ms * 1000:
                     self._seen.late += 1
             instance = done.instance
             if instance is None:

@@ -49,6 +49,9 @@ class ServiceTime:
         ratios: of single runs to S of their sizes, in the order in which they were.
         overhead_us: what every batch costs besides, always the same.
 
+    Attributes:
+        around_us: by how much later a request is answered, while its instance goes on; see `learn`.
+
     Raises:
         ValueError: neither points nor a line, or negative times.
     """
@@ -72,6 +75,7 @@ class ServiceTime:
         self._us = list(accumulate((each.us for each in known), max))
         self._ratios = tuple(ratios)
         self._overhead_us = overhead_us
+        self.around_us = 0
 
     def __call__(self, rows: int) -> int:
         """At least one microsecond."""
@@ -127,12 +131,14 @@ class ServiceTime:
     def _with(
         self, *, ratios: Sequence[float] | None = None, overhead_us: float | None = None
     ) -> ServiceTime:
-        return ServiceTime(
+        changed = ServiceTime(
             self.points,
             (self.t0_us, self.a_us),
             ratios=self._ratios if ratios is None else ratios,
             overhead_us=self._overhead_us if overhead_us is None else overhead_us,
         )
+        changed.around_us = self.around_us
+        return changed
 
     def __str__(self) -> str:
         known = ", ".join(f"S({each.rows})={each.us:.0f}" for each in self.points)
@@ -179,6 +185,7 @@ def parse_service_time(text: str) -> tuple[str, ServiceTime]:
 
 class _Parameters(msgspec.Struct):
     compute_us: int = 0
+    batch_us: int = 0
     batch_size: int = 0
 
 
@@ -194,6 +201,9 @@ _from_json = msgspec.json.Decoder(_Answer).decode
 async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
     """By model: the median of `compute_us` for each `batch_size` of the answers.
 
+    What is around the runs is the lower quartile of `batch_us`. A batch that closes just in time
+    waits for the run before it, which is part of the others.
+
     Raises:
         ConfigurationError: there is not one answer that tells.
     """
@@ -204,26 +214,33 @@ async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
                 found = _answer(record)
                 if found is not None and found.parameters and found.parameters.batch_size > 0:
                     parameters = found.parameters
-                    seen[found.model_name].add(parameters.batch_size, parameters.compute_us)
+                    seen[found.model_name].add(parameters)
     if not seen:
         raise ConfigurationError(
             f"{answers.name}: expected answers with compute_us and batch_size, got none"
         )
-    return {model: fitted(runs.found) for model, runs in seen.items()}
+    return {model: runs.fitted() for model, runs in seen.items()}
 
 
 class _Runs:
     """Runs, out of answers of which up to b tell of the same run of b rows."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, float]] = []
+        self._runs: list[tuple[int, float]] = []
+        self._around_us: list[int] = []
         self._told: defaultdict[tuple[int, int], int] = defaultdict(int)
 
-    def add(self, rows: int, us: int) -> None:
-        told = self._told[rows, us]
-        if not told:
-            self.found.append((rows, us))
-        self._told[rows, us] = (told + 1) % rows
+    def add(self, said: _Parameters) -> None:
+        run = said.batch_size, said.compute_us
+        if not self._told[run]:
+            self._runs.append(run)
+            self._around_us.append(said.batch_us)
+        self._told[run] = (self._told[run] + 1) % said.batch_size
+
+    def fitted(self) -> ServiceTime:
+        found = fitted(self._runs)
+        found.around_us = round(float(np.quantile(self._around_us, 0.25)))
+        return found
 
 
 def fitted(runs: Sequence[tuple[int, float]]) -> ServiceTime:

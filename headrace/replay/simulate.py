@@ -216,6 +216,7 @@ def _farm(served: Mapping[ModelKey, Served]) -> Farm:
             for key, each in served.items()
             if each.instances == 1 and each.service_time(1) >= AHEAD_FROM_US
         },
+        around_us={model: each.service_time.around_us for (model, _), each in served.items()},
         ended=ended,
         loop=event_loop({key: one for key, one in turns.items() if one is not None}, chance),
     )

@@ -18,9 +18,10 @@ from headrace.replay.service_times import (
 from tests.support.recordings import GivenRecording, recorded
 
 
-def answer(rows: int, compute_us: int, model: str = "digits") -> bytes:
+def answer(rows: int, compute_us: int, model: str = "digits", around_us: int = 2) -> bytes:
     """The value of a response."""
-    parameters = {"queue_us": 1, "batch_us": 2, "compute_us": compute_us, "batch_size": rows}
+    times = {"queue_us": 1, "batch_us": around_us, "compute_us": compute_us}
+    parameters = {**times, "batch_size": rows}
     packed: bytes = msgpack.packb(
         {"model_name": model, "model_version": "1", "outputs": [], "parameters": parameters}
     )
@@ -122,6 +123,22 @@ async def test_medians_of_answers_are_learned_by_model() -> None:
         "digits": (100, 200),
         "other": (7, 7),
     }
+
+
+async def test_what_is_around_the_runs_is_learned_besides() -> None:
+    """The quickest quarter waited for no run before their own. It is no part of S(b)."""
+    learned = await learn(answers(*(answer(1, 100, around_us=each) for each in range(10, 19))))
+
+    changed = learned["digits"].later(5)
+    assert (changed.around_us, changed(1)) == (12, 105)
+
+
+async def test_a_run_that_many_answers_tell_of_is_one() -> None:
+    """Ten runs of two rows have twenty answers; those of one of them follow each other."""
+    learned = await learn(answers(*[answer(2, 100)] * 10, *[answer(2, 300)] * 10))
+
+    (point,) = learned["digits"].points
+    assert (point.rows, point.us, point.seen) == (2, 200, 10)
 
 
 async def test_sizes_that_were_hardly_seen_are_left_out() -> None:

@@ -43,6 +43,16 @@ def test_executors_look_ahead_as_the_real_ones_do() -> None:
     )
 
 
+def test_what_is_around_a_run_is_its_requests_and_not_its_instances() -> None:
+    """The second request waits for the first one's run alone."""
+    times = ServiceTime((), (1000, 0))
+    times.around_us = 300
+
+    found = outcome(arrivals([0, 100]), Served(LIMITS, 1, times))
+
+    assert found.latencies_ms[-1] == pytest.approx((2000 + 300 - 100) / 1000)
+
+
 @pytest.mark.parametrize(("instances", "reason"), [(1, "just_in_time"), (2, "idle")])
 def test_an_only_instance_has_its_next_batch_closed_just_in_time(
     instances: int, reason: str
