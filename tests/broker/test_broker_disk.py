@@ -1,0 +1,75 @@
+"""A broker's own disk is full: nothing is acknowledged, nothing is lost, and work goes on later."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.local_kafka import LocalKafka
+from tests.broker.test_broker_trouble import (
+    GUARANTEES,
+    ONE_NODE,
+    deployment,
+    require_nothing_lost,
+    unready,
+)
+from tests.support.conditions import eventually
+
+DISK_BYTES = 192 * 1024 * 1024
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own, which only root can have."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system of its own size")
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    size = f"size={DISK_BYTES}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(directory)], check=True)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all that is free."""
+    file = disk / "somebody-elses"
+    with file.open("wb", buffering=0) as taken:
+        try:
+            while True:
+                taken.write(bytes(1024 * 1024))
+        except OSError:
+            pass
+    return file
+
+
+@GUARANTEES
+async def test_a_broker_whose_disk_is_full(
+    kafka_installed: None, disk: Path, unique_name: str, guarantee: str
+) -> None:
+    """It ends, as Kafka does then; with room again, and started, it has all it acknowledged."""
+    async with (
+        LocalKafka(disk / "kafka", start_timeout_s=120.0) as cluster,
+        deployment(cluster.bootstrap_servers, unique_name, guarantee, ONE_NODE) as (
+            process,
+            traffic,
+        ),
+    ):
+        await traffic.flows(100)
+        taken = fill(disk)
+        await eventually(lambda: not cluster.node().is_running, deadline_s=90, recheck_s=0.2)
+        await unready(process, 30)
+        taken.unlink()
+        await cluster.start_node()
+        await traffic.flows(100)
+        await eventually(process.is_ready, deadline_s=30, recheck_s=0.2)
+        await traffic.all_answered()
+    require_nothing_lost(traffic, guarantee)
