@@ -153,17 +153,15 @@ def _topic(value: bytes) -> str:
     return _text(value)
 
 
-def _milliseconds(value: bytes) -> int:
-    if not value.isdigit() or len(value) > _MAX_DIGITS:
-        raise ValueError(
-            f"expected milliseconds in at most {_MAX_DIGITS} ASCII digits, got {_shown(value)}"
-        )
-    return int(value)
+def _milliseconds(in_place_of_0: int) -> Callable[[bytes], int]:
+    def parse(value: bytes) -> int:
+        if not value.isdigit() or len(value) > _MAX_DIGITS:
+            raise ValueError(
+                f"expected milliseconds in at most {_MAX_DIGITS} ASCII digits, got {_shown(value)}"
+            )
+        return int(value) or in_place_of_0
 
-
-def _deadline(value: bytes) -> int:
-    # 0 means none in an envelope; a deadline of 0 is one that has passed.
-    return _milliseconds(value) or 1
+    return parse
 
 
 def _priority(value: bytes) -> int:
@@ -215,13 +213,13 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     "kafka_correlationId": (1, None),
     "kafka_replyTopic": (2, _topic),
     "kafka_replyPartition": (3, _partition),
-    "x-deadline-ms": (4, _deadline),
+    "x-deadline-ms": (4, _milliseconds(1)),  # 0 means none in an envelope, and here passed
     "x-priority": (5, _priority),
     "x-tenant": (6, lru_cache(maxsize=1024)(_text)),
     "traceparent": (9, None),
     "tracestate": (10, None),
     "x-cancel": (12, _cancelled),
-    "x-timeout-ms": (13, _milliseconds),
+    "x-timeout-ms": (13, _milliseconds(0)),
     "x-model": (14, _model),
 }
 _DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11

@@ -287,17 +287,20 @@ class Forming:
         if queue is None or not queue.count or first.envelope.cancels is not None:
             return False
         rows = sum([request.rows for request in requests])
-        with_deadline = [one for one in requests if one.envelope.deadline_ms] if dated else []
-        if with_deadline:
-            earliest_ms = min([one.envelope.deadline_ms for one in with_deadline])
-            if queue.pace.row_us and not _is_sure(queue, rows, earliest_ms * 1000 - now_us):
+        entries: list[_Deadline] = []
+        if dated:
+            order = self._order
+            entries = [
+                (deadline_ms * 1000, next(order), one)
+                for one in requests
+                if (deadline_ms := one.envelope.deadline_ms)
+            ]
+            if queue.pace.row_us and not _is_sure(queue, rows, min(entries)[0] - now_us):
                 return False
             self._clear_deadlines()
-            deadlines, order = self._deadlines, self._order
-            for request in with_deadline:
-                entry = (request.envelope.deadline_ms * 1000, next(order), request)
-                heapq.heappush(deadlines, entry)
-        queue.add_alike(requests, rows, with_deadline)
+            for entry in entries:
+                heapq.heappush(self._deadlines, entry)
+        queue.add_alike(requests, rows, [entry[2] for entry in entries])
         return True
 
     def _refusal(self, queue: ModelQueue, request: Request, now_us: int) -> Failure | None:

@@ -70,7 +70,7 @@ class ModelQueue:
             fifo = lane.fifo_of(priority)
         fifo.requests.append(request)
         if envelope.deadline_ms:
-            fifo.note_deadline(request)
+            fifo.note_deadlines((request,))
             if self._delay_us:
                 self._shorten_delay(group, request)
         rows = request.rows
@@ -104,10 +104,9 @@ class ModelQueue:
         lane = group.lanes[envelope.tenant]
         fifo = lane.fifo_of(envelope.priority)
         fifo.requests.extend(requests)
-        for request in with_deadline:
-            fifo.note_deadline(request)
-            if self._delay_us:
-                self._shorten_delay(group, request)
+        fifo.note_deadlines(with_deadline)
+        for request in with_deadline if self._delay_us else ():
+            self._shorten_delay(group, request)
         lane.count += len(requests)
         fifo.share[0] += rows
         self.count += len(requests)

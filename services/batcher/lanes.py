@@ -14,6 +14,7 @@ A group has the lanes of one shape class, whose requests may share a batch.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.messages import Request
@@ -53,12 +54,17 @@ class Fifo:
         self.deadlines: deque[Request] = deque()
         self.ended = 0
 
-    def note_deadline(self, request: Request) -> None:
-        """The request that came last has a deadline."""
-        deadlines, deadline_ms = self.deadlines, request.envelope.deadline_ms
-        while deadlines and deadlines[-1].envelope.deadline_ms >= deadline_ms:
-            deadlines.pop()
-        deadlines.append(request)
+    def note_deadlines(self, requests: Sequence[Request]) -> None:
+        """The requests that came last have deadlines."""
+        deadlines = self.deadlines
+        last_ms = deadlines[-1].envelope.deadline_ms if deadlines else 0
+        for request in requests:
+            deadline_ms = request.envelope.deadline_ms
+            while last_ms >= deadline_ms:
+                deadlines.pop()
+                last_ms = deadlines[-1].envelope.deadline_ms if deadlines else 0
+            deadlines.append(request)
+            last_ms = deadline_ms
 
     def first(self) -> Request | None:
         """The one that has waited longest and has not ended meanwhile."""
