@@ -123,7 +123,7 @@ BENCH ?=
 MINUTES ?= 60
 
 .PHONY: bench
-bench: setup $(PEERS)/.complete ## measure it against others on a local Kafka; 18 minutes, BENCH=--quick three
+bench: setup $(PEERS)/.complete ## measure it against others on a local Kafka; 20 minutes, BENCH=--quick three
 	@$(BIN)/python -m benchmarks $(BENCH)
 
 .PHONY: bench-peers
