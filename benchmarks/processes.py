@@ -109,7 +109,16 @@ class Running:
 
     def cpu_s(self) -> float:
         """The processor time of all of them until now."""
-        return sum(cpu_s(process.pid) for process in self._processes)
+        return sum(self.cpu_each_s())
+
+    def cpu_each_s(self) -> list[float]:
+        """The processor time of each until now, in the order of the programs."""
+        return [cpu_s(process.pid) for process in self._processes]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of them."""
+        for process in self._processes:
+            process.send_signal(number)
 
     def resident_bytes(self) -> int:
         """The memory of all of them now."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,26 @@ from aiokafka.conn import AIOKafkaConnection
 from headrace.config import Settings, make_settings
 from headrace.local_kafka import LocalKafka
 from headrace.log.kafka import KafkaLog
+from headrace.log.kafka_consumer import KafkaConsumer
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.pipeline import Pipeline, running
 from headrace.topic_plan import plan_topics
-from headrace.topics import Topic
+from headrace.topics import STAGES, Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 from tests.support.services import digits_value
 
 REQUESTS = 20_000
+APART_REQUESTS = 10_000
 PARTITIONS = 4
 BROKER_REQUESTS = 0.01
 """For each answer: a produce request has dozens of answers, and a fetch hundreds of records."""
 SOCKET_READS = 0.015
+APART_PRODUCE_REQUESTS = 0.02
+"""For each answer, with each stage apart: items, batches, results and answers are written, and what
+executors say of batches."""
+APART_POLLS = 0.02
+"""Likewise, of those that found something: each was a fetch, or a part of one."""
 
 
 @pytest.fixture
@@ -51,50 +60,78 @@ def talk(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts requests to brokers, each of which is a write to a socket, and reads of sockets."""
     counts: Counter[str] = Counter()
     send, receive = AIOKafkaConnection.send, asyncio.StreamReaderProtocol.data_received
+    poll = KafkaConsumer.poll
 
-    def counted_send(self: Any, *args: Any, **more: Any) -> Any:
+    def counted_send(self: Any, request: Any, *args: Any, **more: Any) -> Any:
         counts["requests"] += 1
-        return send(self, *args, **more)
+        counts["produce"] += type(request).__name__.startswith("ProduceRequest")
+        return send(self, request, *args, **more)
 
     def counted_receive(self: asyncio.StreamReaderProtocol, data: bytes) -> None:
         counts["reads"] += 1
         receive(self, data)
 
+    async def counted_poll(self: KafkaConsumer, timeout_s: float, max_records: int) -> Any:
+        found = await poll(self, timeout_s, max_records)
+        counts["polls"] += bool(found)
+        return found
+
+    monkeypatch.setattr(KafkaConsumer, "poll", counted_poll)
     monkeypatch.setattr(AIOKafkaConnection, "send", counted_send)
     monkeypatch.setattr(asyncio.StreamReaderProtocol, "data_received", counted_receive)
     return counts
 
 
-async def fill(log: KafkaLog, topic: str) -> None:
+async def fill(log: KafkaLog, topic: str, requests: int) -> None:
     """Requests in all partitions, acknowledged."""
     value = digits_value()
     async with log.producer() as producer:
         for partition in range(PARTITIONS):
-            records = [NewRecord(None, value)] * (REQUESTS // PARTITIONS)
+            records = [NewRecord(None, value)] * (requests // PARTITIONS)
             for run in await producer.send(TopicPartition(topic, partition), records):
                 await run.acknowledged
 
 
-async def test_talk_with_the_broker_per_request(settings: Settings, talk: Counter[str]) -> None:
-    """A backlog is read, answered and committed with few requests to the broker."""
+async def answer_all(
+    settings: Settings, talk: Counter[str], requests: int, *stages: Sequence[Stage]
+) -> dict[str, float]:
+    """Have a backlog answered by processes of these stages; what was counted, for each answer."""
     assert settings.kafka is not None
-    async with KafkaLog(settings.kafka) as log:
+    async with AsyncExitStack() as stack:
+        log = await stack.enter_async_context(KafkaLog(settings.kafka))
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
-        await fill(log, settings.topic(Topic.REQUESTS))
+        await fill(log, settings.topic(Topic.REQUESTS), requests)
         topic = settings.topic(Topic.RESPONSES)
         partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
-        pipeline = Pipeline(settings, log)
+        pipelines = [Pipeline(settings, log, each) for each in stages]
         talk.clear()
-        async with running(pipeline):
-            totals = pipeline.metrics.totals
-            await eventually(
-                lambda: sum(each["count"] for each in totals()["requests"]) >= REQUESTS,
-                deadline_s=50.0,
-                recheck_s=0.05,
-            )
-            counted = dict(talk)
+        for pipeline in pipelines:
+            await stack.enter_async_context(running(pipeline))
+        totals = pipelines[-1].metrics.totals
+        await eventually(
+            lambda: sum(each["count"] for each in totals()["requests"]) >= requests,
+            deadline_s=50.0,
+            recheck_s=0.05,
+        )
+        counted = {name: count / requests for name, count in talk.items()}
         async with log.reader(partitions) as reader:
-            assert sum((await reader.end_offsets(partitions)).values()) == REQUESTS
+            assert sum((await reader.end_offsets(partitions)).values()) == requests
+    return counted
 
-    assert counted["requests"] / REQUESTS <= BROKER_REQUESTS
-    assert counted["reads"] / REQUESTS <= SOCKET_READS
+
+async def test_talk_with_the_broker_per_request(settings: Settings, talk: Counter[str]) -> None:
+    """A backlog is read, answered and committed with few requests to the broker."""
+    counted = await answer_all(settings, talk, REQUESTS, STAGES)
+
+    assert counted["requests"] <= BROKER_REQUESTS
+    assert counted["reads"] <= SOCKET_READS
+
+
+async def test_talk_with_the_broker_where_each_stage_is_apart(
+    settings: Settings, talk: Counter[str]
+) -> None:
+    """What gathers on the way travels together, at each of the topics between the stages."""
+    counted = await answer_all(settings, talk, APART_REQUESTS, *[[stage] for stage in STAGES])
+
+    assert counted["produce"] <= APART_PRODUCE_REQUESTS
+    assert counted["polls"] <= APART_POLLS
