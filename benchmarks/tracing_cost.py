@@ -1,7 +1,7 @@
 """What tracing costs: the four services in one process on the embedded log, with tracing off, on
 at several ratios, one after the other in rounds, so that a busy machine is busy for all.
 
-    python benchmarks/tracing_cost.py [--requests N] [--rounds N]
+    python -m benchmarks.tracing_cost [--requests N] [--rounds N]
 
 Requests are in the log before the services start. Time is counted until the last answer is in the
 log, by the clock and by the processor time of the process, export included; what is left in the

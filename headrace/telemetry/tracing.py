@@ -47,7 +47,7 @@ from headrace.trace import (
 KEPT_AT_ONCE = 1000
 KEPT_PER_S = 200.0
 """How many failures are kept that were not sampled: at once, and in the long run. Each costs a
-quarter of a millisecond.
+tenth of a millisecond.
 """
 
 REPLY_TOPIC = "(reply topic)"
