@@ -299,8 +299,8 @@ class Request(Struct, eq=False):
         compute_us: how long its run took; `batch_rows` how many rows ran with it.
         own_sizes: None until it was padded, see `headrace.models.padding`.
         heads, contents: of the outputs, and their bytes; `contents` is None until it has run.
-            Requests that ran together, with as many rows and as many bytes, share one object of
-            `heads`, so that nobody has to look at each of them.
+            Requests that ran together share one object of `heads` where their bytes are as many;
+            of texts each has its own. So nobody has to look at each of them.
     """
 
     receipt: Receipt

@@ -91,12 +91,20 @@ def encode_responses(requests: Sequence[Request], now_us: int) -> list[bytes]:
     """
     values: list[bytes] = []
     append = values.append
-    heads: tuple[Head, ...] = ()
-    ingested_us = -1
+    last: Request | None = None
     template: bytes | None = None
     for request in requests:
-        if request.heads is not heads or request.ingested_us != ingested_us:
-            heads, ingested_us = request.heads, request.ingested_us
+        if (
+            last is None
+            or request.heads is not last.heads
+            or request.ingested_us != last.ingested_us
+            or request.formed_us != last.formed_us
+            or request.compute_us != last.compute_us
+            or request.batch_rows != last.batch_rows
+            or request.version != last.version
+            or request.model != last.model
+        ):
+            last = request
             template = _template(request, now_us)
         if (
             template is None

@@ -16,6 +16,7 @@ from headrace.messages import (
 )
 from tests.support.receipts import NO_RECEIPT
 
+IN_COMMON = ("model", "version", "ingested_us", "formed_us", "compute_us", "batch_rows")
 SIZES = {"UINT8": 1, "FP32": 4, "INT64": 8}
 
 
@@ -28,7 +29,8 @@ def tensors(draw: st.DrawFn) -> Tensor:
     for each in shape:
         size *= each
     size = draw(st.integers(0, 300)) if datatype == "BYTES" else size
-    content = draw(st.binary(min_size=size, max_size=size))
+    pattern = draw(st.binary(min_size=1, max_size=4))
+    content = (pattern * size)[:size]
     return Tensor(draw(st.sampled_from(["a", "ä%b" * 20])), datatype, shape, content)
 
 
@@ -85,17 +87,19 @@ def test_pieces_make_the_whole(several: list[Request]) -> None:
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[Request]:
-    """Requests that ran together: they share their heads, and not always when they were read."""
-    first = draw(requests())
-    times = st.integers(first.ingested_us, first.ingested_us + 1)
-    mates = [first]
-    for ingested_us in draw(st.lists(times, max_size=3)):
+    """Requests that share their heads, most of them all that a run has in common."""
+    mates = [draw(requests())]
+    for differs in draw(st.lists(st.sampled_from(["", "", *IN_COMMON]), max_size=3)):
+        before = mates[-1]
         mate = Request(NO_RECEIPT, 0, 1, 0, 0, None, b"", (), Envelope())
-        mate.model, mate.version, mate.ingested_us = first.model, first.version, ingested_us
-        mate.formed_us, mate.compute_us = first.formed_us, first.compute_us
-        mate.batch_rows, mate.heads = first.batch_rows, first.heads
-        mate.id = draw(st.sampled_from([None, "x"]))
-        mate.contents = tuple([bytes(each)[::-1] for each in first.contents or ()])
+        for name in IN_COMMON:
+            setattr(mate, name, getattr(before, name))
+        if differs:
+            value = getattr(before, differs)
+            setattr(mate, differs, value + ("+" if isinstance(value, str) else 1))
+        mate.heads = before.heads
+        mate.id = draw(st.sampled_from([None, None, "x"]))
+        mate.contents = tuple([bytes(each)[::-1] for each in before.contents or ()])
         mates.append(mate)
     return mates
 
