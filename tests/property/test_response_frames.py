@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.codec import encode_response, encode_responses
@@ -18,6 +18,8 @@ from tests.support.receipts import NO_RECEIPT
 
 IN_COMMON = ("model", "version", "ingested_us", "formed_us", "compute_us", "batch_rows")
 SIZES = {"UINT8": 1, "FP32": 4, "INT64": 8}
+
+slow_to_draw = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -78,6 +80,7 @@ def whole(request: Request, now_us: int) -> bytes:
     )
 
 
+@slow_to_draw
 @given(st.lists(requests(), min_size=1, max_size=5))
 def test_pieces_make_the_whole(several: list[Request]) -> None:
     """For any answers, one after another, so that some find what others have left."""
@@ -104,6 +107,7 @@ def runs(draw: st.DrawFn) -> list[Request]:
     return mates
 
 
+@slow_to_draw
 @given(st.lists(runs(), min_size=1, max_size=3))
 def test_what_ran_together_is_answered_as_if_alone(several: list[list[Request]]) -> None:
     """Each value is that of its own request, whoever stands beside it."""
