@@ -1,0 +1,116 @@
+"""The answering step for exactly once, where a partition has no leader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from headrace.flow import sealing
+from headrace.flow.answered import Progress
+from headrace.log.errors import LogUnavailable
+from headrace.log.memory import MemoryLog
+from headrace.log.memory.sealing import MemoryTransactionalProducer
+from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
+from headrace.services.responder import sealed, turns
+from tests.support.conditions import eventually
+from tests.support.services import counted
+from tests.unit.services.test_sealed import RESPONSES, offsets_in_order, running
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries follow at once."""
+    monkeypatch.setattr(sealing, "RETRY_S", 0.01)
+    monkeypatch.setattr(sealed, "RETRY_S", 0.01)
+
+
+class LeaderlessLog(MemoryLog):
+    """One topic's partitions have no leader: whatever is sent there is not acknowledged in time.
+
+    Attributes:
+        leaderless: the topic; empty while all have leaders.
+    """
+
+    leaderless = ""
+
+    def transactional_producer(
+        self, transactional_id: str, group: str
+    ) -> MemoryTransactionalProducer:
+        producer = super().transactional_producer(transactional_id, group)
+        seal = producer.seal
+
+        async def fail(
+            records: Mapping[TopicPartition, Sequence[NewRecord]],
+            offsets: Mapping[TopicPartition, Committed],
+        ) -> None:
+            if any(partition.topic == self.leaderless for partition in records):
+                raise LogUnavailable("the records were not acknowledged in time")
+            await seal(records, offsets)
+
+        producer.seal = fail  # type: ignore[method-assign]  # a fault of this topic's alone
+        return producer
+
+
+async def test_a_reply_partition_without_a_leader_holds_up_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answers are put aside, and are given once it has a leader again."""
+    monkeypatch.setattr(sealed, "STALLED_S", 0.02)
+    monkeypatch.setattr(turns, "WAITING_S", 0.02)
+    log = LeaderlessLog()
+    log.leaderless = "headrace.mine"
+    async with running(log=log) as bench:
+        await log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
+        stuck = [bench.request(kafka_replyTopic=b"headrace.mine") for _ in range(3)]
+        await bench.inlet.send([*stuck, bench.request()])
+        await eventually(lambda: bench.in_flight == 3)
+        await bench.inlet.send([bench.request() for _ in range(5)])
+        await eventually(lambda: bench.in_flight == 3)
+        assert await bench.statuses() == dict.fromkeys(range(3, 9), "ok")
+
+        log.leaderless = ""
+        await bench.settled()
+        assert await bench.statuses("headrace.mine") == dict.fromkeys(range(3), "ok")
+        assert await bench.committed() == Progress(9)
+
+
+@pytest.mark.parametrize("topic", ["headrace.mine", RESPONSES.topic])
+async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
+    monkeypatch: pytest.MonkeyPatch, topic: str
+) -> None:
+    """What goes elsewhere is sealed at once, by the same producer."""
+    monkeypatch.setattr(sealed, "STALLED_S", 0.02)
+    monkeypatch.setattr(turns, "WAITING_S", 0.02)
+    async with running() as bench:
+        for name in ("headrace.mine", "headrace.yours"):
+            await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)
+        bench.log.faults.take_leaders(topic)
+        epochs = dict(bench.log._transactions._epochs)
+        topics = ["headrace.mine", "headrace.yours", RESPONSES.topic] * 3
+        await bench.inlet.send([bench.request(kafka_replyTopic=each.encode()) for each in topics])
+        await eventually(lambda: bench.in_flight == 3)
+        stuck = {place for place, each in enumerate(topics) if each == topic}
+        committed = await bench.committed()
+        assert [each for each in range(9) if each not in committed] == sorted(stuck)
+        assert bench.log._transactions._epochs == epochs
+
+        bench.log.faults.elect(topic)
+        await bench.settled()
+        assert await bench.committed() == Progress(9)
+        assert await bench.statuses(topic) == dict.fromkeys(sorted(stuck), "ok")
+
+
+async def test_in_order_a_partition_without_a_leader_holds_up_what_follows() -> None:
+    """Nothing is put aside, and nothing fenced: the answers come in order once it has one."""
+    async with running("partition") as bench:
+        bench.log.faults.take_leaders(RESPONSES.topic)
+        await bench.inlet.send([bench.request() for _ in range(9)])
+        await eventually(lambda: counted(bench.instruments, "void_total") == 0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert bench.in_flight == 9
+        bench.log.faults.elect(RESPONSES.topic)
+        await bench.settled()
+        assert await offsets_in_order(bench) == list(range(9))
