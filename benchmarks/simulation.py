@@ -18,6 +18,7 @@ Every round has all loads in turn; what counts is the median of each load's roun
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -66,6 +67,11 @@ WARM_UP_REQUESTS = 50
 ANSWER_DEADLINE_S = 120.0
 LOOK_EVERY_S = 0.05
 SLOW_MEASURE_S = 2.0
+KEPT_BYTES = 1 << 34
+"""Of a partition: a run is read again as a whole."""
+FREEZE_EVERY_S = 0.5
+"""So often the records of the embedded log are taken out of the garbage collector's sight: with a
+broker they would be none of this process's objects, and going through them takes long."""
 WITHIN = 0.15
 
 
@@ -143,7 +149,7 @@ def settings_of(subject: Subject) -> Settings:
 @asynccontextmanager
 async def served(settings: Settings) -> AsyncIterator[Log]:
     """A log with nothing in it, and a pipeline that serves it."""
-    async with MemoryLog() as log:
+    async with MemoryLog(retention_bytes=KEPT_BYTES) as log:
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
         async with running(Pipeline(settings, log)):
             yield log
@@ -160,9 +166,12 @@ async def ask(log: Log, settings: Settings, values: Sequence[bytes], load: Load)
     )
     assert ticking.stdout is not None
     topic, turns, sent = settings.topic(Topic.REQUESTS), cycle(values), 0
-    rest = b""
+    rest, freeze_s = b"", time.monotonic()
     async with log.producer() as producer:
         while ticks := await ticking.stdout.read(1 << 16):
+            if time.monotonic() >= freeze_s:
+                gc.freeze()
+                freeze_s = time.monotonic() + FREEZE_EVERY_S
             ticks = rest + ticks
             whole = len(ticks) // TICK_BYTES * TICK_BYTES
             ticks, rest = ticks[:whole], ticks[whole:]
@@ -260,6 +269,9 @@ class Comparison:
             before = None
             if subject.slow and self._before is not None:
                 before = await outcome(log, settings, skipped, self._before)
+        gc.unfreeze()
+        if len(real_us) != sent:
+            raise RuntimeError(f"expected {sent} answers in the log, got {len(real_us)}")
         self._before = times
         p50_ms, p99_ms = (np.quantile(real_us, (0.5, 0.99)) / 1000).tolist()
         return Compared(
