@@ -68,6 +68,8 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
             await _send(producer, settings, [next(turns) for _ in range(size)])
             sent += size
             looking_s = await _answered(reader, partitions, sent)
+            # What is still to be settled belongs to this turn, and must not delay the next one.
+            await asyncio.sleep(LOOK_EVERY_S)
             busy_us.append((size, 1e6 * (time.thread_time() - began_s - looking_s)))
     answered_us = await _told(log, settings, [size for size, _ in busy_us])
     return LoopTime(fitted(answered_us[WARM_UP_TURNS:]), fitted(busy_us[WARM_UP_TURNS:]))
