@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from headrace.config import KafkaSettings
@@ -28,7 +28,7 @@ from headrace.topics import Topic
 from tests.chaos.cluster import running_cluster
 from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER, running
 from tests.support.conditions import eventually
-from tests.support.logs import RecordingListener, polling, values, write
+from tests.support.logs import RecordingListener, polling, read, values, write
 from tests.support.processes import Process, environment, headrace
 from tests.support.tcp_proxy import HOST, TcpProxy
 from tests.support.traffic import PARTITIONS, Traffic
@@ -183,6 +183,36 @@ async def administration(servers: str) -> AsyncIterator[AIOKafkaAdminClient]:
         yield admin
     finally:
         await admin.close()
+
+
+@GUARANTEES
+async def test_a_reply_partition_without_a_leader(
+    cluster: LocalKafka, unique_name: str, guarantee: str
+) -> None:
+    """The answers for it wait until it has one, and no others with them."""
+    servers, lost = cluster.bootstrap_servers, cluster.node_ids[-1]
+    topic = f"{unique_name}.mine"
+    mine = TopicPartition(topic, 0)
+    async with deployment(servers, unique_name, guarantee) as (_, traffic):
+        async with administration(servers) as admin:
+            await admin.create_topics([NewTopic(topic, -1, -1, replica_assignments={0: [lost]})])
+        await in_sync(cluster, unique_name)
+        reply = [("kafka_replyTopic", topic.encode())]
+        await traffic.send_one(reply)
+        await traffic.flows()
+        await cluster.stop_node(lost)
+        await traffic.flows()
+        for _ in range(3):
+            await traffic.send_one(reply)
+            await traffic.flows(100)
+        await cluster.start_node(lost)
+        log = KafkaLog(KafkaSettings(bootstrap_servers=servers))
+        async with log, log.reader([mine]) as reader:
+            reader.seek(mine, 0)
+            answers = await read(reader, 4)
+        await traffic.all_answered()
+    assert len(answers) == 4
+    require_nothing_lost(traffic, guarantee)
 
 
 @EXACTLY_ONCE
