@@ -140,7 +140,11 @@ def headrace_as(
 
 
 FUSED = "Headrace"
+TRACED = "Headrace, traced at 1 %"
 THREE = "Headrace, three processes"
+FOUR = "Headrace, four processes"
+FASTSTREAM = "FastStream"
+QUIX = "Quix Streams"
 AWAITED = "aiokafka, batches, commit awaited"
 OVERLAPPED = "aiokafka, bulk, partitions overlapped"
 BARE = "bare ONNX Runtime"
@@ -157,13 +161,13 @@ CONTESTANTS = [
     _loop("aiokafka, batches, commit in background", "background"),
     _loop("aiokafka, bulk", "bulk"),
     _loop(OVERLAPPED, "bulk", "--overlapped"),
-    _loop("FastStream", "faststream_app", family="framework"),
-    _loop("Quix Streams", "quix_app", family="framework"),
+    _loop(FASTSTREAM, "faststream_app", family="framework"),
+    _loop(QUIX, "quix_app", family="framework"),
     FUSED_CONTESTANT,
     headrace_as("Headrace, exactly once", delivery="exactly_once"),
-    headrace_as("Headrace, traced at 1 %", traced=True),
+    headrace_as(TRACED, traced=True),
     headrace_as(THREE, "ingest", "batcher,executor", "responder"),
-    headrace_as("Headrace, four processes", "ingest", "batcher", "executor", "responder"),
+    headrace_as(FOUR, "ingest", "batcher", "executor", "responder"),
 ]
 COMPUTING = [
     FUSED_CONTESTANT._replace(name=LEARNING, vary=Subject.learning),

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.contestants import ALL_CORES, BARE, FUSED, LEARNING, OVERLAPPED
+from benchmarks.contestants import (
+    ALL_CORES,
+    BARE,
+    FASTSTREAM,
+    FOUR,
+    FUSED,
+    LEARNING,
+    OVERLAPPED,
+    QUIX,
+    TRACED,
+)
 from benchmarks.results import Contest, Latency, Results, SubjectResults
 
 EXACTLY_ONCE = "Headrace, exactly once"
@@ -69,9 +79,7 @@ def budgets(subject: SubjectResults, cores: int) -> list[Budget]:
     name = subject.name
     found: list[Budget] = []
     if name == "digits":
-        share = ratio(subject, FUSED, OVERLAPPED)
-        what = f"{name}: throughput against the overlapped bulk loop"
-        found.append(Budget(what, "0.50, aim 0.70", share, 0.5))
+        found += _overhead(subject)
     elif subject.threads:
         found += _computing(subject, cores)
     once = ratio(subject, EXACTLY_ONCE, FUSED)
@@ -82,6 +90,19 @@ def budgets(subject: SubjectResults, cores: int) -> list[Budget]:
         what = f"{name}: unloaded latency against two hops and the run"
         found.append(Budget(what, "at most 1.30", whole, 1.3, at_most=True))
     return found
+
+
+def _overhead(subject: SubjectResults) -> Iterator[Budget]:
+    """Of a model that computes next to nothing, against loops that do next to nothing else."""
+    what = f"{subject.name}: throughput against the overlapped bulk loop"
+    yield Budget(what, "0.50, aim 0.70", ratio(subject, FUSED, OVERLAPPED), 0.5)
+    yield Budget(f"{what}, traced at 1 %", "0.50", ratio(subject, TRACED, OVERLAPPED), 0.5)
+    for peer, times in ((FASTSTREAM, 6.0), (QUIX, 1.2)):
+        share = ratio(subject, TRACED, peer)
+        yield Budget(f"{subject.name}: against {peer}, traced at 1 %", f"{times:g}", share, times)
+    what = f"{subject.name}: CPU per answer of four processes against one"
+    cost = ratio(subject, FOUR, FUSED, "cpu_us")
+    yield Budget(what, "at most 3", cost, 3.0, at_most=True)
 
 
 def _computing(subject: SubjectResults, cores: int) -> Iterator[Budget]:
@@ -102,13 +123,13 @@ def _computing(subject: SubjectResults, cores: int) -> Iterator[Budget]:
         yield Budget(what, "0.97", ratio(subject, FUSED + ALL_CORES, BARE + ALL_CORES), 0.97)
 
 
-def ratio(subject: SubjectResults, name: str, to: str) -> float | None:
+def ratio(subject: SubjectResults, name: str, to: str, what: str = "per_s") -> float | None:
     """The throughput of one contestant in that of another: the median over the rounds."""
     ours, theirs = subject.contest(name), subject.contest(to)
     if ours is None or theirs is None or not ours.runs or not theirs.runs:
         return None
     pairs = zip(ours.runs, theirs.runs, strict=False)
-    return median(one.per_s / other.per_s for one, other in pairs)
+    return median(getattr(one, what) / getattr(other, what) for one, other in pairs)
 
 
 # --- one model ---------------------------------------------------------------------------------
