@@ -160,9 +160,10 @@ class Forming:
         start = 0
         while start < len(requests):
             stop, dated = _alike(requests, start)
-            self.add(requests[start], now_us)
-            more = requests[start + 1 : stop]
-            if more and not self._add_alike(more, now_us, dated=dated):
+            first, more = requests[start], requests[start + 1 : stop]
+            self.add(first, now_us)
+            waits = first.failure is None
+            if more and not (waits and self._add_alike(more, now_us, dated=dated)):
                 for request in more:
                     self.add(request, now_us)
             start = stop
@@ -278,7 +279,8 @@ class Forming:
         return known
 
     def _add_alike(self, requests: Sequence[Request], now_us: int, *, dated: bool) -> bool:
-        """Add requests of the kind of the one added before; some have deadlines if `dated`.
+        """Add requests of the kind of the one added before, which waits; some of them, or that
+        one, have deadlines if `dated`.
 
         False where each has to be looked at.
         """
@@ -295,6 +297,7 @@ class Forming:
                 for one in requests
                 if (deadline_ms := one.envelope.deadline_ms)
             ]
+        if entries:
             if queue.pace.row_us and not _is_sure(queue, rows, min(entries)[0] - now_us):
                 return False
             self._clear_deadlines()

@@ -55,20 +55,21 @@ ENDED_HERE = (
     Code.OVERLOADED,
     Code.CANCELLED,
 )
+TIMEOUTS = st.one_of(st.none(), st.integers(1, 20))
 KINDS = st.builds(
     Kind,
     st.sampled_from([*MODELS, ("gone", "1")]),
     st.sampled_from([(), (1,), (2, 3)]),
     st.integers(1, 6),
     st.integers(0, 130),
-    st.one_of(st.none(), st.integers(1, 20)),
+    TIMEOUTS,
     st.sampled_from(["", "", "a", "b"]),
     st.sampled_from([0, 0, 5, -100]),
 )
-CHUNKS = st.lists(st.tuples(KINDS, st.integers(1, 4)), max_size=5).map(
-    lambda drawn: [kind for kind, times in drawn for _ in range(times)]
+CHUNKS = st.lists(st.tuples(KINDS, st.lists(TIMEOUTS, min_size=1, max_size=4)), max_size=5).map(
+    lambda drawn: [kind._replace(timeout_ms=each) for kind, timeouts in drawn for each in timeouts]
 )
-"""Several of a kind follow each other."""
+"""Several of a kind follow each other, each with a deadline of its own, or none."""
 ASKS = st.builds(Ask, st.booleans(), st.sampled_from([0, 0, NOW_US + 20_000, NOW_US + 100_000]))
 
 

@@ -33,6 +33,27 @@ def test_what_would_be_late_is_refused_before_it_waits() -> None:
     assert "expected an answer within 50 ms" in late.failure.message
 
 
+def test_those_who_come_with_a_refused_request_wait_all_the_same() -> None:
+    """Nothing of their kind waits yet: the first one opened no lane for the others."""
+    forming = backlogged(Limits(max_batch_size=4), row_us=1000)
+    late = request_of(in_ms=1, shape_class=(7,))
+    others = [request_of(in_ms=100_000, shape_class=(7,)) for _ in range(2)]
+
+    forming.add_all([late, *others], NOW_US)
+
+    assert forming.ended == [late]
+    assert len(forming) == 82
+
+
+def test_those_who_come_behind_a_deadline_need_none_of_their_own() -> None:
+    """With a backlog, deadlines are looked at; there may be none but the first."""
+    forming = backlogged(Limits(max_batch_size=4), row_us=1000)
+
+    forming.add_all([request_of(in_ms=100_000), request_of(), request_of()], NOW_US)
+
+    assert len(forming) == 83
+
+
 def test_headers_alone_are_enough_to_refuse() -> None:
     """Before anything is decoded, where they name the model."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
