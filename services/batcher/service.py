@@ -107,8 +107,9 @@ class BatcherService:
         """Answer what ended while it waited, and wake pullers when a delay is over; ends when
         nothing more comes and nothing waits.
         """
+        now_us = 0
         while True:
-            await self._wait_changed()
+            await self._wait_changed(now_us)
             now_us = self._clock()
             self._forming.expire(now_us)
             self.pulls.kick()
@@ -120,11 +121,13 @@ class BatcherService:
             if self._forming.draining and not self._forming:
                 return
 
-    async def _wait_changed(self) -> None:
-        now_us = self._clock()
-        moments = (self._forming.next_event_us(now_us), self.pulls.due_us(now_us))
-        self._alarm_us = min((each for each in moments if each is not None), default=None)
-        timeout_s = None if self._alarm_us is None else max(0, self._alarm_us - now_us) / 1e6
+    async def _wait_changed(self, looked_us: int) -> None:
+        """Until there may be something to do. What came due after `looked_us`, when this was
+        looked at last, is to come even where it has passed: those who wait were not woken by it.
+        """
+        moments = (self._forming.next_event_us(looked_us), self.pulls.due_us(looked_us))
+        alarm_us = self._alarm_us = min((one for one in moments if one is not None), default=None)
+        timeout_s = None if alarm_us is None else max(0, alarm_us - self._clock()) / 1e6
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

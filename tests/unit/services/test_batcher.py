@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from headrace.envelope import BY_CORRELATION
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import Channel, ChannelWriter
@@ -22,8 +24,8 @@ KEY = ("digits", "1")
 class Bench:
     """A running batcher, its inlet and its answers."""
 
-    def __init__(self, limits: Any) -> None:
-        self.clock = StillClock()
+    def __init__(self, limits: Any, clock: StillClock | None = None) -> None:
+        self.clock = clock or StillClock()
         self.instruments = make_instruments(self.clock)
         self.answers = Tray()
         self._inlet: Channel[list[Request]] = Channel()
@@ -33,9 +35,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(limits: Any) -> AsyncIterator[Bench]:
+async def running(limits: Any, clock: StillClock | None = None) -> AsyncIterator[Bench]:
     """Until the end of the context, when its inlet is closed."""
-    bench = Bench(limits)
+    bench = Bench(limits, clock)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.batcher.run())
         yield bench
@@ -77,6 +79,37 @@ async def test_a_delay_wakes_who_waits() -> None:
 
     assert batch is not None
     assert batch.reason == "delay"
+
+
+class SteppingClock(StillClock):
+    """Goes on to a later moment after some more readings."""
+
+    def step_to(self, later_us: int, after: int) -> None:
+        """See above."""
+        self._later_us, self._step_at = later_us, self.asked + after
+
+    def __call__(self) -> int:
+        if self.asked == getattr(self, "_step_at", None):
+            self.now_us = self._later_us
+        return super().__call__()
+
+
+@pytest.mark.parametrize("readings", range(6))
+async def test_a_delay_that_ends_between_two_looks_at_the_clock_wakes_who_waits(
+    readings: int,
+) -> None:
+    """The timer is early by a moment, and the delay is over before the next one is set."""
+    clock = SteppingClock()
+    async with running(limited(Limits(max_queue_delay_ms=20)), clock) as bench:
+        waiting = asyncio.create_task(bench.pulls.puller(KEY).pull())
+        await bench.items.send([make_request(ingested_us=NOW_US)])
+        await eventually(lambda: clock.asked > 3, deadline_s=5)
+
+        clock.now_us += 19_999
+        clock.step_to(NOW_US + 20_001, after=readings)
+        batch = await asyncio.wait_for(waiting, 5)
+
+    assert batch is not None
 
 
 async def test_an_expired_request_is_answered_while_nobody_pulls() -> None:
