@@ -154,7 +154,8 @@ class ProducerEpoch:
         request = TxnOffsetCommitRequest(
             self._id, group, self._producer_id, self._epoch, list(topics.items())
         )
-        await self._ask(CoordinationType.GROUP, group, request)
+        # One that arrives late would take the place of the offsets of a later transaction.
+        await self._ask(CoordinationType.GROUP, group, request, if_lost=False)
 
     async def _write_records(self, lanes: Sequence[Sequence[Packed]]) -> None:
         """The first batch of each partition goes before the second of any."""
@@ -229,15 +230,28 @@ class ProducerEpoch:
 
     # Coordinators
 
-    async def _ask(self, kind: CoordinationType, key: str, request: Any) -> Any:
-        """Ask the coordinator of an id or a group, again until it does what is asked."""
+    async def _ask(
+        self, kind: CoordinationType, key: str, request: Any, *, if_lost: bool = True
+    ) -> Any:
+        """Ask the coordinator of an id or a group, again until it does what is asked.
+
+        Args:
+            kind: of coordinator.
+            key: the id, or the group.
+            request: what is asked.
+            if_lost: whether to ask again where nobody knows if it was done; else that is raised.
+        """
         pauses = _pauses_s()
         while True:
+            is_sent = False
             try:
                 node = await self._coordinator(kind, key)
+                is_sent = True
                 answer = await self._send(node, request, ConnectionGroup.COORDINATION)
                 error = _error_in(answer)
             except KafkaError as unreached:
+                if is_sent and not if_lost:
+                    raise
                 error = unreached
             if error is None:
                 return answer
