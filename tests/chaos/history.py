@@ -83,6 +83,7 @@ class FaultKind(StrEnum):
     BROKER_RESTARTED = "broker restarted"
     CONNECTIONS_CUT = "connections cut"
     BROKER_SILENT = "the broker gave no answer"
+    DRAIN_CUT_SHORT = "took all its time to stop"
     JOINED = "joined"
     LEFT = "left"
     REDEPLOYED = "redeployed"

@@ -23,6 +23,8 @@ BROKER_AWAY = "LogUnavailable"
 READY_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 20.0
 RESTART_AFTER_S = 0.2
+DRAIN_S = 3.0
+"""What a process has to finish what it began, when it is told to stop."""
 
 
 def now_ms() -> int:
@@ -156,9 +158,13 @@ class Member:
         self._send(number)
         if process is None:
             return
+        began_ms = now_ms()
         try:
             async with asyncio.timeout(STOP_DEADLINE_S):
                 await process.wait()
+            if now_ms() - began_ms >= DRAIN_S * 1000:
+                cut = Fault(began_ms, now_ms(), FaultKind.DRAIN_CUT_SHORT, self.stages)
+                self._history.add(cut)
         except TimeoutError:
             self.crashes.append(f"{','.join(self.stages)} did not end: see {self._log}")
             process.kill()

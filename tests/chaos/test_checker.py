@@ -90,6 +90,7 @@ def _twice(*faults: Fault) -> History:
         (Fault(30, 50, FaultKind.BROKER_RESTARTED, ()), True),
         (Fault(5, 9, FaultKind.KILLED, ("responder",)), False),
         (Fault(15, 25, FaultKind.BROKER_SILENT, ()), True),
+        (Fault(15, 25, FaultKind.DRAIN_CUT_SHORT, ("responder",)), True),
         (Fault(31, 50, FaultKind.CONNECTIONS_CUT, ()), False),
         (Fault(31, 50, FaultKind.BROKER_SILENT, ()), False),
         (Fault(20, 20, FaultKind.KILLED, ("ingest",)), False),

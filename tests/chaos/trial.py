@@ -20,6 +20,7 @@ from tests.chaos.clients import Sender, read_answers, read_back, unheld, watch_c
 from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
 from tests.chaos.history import FaultKind, History, Identity
+from tests.chaos.members import DRAIN_S
 from tests.chaos.nemeses import SESSION_TIMEOUT_S, Plan, Target, draw_plan, strike
 from tests.chaos.workload import PARTITIONS, REPLIES, add_models, ask
 from tests.support.conditions import eventually
@@ -146,7 +147,7 @@ def _settings(trial: Trial, cluster: Cluster, directory: Path) -> Settings:
             },
             "topics": {"partitions": PARTITIONS},
             "delivery": {"guarantee": trial.promise.guarantee, "order": trial.promise.order},
-            "limits": {"drain_timeout_s": 3.0},
+            "limits": {"drain_timeout_s": DRAIN_S},
             "models": {"repository": directory / "models"},
         }
     )
