@@ -210,7 +210,9 @@ class BatchOutlet:
             await self._write(station, batches)
 
     async def _room(self, station: _Station) -> int:
-        """For how many batches there is, as soon as they may leave; 0 when it was released."""
+        """For how many batches there is, as soon as they may leave; 0 when it was released, and
+        others pull for its model.
+        """
         while not (self._closing or station.puller.ask.at_once):
             if station.room > station.under_way:
                 pause_s = self._pace.pause_s(time.monotonic())
@@ -220,7 +222,16 @@ class BatchOutlet:
             else:
                 station.changed.clear()
                 await station.changed.wait()
-        return MAX_WRITTEN if self._closing else 0
+        return MAX_WRITTEN if self._closing or self._is_last(station) else 0
+
+    def _is_last(self, station: _Station) -> bool:
+        """Nobody else pulls for the model of one that was released, and nobody will once the
+        registry has dropped it. So this one takes all that waits: who reads it says why it does
+        not run.
+        """
+        key = station.berth.key
+        served = {other.berth.key for other in self._stations.values()}
+        return key is not None and served.isdisjoint((key, None))
 
     async def _write(self, station: _Station, batches: list[Batch]) -> None:
         partition = self._fleet.partition_of(station.berth.executor)

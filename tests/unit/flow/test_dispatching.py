@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,11 +35,14 @@ BATCHES = [TopicPartition("batches", number) for number in range(PARTITIONS)]
 EVENTS = TopicPartition("events", 0)
 RUN_US = 10_000_000
 """Longer than any way there and back, so that two batches are under way at a time."""
+SILENT_AFTER_MS = 60_000
+"""Longer than `eventually` waits: nobody is forgotten meanwhile."""
+DIGITS = ("digits", "1")
 PIXELS = {"pixels": np.zeros((1, 64), np.float32)}
 
 
 class Bench:
-    """An outlet of endless batches, and what it writes."""
+    """An outlet of endless batches of one model, and what it writes."""
 
     def __init__(self, log: MemoryLog, models: Models, reader: Consumer, metrics: Metrics) -> None:
         self._log = log
@@ -50,10 +54,10 @@ class Bench:
         self.written: dict[str, int] = {}
 
     def _supply(self, key: tuple[str, str] | None, _ask: object) -> Batch | None:
-        if not self.left:
+        if not self.left or key not in (None, DIGITS):
             return None
         self.left -= 1
-        name, version = key or ("digits", "1")
+        name, version = DIGITS
         request = make_request(name, version=version, inputs=PIXELS)
         return Batch(f"b-{self.left}", [request], "idle")
 
@@ -61,17 +65,18 @@ class Bench:
         self,
         executor: str,
         *partitions: int,
+        model: str = "digits",
         instances: int = 1,
         ended: list[str] | None = None,
         leaving: bool = False,
     ) -> None:
         """Have an executor speak, and wait until it was heard."""
-        model = HostedModel(name="digits", version="1", instances=instances, max_batch_size=7)
+        hosted = HostedModel(name=model, version="1", instances=instances, max_batch_size=7)
         event = ExecutorEvent(
             executor=executor,
-            silent_after_ms=10_000,
+            silent_after_ms=SILENT_AFTER_MS,
             partitions=list(partitions),
-            models=[model],
+            models=[hosted],
             completions=[
                 Completion(
                     batch_id=batch_id,
@@ -203,6 +208,19 @@ async def test_what_a_dead_executor_had_under_way_is_not_waited_for(tmp_path: Pa
         await bench.settles(2)
         await bench.announce("b", 0)
         await bench.settles(4)
+
+
+async def test_what_waits_for_a_model_that_is_gone_is_sent_to_who_says_so(tmp_path: Path) -> None:
+    """Nobody else will pull it: no executor has the model, and the repository neither."""
+    async with running(tmp_path) as bench:
+        await bench.announce("a", 0)
+        await heard(bench, 1)
+        await bench.settles(2)
+        bench.left = 3
+        shutil.rmtree(tmp_path / "digits")
+        await bench.models.reload()
+        await bench.announce("a", 0, model="other")
+        await bench.settles(5)
 
 
 async def test_while_nobody_is_known_partitions_take_turns(tmp_path: Path) -> None:
