@@ -87,7 +87,7 @@ class Source:
         requests = settings.requests or settings.topic
         self.books = Books(self.ledger, companion, requests, settings.topic)
         self.sealing = (
-            Sealing(log_, self.books, settings.group, metrics, self._on_lost)
+            Sealing(log_, self.books, settings.group, metrics, self._void_all)
             if settings.exactly_once and settings.commits
             else None
         )
@@ -186,6 +186,7 @@ class Source:
                 while not await self._committer.commit(self._consumer) and loop.time() < deadline:
                     await self._settled.wait(COMMIT_RETRY_S)
         await self.probation.revoked([each.partition for each in self.ledger.assignments])
+        self._void_all()  # what is answered from now on would not be committed any more
         self._closing = True
 
     def when_revoked(self, call: Callable[[], None]) -> None:
@@ -348,7 +349,7 @@ class Source:
             await self.sealing.release([p.partition for p in partitions])
         log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
 
-    def _on_lost(self) -> None:
+    def _void_all(self) -> None:
         self._ready.drop(None)
         self._void([assignment.partition for assignment in self.ledger.assignments])
 

@@ -180,6 +180,19 @@ async def test_a_revoked_partition_drains_and_is_committed(log: MemoryLog) -> No
         assert (await progress(log) or Progress(0)).base == 4
 
 
+async def test_nothing_is_answered_behind_the_last_commit(log: MemoryLog) -> None:
+    """What a stop finds unanswered when its time is over is void: the next owner answers it."""
+    await fill(log, 3)
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.offsets) == 3)
+        stage.settle([0])
+        stage.source.stop_reading()
+        await stage.source.close_down(0)
+
+        assert all(receipt.void for receipt in stage.receipts)
+        assert await progress(log) == Progress(1)
+
+
 async def test_what_does_not_drain_in_time_is_void(log: MemoryLog) -> None:
     """After the deadline the receipts move nothing, and the next owner reads the records again."""
     await fill(log, 4)
