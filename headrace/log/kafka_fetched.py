@@ -56,6 +56,9 @@ class Unread:
         self.is_empty = False
         self.failure: Exception | None = None
         self._fetched = fetched
+        # Its own iterator, which nobody uses here, refers to it and it to that: the response would
+        # stay in memory until the garbage collector looks.
+        fetched._records_iterator = None
         self._partition = fetched._tp
         self._batch: Any = None
         self._records: Iterator[Any] = iter(())
