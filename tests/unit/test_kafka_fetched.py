@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
@@ -122,3 +124,15 @@ async def test_what_is_out_of_date_is_dropped(change: str) -> None:
 async def test_a_poll_ends_with_its_timeout() -> None:
     """Nobody waits longer than that for something to be fetched."""
     assert await fetched_records(Fetcher(), 0.01, 1) == {}
+
+
+async def test_a_response_is_let_go_of_when_it_is_read() -> None:
+    """It does not wait for the garbage collector, which seldom looks where requests are served."""
+    fetcher = Fetcher(one=batch(0, 2))
+    response = weakref.ref(fetcher._records[ONE]._partition_records)
+    gc.disable()
+    try:
+        assert await take(fetcher) == {ONE: [0, 1]}
+        assert response() is None
+    finally:
+        gc.enable()
