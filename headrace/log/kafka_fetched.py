@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiokafka
 from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
@@ -25,18 +25,6 @@ from aiokafka.errors import CorruptRecordException
 from headrace.log.port import Record, TopicPartition
 
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
-
-
-class FetchedRecord(NamedTuple):
-    """See `headrace.log.port.Record`."""
-
-    topic: str
-    partition: int
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
-    headers: Sequence[tuple[str, bytes | None]]
 
 
 class Unread:
@@ -109,7 +97,7 @@ class Unread:
             records = [each for each in records if each.offset >= self.next_fetch_offset]
         found += [
             _new(
-                FetchedRecord,
+                Record,
                 (topic, partition, r.offset, r.timestamp, r.key, r.value, r.headers or ()),
             )
             for r in records

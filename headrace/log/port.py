@@ -41,23 +41,18 @@ class Committed(NamedTuple):
     metadata: str = ""
 
 
-class Record(Protocol):
-    """A record as read. `timestamp` is in epoch milliseconds; a null value is a tombstone."""
+class Record(NamedTuple):
+    """A record as read. `timestamp` is in epoch milliseconds, -1 where the log knows none; a null
+    value is a tombstone.
+    """
 
-    @property
-    def topic(self) -> str: ...
-    @property
-    def partition(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def timestamp(self) -> int: ...
-    @property
-    def key(self) -> bytes | None: ...
-    @property
-    def value(self) -> bytes | None: ...
-    @property
-    def headers(self) -> Sequence[tuple[str, bytes | None]]: ...
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[tuple[str, bytes | None]]
 
 
 class NewRecord(NamedTuple):

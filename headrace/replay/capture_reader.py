@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgpack
 
 from headrace.errors import ConfigurationError
-from headrace.log.port import TopicPartition
+from headrace.log.port import Record, TopicPartition
 from headrace.replay.capture import (
     CODEC,
     FOOTER,
@@ -22,7 +22,6 @@ from headrace.replay.capture import (
     CaptureFault,
     Frame,
 )
-from headrace.replay.recording import Recorded
 from headrace.replay.totals import PartitionTotals, Totals
 
 _HEADER_BYTES = 64 * 1024
@@ -69,7 +68,7 @@ def read_contents(path: Path) -> Contents:
     return _survey(path, source, first_at)
 
 
-def read_frame(path: Path, frame: Frame, *, complete: bool) -> list[Recorded]:
+def read_frame(path: Path, frame: Frame, *, complete: bool) -> list[Record]:
     """The records of one frame; of one that is cut off, in a file without end, the whole ones.
 
     Raises:
@@ -167,7 +166,7 @@ def _read_bin(path: Path, file: BinaryIO, at: int, size: int) -> tuple[bytes, in
     return file.read(size), at + 1 + width + size
 
 
-def _records(path: Path, stored: _Stored, *, complete: bool) -> list[Recorded]:
+def _records(path: Path, stored: _Stored, *, complete: bool) -> list[Record]:
     frame, content = stored.frame, stored.content
     where = f"{path}: frame at byte {frame.at}"
     whole = len(content) == frame.stored_bytes
@@ -187,14 +186,14 @@ def _records(path: Path, stored: _Stored, *, complete: bool) -> list[Recorded]:
     return records
 
 
-def _unpacked(where: str, raw: bytes) -> list[Recorded]:
-    records: list[Recorded] = []
+def _unpacked(where: str, raw: bytes) -> list[Record]:
+    records: list[Record] = []
     unpacker = _unpacker(None, max(len(raw), 1))
     unpacker.feed(raw)
     try:
         for each in unpacker:
             headers = tuple((name, value) for name, value in each["headers"])
-            record = Recorded._make((*(each[name] for name in Recorded._fields[:-1]), headers))
+            record = Record._make((*(each[name] for name in Record._fields[:-1]), headers))
             _check(record)
             records.append(record)
     except (*_BROKEN, AttributeError) as error:
@@ -202,7 +201,7 @@ def _unpacked(where: str, raw: bytes) -> list[Recorded]:
     return records
 
 
-def _check(record: Recorded) -> None:
+def _check(record: Record) -> None:
     """What Kafka takes, so that nothing else comes out of a file."""
     for name, value in record._asdict().items():
         if name == "topic":

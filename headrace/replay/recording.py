@@ -34,23 +34,6 @@ CHUNK_RECORDS = 500
 """A chunk has at most so many records."""
 
 
-class Recorded(NamedTuple):
-    """A record of the past, with what `headrace.log.port.Record` asks for.
-
-    Attributes:
-        timestamp: epoch milliseconds; -1 where the log knew none.
-        value: None for a tombstone.
-    """
-
-    topic: str
-    partition: int
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
-    headers: Sequence[tuple[str, bytes | None]]
-
-
 class Span(NamedTuple):
     """What is read of one partition: offsets from `begin` up to, and without, `end`.
 

@@ -15,7 +15,8 @@ import pytest
 from click.testing import Result
 
 from headrace.codec import encode_request
-from headrace.replay.recording import Recorded, identity
+from headrace.log.port import Record
+from headrace.replay.recording import identity
 from headrace.tensors import from_array
 from tests.support.command_line import Call
 from tests.support.comparing import (
@@ -143,7 +144,7 @@ def test_codes_that_change_are_found(call: Call, tmp_path: Path, current: Path) 
 def test_requests_that_both_refuse_are_the_same(call: Call, tmp_path: Path, current: Path) -> None:
     """What was wrong with a recorded request is wrong with it for all."""
     value = encode_request("application/msgpack", "digits", {"pixels": np.ones((1, 9))})
-    recording = capture(tmp_path / "bad.capture", [Recorded("t", 0, 0, 0, None, value, [])])
+    recording = capture(tmp_path / "bad.capture", [Record("t", 0, 0, 0, None, value, [])])
 
     result, found = _run(call, recording, "--models", current, "--candidate", current)
 
@@ -223,7 +224,7 @@ def _recorded_answers(tmp_path: Path, repository: Path) -> Path:
             ]
         )
         headers = [("x-request", identity(request).encode())]
-        answers.append(Recorded("t.responses", 0, number, number, None, value, headers))
+        answers.append(Record("t.responses", 0, number, number, None, value, headers))
     return capture(tmp_path / "answers.capture", answers)
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.log.port import Record
 from headrace.replay.capture import CaptureWriter
 from headrace.replay.capture_reader import read_contents, read_frame
-from headrace.replay.recording import Recorded
 
 content = st.none() | st.binary(max_size=200)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 records = st.builds(
-    Recorded,
+    Record,
     topic=names,
     partition=st.integers(0, 2**31 - 1),
     offset=st.integers(0, 2**63 - 1),
@@ -28,7 +28,7 @@ records = st.builds(
 
 @settings(max_examples=50)
 @given(written=st.lists(records, max_size=20), frame_bytes=st.integers(1, 2000))
-def test_records_come_out_as_they_went_in(written: list[Recorded], frame_bytes: int) -> None:
+def test_records_come_out_as_they_went_in(written: list[Record], frame_bytes: int) -> None:
     """Whatever the size of the frames."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "capture")

@@ -14,7 +14,6 @@ from onnx import numpy_helper
 from headrace.codec import encode_request
 from headrace.log.port import Record
 from headrace.replay.capture import CaptureWriter
-from headrace.replay.recording import Recorded
 
 DEMO = Path(__file__).parents[2] / "headrace" / "demo"
 MODEL = DEMO / "models" / "digits" / "1" / "model.onnx"
@@ -28,7 +27,7 @@ def digit_requests(count: int = REQUESTS, version: str | None = None) -> list[Re
     """Images of the test set, one a request, on two partitions, with a deadline long past."""
     images = np.load(DEMO / "digits_test.npz")["pixels"].astype(np.float32)
     return [
-        Recorded(
+        Record(
             "t.requests",
             number % 2,
             number // 2,

@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 
 from headrace.log.port import Log, NewRecord, Record, TopicPartition
-from headrace.replay.recording import Recorded, Recording, Span
+from headrace.replay.recording import Recording, Span
 from tests.support.processes import HEADRACE
 
 START_MS = 1_700_000_000_000
@@ -31,9 +31,9 @@ def request(number: int, model: str = "digits") -> bytes:
     return packed
 
 
-def recorded(number: int, partitions: int = 2, spacing_ms: int = 1, **fields: Any) -> Recorded:
+def recorded(number: int, partitions: int = 2, spacing_ms: int = 1, **fields: Any) -> Record:
     """The n-th of requests that came round robin, `spacing_ms` after one another."""
-    return Recorded(
+    return Record(
         "recorded",
         number % partitions,
         number // partitions,
@@ -61,7 +61,7 @@ class GivenRecording(Recording):
             yield self._records[start : start + self._chunk_records]
 
 
-async def write_recorded(log: Log, topic: str, records: Sequence[Recorded]) -> None:
+async def write_recorded(log: Log, topic: str, records: Sequence[Record]) -> None:
     """Write records with their own timestamps, each into its partition of the topic."""
     shares: dict[TopicPartition, list[NewRecord]] = {}
     for each in records:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -14,7 +13,7 @@ from headrace.codec import encode_request
 from headrace.flow.answered import Progress
 from headrace.flow.delivery import Delivery
 from headrace.flow.inflight import Assignment, Budget, Ledger
-from headrace.log.port import TopicPartition
+from headrace.log.port import Record, TopicPartition
 from headrace.models.registry import Models
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
@@ -46,18 +45,6 @@ def counted(instruments: Instruments, name: str, **labels: str) -> float:
     return instruments.metrics.registry.get_sample_value(f"headrace_{name}", labels) or 0.0
 
 
-class StoredRecord(NamedTuple):
-    """A record as it is read."""
-
-    topic: str
-    partition: int
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
-    headers: Sequence[tuple[str, bytes | None]]
-
-
 class RecordSource:
     """A source of deliveries that were read already."""
 
@@ -83,8 +70,7 @@ def delivery(
     """Records of these values, one after the other."""
     offsets = count(first)
     records = [
-        StoredRecord(*REQUESTS, next(offsets), NOW_US // 1000, b"key", value, headers)
-        for value in values
+        Record(*REQUESTS, next(offsets), NOW_US // 1000, b"key", value, headers) for value in values
     ]
     return Delivery(assignment or make_assignment(), records)
 

@@ -13,6 +13,5 @@ Partitions are trimmed from the front by bytes, so memory stays bounded.
 
 from headrace.log.memory.faults import Faults, SealFault
 from headrace.log.memory.log import MemoryLog
-from headrace.log.memory.partition import StoredRecord
 
-__all__ = ["Faults", "MemoryLog", "SealFault", "StoredRecord"]
+__all__ = ["Faults", "MemoryLog", "SealFault"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
-from headrace.log.port import NewRecord, TopicPartition
+from headrace.log.port import NewRecord, Record, TopicPartition
 
 # What a record takes beside its key, value and headers: in Kafka's format at most 61 bytes of
 # batch header and 21 of its own (https://kafka.apache.org/documentation/#messageformat), here
@@ -16,18 +15,6 @@ FRAMING_BYTES = 82
 _OBJECT_BYTES = 256
 
 _offset_of = attrgetter("offset")
-
-
-class StoredRecord(NamedTuple):
-    """A record as it is kept and read. `timestamp` is in epoch milliseconds."""
-
-    topic: str
-    partition: int
-    offset: int
-    timestamp: int
-    key: bytes | None
-    value: bytes | None
-    headers: tuple[tuple[str, bytes | None], ...]
 
 
 def payload_bytes(record: NewRecord) -> int:
@@ -69,7 +56,7 @@ class Partition:
         self.begin = 0
         self.end = 0
         self._retention_bytes = retention_bytes
-        self._records: list[StoredRecord] = []
+        self._records: list[Record] = []
         self._sizes: list[int] = []
         self._dropped = 0  # how many at the front of the list are trimmed but not yet cut off
         self._held_bytes = 0
@@ -104,7 +91,7 @@ class Partition:
             self._open.setdefault(transaction, []).append(span)
         topic, partition = self.name
         self._records += [
-            StoredRecord(
+            Record(
                 topic,
                 partition,
                 offset,
@@ -130,7 +117,7 @@ class Partition:
         self.skip(1)
         self._wake()
 
-    def read(self, offset: int, max_records: int) -> Sequence[StoredRecord]:
+    def read(self, offset: int, max_records: int) -> Sequence[Record]:
         """Up to `max_records` from `offset` on, below the stable end; `offset` must not be
         below `begin`.
         """

@@ -9,9 +9,9 @@ from typing import Self
 
 from headrace.log.errors import Fenced, LogRefused, OffsetOutOfRange
 from headrace.log.memory.faults import Faults
-from headrace.log.memory.partition import Partition, StoredRecord
+from headrace.log.memory.partition import Partition
 from headrace.log.memory.topics import Topics
-from headrace.log.port import Committed, TopicPartition
+from headrace.log.port import Committed, Record, TopicPartition
 
 
 class MemoryReader:
@@ -39,7 +39,7 @@ class MemoryReader:
 
     async def poll(
         self, timeout_s: float, max_records: int
-    ) -> Mapping[TopicPartition, Sequence[StoredRecord]]:
+    ) -> Mapping[TopicPartition, Sequence[Record]]:
         """See the port. Partitions take turns, so that a busy one does not starve the others."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -155,8 +155,8 @@ class MemoryReader:
         self._reading, self._positions, self._turns = {}, {}, []
         self._paused.clear()
 
-    def _take(self, max_records: int) -> dict[TopicPartition, Sequence[StoredRecord]]:
-        found: dict[TopicPartition, Sequence[StoredRecord]] = {}
+    def _take(self, max_records: int) -> dict[TopicPartition, Sequence[Record]]:
+        found: dict[TopicPartition, Sequence[Record]] = {}
         if not self._gate_is_open or self._faults.is_down:
             return found
         turns = [name for name in self._turns if name not in self._paused]

@@ -23,8 +23,7 @@ from headrace.deadletters.showing import hex_lines, paragraphs
 from headrace.deadletters.transforming import load_transform
 from headrace.errors import ConfigurationError
 from headrace.flow.answered import Progress, UnknownMetadata
-from headrace.log.port import Committed, NewRecord, TopicPartition
-from headrace.replay.recording import Recorded
+from headrace.log.port import Committed, NewRecord, Record, TopicPartition
 from tests.support.dead_letters import letter_headers
 
 NOW_MS = 1_700_000_000_000
@@ -34,7 +33,7 @@ DIGITS = encode_request("application/msgpack", "digits", {"x": np.ones((1, 2), n
 
 def _letter(value: bytes | None = DIGITS, *headers: tuple[str, bytes], **changed: Any) -> Letter:
     ours = letter_headers("t.requests", 3, 9, **changed)
-    return parse_letter(Recorded(*LETTERS, 5, NOW_MS, b"k", value, [*headers, *ours.items()]))
+    return parse_letter(Record(*LETTERS, 5, NOW_MS, b"k", value, [*headers, *ours.items()]))
 
 
 def test_a_letter_says_what_failed_where_and_how_often() -> None:
@@ -49,7 +48,7 @@ def test_a_letter_says_what_failed_where_and_how_often() -> None:
 @pytest.mark.parametrize("value", [None, b"", b"\xc1", b"\x93\x01"])
 def test_a_letter_that_says_nothing_is_a_letter_all_the_same(value: bytes | None) -> None:
     """Whoever wrote it: what is absent is empty."""
-    letter = parse_letter(Recorded(*LETTERS, 5, -1, None, value, []))
+    letter = parse_letter(Record(*LETTERS, 5, -1, None, value, []))
 
     assert letter == (letter.record, None, "", "", "", 1, "", "")
 
@@ -142,7 +141,7 @@ def test_copies_found_among_requests_count_as_done() -> None:
     """Each once; what names no letter of ours is passed over."""
     names = [b"t.dead-letters/1/4", b"t.dead-letters/1/4", b"other/1/2", b"no place", b"a/b/c"]
     records = [
-        Recorded("r", 0, number, 0, None, None, [("x-replay-letter", name)])
+        Record("r", 0, number, 0, None, None, [("x-replay-letter", name)])
         for number, name in enumerate(names)
     ]
     done = {LETTERS: Progress(0)}

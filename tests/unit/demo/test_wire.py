@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,25 +12,15 @@ from headrace.demo.answers import Answer, read_answer
 from headrace.demo.questions import Digits, Question, Questions
 from headrace.demo.samples import Sample
 from headrace.errors import Code
+from headrace.log.port import Record
 
 PIXELS = (np.arange(5 * 64) % 17).astype(np.uint8).reshape(5, 64)
 
 
-class Reply(NamedTuple):
+def _reply(value: bytes, content_type: bytes, status: bytes = b"ok") -> Record:
     """A response record."""
-
-    value: bytes | None
-    headers: tuple[tuple[str, bytes | None], ...]
-    topic: str = "headrace.responses"
-    partition: int = 0
-    offset: int = 0
-    timestamp: int = 0
-    key: bytes | None = None
-
-
-def _reply(value: bytes, content_type: bytes, status: bytes = b"ok") -> Reply:
-    return Reply(
-        value,
+    return Record(
+        *("headrace.responses", 0, 0, 0, None, value),
         (
             ("content-type", content_type),
             ("kafka_correlationId", b"demo-1"),
@@ -121,5 +111,6 @@ def test_an_error_is_read_with_its_message() -> None:
 
 def test_an_answer_without_its_headers_is_refused() -> None:
     """What breaks the contract is an error, not a guess."""
+    bare = Record("headrace.responses", 0, 0, 0, None, msgspec.msgpack.encode({}), ())
     with pytest.raises(KeyError):
-        read_answer(Reply(msgspec.msgpack.encode({}), ()), ())
+        read_answer(bare, ())

@@ -11,10 +11,10 @@ import msgpack
 import pytest
 
 from headrace.errors import ConfigurationError
+from headrace.log.port import Record
 from headrace.replay.capture import CaptureFault, CaptureWriter
 from headrace.replay.capture_reader import read_contents, read_frame
 from headrace.replay.capture_recording import open_capture
-from headrace.replay.recording import Recorded
 from headrace.replay.selection import Filters, Selection, Window
 from tests.support.recordings import START_MS, recorded
 
@@ -26,14 +26,14 @@ ODD = [
 RECORDS = [*ODD, *(recorded(number) for number in range(3, 40))]
 
 
-def write(path: Path, records: Sequence[Recorded] = RECORDS, frame_bytes: int = 2000) -> Path:
+def write(path: Path, records: Sequence[Record] = RECORDS, frame_bytes: int = 2000) -> Path:
     """A whole capture file."""
     with CaptureWriter(path, "recorded", frame_bytes=frame_bytes) as writer:
         writer.add(records)
     return path
 
 
-def read(path: Path) -> list[Recorded]:
+def read(path: Path) -> list[Record]:
     """All records of a file."""
     contents = read_contents(path)
     return [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from headrace.log.port import Record
 from headrace.replay.compare.answers import Measured, compare_answers
 from headrace.replay.compare.arrays import ArrayDifference, compare_arrays
 from headrace.replay.compare.asking import Asked
@@ -21,7 +22,6 @@ from headrace.replay.compare.run import Comparison
 from headrace.replay.compare.summary import describe, summary
 from headrace.replay.compare.tally import WorstCase, WorstCases
 from headrace.replay.compare.verdict import Thresholds, is_same, judge
-from headrace.replay.recording import Recorded
 
 K = 2
 
@@ -45,7 +45,7 @@ def _compared(
     comparison = Comparison(K)
     current = reference or _answer(_scores([1.0, 2.0, 3.0]))
     for number in range(count):
-        request = Recorded("<t>", 0, number, number, None, None, [])
+        request = Record("<t>", 0, number, number, None, None, [])
         comparison.add(Asked(request, current, again or current, candidate))
     return comparison
 

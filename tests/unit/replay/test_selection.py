@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from headrace.log.port import TopicPartition
-from headrace.replay.recording import Recorded, Span
+from headrace.log.port import Record, TopicPartition
+from headrace.replay.recording import Span
 from headrace.replay.selection import Filters, Selection, Window, model_of
 from tests.support.recordings import START_MS, recorded
 
@@ -17,7 +17,7 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01".encode()
 
 
-def with_headers(*headers: tuple[str, bytes | None], value: bytes | None = b"") -> Recorded:
+def with_headers(*headers: tuple[str, bytes | None], value: bytes | None = b"") -> Record:
     """A record with these headers alone."""
     return recorded(0, headers=headers, value=value)
 
@@ -73,7 +73,7 @@ def test_a_record_without_a_key_fits_a_pattern_of_nothing() -> None:
         (with_headers(value=None), ("", "")),
     ],
 )
-def test_the_model_is_found_in_body_and_header(record: Recorded, model: tuple[str, str]) -> None:
+def test_the_model_is_found_in_body_and_header(record: Record, model: tuple[str, str]) -> None:
     """The body counts first; what cannot be read names no model, and harms nobody."""
     assert model_of(record) == model
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from headrace.log.port import TopicPartition
-from headrace.replay.recording import Recorded
+from headrace.log.port import Record, TopicPartition
 from headrace.replay.timeline import Timeline
 from tests.support.recordings import recorded
 
 P0, P1 = TopicPartition("recorded", 0), TopicPartition("recorded", 1)
 
 
-def of(partition: TopicPartition, *timestamps: int) -> list[Recorded]:
+def of(partition: TopicPartition, *timestamps: int) -> list[Record]:
     """Records of a partition, with these timestamps."""
     return [
         recorded(0, partition=partition.partition, offset=offset, timestamp=timestamp)

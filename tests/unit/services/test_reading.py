@@ -10,17 +10,12 @@ import pytest
 from headrace.config import LimitSettings
 from headrace.errors import Code, Rejected
 from headrace.flow.inflight import Assignment, LedgerReceipt
+from headrace.log.port import Record
 from headrace.messages import Request
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
 from headrace.services.ingest.reading import Rules, read_request, read_requests
-from tests.support.services import (
-    REQUESTS,
-    StoredRecord,
-    digits_models,
-    digits_value,
-    make_assignment,
-)
+from tests.support.services import REQUESTS, digits_models, digits_value, make_assignment
 from tests.support.work import NOW_US
 
 DEADLINE = ("x-deadline-ms", str(NOW_US // 1000 + 1_000).encode())
@@ -51,10 +46,10 @@ def models(tmp_path: Path) -> Models:
     return digits_models(tmp_path)
 
 
-def records(turns: int) -> list[StoredRecord]:
+def records(turns: int) -> list[Record]:
     """Each of them so many times, half of them without a key."""
     return [
-        StoredRecord(*REQUESTS, offset, NOW_US // 1000, b"key" if offset % 2 else None, *each)
+        Record(*REQUESTS, offset, NOW_US // 1000, b"key" if offset % 2 else None, *each)
         for offset, each in enumerate(UNLIKE * turns)
     ]
 
@@ -103,7 +98,7 @@ def test_a_default_timeout_holds_for_requests_read_together(models: Models) -> N
 def test_values_of_a_known_layout_are_refused_where_they_are_too_large(models: Models) -> None:
     """The limit of another process, or of another time, may be lower."""
     value = digits_value(rows=7)
-    some = [StoredRecord(*REQUESTS, each, NOW_US // 1000, None, value, []) for each in range(3)]
+    some = [Record(*REQUESTS, each, NOW_US // 1000, None, value, []) for each in range(3)]
     read_requests(some, make_assignment(), Rules(models, LimitSettings()), NOW_US)
     low = Rules(models, LimitSettings(max_request_bytes=1024))
 
