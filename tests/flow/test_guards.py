@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from headrace.config import LimitSettings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.messages import Request
+from headrace.models.latency import Latency
 from headrace.models.registry import Models
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.services.executor.gather import gather, scatter
@@ -37,7 +39,7 @@ from tests.support.work import NOW_US
 
 REQUESTS = 4096
 FEW = 256
-CALLS_PER_REQUEST = 26.0
+CALLS_PER_REQUEST = 16.0
 BLOCKS_PER_REQUEST = 6.1
 GARBAGE_PER_REQUEST = 0.01
 
@@ -50,13 +52,13 @@ class CallCounter:
     """Counts calls of Headrace's own Python functions on this thread, without the test's log."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.of: Counter[str] = Counter()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             name = frame.f_code.co_filename
             if name.startswith(PLACES) and not name.startswith(NOT_THE_PATH):
-                self.calls += 1
+                self.of[frame.f_code.co_qualname] += 1
 
 
 @contextmanager
@@ -89,12 +91,24 @@ async def serve(repository: Path, count: int = REQUESTS) -> MemoryLog:
     return log
 
 
+@pytest.fixture
+def steady_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that all look equally quick, so that a busy machine makes no other batches."""
+    observe = Latency.observe
+
+    def steadily(latency: Latency, shape_class: tuple[int, ...], rows: int, _: int) -> None:
+        observe(latency, shape_class, rows, 100 + rows)
+
+    monkeypatch.setattr(Latency, "observe", steadily)
+
+
+@pytest.mark.usefixtures("steady_runs")
 async def test_function_calls_per_request(tmp_path: Path) -> None:
     """A backlog is answered with so many calls of Python functions for each request."""
     with profiled() as counter:
         await serve(tmp_path)
 
-    assert counter.calls / REQUESTS <= CALLS_PER_REQUEST
+    assert counter.of.total() / REQUESTS <= CALLS_PER_REQUEST, counter.of.most_common(40)
 
 
 def our_garbage() -> int:
