@@ -57,6 +57,13 @@ class Point(NamedTuple):
     weight: float
 
 
+class Best(NamedTuple):
+    """Batch sizes with the best throughput: the largest that nearly has it, and the peak itself."""
+
+    rows: int
+    peak: int
+
+
 class Curve:
     """S(b) between and beyond known sizes.
 
@@ -94,16 +101,17 @@ class Curve:
             low, high = (middle, high) if self(middle) <= slack_us else (low, middle)
         return low
 
-    def best_rows(self, limit: int) -> int:
-        """The largest size up to `limit` that is as good as the best, or nearly, in rows a second.
+    def best(self, limit: int) -> Best:
+        """Of the sizes up to `limit`, by rows a second.
 
         Between two known sizes rows over time only rises or only falls, so the known ones and the
         limit are all that have to be looked at.
         """
         sizes = [*self.rows[: bisect_left(self.rows, limit)], limit]
         rates = [rows / self(rows) for rows in sizes]
-        wanted = NEARLY_BEST * max(rates)
-        return max(rows for rows, rate in zip(sizes, rates, strict=True) if rate >= wanted)
+        most = max(rates)
+        good = [rows for rows, rate in zip(sizes, rates, strict=True) if rate >= NEARLY_BEST * most]
+        return Best(max(good), sizes[rates.index(most)])
 
 
 class _Size:
@@ -142,7 +150,7 @@ class _Class:
         self.runs = 0
         self._drawn = 0
         self._curve: Curve | None = None
-        self._best: dict[int, int] = {}
+        self._best: dict[int, Best] = {}
 
     def observe(self, rows: int, us: int) -> None:
         self.runs += 1
@@ -164,11 +172,11 @@ class _Class:
             self._best.clear()
         return self._curve
 
-    def best_rows(self, limit: int) -> int:
+    def best(self, limit: int) -> Best:
         curve = self.curve()
         best = self._best.get(limit)
         if best is None:
-            best = self._best[limit] = curve.best_rows(limit)
+            best = self._best[limit] = curve.best(limit)
         return best
 
 
@@ -225,17 +233,22 @@ class Latency:
         known = self._like(shape_class)
         if known is None:
             return limit
-        best = known.best_rows(limit)
+        best = known.best(limit).rows
         if slack_us is None or known.curve()(best) <= slack_us:
             return best
         return known.curve().most_within(best, slack_us)
+
+    def peak_rows(self, shape_class: ShapeClass, limit: int) -> int:
+        """The size whose throughput is the best, where `best_rows` may be a little larger."""
+        known = self._like(shape_class)
+        return limit if known is None else known.best(limit).peak
 
     def rows_per_s(self, shape_class: ShapeClass, limit: int) -> float | None:
         """What one instance does at the best size up to `limit`; None while nothing is known."""
         known = self._like(shape_class)
         if known is None:
             return None
-        best = known.best_rows(limit)
+        best = known.best(limit).rows
         return best / known.curve()(best) * 1e6
 
     def table(self) -> list[dict[str, Any]]:
@@ -249,7 +262,7 @@ class Latency:
                 "t0_us": round(curve.t0_us, 1),
                 "row_us": round(curve.slope_us, 3),
                 "runs": known.runs,
-                "best_rows": known.best_rows(curve.rows[-1]),
+                "best_rows": known.best(curve.rows[-1]).rows,
                 "compute_us": {
                     str(rows): round(us) for rows, us in zip(curve.rows, curve.us, strict=True)
                 },

@@ -13,8 +13,11 @@ from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import ModelVersion
 from headrace.models.warmup import all_sizes
 
+TIMED_RUNS = 3
+"""Of each size: one may be held up, and changes nothing then."""
+
 TIMING_S = 1.0
-"""What the timed runs of a version may take; one of a size is enough to begin with."""
+"""What they may take together; a slow model has fewer, or none of the large sizes."""
 
 
 class Preparation:
@@ -84,7 +87,8 @@ class Preparation:
         version = self._version
         end_s = time.monotonic() + TIMING_S
         signature = backend.signature
-        for rows, inputs in all_sizes(signature, version.config, version.directory):
+        sizes = list(all_sizes(signature, version.config, version.directory))
+        for rows, inputs in sizes * TIMED_RUNS:
             began_s = time.monotonic()
             if began_s >= end_s:
                 return

@@ -24,9 +24,14 @@ FORGET_AFTER_US = 5_000_000
 moment refuses so much that no backlog comes about which could correct it."""
 
 EXPLORE_EVERY = 128
-"""Of the batches that close with more rows behind them than they take, every so many-th takes
-twice the size that is best as far as is known: so a larger one can show that it has become better.
+"""Of the batches that close with more rows behind them than they take, every so many-th takes half
+or twice the size that is best as far as is known, by turns: so that one can show that it has become
+better.
 """
+
+EXPLORE_EVERY_EARLY, EARLY = 8, 128
+"""Of the first batches more do, since of most sizes little is known then, and all that was seen of
+one may have been seen in a bad moment."""
 
 
 class Pace:
@@ -101,9 +106,19 @@ class Pace:
         return bool(self._since_us)
 
     @property
-    def explores(self) -> bool:
-        """The next batch may try another size."""
-        return self._closes % EXPLORE_EVERY == EXPLORE_EVERY - 1
+    def tries_more(self) -> bool:
+        """The next batch may have more rows than are best."""
+        return self._explores(0)
+
+    @property
+    def tries_less(self) -> bool:
+        """The next batch may have fewer rows than are best."""
+        return self._explores(1)
+
+    def _explores(self, turn: int) -> bool:
+        every = EXPLORE_EVERY_EARLY if self._closes < EARLY else EXPLORE_EVERY
+        done, place = divmod(self._closes, every)
+        return place == every - 1 and done % 2 == turn
 
     def wait_us(self, rows: int, now_us: int) -> int:
         """Until so many rows that wait now have gone; 0 where no pace is known."""
