@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Self
 
@@ -14,12 +14,14 @@ from headrace.config import KafkaSettings
 from headrace.local_kafka import LocalKafka
 from headrace.local_kafka.ports import free_port
 from headrace.log.kafka import KafkaLog
-from headrace.log.port import NewRecord, TopicInfo, TopicPartition
+from headrace.log.port import Consumer, NewRecord, TopicInfo, TopicPartition
 
 PARTITIONS = 4
 CHUNK = 500
 IN_FLIGHT_CHUNKS = 32
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+POLL_S = 0.1
+POLL_RECORDS = 10_000
 
 
 class Cluster:
@@ -88,8 +90,8 @@ class Cluster:
         """Something that tells how many records a topic has got."""
         partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
         async with self.log.reader(partitions) as reader:
-            reader.pause(partitions)  # only the ends are asked for
-            yield Counter(lambda: reader.end_offsets(partitions))
+            reader.pause(partitions)  # at first only the ends are asked for
+            yield Counter(reader, partitions)
 
 
 def a_port() -> int:
@@ -98,11 +100,36 @@ def a_port() -> int:
 
 
 class Counter:
-    """How many records a topic has got."""
+    """How many records a topic has got.
 
-    def __init__(self, ends: Callable[[], Awaitable[Mapping[TopicPartition, int]]]) -> None:
-        self._ends = ends
+    Args:
+        reader: of its partitions, which are paused.
+    """
+
+    def __init__(self, reader: Consumer, partitions: Sequence[TopicPartition]) -> None:
+        self._reader = reader
+        self._partitions = partitions
+
+    async def ends(self) -> Mapping[TopicPartition, int]:
+        """The offset after the last one of each partition, at this moment."""
+        return await self._reader.end_offsets(self._partitions)
 
     async def now(self) -> int:
-        """Up to this moment."""
-        return sum((await self._ends()).values())
+        """The offsets until this moment. The end of a transaction takes one, and is no record."""
+        return sum((await self.ends()).values())
+
+    async def records(
+        self, begin: Mapping[TopicPartition, int], end: Mapping[TopicPartition, int]
+    ) -> int:
+        """Read what lies between two `ends`, and count it."""
+        reader, count = self._reader, 0
+        left = [one for one in self._partitions if begin[one] < end[one]]
+        for partition in left:
+            reader.seek(partition, begin[partition])
+        reader.resume(left)
+        while left:
+            for partition, records in (await reader.poll(POLL_S, POLL_RECORDS)).items():
+                count += sum(record.offset < end[partition] for record in records)
+            left = [one for one in left if await reader.position(one) < end[one]]
+        reader.pause(self._partitions)
+        return count

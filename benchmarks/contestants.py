@@ -52,6 +52,7 @@ class Contestant(NamedTuple):
         vary: the model in the form in which this one serves it.
         settle_s: from the first answer until the count begins. Headrace reads ahead as far as its
             byte budget goes; until then it reads more than it answers.
+        in_transactions: it answers in transactions, whose ends are counted in offsets as well.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Contestant(NamedTuple):
     settings: Callable[[Subject, Place], Settings] | None = None
     settle_s: float = 1.0
     vary: Callable[[Subject], Subject] = lambda subject: subject
+    in_transactions: bool = False
 
 
 # --- loops by hand and frameworks --------------------------------------------------------------
@@ -136,7 +138,14 @@ def headrace_as(
         except ConfigurationError as error:
             raise ContestantMissing(str(error)) from error
 
-    return Contestant(name, "headrace", programs, settings, settle_s=2.0)
+    return Contestant(
+        name,
+        "headrace",
+        programs,
+        settings,
+        settle_s=2.0,
+        in_transactions=delivery == "exactly_once",
+    )
 
 
 FUSED = "Headrace"

@@ -7,7 +7,9 @@ import json
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from benchmarks.processes import ProgramFailed, Running
 from benchmarks.results import Saturated
 from benchmarks.stages import rows_per_run, scrape
 from benchmarks.subjects import Subject
+from headrace.log.port import TopicPartition
 from headrace.topic_plan import plan_topics
 from headrace.topics import Topic
 
@@ -57,10 +60,18 @@ async def saturate(
                 await _first_answer(running, answers)
                 await asyncio.sleep(contestant.settle_s)
                 before = scrape(place.http_port) if place.http_port else {}
-                found = await _count(cluster, running, answers, there, window_s)
-                if place.http_port:
-                    found.rows_per_run = rows_per_run(before, scrape(place.http_port))
-                return found
+                seen = await _count(cluster, running, answers, there, window_s)
+                rows = rows_per_run(before, scrape(place.http_port)) if place.http_port else 0.0
+            answered = seen.offsets
+            if contestant.in_transactions:
+                answered = await answers.records(seen.begin, seen.end)
+            return Saturated(
+                per_s=answered / seen.seconds,
+                cpu_us=seen.cpu_s / answered * 1e6,
+                broker_us=seen.broker_s / answered * 1e6,
+                memory_mib=seen.memory_mib,
+                rows_per_run=rows,
+            )
     finally:
         await cluster.delete(topics)
 
@@ -74,44 +85,62 @@ async def _first_answer(running: Running, answers: Counter) -> None:
         await asyncio.sleep(LOOK_EVERY_S)
 
 
+class _Seen(NamedTuple):
+    """What a window of time has brought and cost."""
+
+    begin: Mapping[TopicPartition, int]
+    end: Mapping[TopicPartition, int]
+    seconds: float
+    cpu_s: float
+    broker_s: float
+    memory_mib: float
+
+    @property
+    def offsets(self) -> int:
+        """How many there are between the two ends."""
+        return sum(self.end.values()) - sum(self.begin.values())
+
+
 async def _count(
     cluster: Cluster, running: Running, answers: Counter, there: int, window_s: float
-) -> Saturated:
+) -> _Seen:
     """From one arrival of answers to another, the window later, or until all is answered.
 
     Answers of a slow model come batch by batch: counted from any moment to any other, a batch more
     or less would be percents.
     """
-    before = await answers.now()
-    count = await _change(running, answers, before)
-    began = (time.monotonic(), count, running.cpu_s(), cluster.cpu_s())
-    while time.monotonic() < began[0] + window_s and count < there:
+    begin = end = await _change(running, answers, await answers.ends())
+    began_s, cpu_s, broker_s = time.monotonic(), running.cpu_s(), cluster.cpu_s()
+    while time.monotonic() < began_s + window_s and sum(end.values()) < there:
         await asyncio.sleep(LOOK_EVERY_S)
-        count = await answers.now()
-    if count < there:
-        count = await _change(running, answers, count)
-    now_s = time.monotonic()
-    running.check()
-    answered = count - began[1]
-    if not answered:
-        raise ProgramFailed(f"all {there} requests were answered before the count began")
-    return Saturated(
-        per_s=answered / (now_s - began[0]),
-        cpu_us=(running.cpu_s() - began[2]) / answered * 1e6,
-        broker_us=(cluster.cpu_s() - began[3]) / answered * 1e6,
-        memory_mib=running.resident_bytes() / 2**20,
+        end = await answers.ends()
+    if sum(end.values()) < there:
+        end = await _change(running, answers, end)
+    seen = _Seen(
+        begin,
+        end,
+        time.monotonic() - began_s,
+        running.cpu_s() - cpu_s,
+        cluster.cpu_s() - broker_s,
+        running.resident_bytes() / 2**20,
     )
+    running.check()
+    if not seen.offsets:
+        raise ProgramFailed(f"all {there} requests were answered before the count began")
+    return seen
 
 
-async def _change(running: Running, answers: Counter, before: int) -> int:
-    """Wait for more answers; how many there are then. Raises `ProgramFailed`."""
+async def _change(
+    running: Running, answers: Counter, before: Mapping[TopicPartition, int]
+) -> Mapping[TopicPartition, int]:
+    """Wait for more answers; where the topic ends then. Raises `ProgramFailed`."""
     give_up_s = time.monotonic() + STALLED_S
-    while (count := await answers.now()) == before:
+    while (ends := await answers.ends()) == before:
         running.check()
         if time.monotonic() > give_up_s:
             raise ProgramFailed(f"no answers for {STALLED_S:g} s: {running.last_words()}")
         await asyncio.sleep(LOOK_EVERY_S)
-    return count
+    return ends
 
 
 def run_bare(subject: Subject, seconds: float) -> Saturated:
