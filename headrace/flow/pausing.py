@@ -7,8 +7,10 @@ holds so much that reading of it has to wait, while the others go on:
   be sealed. Well before it comes to that, nothing more is read of the partition.
 - `suspects`: after an unclean end, what is not in the part that is running (`probation.py`).
 - `order`: answers that wait for an earlier one are held, and one record that is stuck could fill
-  the whole budget with them. So each partition gets an equal share. Where answers are given in
-  another process, which has to read on to find the earlier one, the bound is in records instead.
+  the whole budget with them. So each partition gets an equal share.
+- `ahead`: where answers are given in another process, so many records of a partition are on their
+  way there. More would only wait in the topics between, and take the processor from those who
+  have to answer them. Where answers keep their order, it bounds what one stuck record holds up.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
 MAX_UNANSWERED = 16_384
-"""Records of a partition that were read and are not answered, where others keep their order."""
+"""Records of a partition that were passed on and are not answered by another process yet."""
 
 
 class Pauses:
@@ -98,11 +100,13 @@ class Pauses:
 
     def _crowded(self) -> Mapping[TopicPartition, str]:
         """Why, of the partitions that are to be paused alone."""
-        if not (self._seals or self._shares or self.held):
+        if not (self._seals or self._shares or self._elsewhere or self.held):
             return {}
         assignments = self._ledger.assignments
         found = {each.partition: "metadata" for each in assignments if self._outgrows(each)}
-        if self._shares:
+        if self._elsewhere:
+            found |= {each.partition: "ahead" for each in assignments if self._is_ahead(each)}
+        elif self._shares:
             found |= {each.partition: "order" for each in assignments if self._exceeds(each)}
         found |= dict.fromkeys(self.held, "suspects")
         return found
@@ -116,12 +120,13 @@ class Pauses:
             return False
         return may_outgrow(span, span - progress.answered_above[0])
 
+    def _is_ahead(self, assignment: Assignment) -> bool:
+        progress = self.progress(assignment)
+        span = assignment.last_read + 1 - progress.base
+        return span - progress.answered_above[0] >= MAX_UNANSWERED
+
     def _exceeds(self, assignment: Assignment) -> bool:
         """By the number of records: bytes are counted for all partitions together."""
-        if assignment.partition in self._elsewhere:
-            progress = self._elsewhere[assignment.partition]
-            span = assignment.last_read + 1 - progress.base
-            return span - progress.answered_above[0] >= MAX_UNANSWERED
         budget, records = self._ledger.budget, self._ledger.in_flight()
         if not records:
             return False

@@ -157,8 +157,7 @@ class Source:
             yield "committer", self._committer.run(self._consumer)
         else:
             yield "bases", self._bases.run(self._log, group)
-            if self._settings.exactly_once or self._settings.shares:
-                yield "progress", self._pauses.watch(self._log, group)
+            yield "progress", self._pauses.watch(self._log, group)
 
     async def receive(self) -> Delivery | None:
         """The next records of some partition; None when reading has stopped and none are left."""

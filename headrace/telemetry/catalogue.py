@@ -300,7 +300,8 @@ PARTITIONS = (
         "headrace_partition_paused",
         "gauge",
         ("topic", "partition", "reason"),
-        "1 while the partition is not read, by reason: budget, drain, metadata, order or suspects.",
+        "1 while the partition is not read, by reason: ahead, budget, drain, metadata, order or "
+        "suspects.",
     ),
 )
 

@@ -25,7 +25,7 @@ from headrace.telemetry.state import ProcessState
 Value: TypeAlias = float | None
 Series: TypeAlias = tuple[tuple[str, ...], Value]
 
-PAUSES = ("budget", "drain", "metadata", "order", "suspects")
+PAUSES = ("ahead", "budget", "drain", "metadata", "order", "suspects")
 _OURS = frozenset(str(event) for event in Event)
 
 

@@ -129,15 +129,18 @@ async def test_what_another_process_has_committed_is_looked_at(
     await asyncio.wait([watching])
 
 
-def test_no_more_unanswered_than_that_are_let_in_where_another_process_keeps_order() -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
+    in_order: bool,
+) -> None:
     """What is answered there is taken off as soon as it is known."""
-    bench = Bench(shares=True)
+    bench = Bench(shares=in_order)
     known = bench.one.progress.copy()
     bench.pauses.follow(ONE, known)
     for receipt in bench.read(bench.one, pausing.MAX_UNANSWERED):
         receipt.settle()
     bench.regulate()
-    assert bench.pauses.reasons == {ONE: "order"}
+    assert bench.pauses.reasons == {ONE: "ahead"}
 
     known.cover(10, 11)
     bench.regulate()
