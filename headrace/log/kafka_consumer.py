@@ -26,6 +26,7 @@ from headrace.log.kafka_closing import close_consumer
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered, in_port_words
 from headrace.log.kafka_fetched import fetched_records
+from headrace.log.kafka_fetching import Fetching
 from headrace.log.kafka_requests import partition_counts
 from headrace.log.port import Committed, Record, TopicPartition
 
@@ -54,6 +55,7 @@ class KafkaConsumer:
         self._diagnosis: asyncio.Task[None] | None = None
         self._diagnosed = self._contact
         self._closed = False
+        self._fetching = Fetching()
 
     # Starting and closing
 
@@ -77,6 +79,7 @@ class KafkaConsumer:
         )
         try:
             self._connection.take_over_bootstrap(self._started._client)
+            self._fetching.take_over(self._started._client)
             await self._start(self._started)
         except BaseException:
             await self.close()
@@ -136,6 +139,7 @@ class KafkaConsumer:
         except KafkaError as error:
             self._poll_failed(consumer, error)
             return {}
+        self._fetching.polled(sum(map(len, found.values())))
         if not found:
             self._watch(consumer)
         return found
