@@ -19,6 +19,7 @@ import structlog
 
 from headrace.errors import HeadraceError, Rejected, Retriable
 from headrace.flow.books import Books, Offsets, Outgoing, by_offset, requests_of
+from headrace.flow.endings import any_void
 from headrace.log.errors import Fenced, NoLeader
 from headrace.log.port import Consumer, Log, NewRecord, TopicPartition, TransactionalProducer
 from headrace.telemetry.logs import Event
@@ -184,8 +185,12 @@ class Sealing:
     def _fresh(self, number: int, outgoing: Sequence[Outgoing]) -> Sequence[Outgoing]:
         """By rising offset, without those that are void or answered, which are settled."""
         progress = self._books.progress(number)
+        ordered = by_offset(outgoing)
+        is_above = progress is not None and ordered and ordered[0][0].offset >= progress.highest
+        if is_above and not any_void([request for request, _ in ordered]):
+            return ordered
         fresh: list[Outgoing] = []
-        for each in by_offset(outgoing):
+        for each in ordered:
             request = each[0]
             if request.receipt.void or progress is None:
                 self._metrics.void.inc()

@@ -36,9 +36,11 @@ _LEAST_WEIGHT = 1e-6
 SHOWN_CLASSES = 8
 SLIPS = 64
 """Batches that the margin is taken of."""
+BESIDE_US = 100
+"""What a batch costs outside of its run, about: to close it, to hand it over, to share it out.
+Where runs are quicker than that it decides for large batches, however uneven their times are."""
 NEARLY_BEST = 0.97
-"""Of the best throughput: the largest size that reaches it is taken, since the rest of the work
-that a batch makes, outside its run, is less for each row of a larger one."""
+"""Of the best throughput: the largest size that reaches it is taken."""
 
 
 def bucket_of(rows: int) -> int:
@@ -102,13 +104,13 @@ class Curve:
         return low
 
     def best(self, limit: int) -> Best:
-        """Of the sizes up to `limit`, by rows a second.
+        """Of the sizes up to `limit`, by rows a second, with what a batch costs beside its run.
 
         Between two known sizes rows over time only rises or only falls, so the known ones and the
         limit are all that have to be looked at.
         """
         sizes = [*self.rows[: bisect_left(self.rows, limit)], limit]
-        rates = [rows / self(rows) for rows in sizes]
+        rates = [rows / (self(rows) + BESIDE_US) for rows in sizes]
         most = max(rates)
         good = [rows for rows, rate in zip(sizes, rates, strict=True) if rate >= NEARLY_BEST * most]
         return Best(max(good), sizes[rates.index(most)])

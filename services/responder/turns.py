@@ -97,15 +97,24 @@ class Turns:
 
     async def take(self, addressed: Addressed) -> None:
         """Queue a chunk; waits while too much is queued."""
-        touched: dict[int, _Lane] = {}
+        lanes: dict[int, _Lane | None] = {}
+        free: dict[int, list[Outgoing]] = {}
         for target, requests in addressed.items():
             for request in requests:
-                lane = self._lane(request)
-                if lane is not None:
-                    touched[lane.number] = lane
-                    self._queue(lane, self._in_order(lane, (request, target)))
-        for lane in touched.values():
-            self._start(lane)
+                number = request.partition
+                if number not in lanes:
+                    lanes[number], free[number] = self._lane(number), []
+                lane = lanes[number]
+                if lane is None or request.receipt.void:
+                    self._void(request)
+                elif self._order_by == "none":
+                    free[number].append((request, target))
+                else:
+                    free[number] += self._in_order(lane, (request, target))
+        for number, lane in lanes.items():
+            if lane is not None:
+                self._queue(lane, free[number])
+                self._start(lane)
         await self._room.enough()
 
     def revoked(self) -> None:
@@ -120,23 +129,20 @@ class Turns:
 
     # --- lanes -------------------------------------------------------------------------------
 
-    def _lane(self, request: Request) -> _Lane | None:
-        """The lane of a request; None, and settled, when its partition is not ours any more."""
-        progress = self._books.progress(request.partition)
-        if progress is None or request.receipt.void:
-            self._void(request)
+    def _lane(self, number: int) -> _Lane | None:
+        """The lane of a source partition; None when that is not ours any more."""
+        progress = self._books.progress(number)
+        if progress is None:
             return None
-        lane = self._lanes.get(request.partition)
+        lane = self._lanes.get(number)
         if lane is None or lane.progress is not progress:
             if lane is not None:
                 self._end(lane)
-            lane = self._lanes[request.partition] = _Lane(request.partition, progress)
+            lane = self._lanes[number] = _Lane(number, progress)
         return lane
 
     def _in_order(self, lane: _Lane, outgoing: Outgoing) -> list[Outgoing]:
         request = outgoing[0]
-        if self._order_by == "none":
-            return [outgoing]
         before: int | None = request.previous
         if self._order_by == "key":
             before = request.after if request.after >= 0 else None
