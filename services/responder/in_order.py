@@ -1,4 +1,8 @@
-"""The answering step for at least once in order: written, and waited for, before the next one."""
+"""The answering step for at least once in order: written, and waited for, before the next one.
+
+All answers of a step count as answered together. If one did while an earlier one on another topic
+did not, a later one would follow it after a restart, and pass the earlier one.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +33,20 @@ class OrderedStep:
     async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
         addressed: Addressed = {}
         for request, target in outgoing:
-            if request.receipt.void:
-                self._metrics.void.inc()
-                request.receipt.settle()
-            elif request.skipped:
-                self._books.settle([request])
-            else:
+            if not (request.receipt.void or request.skipped):
                 addressed.setdefault(target, []).append(request)
         # Between two targets there is no order.
         async with asyncio.TaskGroup() as tasks:
             for target, requests in addressed.items():
                 tasks.create_task(self._answer(target, requests), name=f"to-{target}")
+        ours: list[Request] = []
+        for request, _ in outgoing:
+            if request.receipt.void:
+                self._metrics.void.inc()
+                request.receipt.settle()
+            else:
+                ours.append(request)
+        self._books.settle(ours)
         return ()
 
     async def _answer(self, target: TopicPartition, requests: list[Request]) -> None:
@@ -62,9 +69,6 @@ class OrderedStep:
             await self._answer_refused(requests[start + index], target, error)
             start += index + 1
         if not is_ours():
-            self._metrics.void.inc(len(requests))
-            for request in requests:
-                request.receipt.settle()
             return
         acknowledged_us = composer.clock()
         for where, letters in composer.letters(requests).items():
@@ -73,7 +77,6 @@ class OrderedStep:
                 composer.unkept(where, len(unkept))
         times = Answering(began_us, encoded_us, acknowledged_us, composer.clock())
         composer.answered({target: requests}, times)
-        self._books.settle(requests)
 
     async def _answer_refused(
         self, request: Request, target: TopicPartition, error: Rejected

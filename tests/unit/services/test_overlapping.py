@@ -73,6 +73,31 @@ async def test_what_was_revoked_is_not_tried_again(
     assert counted(bench.instruments, "void_total") == 1
 
 
+@pytest.mark.parametrize("order", ["key", "partition"])
+async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
+    monkeypatch: pytest.MonkeyPatch, order: OrderBy
+) -> None:
+    """One that counted while an earlier one on another topic did not would let a later one pass
+    that, after a restart.
+    """
+    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.01)
+    ledger = Ledger(Budget(1_000_000), lambda: None)
+    assignment = ledger.assign(TopicPartition("headrace.requests", 0), Progress(0))
+    requests = [answerable(kafka_replyTopic=b"headrace.mine"), answerable()]
+    for offset, request in enumerate(requests):
+        request.partition, request.offset, request.previous = 0, offset, offset - 1
+        request.receipt = assignment.admit(offset, 10)
+    async with running(order_by=order, ledger=ledger) as bench:
+        bench.log.faults.take_leaders(MINE.topic)
+        await bench.inlet.send(requests)
+        await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 2)
+        assert len(await bench.responses()) == 1
+        assert assignment.progress == Progress(0)
+
+        bench.log.faults.elect(MINE.topic)
+        await eventually(lambda: assignment.progress == Progress(2))
+
+
 async def test_outputs_that_wait_are_charged_to_the_budget() -> None:
     """A broker that is slow to take answers makes reading pause, before memory runs out."""
     ledger = Ledger(Budget(1_000_000), lambda: None)
