@@ -18,8 +18,9 @@ from tests.support.conditions import eventually
 HEADRACE = Path(sys.executable).parent / "headrace"
 DIE_WITH_PARENT = Path(headrace.local_kafka.__file__).with_name("die_with_parent.py")
 READY = '"process.ready"'
-BROKER_AWAY = "LogUnavailable"
-"""A process that is started while no broker answers says so and ends, having done nothing."""
+CANNOT_BEGIN = ("LogUnavailable", "members of another kind")
+"""A process that is started while no broker answers, or before the session of one that was killed and
+had another form is over, says so and ends, having done nothing."""
 READY_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 20.0
 RESTART_AFTER_S = 0.2
@@ -94,7 +95,8 @@ class Member:
             )
         code = await self._process.wait()
         printed = self._log.read_text(encoding="utf-8", errors="replace")
-        if self._ended_by_us or (READY not in printed and BROKER_AWAY in printed):
+        began = READY in printed or not any(reason in printed for reason in CANNOT_BEGIN)
+        if self._ended_by_us or not began:
             return
         at_ms = now_ms()
         self._history.add(Fault(at_ms, at_ms, FaultKind.CRASHED, self.stages))
