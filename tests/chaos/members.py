@@ -19,8 +19,8 @@ HEADRACE = Path(sys.executable).parent / "headrace"
 DIE_WITH_PARENT = Path(headrace.local_kafka.__file__).with_name("die_with_parent.py")
 READY = '"process.ready"'
 CANNOT_BEGIN = ("LogUnavailable", "members of another kind")
-"""A process that is started while no broker answers, or before the session of one that was killed and
-had another form is over, says so and ends, having done nothing."""
+"""A process that is started while no broker answers, or before the session of one that was killed
+and had another form is over, says so and ends, having done nothing."""
 READY_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 20.0
 RESTART_AFTER_S = 0.2
