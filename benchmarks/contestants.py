@@ -151,6 +151,7 @@ def headrace_as(
 FUSED = "Headrace"
 TRACED = "Headrace, traced at 1 %"
 THREE = "Headrace, three processes"
+THREE_ONCE = "Headrace, three processes, exactly once"
 FOUR = "Headrace, four processes"
 FASTSTREAM = "FastStream"
 QUIX = "Quix Streams"
@@ -176,6 +177,7 @@ CONTESTANTS = [
     headrace_as("Headrace, exactly once", delivery="exactly_once"),
     headrace_as(TRACED, traced=True),
     headrace_as(THREE, "ingest", "batcher,executor", "responder"),
+    headrace_as(THREE_ONCE, "ingest", "batcher,executor", "responder", delivery="exactly_once"),
     headrace_as(FOUR, "ingest", "batcher", "executor", "responder"),
 ]
 COMPUTING = [

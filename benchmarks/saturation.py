@@ -26,6 +26,11 @@ from headrace.topics import Topic
 START_DEADLINE_S = 40.0
 STALLED_S = 20.0
 LOOK_EVERY_S = 0.02
+GAP_S = 0.06
+"""The answers of one run come in parts, to several partitions; when nothing has come for so long,
+it was the last one."""
+MOST_GAPS = 5
+"""Where runs follow each other closer than that, it is not waited for longer than this."""
 
 
 async def prepare(
@@ -104,10 +109,10 @@ class _Seen(NamedTuple):
 async def _count(
     cluster: Cluster, running: Running, answers: Counter, there: int, window_s: float
 ) -> _Seen:
-    """From one arrival of answers to another, the window later, or until all is answered.
+    """From behind one run's answers to behind another's, the window later, or until all is there.
 
     Answers of a slow model come batch by batch: counted from any moment to any other, a batch more
-    or less would be percents.
+    or less, or a part of one, would be percents.
     """
     begin = end = await _change(running, answers, await answers.ends())
     began_s, cpu_s, broker_s = time.monotonic(), running.cpu_s(), cluster.cpu_s()
@@ -133,13 +138,18 @@ async def _count(
 async def _change(
     running: Running, answers: Counter, before: Mapping[TopicPartition, int]
 ) -> Mapping[TopicPartition, int]:
-    """Wait for more answers; where the topic ends then. Raises `ProgramFailed`."""
+    """Wait for a run's answers; where the topic ends behind them. Raises `ProgramFailed`."""
     give_up_s = time.monotonic() + STALLED_S
     while (ends := await answers.ends()) == before:
         running.check()
         if time.monotonic() > give_up_s:
             raise ProgramFailed(f"no answers for {STALLED_S:g} s: {running.last_words()}")
         await asyncio.sleep(LOOK_EVERY_S)
+    for _ in range(MOST_GAPS):
+        await asyncio.sleep(GAP_S)
+        before, ends = ends, await answers.ends()
+        if ends == before:
+            break
     return ends
 
 

@@ -48,13 +48,12 @@ def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
     group.learn()
     limits, rows = group.limits, group.best_rows
     latency = limits.latency
-    if latency is not None and group.rows > rows:
-        if queue.pace.tries_less:
-            rows = max(1, latency.peak_rows(group.shape_class, limits.max_batch_size) // 2)
-        elif queue.pace.tries_more:
-            rows = min(2 * rows, limits.max_batch_size)
     if latency is None:
         return Size(rows, 0, 0, "full")
+    if group.rows > rows and queue.pace.tries_more:
+        rows = min(2 * rows, limits.max_batch_size)
+    elif group.rows > rows and queue.pace.tries_less:
+        rows = max(1, latency.peak_rows(group.shape_class, limits.max_batch_size) // 2)
     starts_us = max(now_us, ask.close_at_us)
     run_us = latency.predict_us(group.shape_class, min(rows, group.rows))
     if run_us is None:
