@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Final
 
 import aiokafka.errors as kafka_errors
-from aiokafka.client import AIOKafkaClient
+from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
 from aiokafka.errors import KafkaError
@@ -19,6 +20,7 @@ from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
 from headrace.log.kafka_closing import close_client, hang_up
 from headrace.log.kafka_errors import answered
+from headrace.log.kafka_reconnect import Address, ReconnectBackoff
 from headrace.log.kafka_security import security_options, tls_error, tls_reason
 
 RETRY_BACKOFF_S: Final = 0.1
@@ -39,6 +41,7 @@ class Connection:
     def __init__(self, settings: KafkaSettings) -> None:
         self.settings = settings
         self._security = security_options(settings)
+        self._backoff = ReconnectBackoff()
 
     def __repr__(self) -> str:
         return f"Connection({self.settings.security_protocol}, {self.settings.bootstrap_servers!r})"
@@ -90,15 +93,18 @@ class Connection:
         close by itself, which with TLS takes longer than a loop may live. Later it asks the
         brokers that it knows and nobody else, be they all gone to other addresses.
 
-        And have a connection that broke a moment ago fail the request, and not whoever reads.
+        And have a connection that broke a moment ago fail the request, and not whoever reads;
+        and leave a broker that could not be reached alone for a while.
         """
         client.send = partial(_sent, client.send)
+        client._get_conn = partial(self._get_conn, client, client._get_conn)
         client.bootstrap = partial(self._bootstrap, client)
         client._metadata_update = partial(self._metadata_update, client._metadata_update)
 
     async def _bootstrap(self, client: AIOKafkaClient) -> None:
         reasons: list[str] = []
-        for host, port, _ in collect_hosts(self.settings.bootstrap_servers):
+        for host, port in sorted(self._servers(), key=self._rest_s):
+            await asyncio.sleep(self._rest_s((host, port)))
             try:
                 answer = await self._first_answer(host, port)
             except LogUnavailable as error:
@@ -112,6 +118,43 @@ class Connection:
                 return
         raise LogUnavailable("; ".join(reasons))
 
+    async def _get_conn(
+        self,
+        client: AIOKafkaClient,
+        connect: Callable[..., Awaitable[AIOKafkaConnection | None]],
+        node_id: int,
+        *,
+        group: int = ConnectionGroup.DEFAULT,
+        **options: Any,
+    ) -> AIOKafkaConnection | None:
+        """The connection to a node; None where it cannot be had now."""
+        made = client._conns.get((node_id, group))
+        if made is not None and made.connected():
+            return made
+        broker = client.cluster.broker_metadata(node_id)
+        if broker is None:
+            return await connect(node_id, group=group, **options)
+        address = (broker.host, broker.port)
+        if self._rest_s(address):
+            # As after a failure: what was asked of this node may be another's by now.
+            client.force_metadata_update()
+            return None
+        found = await connect(node_id, group=group, **options)
+        self._tried(address, found is not None)
+        return found
+
+    def _servers(self) -> list[Address]:
+        return [(host, port) for host, port, _ in collect_hosts(self.settings.bootstrap_servers)]
+
+    def _rest_s(self, address: Address) -> float:
+        return self._backoff.left_s(address, time.monotonic())
+
+    def _tried(self, address: Address, reached: bool) -> None:
+        if reached:
+            self._backoff.reached(address)
+        else:
+            self._backoff.failed(address, time.monotonic())
+
     async def _metadata_update(
         self,
         ask_known_brokers: Callable[[ClusterMetadata, Collection[str]], Awaitable[bool]],
@@ -121,7 +164,9 @@ class Connection:
         """Ask the known brokers, and where none of them answers, the bootstrap servers."""
         if await ask_known_brokers(cluster, topics):
             return True
-        for host, port, _ in collect_hosts(self.settings.bootstrap_servers):
+        for host, port in self._servers():
+            if self._rest_s((host, port)):
+                continue
             try:
                 answer = await self._first_answer(host, port, list(topics) or None)
             except HeadraceError:
@@ -134,7 +179,7 @@ class Connection:
         """Connect once more, and give what a broker, or the settings, have against us if that
         is the matter; None where brokers are merely away, or answer again.
         """
-        for host, port, _ in collect_hosts(self.settings.bootstrap_servers):
+        for host, port in self._servers():
             try:
                 await self._first_answer(host, port)
             except LogUnavailable:
@@ -159,7 +204,9 @@ class Connection:
             answer = await connection.send(
                 MetadataRequest(None if topics is None else list(topics))
             )
+            self._tried((host, port), reached=True)
         except (OSError, KafkaError, ValueError) as error:
+            self._tried((host, port), reached=False)
             raise self._explained(f"{host}:{port}", error) from error
         finally:
             await hang_up(connection)

@@ -82,13 +82,13 @@ class TraceExport:
         self._queued += 1
         self._processor.on_end(self._encoded(span))
 
-    def close(self) -> None:
-        """Send what is queued, within `CLOSE_S`; what is left then is dropped. Blocks."""
+    def close(self, within_s: float = CLOSE_S) -> None:
+        """Send what is queued, in the time given; what is left then is dropped. Blocks."""
         closing = threading.Thread(
             target=self._processor.shutdown, name="trace-export-close", daemon=True
         )
         closing.start()
-        closing.join(CLOSE_S)
+        closing.join(within_s)
         if closing.is_alive():
             self._exporter.shutdown()  # ends a wait between two tries
             closing.join(CUT_OFF_S)

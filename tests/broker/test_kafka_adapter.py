@@ -146,7 +146,7 @@ async def test_a_broker_that_hangs_fails_a_record_by_its_deadline(
             (run,) = await producer.send(partition, [NewRecord(None, b"unknown")])
             with pytest.raises(LogUnavailable, match="not acknowledged within 2 s"):
                 await run.acknowledged
-            assert 1.5 < time.monotonic() - start < 4.0
+            assert 1.5 < time.monotonic() - start < 10.0
             with pytest.raises(LogUnavailable, match="no answer within 1 s"):
                 await producer.partitions_for(f"{unique_name}-other")
             fragile.resume_node()
@@ -170,7 +170,7 @@ async def test_silence_shows_as_age_of_the_last_contact(
         partition = await make_topic(log, unique_name)
         async with log.reader([partition]) as reader:
             await reader.poll(0.1, 1)
-            assert reader.last_contact_s() < 1.0
+            assert reader.last_contact_s() < 2.0
             fragile.kill_node()
 
             async def is_silent() -> bool:

@@ -128,4 +128,4 @@ async def test_a_stop_does_not_wait_for_a_broker_that_hangs(tmp_path: Path) -> N
     began_s = loop.time()
     await asyncio.wait_for(running, 20)
 
-    assert loop.time() - began_s < 4
+    assert loop.time() - began_s < 10

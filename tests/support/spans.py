@@ -88,7 +88,8 @@ def tracing_spans(settings: Settings | None = None) -> Iterator[tuple[Tracing, S
     try:
         yield Tracing(export.write, settings or tracing_settings(), metrics), spans
     finally:
-        export.close()
+        # A machine may stand still for longer than a process that ends would wait.
+        export.close(within_s=30)
         spans.all = tuple(exporter.spans)
 
 

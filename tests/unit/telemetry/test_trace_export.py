@@ -151,7 +151,7 @@ def test_closing_does_not_wait_for_a_collector_that_hangs(
     began_s = time.monotonic()
     export.close()
 
-    assert time.monotonic() - began_s < CLOSE_S + CUT_OFF_S + 1
+    assert time.monotonic() - began_s < CLOSE_S + CUT_OFF_S + 5
     assert _count(metrics, "trace_spans_dropped") == 1
 
 

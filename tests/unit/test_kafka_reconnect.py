@@ -1,0 +1,114 @@
+"""How often a broker that is away is tried."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+from aiokafka.client import AIOKafkaClient
+from aiokafka.cluster import ClusterMetadata
+from aiokafka.conn import AIOKafkaConnection
+from aiokafka.structs import BrokerMetadata
+
+from headrace.config import KafkaSettings
+from headrace.log.errors import LogUnavailable
+from headrace.log.kafka_connection import Connection
+from headrace.log.kafka_reconnect import JITTER, LONGEST_S, ReconnectBackoff
+
+HERE = ("127.0.0.1", 9092)
+THERE = ("127.0.0.1", 9093)
+
+
+def tries(backoff: ReconnectBackoff, seconds: float) -> list[float]:
+    """When an address that never answers is tried by somebody who always wants it."""
+    tried, now_s = [], 0.0
+    while now_s < seconds:
+        tried.append(now_s)
+        backoff.failed(HERE, now_s)
+        now_s += backoff.left_s(HERE, now_s)
+    return tried
+
+
+def test_pauses_double_up_to_a_second() -> None:
+    """They are those of Kafka's own clients."""
+    pauses = [later - sooner for sooner, later in pairwise(tries(ReconnectBackoff(lambda: 0.5), 6))]
+    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_pauses_are_spread(share: float) -> None:
+    """Those who lost a broker together do not come back together."""
+    (_, last_but_one, last) = tries(ReconnectBackoff(lambda: share), 10)[-3:]
+    assert last - last_but_one == pytest.approx(LONGEST_S * (1 + JITTER * (2 * share - 1)))
+
+
+def test_tries_that_were_under_way_together_count_once() -> None:
+    """Six clients that lose the same broker at once do not make each other wait longer."""
+    backoff = ReconnectBackoff(lambda: 0.5)
+    for _ in range(6):
+        backoff.failed(HERE, 1.0)
+    assert backoff.left_s(HERE, 1.0) == pytest.approx(0.05)
+
+
+def test_who_answers_may_be_tried_at_once() -> None:
+    """An answer ends the pause, and the next failure is a first one again."""
+    backoff = ReconnectBackoff(lambda: 0.5)
+    tries(backoff, 5)
+    backoff.reached(HERE)
+    assert backoff.left_s(HERE, 5.0) == 0
+    backoff.failed(HERE, 5.0)
+    assert backoff.left_s(HERE, 5.0) == pytest.approx(0.05)
+
+
+def test_others_are_not_meant() -> None:
+    """A broker beside the one that is away is tried as ever."""
+    backoff = ReconnectBackoff()
+    backoff.failed(HERE, 1.0)
+    assert backoff.left_s(THERE, 1.0) == 0
+
+
+class Away:
+    """A server that refuses every connection, and counts them."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    async def create_conn(self, *_: object, **__: object) -> AIOKafkaConnection:
+        self.tries += 1
+        raise ConnectionRefusedError(111, "refused")
+
+
+async def test_clients_do_not_storm_a_broker_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twenty requests that two clients want to send to it at once, one leads to a try."""
+    away = Away()
+    monkeypatch.setattr("aiokafka.client.create_conn", away.create_conn)
+    connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
+    clients = [AIOKafkaClient(**connection.client_options()) for _ in range(2)]
+    for client in clients:
+        connection.take_over_bootstrap(client)
+        client.cluster = _cluster_of_one()
+    for _ in range(10):
+        for client in clients:
+            assert not await client.ready(1)
+    assert away.tries == 1
+
+
+async def test_opening_waits_for_the_pause_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has nobody else to ask waits, and is told in the end what is the matter."""
+    away = Away()
+    monkeypatch.setattr(AIOKafkaConnection, "connect", away.create_conn)
+    connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
+    with pytest.raises(LogUnavailable):
+        await connection.open_client()
+    opening = asyncio.create_task(connection.open_client())
+    await asyncio.sleep(0)
+    assert away.tries == 1
+    with pytest.raises(LogUnavailable, match="9092: refused"):
+        await opening
+
+
+def _cluster_of_one() -> ClusterMetadata:
+    cluster = ClusterMetadata()
+    cluster._brokers = {1: BrokerMetadata(1, *HERE, None)}
+    return cluster
