@@ -43,7 +43,6 @@ LATENCY_SHARE_S = 70.0
 SHARES = {"digits": 0.35, "magika": 0.64, "resnet50": 1.0}
 """When each model has to be done, as a part of the whole run."""
 
-SETTLE_S = max(each.settle_s for each in CONTESTANTS)
 SWEEP = (1, 2, 4, 8, 16, 32)
 Say = Callable[[str], None]
 FAILURES = (
@@ -174,14 +173,15 @@ class _Measuring:
 
     async def _saturation(self, until_s: float) -> None:
         plan, subject = self._plan, self._subject
-        seconds = self._window_s + SETTLE_S + 1.0
+        more = COMPUTING if subject.threads else []
+        contestants = [each for each in [*CONTESTANTS, *more] if self._is_in(each)]
+        settle_s = max((each.settle_s for each in contestants), default=0.0)
+        seconds = self._window_s + settle_s + 1.0
         count = int(subject.fastest_per_s * seconds) + 10 * subject.batch
         await self._cluster.create_plain(self._requests)
         began_s = time.monotonic()
         await self._cluster.fill(self._requests, subject.values, count)
         self._say(f"{subject.name}: {count} requests in {time.monotonic() - began_s:.1f} s")
-        more = COMPUTING if subject.threads else []
-        contestants = [each for each in [*CONTESTANTS, *more] if self._is_in(each)]
         contests = [Contest(each.name, each.family) for each in contestants]
         bare = [(Contest(BARE, "bare"), subject)]
         if more:

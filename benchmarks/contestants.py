@@ -51,7 +51,8 @@ class Contestant(NamedTuple):
         settings: None for those that are not Headrace.
         vary: the model in the form in which this one serves it.
         settle_s: from the first answer until the count begins. Headrace reads ahead as far as its
-            byte budget goes; until then it reads more than it answers.
+            byte budget goes; until then it reads more than it answers. One that learns has tried
+            most sizes by then.
         in_transactions: it answers in transactions, whose ends are counted in offsets as well.
     """
 
@@ -181,7 +182,7 @@ CONTESTANTS = [
     headrace_as(FOUR, "ingest", "batcher", "executor", "responder"),
 ]
 COMPUTING = [
-    FUSED_CONTESTANT._replace(name=LEARNING, vary=Subject.learning),
+    FUSED_CONTESTANT._replace(name=LEARNING, vary=Subject.learning, settle_s=15.0),
     FUSED_CONTESTANT._replace(name=FUSED + ALL_CORES, vary=Subject.with_all_cores),
 ]
 """More of them, where the model takes nearly all of the time."""
