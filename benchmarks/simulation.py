@@ -24,14 +24,13 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import click
-import msgspec
 import numpy as np
 import uvloop
 from numpy.typing import NDArray
@@ -56,6 +55,7 @@ from headrace.replay.selection import Selection
 from headrace.replay.service_times import ServiceTime, learn
 from headrace.replay.simulate import Outcome, Scenario, Served, simulate
 from headrace.replay.simulated_loop import LoopTime
+from headrace.replies import last_header
 from headrace.services.batcher.forming import Forming
 from headrace.telemetry.logs import configure_logging
 from headrace.topic_plan import plan_topics
@@ -158,14 +158,18 @@ async def served(settings: Settings) -> AsyncIterator[Log]:
 # --- the real run ------------------------------------------------------------------------------
 
 
-async def ask(log: Log, settings: Settings, values: Sequence[bytes], load: Load) -> int:
-    """Send a request at each tick. Returns how many."""
+async def ask(
+    log: Log, settings: Settings, values: Sequence[bytes], load: Load, due: list[int]
+) -> None:
+    """Send a request at each tick, and add the moments when they were due, in epoch microseconds,
+    to those of earlier requests.
+    """
     command = ("-m", "benchmarks.ticking", str(load.per_s), str(load.seconds), str(load.seed))
     ticking = await asyncio.create_subprocess_exec(
         sys.executable, *command, stdout=asyncio.subprocess.PIPE
     )
     assert ticking.stdout is not None
-    topic, turns, sent = settings.topic(Topic.REQUESTS), cycle(values), 0
+    topic, turns = settings.topic(Topic.REQUESTS), cycle(values)
     rest, freeze_s = b"", time.monotonic()
     async with log.producer() as producer:
         while ticks := await ticking.stdout.read(1 << 16):
@@ -176,11 +180,24 @@ async def ask(log: Log, settings: Settings, values: Sequence[bytes], load: Load)
             whole = len(ticks) // TICK_BYTES * TICK_BYTES
             ticks, rest = ticks[:whole], ticks[whole:]
             for due_us in np.frombuffer(ticks, "<i8").tolist():
-                target = TopicPartition(topic, sent % PARTITIONS)
+                target = TopicPartition(topic, len(due) % PARTITIONS)
+                due.append(due_us)
                 await producer.send(target, [NewRecord(None, next(turns), (), due_us // 1000)])
-                sent += 1
     await ticking.wait()
-    return sent
+
+
+@asynccontextmanager
+async def ticking_unheard(load: Load) -> AsyncIterator[None]:
+    """Somebody tells when requests are due, and nobody listens."""
+    ticking = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.ticking", str(load.per_s), "3600", str(load.seed)),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        ticking.kill()
+        await ticking.wait()
 
 
 async def all_answered(log: Log, settings: Settings, count: int) -> None:
@@ -200,8 +217,12 @@ async def held(log: Log, settings: Settings, topic: Topic) -> int:
         return sum((await reader.end_offsets(partitions)).values())
 
 
-async def latencies_us(log: Log, settings: Settings, skipped: int) -> NDArray[np.int64]:
-    """What the answers tell, without the first ones."""
+async def latencies_us(
+    log: Log, settings: Settings, due: Sequence[int], skipped: int
+) -> NDArray[np.int64]:
+    """From when a request was due until its answer was written, without the first requests; the
+    log tells the millisecond of the latter.
+    """
     found: list[int] = []
     async with (
         open_recording(log, settings.topic(Topic.RESPONSES), Selection()) as answers,
@@ -209,9 +230,12 @@ async def latencies_us(log: Log, settings: Settings, skipped: int) -> NDArray[np
     ):
         async for chunk in chunks:
             for record in chunk:
-                said = msgspec.msgpack.decode(record.value or b"")["parameters"]
-                found.append(said["queue_us"] + said["compute_us"] + said["batch_us"])
-    return np.array(found[skipped:], dtype=np.int64)
+                origin = last_header(record.headers, "x-request") or b""
+                _, partition, offset = origin.decode().rsplit("/", 2)
+                number = int(offset) * PARTITIONS + int(partition)
+                if number >= skipped:
+                    found.append(record.timestamp * 1000 + 500 - due[number])
+    return np.array(found, dtype=np.int64)
 
 
 # --- the simulated one -------------------------------------------------------------------------
@@ -254,22 +278,24 @@ class Comparison:
     async def compared(self, load: Load) -> Compared:
         """One run, and what the simulation makes of its arrivals."""
         subject, settings, busy = self._subject, self._settings, os.getloadavg()[0]
-        loop = {} if subject.slow else {subject.name: await self._turns()}
+        loop = {} if subject.slow else {subject.name: await self._turns(load)}
         async with served(settings) as log:
             warm_up = load._replace(
                 seconds=max(WARM_UP_S, WARM_UP_REQUESTS / load.per_s), seed=load.seed + 1000
             )
-            skipped = await ask(log, settings, subject.values, warm_up)
-            await all_answered(log, settings, skipped)
-            sent = await ask(log, settings, subject.values, load)
-            await all_answered(log, settings, skipped + sent)
-            real_us = await latencies_us(log, settings, skipped)
+            due: list[int] = []
+            await ask(log, settings, subject.values, warm_up, due)
+            await all_answered(log, settings, skipped := len(due))
+            await ask(log, settings, subject.values, load, due)
+            await all_answered(log, settings, len(due))
+            real_us = await latencies_us(log, settings, due, skipped)
             times = Times(await learned(log, settings), loop)
             found = await outcome(log, settings, skipped, times)
             before = None
             if subject.slow and self._before is not None:
                 before = await outcome(log, settings, skipped, self._before)
         gc.unfreeze()
+        sent = len(due) - skipped
         if len(real_us) != sent:
             raise RuntimeError(f"expected {sent} answers in the log, got {len(real_us)}")
         self._before = times
@@ -281,16 +307,19 @@ class Comparison:
             sent,
             p50_ms,
             p99_ms,
-            found.in_process_latency_ms(0.5),
-            found.in_process_latency_ms(0.99),
-            None if before is None else before.in_process_latency_ms(0.99),
+            found.latency_ms(0.5),
+            found.latency_ms(0.99),
+            None if before is None else before.latency_ms(0.99),
             float(found.load),
             busy,
             str(loop.get(subject.name) or times.service[subject.name]),
         )
 
-    async def _turns(self) -> LoopTime:
-        async with served(self._settings) as log:
+    async def _turns(self, load: Load | None = None) -> LoopTime:
+        """With the process beside it that tells the arrivals of a load, as in the run."""
+        async with served(self._settings) as log, AsyncExitStack() as stack:
+            if load is not None:
+                await stack.enter_async_context(ticking_unheard(load))
             return await measure_turns(log, self._settings, self._subject.values)
 
 

@@ -11,6 +11,8 @@ from headrace.flow.inflight import Assignment
 from headrace.flow.suspects import Unit
 from headrace.log.port import Record, TopicPartition
 
+MAX_JOINED_RECORDS = 512
+"""As many as one poll returns at most."""
 RECORD_OVERHEAD_BYTES = 1024
 """Charged for every record that waits, beside its value: many small ones are large as well."""
 
@@ -40,15 +42,41 @@ class Delivery(NamedTuple):
     skipped: int | None = None
 
 
+class _Waiting:
+    """A delivery that may grow until it is taken."""
+
+    __slots__ = ("delivery", "records", "size_bytes")
+
+    def __init__(self, delivery: Delivery, size_bytes: int) -> None:
+        self.records = list(delivery.records)
+        self.delivery = delivery._replace(records=self.records)
+        self.size_bytes = size_bytes
+
+    def joins(self, delivery: Delivery) -> bool:
+        """Whether another one may be put behind it, as if they had been read together."""
+        mine = self.delivery
+        return (
+            mine.assignment is delivery.assignment
+            and mine.trial is delivery.trial is None
+            and mine.skipped is delivery.skipped is None
+            and len(self.records) + len(delivery.records) <= MAX_JOINED_RECORDS
+        )
+
+
 class Arrivals:
     """What was polled and waits for the first stage.
+
+    What is read of a partition while some of it waits is joined to that: a chunk costs each stage
+    about as much as dozens of small requests do, so that who falls behind gets larger ones, and
+    catches up.
 
     Attributes:
         waiting_bytes: of all of it.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Delivery, int]] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._last: dict[TopicPartition, _Waiting] = {}
         self._arrived = asyncio.Event()
         self._ended = False
         self.waiting_bytes = 0
@@ -57,13 +85,20 @@ class Arrivals:
         return bool(self._waiting)
 
     def __iter__(self) -> Iterator[Delivery]:
-        return (delivery for delivery, _ in self._waiting)
+        return (each.delivery for each in self._waiting)
 
     def put(self, delivery: Delivery) -> None:
         """Add what was read; tells nobody yet, see `tell`."""
         size_bytes = waiting_bytes(delivery.records)
-        self._waiting.append((delivery, size_bytes))
         self.waiting_bytes += size_bytes
+        partition = delivery.assignment.partition
+        last = self._last.get(partition)
+        if last is not None and last.joins(delivery):
+            last.records += delivery.records
+            last.size_bytes += size_bytes
+            return
+        self._last[partition] = waiting = _Waiting(delivery, size_bytes)
+        self._waiting.append(waiting)
 
     def tell(self) -> None:
         """Wake the first stage."""
@@ -76,9 +111,12 @@ class Arrivals:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
-        delivery, size_bytes = self._waiting.popleft()
-        self.waiting_bytes -= size_bytes
-        return delivery
+        taken = self._waiting.popleft()
+        partition = taken.delivery.assignment.partition
+        if self._last[partition] is taken:
+            del self._last[partition]
+        self.waiting_bytes -= taken.size_bytes
+        return taken.delivery
 
     def end(self) -> None:
         """Forget what waits, and let nothing more come."""
@@ -88,12 +126,14 @@ class Arrivals:
 
     def drop(self, partitions: frozenset[TopicPartition] | None) -> None:
         """Forget what was read of these or all; their next owner reads it again."""
-        self._waiting = deque(
-            (delivery, size_bytes)
-            for delivery, size_bytes in self._waiting
-            if partitions is not None and delivery.assignment.partition not in partitions
-        )
-        self.waiting_bytes = sum(size_bytes for _, size_bytes in self._waiting)
+        left = [
+            each
+            for each in self._waiting
+            if partitions is not None and each.delivery.assignment.partition not in partitions
+        ]
+        self._waiting = deque(left)
+        self._last = {each.delivery.assignment.partition: each for each in left}
+        self.waiting_bytes = sum(each.size_bytes for each in left)
 
 
 def waiting_bytes(records: Sequence[Record]) -> int:

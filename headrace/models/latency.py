@@ -39,8 +39,9 @@ SLIPS = 64
 BESIDE_US = 100
 """What a batch costs outside of its run, about: to close it, to hand it over, to share it out.
 Where runs are quicker than that it decides for large batches, however uneven their times are."""
-NEARLY_BEST = 0.97
-"""Of the best throughput: the largest size that reaches it is taken."""
+NEARLY_BEST = 0.99
+"""Of the best throughput: the smallest size that reaches it is taken, since its requests wait for
+fewer others, and its buffers are smaller."""
 
 
 def bucket_of(rows: int) -> int:
@@ -57,13 +58,6 @@ class Point(NamedTuple):
     rows: int
     us: float
     weight: float
-
-
-class Best(NamedTuple):
-    """Batch sizes with the best throughput: the largest that nearly has it, and the peak itself."""
-
-    rows: int
-    peak: int
 
 
 class Curve:
@@ -103,17 +97,21 @@ class Curve:
             low, high = (middle, high) if self(middle) <= slack_us else (low, middle)
         return low
 
-    def best(self, limit: int) -> Best:
-        """Of the sizes up to `limit`, by rows a second, with what a batch costs beside its run.
+    def best(self, limit: int) -> int:
+        """The smallest size up to `limit` that nearly has the most rows a second, with what a
+        batch costs beside its run.
 
         Between two known sizes rows over time only rises or only falls, so the known ones and the
-        limit are all that have to be looked at.
+        limit are all that have to be looked at. A single known size says nothing of others: then
+        it is the limit.
         """
+        if len(self.rows) == 1:
+            return limit
         sizes = [*self.rows[: bisect_left(self.rows, limit)], limit]
         rates = [rows / (self(rows) + BESIDE_US) for rows in sizes]
         most = max(rates)
         good = [rows for rows, rate in zip(sizes, rates, strict=True) if rate >= NEARLY_BEST * most]
-        return Best(max(good), sizes[rates.index(most)])
+        return min(good)
 
 
 class _Size:
@@ -152,7 +150,7 @@ class _Class:
         self.runs = 0
         self._drawn = 0
         self._curve: Curve | None = None
-        self._best: dict[int, Best] = {}
+        self._best: dict[int, int] = {}
 
     def observe(self, rows: int, us: int) -> None:
         self.runs += 1
@@ -174,7 +172,7 @@ class _Class:
             self._best.clear()
         return self._curve
 
-    def best(self, limit: int) -> Best:
+    def best(self, limit: int) -> int:
         curve = self.curve()
         best = self._best.get(limit)
         if best is None:
@@ -235,22 +233,17 @@ class Latency:
         known = self._like(shape_class)
         if known is None:
             return limit
-        best = known.best(limit).rows
+        best = known.best(limit)
         if slack_us is None or known.curve()(best) <= slack_us:
             return best
         return known.curve().most_within(best, slack_us)
-
-    def peak_rows(self, shape_class: ShapeClass, limit: int) -> int:
-        """The size whose throughput is the best, where `best_rows` may be a little larger."""
-        known = self._like(shape_class)
-        return limit if known is None else known.best(limit).peak
 
     def rows_per_s(self, shape_class: ShapeClass, limit: int) -> float | None:
         """What one instance does at the best size up to `limit`; None while nothing is known."""
         known = self._like(shape_class)
         if known is None:
             return None
-        best = known.best(limit).rows
+        best = known.best(limit)
         return best / known.curve()(best) * 1e6
 
     def table(self) -> list[dict[str, Any]]:
@@ -264,7 +257,7 @@ class Latency:
                 "t0_us": round(curve.t0_us, 1),
                 "row_us": round(curve.slope_us, 3),
                 "runs": known.runs,
-                "best_rows": known.best(curve.rows[-1]).rows,
+                "best_rows": known.best(curve.rows[-1]),
                 "compute_us": {
                     str(rows): round(us) for rows, us in zip(curve.rows, curve.us, strict=True)
                 },

@@ -19,7 +19,7 @@ from headrace.log.port import Consumer, Log, NewRecord, Producer, TopicPartition
 from headrace.replay.opening import open_recording
 from headrace.replay.selection import Selection
 from headrace.replay.service_times import fitted
-from headrace.replay.simulated_loop import LoopTime
+from headrace.replay.simulated_loop import LoopTime, apart_from_stalls
 from headrace.topics import Topic
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -72,7 +72,8 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
             await asyncio.sleep(LOOK_EVERY_S)
             busy_us.append((size, 1e6 * (time.thread_time() - began_s - looking_s)))
     answered_us = await _told(log, settings, [size for size, _ in busy_us])
-    return LoopTime(fitted(answered_us[WARM_UP_TURNS:]), fitted(busy_us[WARM_UP_TURNS:]))
+    free, stalls = apart_from_stalls(answered_us[WARM_UP_TURNS:])
+    return LoopTime(fitted(free), fitted(busy_us[WARM_UP_TURNS:]), stalls)
 
 
 def _sizes() -> Iterator[int]:

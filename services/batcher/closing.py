@@ -53,7 +53,7 @@ def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
     if group.rows > rows and queue.pace.tries_more:
         rows = min(2 * rows, limits.max_batch_size)
     elif group.rows > rows and queue.pace.tries_less:
-        rows = max(1, latency.peak_rows(group.shape_class, limits.max_batch_size) // 2)
+        rows = max(1, rows // 2)
     starts_us = max(now_us, ask.close_at_us)
     run_us = latency.predict_us(group.shape_class, min(rows, group.rows))
     if run_us is None:

@@ -1,0 +1,123 @@
+"""What was read and waits for the first stage."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.flow.answered import Progress
+from headrace.flow.delivery import MAX_JOINED_RECORDS, Arrivals, Delivery, Trial, waiting_bytes
+from headrace.flow.inflight import Assignment, Budget, Ledger
+from headrace.log.port import Record, TopicPartition
+
+ONE, TWO = TopicPartition("requests", 0), TopicPartition("requests", 1)
+
+
+class Reader:
+    """Reads partitions from their beginnings, as much as it is told to."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger(Budget(1 << 20), lambda: None)
+        self.assignments = {each: self.ledger.assign(each, Progress(0)) for each in (ONE, TWO)}
+        self.arrivals = Arrivals()
+        self._offsets = {ONE: 0, TWO: 0}
+
+    def read(self, partition: TopicPartition, count: int, trial: Trial | None = None) -> None:
+        first = self._offsets[partition]
+        self._offsets[partition] = first + count
+        records = [
+            Record(*partition, first + place, 0, None, b"value", ()) for place in range(count)
+        ]
+        self.arrivals.put(Delivery(self.assignments[partition], records, trial))
+
+    async def taken(self) -> list[tuple[int, list[int]]]:
+        """All that waits: of each delivery its partition and its offsets."""
+        found: list[tuple[int, list[int]]] = []
+        while self.arrivals:
+            delivery = await self.arrivals.next()
+            assert delivery is not None
+            offsets = [record.offset for record in delivery.records]
+            found.append((delivery.assignment.partition.partition, offsets))
+        return found
+
+
+async def test_what_comes_behind_what_waits_joins_it() -> None:
+    """Of each partition the first stage gets all at once, in the order of offsets."""
+    reader = Reader()
+    for partition in (ONE, TWO, ONE, TWO, ONE):
+        reader.read(partition, 2)
+
+    assert await reader.taken() == [(0, [0, 1, 2, 3, 4, 5]), (1, [0, 1, 2, 3])]
+
+
+async def test_what_was_taken_does_not_grow() -> None:
+    """The first stage has its delivery; what is read from then on is another one."""
+    reader = Reader()
+    reader.read(ONE, 2)
+    first = await reader.arrivals.next()
+    reader.read(ONE, 2)
+
+    assert first is not None
+    assert len(first.records) == 2
+    assert await reader.taken() == [(0, [2, 3])]
+
+
+async def test_a_delivery_has_no_more_than_a_poll() -> None:
+    """The first stage works on one without looking at others."""
+    reader = Reader()
+    for _ in range(3):
+        reader.read(ONE, MAX_JOINED_RECORDS // 2)
+
+    sizes = [len(offsets) for _, offsets in await reader.taken()]
+    assert sizes == [MAX_JOINED_RECORDS, MAX_JOINED_RECORDS // 2]
+
+
+async def test_records_on_trial_stay_by_themselves() -> None:
+    """What is known of them holds for none of the others."""
+    reader = Reader()
+    trial = Trial(frozenset(), None)
+    for each in (None, trial, trial, None):
+        reader.read(ONE, 1, each)
+
+    assert await reader.taken() == [(0, [0]), (0, [1]), (0, [2]), (0, [3])]
+
+
+async def test_what_was_skipped_stays_in_its_place() -> None:
+    """Records behind a gap do not join those before it."""
+    reader = Reader()
+    reader.read(ONE, 1)
+    reader.arrivals.put(Delivery(reader.assignments[ONE], (), skipped=0))
+    reader.read(ONE, 1)
+
+    assert await reader.taken() == [(0, [0]), (0, []), (0, [1])]
+
+
+async def test_another_assignment_of_a_partition_is_apart() -> None:
+    """What was read for the one before is void, and is not to be mixed with what is ours."""
+    reader = Reader()
+    reader.read(ONE, 1)
+    reader.ledger.revoke(ONE)
+    reader.assignments[ONE] = _assigned_anew(reader.ledger)
+    reader.read(ONE, 1)
+
+    assert await reader.taken() == [(0, [0]), (0, [1])]
+
+
+@pytest.mark.parametrize("dropped", [frozenset([ONE]), None])
+async def test_bytes_that_wait_are_those_of_what_is_left(
+    dropped: frozenset[TopicPartition] | None,
+) -> None:
+    """They fall when a partition goes, and what joins later is counted as well."""
+    reader = Reader()
+    for partition in (ONE, TWO, TWO):
+        reader.read(partition, 1)
+    reader.arrivals.drop(dropped)
+    reader.read(TWO, 1)
+
+    left = list(reader.arrivals)
+    assert reader.arrivals.waiting_bytes == sum(waiting_bytes(each.records) for each in left) > 0
+    await reader.taken()
+    assert reader.arrivals.waiting_bytes == 0
+
+
+def _assigned_anew(ledger: Ledger) -> Assignment:
+    return ledger.assign(ONE, Progress(0))
