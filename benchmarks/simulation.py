@@ -4,14 +4,15 @@ of a run, and what that run had.
     python -m benchmarks.simulation [--model NAME,...] [--load SHARE,...] [--rounds N] [--seconds N]
 
 The four services run in this process on the embedded log. Requests of one row arrive as a Poisson
-process, whose moments a process of its own tells. Two points are compared in both: from when
-ingest began to read a request until its answer was encoded, which is what the times in an answer
-add up to. Digits runs on the event loop: its turns are measured before each run
-(`headrace.replay.loop_measuring`), and the run itself tells the simulation nothing but its
-arrivals. Magika and ResNet-50 are bound by computing: S(b) is learned from the run's own answers,
-and a second time from those of the run before, at another load. So is that of *paced*, whose runs
-wait for 200 ms and 25 ms for each row, as for a device: where a machine is busy with other work it
-is the one model whose runs still take what they take. Loads are shares of what these times allow.
+process, whose moments a process of its own tells. Digits runs on the event loop: its turns are
+measured before each run (`headrace.replay.loop_measuring`), the run itself tells the simulation
+nothing but its arrivals, and compared in both is from when a request was due until its answer was
+written. Of the others it is from when ingest began to read a request until its answer was encoded,
+which is what the times in an answer add up to. Magika and ResNet-50 are bound by computing: S(b)
+is learned from the run's own answers, and a second time from those of the run before, at another
+load. So is that of *paced*, whose runs wait for 200 ms and 25 ms for each row, as for a device:
+where a machine is busy with other work it is the one model whose runs still take what they take.
+Loads are shares of what these times allow.
 Every round has all loads in turn; what counts is the median of each load's rounds.
 """
 
@@ -21,11 +22,8 @@ import asyncio
 import gc
 import json
 import os
-import sys
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from itertools import cycle
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,18 +31,24 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 import uvloop
-from numpy.typing import NDArray
 
 from benchmarks.__main__ import RESULTS
 from benchmarks.campaign import SCRATCH
 from benchmarks.machine import describe_machine
 from benchmarks.subjects import SUBJECTS, Subject
-from benchmarks.ticking import TICK_BYTES
+from benchmarks.told_load import (
+    PARTITIONS,
+    Load,
+    all_answered,
+    ask,
+    latencies_us,
+    served,
+    ticking_unheard,
+    told_us,
+)
 from headrace.codec import encode_request
 from headrace.config import Settings, make_settings
-from headrace.log.memory import MemoryLog
-from headrace.log.port import Log, NewRecord, TopicPartition
-from headrace.pipeline import Pipeline, running
+from headrace.log.port import Log
 from headrace.replay.arrivals import read_arrivals
 from headrace.replay.events import Limits
 from headrace.replay.loop_measuring import measure_turns
@@ -55,23 +59,13 @@ from headrace.replay.selection import Selection
 from headrace.replay.service_times import ServiceTime, learn
 from headrace.replay.simulate import Outcome, Scenario, Served, simulate
 from headrace.replay.simulated_loop import LoopTime
-from headrace.replies import last_header
 from headrace.services.batcher.forming import Forming
 from headrace.telemetry.logs import configure_logging
-from headrace.topic_plan import plan_topics
 from headrace.topics import Topic
 
-PARTITIONS = 4
 WARM_UP_S = 1.0
 WARM_UP_REQUESTS = 50
-ANSWER_DEADLINE_S = 120.0
-LOOK_EVERY_S = 0.05
 SLOW_MEASURE_S = 2.0
-KEPT_BYTES = 1 << 34
-"""Of a partition: a run is read again as a whole."""
-FREEZE_EVERY_S = 0.5
-"""So often the records of the embedded log are taken out of the garbage collector's sight: with a
-broker they would be none of this process's objects, and going through them takes long."""
 WITHIN = 0.15
 
 
@@ -96,15 +90,6 @@ class Times(NamedTuple):
 
     service: Mapping[str, ServiceTime]
     loop: Mapping[str, LoopTime]
-
-
-class Load(NamedTuple):
-    """A rate for so long, and what share of the capacity it is."""
-
-    share: float
-    per_s: float
-    seconds: float
-    seed: int
 
 
 class Compared(NamedTuple):
@@ -144,98 +129,6 @@ def settings_of(subject: Subject) -> Settings:
     """The embedded log, and this model alone."""
     models = {"repository": str(subject.repository)}
     return make_settings({"models": models, "topics": {"partitions": PARTITIONS}})
-
-
-@asynccontextmanager
-async def served(settings: Settings) -> AsyncIterator[Log]:
-    """A log with nothing in it, and a pipeline that serves it."""
-    async with MemoryLog(retention_bytes=KEPT_BYTES) as log:
-        await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
-        async with running(Pipeline(settings, log)):
-            yield log
-
-
-# --- the real run ------------------------------------------------------------------------------
-
-
-async def ask(
-    log: Log, settings: Settings, values: Sequence[bytes], load: Load, due: list[int]
-) -> None:
-    """Send a request at each tick, and add the moments when they were due, in epoch microseconds,
-    to those of earlier requests.
-    """
-    command = ("-m", "benchmarks.ticking", str(load.per_s), str(load.seconds), str(load.seed))
-    ticking = await asyncio.create_subprocess_exec(
-        sys.executable, *command, stdout=asyncio.subprocess.PIPE
-    )
-    assert ticking.stdout is not None
-    topic, turns = settings.topic(Topic.REQUESTS), cycle(values)
-    rest, freeze_s = b"", time.monotonic()
-    async with log.producer() as producer:
-        while ticks := await ticking.stdout.read(1 << 16):
-            if time.monotonic() >= freeze_s:
-                gc.freeze()
-                freeze_s = time.monotonic() + FREEZE_EVERY_S
-            ticks = rest + ticks
-            whole = len(ticks) // TICK_BYTES * TICK_BYTES
-            ticks, rest = ticks[:whole], ticks[whole:]
-            for due_us in np.frombuffer(ticks, "<i8").tolist():
-                target = TopicPartition(topic, len(due) % PARTITIONS)
-                due.append(due_us)
-                await producer.send(target, [NewRecord(None, next(turns), (), due_us // 1000)])
-    await ticking.wait()
-
-
-@asynccontextmanager
-async def ticking_unheard(load: Load) -> AsyncIterator[None]:
-    """Somebody tells when requests are due, and nobody listens."""
-    ticking = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.ticking", str(load.per_s), "3600", str(load.seed)),
-        stdout=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        yield
-    finally:
-        ticking.kill()
-        await ticking.wait()
-
-
-async def all_answered(log: Log, settings: Settings, count: int) -> None:
-    """Wait until the log holds so many answers. Raises `TimeoutError`."""
-    give_up_s = time.monotonic() + ANSWER_DEADLINE_S
-    while await held(log, settings, Topic.RESPONSES) < count:
-        if time.monotonic() > give_up_s:
-            raise TimeoutError(f"{count} requests, and not all are answered")
-        await asyncio.sleep(LOOK_EVERY_S)
-
-
-async def held(log: Log, settings: Settings, topic: Topic) -> int:
-    """How many records were written to a topic."""
-    name = settings.topic(topic)
-    partitions = [TopicPartition(name, number) for number in range(PARTITIONS)]
-    async with log.reader(partitions) as reader:
-        return sum((await reader.end_offsets(partitions)).values())
-
-
-async def latencies_us(
-    log: Log, settings: Settings, due: Sequence[int], skipped: int
-) -> NDArray[np.int64]:
-    """From when a request was due until its answer was written, without the first requests; the
-    log tells the millisecond of the latter.
-    """
-    found: list[int] = []
-    async with (
-        open_recording(log, settings.topic(Topic.RESPONSES), Selection()) as answers,
-        aclosing(answers.chunks()) as chunks,
-    ):
-        async for chunk in chunks:
-            for record in chunk:
-                origin = last_header(record.headers, "x-request") or b""
-                _, partition, offset = origin.decode().rsplit("/", 2)
-                number = int(offset) * PARTITIONS + int(partition)
-                if number >= skipped:
-                    found.append(record.timestamp * 1000 + 500 - due[number])
-    return np.array(found, dtype=np.int64)
 
 
 # --- the simulated one -------------------------------------------------------------------------
@@ -288,7 +181,10 @@ class Comparison:
             await all_answered(log, settings, skipped := len(due))
             await ask(log, settings, subject.values, load, due)
             await all_answered(log, settings, len(due))
-            real_us = await latencies_us(log, settings, due, skipped)
+            if subject.slow:
+                real_us = await told_us(log, settings, skipped)
+            else:
+                real_us = await latencies_us(log, settings, due, skipped)
             times = Times(await learned(log, settings), loop)
             found = await outcome(log, settings, skipped, times)
             before = None
@@ -307,9 +203,9 @@ class Comparison:
             sent,
             p50_ms,
             p99_ms,
-            found.latency_ms(0.5),
-            found.latency_ms(0.99),
-            None if before is None else before.latency_ms(0.99),
+            _latency_ms(found, subject, 0.5),
+            _latency_ms(found, subject, 0.99),
+            None if before is None else _latency_ms(before, subject, 0.99),
             float(found.load),
             busy,
             str(loop.get(subject.name) or times.service[subject.name]),
@@ -321,6 +217,13 @@ class Comparison:
             if load is not None:
                 await stack.enter_async_context(ticking_unheard(load))
             return await measure_turns(log, self._settings, self._subject.values)
+
+
+def _latency_ms(found: Outcome, subject: Subject, probability: float) -> float:
+    """Between the two points that are compared in real runs."""
+    if subject.slow:
+        return found.in_process_latency_ms(probability)
+    return found.latency_ms(probability)
 
 
 def served_limits(settings: Settings, model: str, service_time: ServiceTime) -> Served:

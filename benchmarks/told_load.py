@@ -1,0 +1,155 @@
+"""A pipeline in this process on the embedded log, under a load that a process of its own tells."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from itertools import cycle
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.ticking import TICK_BYTES
+from headrace.config import Settings
+from headrace.log.memory import MemoryLog
+from headrace.log.port import Log, NewRecord, Record, TopicPartition
+from headrace.pipeline import Pipeline, running
+from headrace.replay.opening import open_recording
+from headrace.replay.selection import Selection
+from headrace.replies import last_header
+from headrace.topic_plan import plan_topics
+from headrace.topics import Topic
+
+PARTITIONS = 4
+ANSWER_DEADLINE_S = 120.0
+LOOK_EVERY_S = 0.05
+KEPT_BYTES = 1 << 34
+"""Of a partition: a run is read again as a whole."""
+FREEZE_EVERY_S = 0.5
+"""So often the records of the embedded log are taken out of the garbage collector's sight: with a
+broker they would be none of this process's objects, and going through them takes long."""
+TICKING_AFTER_S = 1.5
+
+
+class Load(NamedTuple):
+    """A rate for so long, and what share of the capacity it is."""
+
+    share: float
+    per_s: float
+    seconds: float
+    seed: int
+
+
+@asynccontextmanager
+async def served(settings: Settings) -> AsyncIterator[Log]:
+    """A log with nothing in it, and a pipeline that serves it."""
+    async with MemoryLog(retention_bytes=KEPT_BYTES) as log:
+        await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+        async with running(Pipeline(settings, log)):
+            yield log
+
+
+async def ask(
+    log: Log, settings: Settings, values: Sequence[bytes], load: Load, due: list[int]
+) -> None:
+    """Send a request at each tick, and add the moments when they were due, in epoch microseconds,
+    to those of earlier requests.
+    """
+    command = ("-m", "benchmarks.ticking", str(load.per_s), str(load.seconds), str(load.seed))
+    ticking = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=asyncio.subprocess.PIPE
+    )
+    assert ticking.stdout is not None
+    topic, turns = settings.topic(Topic.REQUESTS), cycle(values)
+    rest, freeze_s = b"", time.monotonic()
+    async with log.producer() as producer:
+        while ticks := await ticking.stdout.read(1 << 16):
+            if time.monotonic() >= freeze_s:
+                gc.freeze()
+                freeze_s = time.monotonic() + FREEZE_EVERY_S
+            ticks = rest + ticks
+            whole = len(ticks) // TICK_BYTES * TICK_BYTES
+            ticks, rest = ticks[:whole], ticks[whole:]
+            for due_us in np.frombuffer(ticks, "<i8").tolist():
+                target = TopicPartition(topic, len(due) % PARTITIONS)
+                due.append(due_us)
+                await producer.send(target, [NewRecord(None, next(turns), (), due_us // 1000)])
+    await ticking.wait()
+
+
+@asynccontextmanager
+async def ticking_unheard(load: Load) -> AsyncIterator[None]:
+    """Somebody tells when requests are due, and nobody listens. It has begun when this is entered:
+    to start a process keeps a machine busy.
+    """
+    ticking = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.ticking", str(load.per_s), "3600", str(load.seed)),
+        stdout=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        await asyncio.sleep(TICKING_AFTER_S)
+        yield
+    finally:
+        ticking.kill()
+        await ticking.wait()
+
+
+async def all_answered(log: Log, settings: Settings, count: int) -> None:
+    """Wait until the log holds so many answers. Raises `TimeoutError`."""
+    give_up_s = time.monotonic() + ANSWER_DEADLINE_S
+    while await held(log, settings, Topic.RESPONSES) < count:
+        if time.monotonic() > give_up_s:
+            raise TimeoutError(f"{count} requests, and not all are answered")
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def held(log: Log, settings: Settings, topic: Topic) -> int:
+    """How many records were written to a topic."""
+    name = settings.topic(topic)
+    partitions = [TopicPartition(name, number) for number in range(PARTITIONS)]
+    async with log.reader(partitions) as reader:
+        return sum((await reader.end_offsets(partitions)).values())
+
+
+async def latencies_us(
+    log: Log, settings: Settings, due: Sequence[int], skipped: int
+) -> NDArray[np.int64]:
+    """From when a request was due until its answer was written, without the first requests; the
+    log tells the millisecond of the latter.
+    """
+    found: list[int] = []
+    async with _answers(log, settings) as records:
+        async for record in records:
+            origin = last_header(record.headers, "x-request") or b""
+            _, partition, offset = origin.decode().rsplit("/", 2)
+            number = int(offset) * PARTITIONS + int(partition)
+            if number >= skipped:
+                found.append(record.timestamp * 1000 + 500 - due[number])
+    return np.array(found, dtype=np.int64)
+
+
+async def told_us(log: Log, settings: Settings, skipped: int) -> NDArray[np.int64]:
+    """From when a request was read until its answer was encoded, as the answers tell, without the
+    first ones.
+    """
+    found: list[int] = []
+    async with _answers(log, settings) as records:
+        async for record in records:
+            said = msgspec.msgpack.decode(record.value or b"")["parameters"]
+            found.append(said["queue_us"] + said["compute_us"] + said["batch_us"])
+    return np.array(found[skipped:], dtype=np.int64)
+
+
+@asynccontextmanager
+async def _answers(log: Log, settings: Settings) -> AsyncIterator[AsyncIterator[Record]]:
+    async with (
+        open_recording(log, settings.topic(Topic.RESPONSES), Selection()) as answers,
+        aclosing(answers.chunks()) as chunks,
+    ):
+        yield (record async for chunk in chunks for record in chunk)
