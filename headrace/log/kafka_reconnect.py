@@ -32,7 +32,7 @@ class ReconnectBackoff:
 
     def __init__(self, random_share: Callable[[], float] = random.random) -> None:
         self._random_share = random_share
-        self._failures: dict[Address, int] = {}
+        self._pause_s: dict[Address, float] = {}
         self._until_s: dict[Address, float] = {}
 
     def left_s(self, address: Address, now_s: float) -> float:
@@ -43,13 +43,12 @@ class ReconnectBackoff:
         """It could not be reached. Of tries that were under way together, one counts."""
         if self.left_s(address, now_s):
             return
-        failures = self._failures.get(address, 0)
-        pause_s = min(FIRST_S * 2.0**failures, LONGEST_S)
+        pause_s = min(2 * self._pause_s.get(address, FIRST_S / 2), LONGEST_S)
         jitter = 1 + JITTER * (2 * self._random_share() - 1)
-        self._failures[address] = min(failures + 1, 16)
+        self._pause_s[address] = pause_s
         self._until_s[address] = now_s + pause_s * jitter
 
     def reached(self, address: Address) -> None:
         """It answers."""
-        self._failures.pop(address, None)
+        self._pause_s.pop(address, None)
         self._until_s.pop(address, None)
