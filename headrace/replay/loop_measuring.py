@@ -78,7 +78,6 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
             busy_us.append((size, 1e6 * (time.thread_time() - began_s - looking_s)))
             if len(busy_us) % FREEZE_AFTER_TURNS == 0:
                 gc.freeze()
-    gc.unfreeze()
     answered_us = await _told(log, settings, [size for size, _ in busy_us])
     free, stalls = apart_from_stalls(answered_us[WARM_UP_TURNS:])
     return LoopTime(fitted(free), fitted(busy_us[WARM_UP_TURNS:]), stalls)
