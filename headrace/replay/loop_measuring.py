@@ -53,7 +53,8 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
 
     T(n) is the median of what the answers of a turn say. U(n) is the processor time of the event
     loop's thread for all that n requests make it do, from writing them to the embedded log to
-    settling their receipts.
+    settling their receipts. What is in memory meanwhile stays out of the garbage collector's sight
+    for as long as the process lives, which is one that measures and then ends.
 
     Args:
         log: the embedded one, with nothing in it, which a pipeline in this process serves.
