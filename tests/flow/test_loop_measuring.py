@@ -34,15 +34,17 @@ async def measured(directory: Path, model: str) -> LoopTime:
 async def test_every_size_of_a_turn_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both times of each, and how often, without the turns that warm up."""
-    monkeypatch.setattr(loop_measuring, "TURNS", 6)
+    """Both times of each, and how often, without the turns that warm up; a stall is told apart."""
+    monkeypatch.setattr(loop_measuring, "TURNS", 20)
     monkeypatch.setattr(loop_measuring, "SIZES", (1, 3, 8))
 
     found = await measured(tmp_path, "digits")
 
-    for times in (found.answered, found.busy):
-        assert [(each.rows, each.seen) for each in times.points] == [(1, 6), (3, 6), (8, 6)]
-        assert all(each.us > 0 for each in times.points)
+    assert [(each.rows, each.seen) for each in found.busy.points] == [(1, 20), (3, 20), (8, 20)]
+    answered = found.answered.points
+    assert [each.rows for each in answered] == [1, 3, 8]
+    assert sum(each.seen for each in answered) + len(found.stalls.seen) == 60
+    assert all(each.us > 0 for each in (*answered, *found.busy.points))
 
 
 async def test_a_model_that_does_not_answer_well_is_no_measure(

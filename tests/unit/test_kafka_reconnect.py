@@ -12,6 +12,7 @@ from aiokafka.conn import AIOKafkaConnection
 from aiokafka.structs import BrokerMetadata
 
 from headrace.config import KafkaSettings
+from headrace.log import kafka_reconnect
 from headrace.log.errors import LogUnavailable
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_reconnect import JITTER, LONGEST_S, ReconnectBackoff
@@ -82,6 +83,8 @@ class Away:
 async def test_clients_do_not_storm_a_broker_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of twenty requests that two clients want to send to it at once, one leads to a try."""
     away = Away()
+    for limit in ("FIRST_S", "LONGEST_S"):  # however long this machine stands still
+        monkeypatch.setattr(kafka_reconnect, limit, 60.0)
     monkeypatch.setattr("aiokafka.client.create_conn", away.create_conn)
     connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
     clients = [AIOKafkaClient(**connection.client_options()) for _ in range(2)]
