@@ -9,15 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.models.latency import (
-    MAX_CLASSES,
-    SHOWN_CLASSES,
-    SLIPS,
-    Latency,
-    Point,
-    bucket_of,
-    isotonic,
-)
+from headrace.models.curve import Point, isotonic
+from headrace.models.latency import MAX_CLASSES, SHOWN_CLASSES, SLIPS, Latency, bucket_of
 
 CLASS = (64,)
 
@@ -88,14 +81,53 @@ def test_a_larger_batch_is_never_predicted_to_be_quicker() -> None:
     assert times[31] == pytest.approx(2600, rel=0.25)
 
 
-def test_what_was_seen_long_ago_yields_to_what_is_seen_now() -> None:
-    """A machine that became slower is slower for the sizes that did not come since."""
+def test_a_slower_machine_is_slower_for_sizes_that_did_not_come_since() -> None:
+    """When runs of one size take five times as long, others are predicted to do so as well."""
     latency = seeded({16: 1000, 32: 1500}, times=20)
 
-    for _ in range(2000):
+    for _ in range(8):
         latency.observe(CLASS, 16, 5000)
 
-    assert latency.predict_us(CLASS, 32) == pytest.approx(5000, rel=0.02)
+    assert latency.predict_us(CLASS, 16) == 5000
+    assert latency.predict_us(CLASS, 32) == 7500
+
+
+def test_what_was_seen_long_ago_yields_to_what_is_seen_now() -> None:
+    """A size that once was slower than a larger one is now is not any more."""
+    latency = seeded({8: 1000, 16: 1800, 32: 1900}, times=20)
+
+    for _ in range(1000):
+        latency.observe(CLASS, 8, 1000)
+        latency.observe(CLASS, 32, 1500)
+
+    assert latency.predict_us(CLASS, 16) == pytest.approx(1500, rel=0.02)
+
+
+def test_sizes_are_compared_with_what_ran_beside_them() -> None:
+    """A size that only ran while the machine was at half its speed is not taken for a slow one."""
+    latency = seeded({8: 8000}, times=20)
+    for number in range(40):
+        latency.observe(CLASS, *((4, 7600) if number % 8 == 7 else (8, 16_000)))
+
+    for _ in range(20):
+        latency.observe(CLASS, 8, 8000)
+
+    assert latency.predict_us(CLASS, 4) == pytest.approx(3800, rel=0.01)
+    assert latency.best_rows(CLASS, 8) == 4
+
+
+def test_a_machine_that_gets_ever_slower_keeps_the_sizes_apart() -> None:
+    """What is kept is scaled before it gets out of bounds, and that moves no prediction."""
+    latency = seeded({8: 800, 16: 1200}, times=20)
+    slowness = 1.0
+    for _ in range(1000):
+        slowness *= 1.02
+        for rows, us in ((8, 800), (16, 1200)):
+            latency.observe(CLASS, rows, round(us * slowness))
+
+    ratio = (latency.predict_us(CLASS, 16) or 0) / (latency.predict_us(CLASS, 8) or 1)
+    assert ratio == pytest.approx(1.5, rel=0.02)
+    assert latency.predict_us(CLASS, 8) == pytest.approx(800 * slowness, rel=0.2)
 
 
 def test_the_best_size_is_found_where_larger_batches_cost_more_per_row() -> None:
