@@ -5,15 +5,15 @@ of a run, and what that run had.
 
 The four services run in this process on the embedded log. Requests of one row arrive as a Poisson
 process, whose moments a process of its own tells. Digits runs on the event loop: its turns are
-measured before each run (`headrace.replay.loop_measuring`), the run itself tells the simulation
-nothing but its arrivals, and compared in both is from when a request was due until its answer was
-written. Of the others it is from when ingest began to read a request until its answer was encoded,
-which is what the times in an answer add up to. Magika and ResNet-50 are bound by computing: S(b)
-is learned from the run's own answers, and a second time from those of the run before, at another
-load. So is that of *paced*, whose runs wait for 200 ms and 25 ms for each row, as for a device:
-where a machine is busy with other work it is the one model whose runs still take what they take.
-Loads are shares of what these times allow.
-Every round has all loads in turn; what counts is the median of each load's rounds.
+measured before and after each run (`headrace.replay.loop_measuring`), since a machine that others
+use changes its pace within minutes. The run itself tells the simulation nothing but its arrivals,
+and compared in both is from when a request was due until its answer was written. Of the others it
+is from when ingest began to read a request until its answer was encoded, which is what the times in
+an answer add up to. Magika and ResNet-50 are bound by computing: S(b) is learned from the run's own
+answers, and a second time from those of the run before, at another load. So is that of *paced*,
+whose runs wait for 200 ms and 25 ms for each row, as for a device: where a machine is busy with
+other work it is the one model whose runs still take what they take. Loads are shares of what these
+times allow. Every round has all loads in turn; what counts is the median of each load's rounds.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from headrace.codec import encode_request
 from headrace.config import Settings, make_settings
 from headrace.log.port import Log
 from headrace.replay.arrivals import read_arrivals
-from headrace.replay.events import Limits
-from headrace.replay.loop_measuring import measure_turns
+from headrace.replay.events import Arrivals, Limits
+from headrace.replay.loop_measuring import Turns, measure_turns
 from headrace.replay.measuring import measure
 from headrace.replay.opening import open_recording
 from headrace.replay.present import latest_models, resolved, served_now
@@ -140,12 +140,16 @@ async def learned(log: Log, settings: Settings) -> Mapping[str, ServiceTime]:
         return await learn(answers)
 
 
-async def outcome(log: Log, settings: Settings, skipped: int, times: Times) -> Outcome:
-    """The simulation of the requests that the log holds."""
+async def recorded(log: Log, settings: Settings, skipped: int) -> Arrivals:
+    """The requests that the log holds."""
     async with open_recording(log, settings.topic(Topic.REQUESTS), Selection()) as requests:
-        recorded = await read_arrivals(requests, 0)
+        read = await read_arrivals(requests, 0)
+    return resolved(read.arrivals, latest_models(settings, None)).chosen(slice(skipped, None))
+
+
+def outcome(arrivals: Arrivals, settings: Settings, times: Times) -> Outcome:
+    """Their simulation."""
     models = latest_models(settings, None)
-    arrivals = resolved(recorded.arrivals, models).chosen(slice(skipped, None))
     now = served_now(settings, arrivals, times.service, models, times.loop)
     return simulate(arrivals, now, Scenario(), lambda limits: Forming(limits, "simulated"))
 
@@ -163,7 +167,7 @@ class Comparison:
         versions = latest_models(self._settings, None)
         version = versions[self._subject.name]
         if not self._subject.slow:
-            return (await self._turns()).capacity_per_s(256)
+            return (await self._turns()).loop_time().capacity_per_s(256)
         service_time = await asyncio.to_thread(measure, version, SLOW_MEASURE_S)
         limits = served_limits(self._settings, self._subject.name, service_time)
         return limits.known().capacity_per_s()
@@ -171,7 +175,7 @@ class Comparison:
     async def compared(self, load: Load) -> Compared:
         """One run, and what the simulation makes of its arrivals."""
         subject, settings, busy = self._subject, self._settings, os.getloadavg()[0]
-        loop = {} if subject.slow else {subject.name: await self._turns(load)}
+        turns = None if subject.slow else await self._turns(load)
         async with served(settings) as log:
             warm_up = load._replace(
                 seconds=max(WARM_UP_S, WARM_UP_REQUESTS / load.per_s), seed=load.seed + 1000
@@ -185,12 +189,17 @@ class Comparison:
                 real_us = await told_us(log, settings, skipped)
             else:
                 real_us = await latencies_us(log, settings, due, skipped)
-            times = Times(await learned(log, settings), loop)
-            found = await outcome(log, settings, skipped, times)
-            before = None
-            if subject.slow and self._before is not None:
-                before = await outcome(log, settings, skipped, self._before)
+            service = await learned(log, settings)
+            arrivals = await recorded(log, settings, skipped)
         gc.unfreeze()
+        loop = {}
+        if turns is not None:
+            loop[subject.name] = turns.and_then(await self._turns(load)).loop_time()
+        times = Times(service, loop)
+        found = outcome(arrivals, settings, times)
+        before = None
+        if subject.slow and self._before is not None:
+            before = outcome(arrivals, settings, self._before)
         sent = len(due) - skipped
         if len(real_us) != sent:
             raise RuntimeError(f"expected {sent} answers in the log, got {len(real_us)}")
@@ -211,7 +220,7 @@ class Comparison:
             str(loop.get(subject.name) or times.service[subject.name]),
         )
 
-    async def _turns(self, load: Load | None = None) -> LoopTime:
+    async def _turns(self, load: Load | None = None) -> Turns:
         """With the process beside it that tells the arrivals of a load, as in the run."""
         async with served(self._settings) as log, AsyncExitStack() as stack:
             if load is not None:

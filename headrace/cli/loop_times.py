@@ -47,5 +47,5 @@ async def loop_times(
         inputs = sized_inputs(version.signature, version.config, version.directory, 1)
         value = encode_request("application/msgpack", name, inputs)
         async with open_log(own) as log, running(Pipeline(own, log)):
-            found[name] = await measure_turns(log, own, [value])
+            found[name] = (await measure_turns(log, own, [value])).loop_time()
     return found

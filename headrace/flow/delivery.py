@@ -7,12 +7,18 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from headrace.flow.inflight import Assignment
+from headrace.flow.inflight import Assignment, Budget
 from headrace.flow.suspects import Unit
 from headrace.log.port import Record, TopicPartition
 
 MAX_JOINED_RECORDS = 512
 """As many as one poll returns at most."""
+FAR_AHEAD_BYTES = 16 * 1024 * 1024
+FAR_AHEAD_PAUSE_S = 0.02
+"""With so much read that the first stage has not taken, polls take turns with its work."""
+TURNS_TO_ANSWER = 10
+"""Turns of the event loop from a poll until the answers of what it read are sent, if no other
+stage has anything else to do: each hands its chunk over to the next one's turn."""
 RECORD_OVERHEAD_BYTES = 1024
 """Charged for every record that waits, beside its value: many small ones are large as well."""
 
@@ -117,6 +123,24 @@ class Arrivals:
             del self._last[partition]
         self.waiting_bytes -= taken.size_bytes
         return taken.delivery
+
+    async def let_work(self, budget: Budget) -> None:
+        """Let the stages get on with what was read, before more is.
+
+        What comes meanwhile is read together. With a poll in every turn of the event loop each
+        record had a chunk of its own, up to ten of them were under way at a time, and each was
+        held up by all others. A run on a thread, or a broker, is not waited for.
+
+        Args:
+            budget: with nothing in flight there is nothing to wait for.
+        """
+        if self.waiting_bytes > FAR_AHEAD_BYTES:
+            await asyncio.sleep(FAR_AHEAD_PAUSE_S)
+            return
+        for _ in range(TURNS_TO_ANSWER):
+            await asyncio.sleep(0)
+            if not (self._waiting or budget.used_bytes):
+                return
 
     def end(self) -> None:
         """Forget what waits, and let nothing more come."""

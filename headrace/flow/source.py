@@ -50,9 +50,6 @@ log = structlog.get_logger(__name__)
 POLL_TIMEOUT_S = 0.2
 PAUSED_POLL_S = 0.01
 MAX_POLL_RECORDS = 512
-FAR_AHEAD_BYTES = 16 * 1024 * 1024
-FAR_AHEAD_PAUSE_S = 0.02
-"""With so much read that the first stage has not taken, polls take turns with its work."""
 RETRY_S = 0.5
 CLOSE_TIMEOUT_S = 2.0
 MAX_REVOCATION_S = 25.0
@@ -239,9 +236,7 @@ class Source:
                     self._arrive(delivery)
             if self._ready:
                 self._ready.tell()
-                # A poll that always finds records would not let anybody else run.
-                far_ahead = self._ready.waiting_bytes > FAR_AHEAD_BYTES
-                await asyncio.sleep(FAR_AHEAD_PAUSE_S if far_ahead else 0)
+                await self._ready.let_work(self.ledger.budget)
 
     def _arrive(self, delivery: Delivery) -> None:
         assignment, records = delivery.assignment, delivery.records

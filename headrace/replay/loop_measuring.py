@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from itertools import cycle
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -48,12 +49,33 @@ class _Answer(msgspec.Struct):
 _decode = msgspec.msgpack.Decoder(_Answer).decode
 
 
-async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -> LoopTime:
-    """T(n) and U(n) of requests with these values, in MessagePack, to one model.
+class Turns(NamedTuple):
+    """Turns as they were measured, in the order of time.
 
-    T(n) is the median of what the answers of a turn say. U(n) is the processor time of the event
-    loop's thread for all that n requests make it do, from writing them to the embedded log to
-    settling their receipts. What is in memory meanwhile stays out of the garbage collector's sight
+    Attributes:
+        answered_us: of each its size, and the median of what its answers say.
+        busy_us: of each its size, and the processor time of the event loop's thread for all that
+            so many requests make it do, from writing them to the embedded log to settling their
+            receipts.
+    """
+
+    answered_us: list[tuple[int, float]]
+    busy_us: list[tuple[int, float]]
+
+    def and_then(self, later: Turns) -> Turns:
+        """These, and others that came later."""
+        return Turns(self.answered_us + later.answered_us, self.busy_us + later.busy_us)
+
+    def loop_time(self) -> LoopTime:
+        """T(n) and U(n), and what held turns up."""
+        free, stalls = apart_from_stalls(self.answered_us)
+        return LoopTime(fitted(free), fitted(self.busy_us), stalls)
+
+
+async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -> Turns:
+    """Turns with requests of these values, in MessagePack, to one model.
+
+    What is in memory meanwhile stays out of the garbage collector's sight
     for as long as the process lives, which is one that measures and then ends.
 
     Args:
@@ -80,8 +102,7 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
             if len(busy_us) % FREEZE_AFTER_TURNS == 0:
                 gc.freeze()
     answered_us = await _told(log, settings, [size for size, _ in busy_us])
-    free, stalls = apart_from_stalls(answered_us[WARM_UP_TURNS:])
-    return LoopTime(fitted(free), fitted(busy_us[WARM_UP_TURNS:]), stalls)
+    return Turns(answered_us[WARM_UP_TURNS:], busy_us[WARM_UP_TURNS:])
 
 
 def _sizes() -> Iterator[int]:

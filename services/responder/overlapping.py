@@ -127,11 +127,14 @@ class Overlapping:
 
         timer = asyncio.get_running_loop().call_later(STALLED_S, stall)
         try:
-            # The partitions' answers are handed over at once, and then all waited for.
+            # The partitions' answers are handed over at once, and then all waited for. Mostly
+            # there is one, which needs no task of its own.
+            (here, these), *others = addressed.items()
             async with asyncio.TaskGroup() as tasks:
-                for target, requests in addressed.items():
+                for target, requests in others:
                     answering = self._answer_target(target, requests, left)
                     tasks.create_task(answering, name=f"to-{target}")
+                await self._answer_target(here, these, left)
         finally:
             timer.cancel()
             permit.give_back()

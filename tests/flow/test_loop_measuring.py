@@ -28,7 +28,7 @@ async def measured(directory: Path, model: str) -> LoopTime:
     async with MemoryLog() as log:
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
         async with running(Pipeline(settings, log)):
-            return await measure_turns(log, settings, [value])
+            return (await measure_turns(log, settings, [value])).loop_time()
 
 
 async def test_every_size_of_a_turn_is_measured(

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
 import pytest
 
 from headrace.flow.answered import Progress
-from headrace.flow.delivery import MAX_JOINED_RECORDS, Arrivals, Delivery, Trial, waiting_bytes
+from headrace.flow.delivery import (
+    MAX_JOINED_RECORDS,
+    TURNS_TO_ANSWER,
+    Arrivals,
+    Delivery,
+    Trial,
+    waiting_bytes,
+)
 from headrace.flow.inflight import Assignment, Budget, Ledger
 from headrace.log.port import Record, TopicPartition
 
@@ -121,3 +132,30 @@ async def test_bytes_that_wait_are_those_of_what_is_left(
 
 def _assigned_anew(ledger: Ledger) -> Assignment:
     return ledger.assign(ONE, Progress(0))
+
+
+async def turns_of(work: Coroutine[Any, Any, None]) -> int:
+    """How many turns the event loop makes until it is done."""
+    task, turns = asyncio.create_task(work), 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    return turns
+
+
+async def test_reading_lets_the_stages_finish_what_was_read() -> None:
+    """While something is in flight the next poll is as many turns away as an answer is."""
+    reader = Reader()
+    receipt = reader.assignments[ONE].admit(0, 10)
+
+    turns = await turns_of(reader.arrivals.let_work(reader.ledger.budget))
+
+    assert turns >= TURNS_TO_ANSWER
+    receipt.settle()
+
+
+async def test_reading_goes_on_when_all_is_answered() -> None:
+    """With nothing in flight and nothing that waits there is no pause."""
+    reader = Reader()
+
+    assert await turns_of(reader.arrivals.let_work(reader.ledger.budget)) <= 2
