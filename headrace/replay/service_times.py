@@ -6,9 +6,9 @@ import math
 import random
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from itertools import accumulate
+from itertools import accumulate, cycle
 from statistics import median
 from typing import NamedTuple
 
@@ -24,9 +24,6 @@ from headrace.replies import last_header
 
 ENOUGH = 5
 """A batch size that was seen less often is left out, where there are others."""
-STRETCH = 32
-"""So many runs in a row are drawn as they were recorded: a machine that is slow for a while is slow
-for many of them. This is the moving-block bootstrap (Kuensch, Annals of Statistics 17, 1989)."""
 
 
 class Point(NamedTuple):
@@ -82,24 +79,19 @@ class ServiceTime:
         return max(1, round(self._us_of(rows) + self._overhead_us))
 
     def drawn(self, chance: random.Random) -> Callable[[int], int]:
-        """What gives S(b) of one run after the other, each like one that was recorded.
+        """What gives S(b) of one run after the other, each as slow as one that was recorded.
 
-        Without ratios all of them take S.
+        They come in the order in which they were, from any of them on and round and round: a
+        machine that is slow for a while is slow for many runs in a row. Without ratios all take S.
         """
         ratios, overhead_us = self._ratios, self._overhead_us
         if not ratios:
             return self
-        length = min(STRETCH, len(ratios))
-        stretch: Iterator[float] = iter(())
+        first = chance.randrange(len(ratios))
+        drawn = cycle((*ratios[first:], *ratios[:first]))
 
         def run_us(rows: int) -> int:
-            nonlocal stretch
-            ratio = next(stretch, None)
-            if ratio is None:
-                first = chance.randrange(len(ratios) - length + 1)
-                stretch = iter(ratios[first : first + length])
-                ratio = next(stretch)
-            return max(1, round(self._us_of(rows) * ratio + overhead_us))
+            return max(1, round(self._us_of(rows) * next(drawn) + overhead_us))
 
         return run_us
 
