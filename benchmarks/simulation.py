@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 import uvloop
+from numpy.typing import NDArray
 
 from benchmarks.__main__ import RESULTS
 from benchmarks.campaign import SCRATCH
@@ -90,6 +91,14 @@ class Times(NamedTuple):
 
     service: Mapping[str, ServiceTime]
     loop: Mapping[str, LoopTime]
+
+
+class Run(NamedTuple):
+    """The latency of each request in microseconds, S(b) of the runs, and when requests came."""
+
+    real_us: NDArray[np.int64]
+    service: Mapping[str, ServiceTime]
+    arrivals: Arrivals
 
 
 class Compared(NamedTuple):
@@ -176,11 +185,39 @@ class Comparison:
         """One run, and what the simulation makes of its arrivals."""
         subject, settings, busy = self._subject, self._settings, os.getloadavg()[0]
         turns = None if subject.slow else await self._turns(load)
+        run = await self._run(load)
+        loop = {}
+        if turns is not None:
+            loop[subject.name] = turns.and_then(await self._turns(load)).loop_time()
+        times = Times(run.service, loop)
+        found = outcome(run.arrivals, settings, times)
+        before = None
+        if subject.slow and self._before is not None:
+            before = outcome(run.arrivals, settings, self._before)
+        self._before = times
+        p50_ms, p99_ms = (np.quantile(run.real_us, (0.5, 0.99)) / 1000).tolist()
+        return Compared(
+            subject.name,
+            load.share,
+            load.per_s,
+            len(run.real_us),
+            p50_ms,
+            p99_ms,
+            _latency_ms(found, subject, 0.5),
+            _latency_ms(found, subject, 0.99),
+            None if before is None else _latency_ms(before, subject, 0.99),
+            float(found.load),
+            busy,
+            str(loop.get(subject.name) or times.service[subject.name]),
+        )
+
+    async def _run(self, load: Load) -> Run:
+        """A real one, after a warm-up that does not count."""
+        subject, settings = self._subject, self._settings
+        warm_up_s = max(WARM_UP_S, WARM_UP_REQUESTS / load.per_s)
+        due: list[int] = []
         async with served(settings) as log:
-            warm_up = load._replace(
-                seconds=max(WARM_UP_S, WARM_UP_REQUESTS / load.per_s), seed=load.seed + 1000
-            )
-            due: list[int] = []
+            warm_up = load._replace(seconds=warm_up_s, seed=load.seed + 1000)
             await ask(log, settings, subject.values, warm_up, due)
             await all_answered(log, settings, skipped := len(due))
             await ask(log, settings, subject.values, load, due)
@@ -192,33 +229,10 @@ class Comparison:
             service = await learned(log, settings)
             arrivals = await recorded(log, settings, skipped)
         gc.unfreeze()
-        loop = {}
-        if turns is not None:
-            loop[subject.name] = turns.and_then(await self._turns(load)).loop_time()
-        times = Times(service, loop)
-        found = outcome(arrivals, settings, times)
-        before = None
-        if subject.slow and self._before is not None:
-            before = outcome(arrivals, settings, self._before)
         sent = len(due) - skipped
         if len(real_us) != sent:
             raise RuntimeError(f"expected {sent} answers in the log, got {len(real_us)}")
-        self._before = times
-        p50_ms, p99_ms = (np.quantile(real_us, (0.5, 0.99)) / 1000).tolist()
-        return Compared(
-            subject.name,
-            load.share,
-            load.per_s,
-            sent,
-            p50_ms,
-            p99_ms,
-            _latency_ms(found, subject, 0.5),
-            _latency_ms(found, subject, 0.99),
-            None if before is None else _latency_ms(before, subject, 0.99),
-            float(found.load),
-            busy,
-            str(loop.get(subject.name) or times.service[subject.name]),
-        )
+        return Run(real_us, service, arrivals)
 
     async def _turns(self, load: Load | None = None) -> Turns:
         """With the process beside it that tells the arrivals of a load, as in the run."""

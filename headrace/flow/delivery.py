@@ -19,6 +19,8 @@ FAR_AHEAD_PAUSE_S = 0.02
 TURNS_TO_ANSWER = 10
 """Turns of the event loop from a poll until the answers of what it read are sent, if no other
 stage has anything else to do: each hands its chunk over to the next one's turn."""
+MANY_BYTES = 128 * 1024
+"""Who reads so much at a time need not wait for more to come."""
 RECORD_OVERHEAD_BYTES = 1024
 """Charged for every record that waits, beside its value: many small ones are large as well."""
 
@@ -127,9 +129,9 @@ class Arrivals:
     async def let_work(self, budget: Budget) -> None:
         """Let the stages get on with what was read, before more is.
 
-        What comes meanwhile is read together. With a poll in every turn of the event loop each
-        record had a chunk of its own, up to ten of them were under way at a time, and each was
-        held up by all others. A run on a thread, or a broker, is not waited for.
+        What comes meanwhile is read together, where little came. With a poll in every turn of the
+        event loop each record had a chunk of its own, up to ten of them were under way at a time,
+        and each was held up by all others. A run on a thread, or a broker, is not waited for.
 
         Args:
             budget: with nothing in flight there is nothing to wait for.
@@ -137,7 +139,7 @@ class Arrivals:
         if self.waiting_bytes > FAR_AHEAD_BYTES:
             await asyncio.sleep(FAR_AHEAD_PAUSE_S)
             return
-        for _ in range(TURNS_TO_ANSWER):
+        for _ in range(TURNS_TO_ANSWER if self.waiting_bytes < MANY_BYTES else 1):
             await asyncio.sleep(0)
             if not (self._waiting or budget.used_bytes):
                 return
