@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from benchmarks.__main__ import RESULTS
 from benchmarks.campaign import SCRATCH
 from benchmarks.machine import describe_machine
-from benchmarks.subjects import SUBJECTS, Subject
+from benchmarks.subjects import SUBJECTS, Subject, waiting
 from benchmarks.told_load import (
     PARTITIONS,
     Load,
@@ -47,12 +47,11 @@ from benchmarks.told_load import (
     ticking_unheard,
     told_us,
 )
-from headrace.codec import encode_request
 from headrace.config import Settings, make_settings
 from headrace.log.port import Log
 from headrace.replay.arrivals import read_arrivals
 from headrace.replay.events import Arrivals, Limits
-from headrace.replay.loop_measuring import Turns, measure_turns
+from headrace.replay.loop_measuring import MeasuredTurns, measure_turns
 from headrace.replay.measuring import measure
 from headrace.replay.opening import open_recording
 from headrace.replay.present import latest_models, resolved, served_now
@@ -68,22 +67,6 @@ WARM_UP_S = 1.0
 WARM_UP_REQUESTS = 50
 SLOW_MEASURE_S = 2.0
 WITHIN = 0.15
-
-
-PACED = """
-import time
-
-class Model:
-    inputs = [("x", "FP32", (-1, 4))]
-    outputs = [("y", "FP32", (-1, 4))]
-
-    def warm_up(self):
-        pass
-
-    def run(self, inputs):
-        time.sleep(0.2 + 0.025 * len(inputs["x"]))
-        return {"y": inputs["x"]}
-"""
 
 
 class Times(NamedTuple):
@@ -119,16 +102,8 @@ class Compared(NamedTuple):
 
 
 def paced(scratch: Path) -> Subject:
-    """A model whose runs take the time that they are told to, and no processor's."""
-    repository = scratch / "paced-repository"
-    version = repository / "paced" / "1"
-    version.mkdir(parents=True, exist_ok=True)
-    (version / "model.py").write_text(PACED, encoding="utf-8")
-    config = 'backend = "python"\nprobe = false\nmax_batch_size = 8\n'
-    (version.parent / "model.toml").write_text(config, encoding="utf-8")
-    row = {"x": np.zeros((1, 4), np.float32)}
-    value = encode_request("application/msgpack", "paced", row)
-    return Subject("paced", "bound by waiting", repository, version, 8, [value], 100, slow=True)
+    """Runs of 200 ms and 25 ms for each row, whatever else the machine does."""
+    return waiting("paced", scratch, run_s=0.2, row_s=0.025)
 
 
 MODELS = {**SUBJECTS, "paced": paced}
@@ -234,7 +209,7 @@ class Comparison:
             raise RuntimeError(f"expected {sent} answers in the log, got {len(real_us)}")
         return Run(real_us, service, arrivals)
 
-    async def _turns(self, load: Load | None = None) -> Turns:
+    async def _turns(self, load: Load | None = None) -> MeasuredTurns:
         """With the process beside it that tells the arrivals of a load, as in the run."""
         async with served(self._settings) as log, AsyncExitStack() as stack:
             if load is not None:

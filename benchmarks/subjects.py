@@ -140,6 +140,39 @@ def _spare_one() -> int:
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
+WAITING_ROWS = 8
+_WAITING = """
+import time
+
+class Model:
+    inputs = [("x", "FP32", (-1, 4))]
+    outputs = [("y", "FP32", (-1, 4))]
+
+    def warm_up(self):
+        pass
+
+    def run(self, inputs):
+        time.sleep({run_s} + {row_s} * len(inputs["x"]))
+        return {{"y": inputs["x"]}}
+"""
+
+
+def waiting(name: str, scratch: Path, *, run_s: float, row_s: float) -> Subject:
+    """A model whose runs take the time that they are told to and no processor's, as for a device;
+    no more than `WAITING_ROWS` rows together.
+    """
+    repository = scratch / f"{name}-repository"
+    version = repository / name / "1"
+    version.mkdir(parents=True, exist_ok=True)
+    (version / "model.py").write_text(_WAITING.format(run_s=run_s, row_s=row_s), encoding="utf-8")
+    config = f'backend = "python"\nprobe = false\nmax_batch_size = {WAITING_ROWS}\n'
+    (version.parent / "model.toml").write_text(config, encoding="utf-8")
+    value = encode_request("application/msgpack", name, {"x": np.zeros((1, 4), np.float32)})
+    fastest_per_s = round(WAITING_ROWS / (run_s + WAITING_ROWS * row_s))
+    kind = "bound by waiting"
+    return Subject(name, kind, repository, version, WAITING_ROWS, [value], fastest_per_s, slow=True)
+
+
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "digits": digits,
     "magika": magika,

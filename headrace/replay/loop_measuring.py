@@ -49,7 +49,7 @@ class _Answer(msgspec.Struct):
 _decode = msgspec.msgpack.Decoder(_Answer).decode
 
 
-class Turns(NamedTuple):
+class MeasuredTurns(NamedTuple):
     """Turns as they were measured, in the order of time.
 
     Attributes:
@@ -62,9 +62,9 @@ class Turns(NamedTuple):
     answered_us: list[tuple[int, float]]
     busy_us: list[tuple[int, float]]
 
-    def and_then(self, later: Turns) -> Turns:
+    def and_then(self, later: MeasuredTurns) -> MeasuredTurns:
         """These, and others that came later."""
-        return Turns(self.answered_us + later.answered_us, self.busy_us + later.busy_us)
+        return MeasuredTurns(self.answered_us + later.answered_us, self.busy_us + later.busy_us)
 
     def loop_time(self) -> LoopTime:
         """T(n) and U(n), and what held turns up."""
@@ -72,11 +72,11 @@ class Turns(NamedTuple):
         return LoopTime(fitted(free), fitted(self.busy_us), stalls)
 
 
-async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -> Turns:
+async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -> MeasuredTurns:
     """Turns with requests of these values, in MessagePack, to one model.
 
-    What is in memory meanwhile stays out of the garbage collector's sight
-    for as long as the process lives, which is one that measures and then ends.
+    What is in memory meanwhile stays out of the garbage collector's sight for as long as the process
+    lives, which is one that measures and then ends.
 
     Args:
         log: the embedded one, with nothing in it, which a pipeline in this process serves.
@@ -102,7 +102,7 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
             if len(busy_us) % FREEZE_AFTER_TURNS == 0:
                 gc.freeze()
     answered_us = await _told(log, settings, [size for size, _ in busy_us])
-    return Turns(answered_us[WARM_UP_TURNS:], busy_us[WARM_UP_TURNS:])
+    return MeasuredTurns(answered_us[WARM_UP_TURNS:], busy_us[WARM_UP_TURNS:])
 
 
 def _sizes() -> Iterator[int]:

@@ -127,8 +127,8 @@ class Overlapping:
 
         timer = asyncio.get_running_loop().call_later(STALLED_S, stall)
         try:
-            # The partitions' answers are handed over at once, and then all waited for. Mostly
-            # there is one, which needs no task of its own.
+            # The partitions' answers are handed over at once, and then all waited for. One
+            # of them needs no task of its own, and often there is but one.
             (here, these), *others = addressed.items()
             async with asyncio.TaskGroup() as tasks:
                 for target, requests in others:

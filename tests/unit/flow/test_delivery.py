@@ -10,6 +10,7 @@ import pytest
 
 from headrace.flow.answered import Progress
 from headrace.flow.delivery import (
+    MANY_BYTES,
     MAX_JOINED_RECORDS,
     TURNS_TO_ANSWER,
     Arrivals,
@@ -152,6 +153,14 @@ async def test_reading_lets_the_stages_finish_what_was_read() -> None:
 
     assert turns >= TURNS_TO_ANSWER
     receipt.settle()
+
+
+async def test_who_reads_much_at_a_time_goes_on_reading() -> None:
+    """Where large chunks come there is nothing to gather, and the next poll follows at once."""
+    reader = Reader()
+    reader.read(ONE, MANY_BYTES // 1024)
+
+    assert await turns_of(reader.arrivals.let_work(reader.ledger.budget)) <= 2
 
 
 async def test_reading_goes_on_when_all_is_answered() -> None:
