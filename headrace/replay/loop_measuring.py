@@ -75,8 +75,8 @@ class MeasuredTurns(NamedTuple):
 async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -> MeasuredTurns:
     """Turns with requests of these values, in MessagePack, to one model.
 
-    What is in memory meanwhile stays out of the garbage collector's sight for as long as the process
-    lives, which is one that measures and then ends.
+    What is in memory meanwhile stays out of the garbage collector's sight for as long as the
+    process lives, which is one that measures and then ends.
 
     Args:
         log: the embedded one, with nothing in it, which a pipeline in this process serves.
