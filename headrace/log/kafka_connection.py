@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 import aiokafka.errors as kafka_errors
+from aiokafka import client as aiokafka_client
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
@@ -20,6 +21,7 @@ from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
 from headrace.log.kafka_closing import close_client, hang_up
 from headrace.log.kafka_errors import answered
+from headrace.log.kafka_reading import DirectConnection
 from headrace.log.kafka_reconnect import Address, ReconnectBackoff
 from headrace.log.kafka_security import security_options, tls_error, tls_reason
 
@@ -139,9 +141,37 @@ class Connection:
             # As after a failure: what was asked of this node may be another's by now.
             client.force_metadata_update()
             return None
-        found = await connect(node_id, group=group, **options)
-        self._tried(address, found is not None)
-        return found
+        return await self._connected(client, address, (node_id, group))
+
+    async def _connected(
+        self, client: AIOKafkaClient, address: Address, key: tuple[int, int]
+    ) -> AIOKafkaConnection | None:
+        """A new connection, as aiokafka's own client makes and keeps them; None where it fails."""
+        async with client._get_conn_lock:
+            made = client._conns.get(key)
+            if made is not None and made.connected():
+                return made
+            if self._rest_s(address):  # somebody else has tried meanwhile
+                return None
+            connection = DirectConnection(
+                *address,
+                client_id=self.settings.client_id,
+                request_timeout_ms=client._request_timeout_ms,
+                on_close=client._on_connection_closed,
+                max_idle_ms=CONNECTIONS_MAX_IDLE_MS,
+                **self._security,
+            )
+            try:
+                await connection.connect()
+            except (OSError, KafkaError) as error:
+                # In the words of aiokafka's own client, in whose place this connects.
+                aiokafka_client.log.error("Unable connect to node with id %s: %s", key[0], error)
+                self._tried(address, reached=False)
+                client.force_metadata_update()
+                return None
+            self._tried(address, reached=True)
+            client._conns[key] = connection
+            return connection
 
     def _servers(self) -> list[Address]:
         return [(host, port) for host, port, _ in collect_hosts(self.settings.bootstrap_servers)]
@@ -192,7 +222,7 @@ class Connection:
     async def _first_answer(self, host: str, port: int, topics: Sequence[str] | None = ()) -> Any:
         """The metadata that one server gives to a connection of its own; None: of all topics."""
         timeout_s = min(self.request_timeout_s, _FIRST_ANSWER_S)
-        connection = AIOKafkaConnection(
+        connection = DirectConnection(
             host,
             port,
             client_id=self.settings.client_id,

@@ -28,7 +28,7 @@ async def test_a_broker_that_is_starting_refuses_nobody(monkeypatch: pytest.Monk
 
     async def hung_up(connection: object) -> None: ...
 
-    monkeypatch.setattr(kafka_connection, "AIOKafkaConnection", Starting)
+    monkeypatch.setattr(kafka_connection, "DirectConnection", Starting)
     monkeypatch.setattr(kafka_connection, "hang_up", hung_up)
     connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
     assert await connection.refusal() is None

@@ -75,7 +75,7 @@ class Away:
     def __init__(self) -> None:
         self.tries = 0
 
-    async def create_conn(self, *_: object, **__: object) -> AIOKafkaConnection:
+    async def connect(self, *_: object, **__: object) -> AIOKafkaConnection:
         self.tries += 1
         raise ConnectionRefusedError(111, "refused")
 
@@ -85,7 +85,7 @@ async def test_clients_do_not_storm_a_broker_that_is_away(monkeypatch: pytest.Mo
     away = Away()
     for limit in ("FIRST_S", "LONGEST_S"):  # however long this machine stands still
         monkeypatch.setattr(kafka_reconnect, limit, 60.0)
-    monkeypatch.setattr("aiokafka.client.create_conn", away.create_conn)
+    monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
     connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
     clients = [AIOKafkaClient(**connection.client_options()) for _ in range(2)]
     for client in clients:
@@ -100,7 +100,7 @@ async def test_clients_do_not_storm_a_broker_that_is_away(monkeypatch: pytest.Mo
 async def test_opening_waits_for_the_pause_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has nobody else to ask waits, and is told in the end what is the matter."""
     away = Away()
-    monkeypatch.setattr(AIOKafkaConnection, "connect", away.create_conn)
+    monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
     connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
     with pytest.raises(LogUnavailable):
         await connection.open_client()
