@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import click
 import msgspec
@@ -12,10 +11,9 @@ import uvloop
 
 from benchmarks.campaign import DEFAULT, QUICK, Campaign, measure
 from benchmarks.page import write_page
+from benchmarks.results import LATEST, RESULTS
 from benchmarks.scaling import write_scaling
 from benchmarks.subjects import SUBJECTS
-
-RESULTS = Path("benchmarks/results")
 
 
 @click.command()
@@ -56,7 +54,7 @@ def main(
     results = uvloop.run(measure(plan, lambda line: click.echo(line, err=True)))
     RESULTS.mkdir(exist_ok=True)
     whole = not (quick or only or named or part or rounds)
-    target = RESULTS / ("latest.json" if whole else "partial.json")
+    target = LATEST if whole else RESULTS / "partial.json"
     text = msgspec.json.format(msgspec.json.encode(results), indent=2).decode()
     target.write_text(text + "\n", encoding="utf-8")
     click.echo(f"{target}: after {time.monotonic() - began_s:.0f} s", err=True)

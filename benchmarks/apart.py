@@ -1,6 +1,6 @@
-"""What a request costs where the stages are in processes of their own: digits on a local broker.
+"""What a request costs where the stages are in processes of their own, by its size.
 
-    python -m benchmarks.apart
+    python -m benchmarks.apart      digits, 4 KB and 150 KB, on a local broker
 
 Processes that are warm get a backlog, and their processor time counts until all of it is answered.
 So every request passed every stage, however far one of them was ahead of the others meanwhile; a
@@ -14,26 +14,30 @@ import secrets
 import signal
 import time
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import msgspec
 import uvloop
 
-from benchmarks.__main__ import RESULTS
 from benchmarks.campaign import SCRATCH
 from benchmarks.cluster import Cluster, Counter
 from benchmarks.contestants import Contestant, Place, headrace_as
 from benchmarks.machine import describe_machine
+from benchmarks.payloads import PAYLOADS
 from benchmarks.processes import ProgramFailed, Running
+from benchmarks.results import RESULTS
 from benchmarks.saturation import LOOK_EVERY_S, prepare
 from benchmarks.subjects import SUBJECTS, Subject
 from headrace.topics import STAGES
 
-REQUESTS = 100_000
-WARM_REQUESTS = 2000
+DIGITS_REQUESTS = 100_000
+WARM = 0.05
+"""Of the backlog, answered before it is counted."""
 ROUNDS = 5
 DEADLINE_S = 240.0
+
+APART = RESULTS / "apart.json"
 
 FORMS: dict[str, tuple[str, ...]] = {
     "one process": (",".join(STAGES),),
@@ -50,8 +54,46 @@ class Drained(NamedTuple):
     per_s: float
 
 
-async def drain(cluster: Cluster, form: Contestant, subject: Subject) -> Drained:
+class Form(msgspec.Struct, frozen=True):
+    """Medians of some rounds, of one way to divide the stages.
+
+    Attributes:
+        cpu_us: of all processes, for each answer.
+        cpu_us_of: of each process, by its stages.
+        broker_us: of the broker, for each answer.
+    """
+
+    cpu_us: float
+    cpu_us_of: dict[str, float]
+    broker_us: float
+    per_s: float
+    rounds: int
+
+
+class OfSize(msgspec.Struct, frozen=True):
+    """What requests of a size cost, by how the stages are divided.
+
+    Attributes:
+        value_bytes: of a request record's value.
+        requests: of the backlog of each round.
+    """
+
+    name: str
+    value_bytes: int
+    requests: int
+    forms: dict[str, Form]
+
+
+class Apart(msgspec.Struct, frozen=True):
+    """All that is recorded."""
+
+    machine: dict[str, Any]
+    sizes: list[OfSize]
+
+
+async def drain(cluster: Cluster, form: Contestant, subject: Subject, requests: int) -> Drained:
     """Have a backlog answered. Raises `ProgramFailed`."""
+    warm = int(WARM * requests)
     run = f"apart.{secrets.token_hex(4)}"
     place = Place(cluster.bootstrap_servers, f"{run}.requests", run)
     await cluster.create_plain(place.requests)
@@ -59,22 +101,22 @@ async def drain(cluster: Cluster, form: Contestant, subject: Subject) -> Drained
     try:
         async with cluster.counting(place.responses) as answers:
             with Running(form.programs(subject, place)) as running:
-                await cluster.fill(place.requests, subject.values, WARM_REQUESTS)
-                await _answered(running, answers, WARM_REQUESTS)
+                await cluster.fill(place.requests, subject.values, warm)
+                await _answered(running, answers, warm)
                 running.signal(signal.SIGSTOP)
-                await cluster.fill(place.requests, subject.values, REQUESTS)
+                await cluster.fill(place.requests, subject.values, requests)
                 before, broker_s, began_s = running.cpu_each_s(), cluster.cpu_s(), time.monotonic()
                 running.signal(signal.SIGCONT)
-                await _answered(running, answers, WARM_REQUESTS + REQUESTS)
+                await _answered(running, answers, warm + requests)
                 took_s = time.monotonic() - began_s
                 spent = [
-                    (now_s - then_s) / REQUESTS * 1e6
+                    (now_s - then_s) / requests * 1e6
                     for now_s, then_s in zip(running.cpu_each_s(), before, strict=True)
                 ]
-                broker_us = (cluster.cpu_s() - broker_s) / REQUESTS * 1e6
+                broker_us = (cluster.cpu_s() - broker_s) / requests * 1e6
     finally:
         await cluster.delete([*topics, place.requests])
-    return Drained(dict(zip(FORMS[form.name], spent, strict=True)), broker_us, REQUESTS / took_s)
+    return Drained(dict(zip(FORMS[form.name], spent, strict=True)), broker_us, requests / took_s)
 
 
 async def _answered(running: Running, answers: Counter, count: int) -> None:
@@ -86,38 +128,47 @@ async def _answered(running: Running, answers: Counter, count: int) -> None:
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-def _summary(rounds: list[Drained]) -> dict[str, object]:
+def _summary(rounds: list[Drained]) -> Form:
     """Medians."""
-    stages = {stage: median(each.cpu_us[stage] for each in rounds) for stage in rounds[0].cpu_us}
-    return {
-        "cpu_us": median(sum(each.cpu_us.values()) for each in rounds),
-        "cpu_us_of": stages,
-        "broker_us": median(each.broker_us for each in rounds),
-        "per_s": median(each.per_s for each in rounds),
-        "rounds": len(rounds),
-    }
+    return Form(
+        cpu_us=median(sum(each.cpu_us.values()) for each in rounds),
+        cpu_us_of={
+            stages: median(each.cpu_us[stages] for each in rounds) for stages in rounds[0].cpu_us
+        },
+        broker_us=median(each.broker_us for each in rounds),
+        per_s=median(each.per_s for each in rounds),
+        rounds=len(rounds),
+    )
 
 
-async def measure() -> dict[str, object]:
-    """All forms in turns, on one broker."""
-    subject = SUBJECTS["digits"](SCRATCH)
+async def _of_size(cluster: Cluster, name: str, subject: Subject, requests: int) -> OfSize:
+    """All forms in turns."""
     rounds: dict[str, list[Drained]] = {}
+    for _ in range(ROUNDS):
+        for form, stages in FORMS.items():
+            found = await drain(cluster, headrace_as(form, *stages), subject, requests)
+            rounds.setdefault(form, []).append(found)
+            each = " + ".join(f"{us:.1f}" for us in found.cpu_us.values())
+            click.echo(
+                f"{name}, {form}: {sum(found.cpu_us.values()):.1f} us ({each}), broker "
+                f"{found.broker_us:.1f} us, {found.per_s:,.0f}/s",
+                err=True,
+            )
+    forms = {form: _summary(each) for form, each in rounds.items()}
+    return OfSize(name, len(subject.values[0]), requests, forms)
+
+
+async def measure() -> Apart:
+    """One size after the other, on one broker."""
+    digits = SUBJECTS["digits"](SCRATCH)
     async with Cluster() as cluster:
-        for _ in range(ROUNDS):
-            for name, stages in FORMS.items():
-                found = await drain(cluster, headrace_as(name, *stages), subject)
-                rounds.setdefault(name, []).append(found)
-                each = " + ".join(f"{us:.1f}" for us in found.cpu_us.values())
-                click.echo(
-                    f"{name}: {sum(found.cpu_us.values()):.1f} us ({each}), broker "
-                    f"{found.broker_us:.1f} us, {found.per_s:,.0f}/s",
-                    err=True,
-                )
-    forms = {name: _summary(each) for name, each in rounds.items()}
-    return {"machine": describe_machine(), "requests": REQUESTS, "forms": forms}
+        sizes = [await _of_size(cluster, "digits", digits, DIGITS_REQUESTS)]
+        for payload in PAYLOADS:
+            subject = payload.subject(SCRATCH)
+            sizes.append(await _of_size(cluster, payload.name, subject, payload.requests))
+    return Apart(describe_machine(), sizes)
 
 
 if __name__ == "__main__":
-    results = uvloop.run(measure())
-    text = msgspec.json.format(msgspec.json.encode(results), indent=2).decode()
-    (RESULTS / "apart.json").write_text(text + "\n", encoding="utf-8")
+    text = msgspec.json.format(msgspec.json.encode(uvloop.run(measure())), indent=2).decode()
+    APART.write_text(text + "\n", encoding="utf-8")

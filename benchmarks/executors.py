@@ -14,12 +14,11 @@ import click
 import msgspec
 import uvloop
 
-from benchmarks.__main__ import RESULTS
 from benchmarks.campaign import SCRATCH
 from benchmarks.cluster import Cluster
 from benchmarks.contestants import Place, headrace_as
 from benchmarks.machine import describe_machine
-from benchmarks.results import Saturated
+from benchmarks.results import RESULTS, Saturated
 from benchmarks.saturation import saturate
 from benchmarks.subjects import WAITING_ROWS, waiting
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from msgspec import Struct, field
+
+RESULTS = Path("benchmarks/results")
+LATEST = RESULTS / "latest.json"
+"""Of a whole run of everything, which the pages are written from."""
 
 
 class Saturated(Struct):

@@ -2,10 +2,10 @@
 
     python -m benchmarks.scaling        writes the page's tables from the recorded results
 
-On paper: unit costs as `make bench` measured them, times a rate. By simulation: how long requests
-wait for their process when partitions are dealt out to many of them, evenly filled or by keys of
-which some are hot. A process is taken for a server that needs the same time for each request,
-which it does when it is busy; arrivals are Poisson.
+On paper: unit costs as `python -m benchmarks.apart` and `make bench` measured them, times a rate.
+By simulation: how long requests wait for their process when partitions are dealt out to many of
+them, evenly filled or by keys of which some are hot. A process is taken for a server that needs the
+same time for each request, which it does when it is busy; arrivals are Poisson.
 """
 
 from __future__ import annotations
@@ -20,47 +20,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.apart import APART, Apart, Form, OfSize
 from benchmarks.contestants import FUSED
 from benchmarks.page import with_tables
-from benchmarks.results import Results, SubjectResults
+from benchmarks.plan import BUSY, GPUS, PARTITIONS_PER_PROCESS, Costs, carries, plan
+from benchmarks.results import LATEST, Results
 
-RESULTS = Path("benchmarks/results/latest.json")
 PAGE = Path("docs/scaling.md")
-RATES_PER_S = (1_000, 10_000, 100_000, 1_000_000)
-BUSY = 0.7
-"""How busy processes are planned to be; the simulation says what that costs in waiting."""
-
+RATES_PER_S = (1_000, 10_000, 100_000)
 KEYS = 10_000
 UTILISATIONS = (0.5, 0.7, 0.8, 0.9)
 PROCESSES = (1, 8, 64)
-PARTITIONS_PER_PROCESS = 4
 SIMULATED = 400_000
-
-
-class Needs(NamedTuple):
-    """What a rate takes."""
-
-    rate_per_s: int
-    processes: int
-    cores: float
-    broker_cores: float
-
-
-def needs(cpu_us: float, broker_us: float, per_process_s: float, rate_per_s: int) -> Needs:
-    """By unit costs.
-
-    Args:
-        cpu_us: of Headrace's processes, for each answer.
-        broker_us: of the broker, for each answer.
-        per_process_s: answers per second of one saturated process.
-        rate_per_s: answers per second that are wanted.
-    """
-    return Needs(
-        rate_per_s,
-        math.ceil(rate_per_s / (BUSY * per_process_s)),
-        rate_per_s * cpu_us / 1e6,
-        rate_per_s * broker_us / 1e6,
-    )
+LAST_STAGES = ("executor", "responder")
+"""A process that ends with one of them writes no requests, and results are small here."""
 
 
 class Waiting(NamedTuple):
@@ -112,39 +85,87 @@ def _waits(random: np.random.Generator, load: float, count: int) -> NDArray[np.f
 # --- the page ----------------------------------------------------------------------------------
 
 
-def render(results: Results | None) -> str:
-    """Both tables; without results, the second."""
+def render(apart: Apart | None, results: Results | None) -> str:
+    """All tables that there are results for; the one of the simulation needs none."""
     lines: list[str] = []
+    if apart is not None:
+        lines += _carried(apart)
+        for size in apart.sizes:
+            lines += _taken(size)
     if results is not None:
-        for subject in results.subjects:
-            lines += _on_paper(subject)
+        lines += _on_cores(results)
     return "\n".join([*lines, *_simulated()])
 
 
-def _on_paper(subject: SubjectResults) -> Iterator[str]:
-    contest = subject.contest(FUSED)
-    if contest is None or not contest.runs:
-        return
-    per_s, cpu_us, broker_us = (
-        spread[0]
-        for each in ("per_s", "cpu_us", "broker_us")
-        if (spread := contest.spread(each)) is not None
-    )
-    yield f"### {subject.name}"
+def _costs(size: OfSize, form: Form) -> Costs:
+    """A request is written to `requests`, and once more by each process that hands it on. Answers
+    are small here, and left out.
+    """
+    handing_on = sum(not stages.endswith(LAST_STAGES) for stages in form.cpu_us_of)
+    written = size.value_bytes * (1 + handing_on)
+    return Costs(form.cpu_us_of, form.broker_us, written, GPUS.get(size.name))
+
+
+def _carried(apart: Apart) -> Iterator[str]:
+    yield "### What one of each carries"
     yield ""
     yield (
-        f"From {per_s:,.0f} answers a second of one process, {cpu_us:,.1f} µs of its processor "
-        f"time and {broker_us:,.1f} µs of the broker's for each; processes {BUSY:.0%} busy."
+        "| requests | stages | µs of processes | of the broker | one process | three brokers |"
+        + (" one GPU | binds first |")
     )
+    yield "|---|---|---|---:|---:|---:|---:|---|"
+    for size in apart.sizes:
+        for name, form in size.forms.items():
+            found = carries(_costs(size, form))
+            each = " + ".join(f"{us:,.1f}" for us in form.cpu_us_of.values())
+            gpu = "" if math.isinf(found.gpu) else f"{found.gpu:,.0f}/s"
+            yield (
+                f"| {size.name} | {name} | {each} | {form.broker_us:,.1f} "
+                f"| {found.process:,.0f}/s | {found.brokers:,.0f}/s | {gpu} | {found.first} |"
+            )
     yield ""
-    yield "| answers/s | processes | cores for Headrace | cores for brokers |"
-    yield "|---:|---:|---:|---:|"
+
+
+def _taken(size: OfSize) -> Iterator[str]:
+    gpu = GPUS.get(size.name)
+    yield f"### {size.name}: {size.value_bytes:,} bytes" + (f", {gpu.model}" if gpu else "")
+    yield ""
+    yield "| requests/s | stages | processes | partitions | brokers | GPUs |"
+    yield "|---:|---|---|---:|---:|---:|"
     for rate_per_s in RATES_PER_S:
-        found = needs(cpu_us, broker_us, per_s, rate_per_s)
-        yield (
-            f"| {rate_per_s:,} | {found.processes:,} | {found.cores:,.1f} "
-            f"| {found.broker_cores:,.1f} |"
+        for name, form in size.forms.items():
+            found = plan(_costs(size, form), rate_per_s)
+            processes = ", ".join(
+                f"{count:,}" if len(found.processes) == 1 else f"{count:,} {stages}"
+                for stages, count in found.processes.items()
+            )
+            gpus = f"{found.gpus:,}" if found.gpus else ""
+            yield (
+                f"| {rate_per_s:,} | {name} | {processes} | {found.partitions:,} "
+                f"| {found.brokers:,} | {gpus} |"
+            )
+    yield ""
+
+
+def _on_cores(results: Results) -> Iterator[str]:
+    yield "### Models that compute on cores"
+    yield ""
+    yield (
+        "| model | one process | µs of its cores | "
+        + " | ".join(f"processes for {rate_per_s:,}/s, cores" for rate_per_s in RATES_PER_S)
+        + " |"
+    )
+    yield "|---|---:|---:|" + "---:|" * len(RATES_PER_S)
+    for subject in results.subjects:
+        contest = subject.contest(FUSED)
+        per_s, cpu_us = (contest and contest.spread(each) for each in ("per_s", "cpu_us"))
+        if not per_s or not cpu_us:
+            continue
+        taken = " | ".join(
+            f"{math.ceil(rate_per_s / (BUSY * per_s[0])):,}, {rate_per_s * cpu_us[0] / 1e6:,.1f}"
+            for rate_per_s in RATES_PER_S
         )
+        yield f"| {subject.name} | {per_s[0]:,.0f}/s | {cpu_us[0]:,.1f} | {taken} |"
     yield ""
 
 
@@ -170,17 +191,16 @@ def _simulated() -> Iterator[str]:
 
 def write_scaling(results: Results | None) -> None:
     """Write the tables between the marks of the page."""
+    apart = msgspec.json.decode(APART.read_bytes(), type=Apart) if APART.exists() else None
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(with_tables(page, render(results)), encoding="utf-8")
+    PAGE.write_text(with_tables(page, render(apart, results)), encoding="utf-8")
 
 
 @click.command()
 def main() -> None:
     """Write docs/scaling.md's tables from the recorded results, where there are any."""
-    recorded = None
-    if RESULTS.exists():
-        recorded = msgspec.json.decode(RESULTS.read_bytes(), type=Results)
-    write_scaling(recorded)
+    results = msgspec.json.decode(LATEST.read_bytes(), type=Results) if LATEST.exists() else None
+    write_scaling(results)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from benchmarks.__main__ import RESULTS
 from benchmarks.campaign import SCRATCH
 from benchmarks.machine import describe_machine
+from benchmarks.results import RESULTS
 from benchmarks.subjects import SUBJECTS, Subject, waiting
 from benchmarks.told_load import (
     PARTITIONS,

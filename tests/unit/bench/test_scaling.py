@@ -1,10 +1,10 @@
-"""What larger rates take: unit costs, and the simulation of waiting."""
+"""How long requests wait for their process."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.scaling import needs, simulate
+from benchmarks.scaling import simulate
 
 
 @pytest.mark.parametrize("utilisation", [0.3, 0.5, 0.7, 0.8])
@@ -27,10 +27,3 @@ def test_hot_keys_make_one_process_busier() -> None:
     """With many processes the hottest key alone is more than a process's share."""
     assert simulate(64, 0.5, keyed=True).busiest > 1.0
     assert simulate(8, 0.5, keyed=True).busiest > simulate(8, 0.5, keyed=False).busiest
-
-
-def test_needs_follow_from_unit_costs() -> None:
-    """Processes by their throughput, cores by their processor time."""
-    found = needs(cpu_us=20.0, broker_us=5.0, per_process_s=50_000.0, rate_per_s=100_000)
-
-    assert found == (100_000, 3, 2.0, 0.5)
