@@ -6,7 +6,6 @@ sockets. Each of those is a system call, which costs what a whole request may.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -20,6 +19,7 @@ from headrace.config import Settings, make_settings
 from headrace.local_kafka import LocalKafka
 from headrace.log.kafka import KafkaLog
 from headrace.log.kafka_consumer import KafkaConsumer
+from headrace.log.kafka_reading import Frames
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.pipeline import Pipeline, running
 from headrace.topic_plan import plan_topics
@@ -59,7 +59,7 @@ def settings(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> Settings:
 def talk(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts requests to brokers, each of which is a write to a socket, and reads of sockets."""
     counts: Counter[str] = Counter()
-    send, receive = AIOKafkaConnection.send, asyncio.StreamReaderProtocol.data_received
+    send, cut = AIOKafkaConnection.send, Frames.cut
     poll = KafkaConsumer.poll
 
     def counted_send(self: Any, request: Any, *args: Any, **more: Any) -> Any:
@@ -67,9 +67,9 @@ def talk(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["produce"] += type(request).__name__.startswith("ProduceRequest")
         return send(self, request, *args, **more)
 
-    def counted_receive(self: asyncio.StreamReaderProtocol, data: bytes) -> None:
+    def counted_cut(self: Frames, data: bytes) -> list[bytes]:
         counts["reads"] += 1
-        receive(self, data)
+        return cut(self, data)
 
     async def counted_poll(self: KafkaConsumer, timeout_s: float, max_records: int) -> Any:
         found = await poll(self, timeout_s, max_records)
@@ -78,7 +78,7 @@ def talk(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(KafkaConsumer, "poll", counted_poll)
     monkeypatch.setattr(AIOKafkaConnection, "send", counted_send)
-    monkeypatch.setattr(asyncio.StreamReaderProtocol, "data_received", counted_receive)
+    monkeypatch.setattr(Frames, "cut", counted_cut)
     return counts
 
 
