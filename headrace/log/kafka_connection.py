@@ -99,7 +99,7 @@ class Connection:
         and leave a broker that could not be reached alone for a while.
         """
         client.send = partial(_sent, client.send)
-        client._get_conn = partial(self._get_conn, client, client._get_conn)
+        client._get_conn = partial(self._get_conn, client)
         client.bootstrap = partial(self._bootstrap, client)
         client._metadata_update = partial(self._metadata_update, client._metadata_update)
 
@@ -123,25 +123,21 @@ class Connection:
     async def _get_conn(
         self,
         client: AIOKafkaClient,
-        connect: Callable[..., Awaitable[AIOKafkaConnection | None]],
         node_id: int,
         *,
         group: int = ConnectionGroup.DEFAULT,
-        **options: Any,
+        **_options: Any,
     ) -> AIOKafkaConnection | None:
         """The connection to a node; None where it cannot be had now."""
         made = client._conns.get((node_id, group))
         if made is not None and made.connected():
             return made
         broker = client.cluster.broker_metadata(node_id)
-        if broker is None:
-            return await connect(node_id, group=group, **options)
-        address = (broker.host, broker.port)
-        if self._rest_s(address):
+        if broker is None or self._rest_s((broker.host, broker.port)):
             # As after a failure: what was asked of this node may be another's by now.
             client.force_metadata_update()
             return None
-        return await self._connected(client, address, (node_id, group))
+        return await self._connected(client, (broker.host, broker.port), (node_id, group))
 
     async def _connected(
         self, client: AIOKafkaClient, address: Address, key: tuple[int, int]

@@ -13,6 +13,7 @@ import struct
 import weakref
 from typing import Final
 
+from aiokafka import conn as aiokafka_conn
 from aiokafka.conn import AIOKafkaConnection, CloseReason
 
 _LENGTH: Final = struct.Struct(">i")
@@ -86,7 +87,9 @@ class _Answers(asyncio.Protocol):
                 if connection is None or not connection.connected():
                     return
                 connection._handle_frame(frame)
-        except Exception as error:  # noqa: BLE001  # the requests that fail by it have it as cause
+        except Exception as error:  # noqa: BLE001  # whatever it is, nothing more can be read
+            # In the words of aiokafka's own reading, in whose place this stands.
+            aiokafka_conn.log.exception("Unexpected exception in AIOKafkaConnection")
             self._break(error)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -79,7 +79,7 @@ async def test_a_connection_that_ends_fails_what_is_open() -> None:
     assert line.connection._closed_fut.done()
 
 
-async def test_what_is_no_answer_ends_the_connection() -> None:
+async def test_what_is_no_answer_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
     """A length below zero: somebody else listens there."""
     line = _Line()
     asked = line.ask()
@@ -87,6 +87,7 @@ async def test_what_is_no_answer_ends_the_connection() -> None:
     with pytest.raises(KafkaConnectionError) as failed:
         await asked
     assert "length of a frame, got -1" in str(failed.value.__cause__)
+    assert "length of a frame, got -1" in caplog.text
 
 
 async def test_nothing_is_handed_over_after_closing() -> None:
