@@ -6,12 +6,11 @@ import os
 import time
 
 import click
-import msgspec
 import uvloop
 
 from benchmarks.campaign import DEFAULT, QUICK, Campaign, measure
 from benchmarks.page import write_page
-from benchmarks.results import LATEST, RESULTS
+from benchmarks.results import LATEST, RESULTS, record
 from benchmarks.scaling import write_scaling
 from benchmarks.subjects import SUBJECTS
 
@@ -52,11 +51,9 @@ def main(
     )
     began_s = time.monotonic()
     results = uvloop.run(measure(plan, lambda line: click.echo(line, err=True)))
-    RESULTS.mkdir(exist_ok=True)
     whole = not (quick or only or named or part or rounds)
     target = LATEST if whole else RESULTS / "partial.json"
-    text = msgspec.json.format(msgspec.json.encode(results), indent=2).decode()
-    target.write_text(text + "\n", encoding="utf-8")
+    record(target, results)
     click.echo(f"{target}: after {time.monotonic() - began_s:.0f} s", err=True)
     if whole and not no_page:
         write_page(results)

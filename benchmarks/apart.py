@@ -26,7 +26,7 @@ from benchmarks.contestants import Contestant, Place, headrace_as
 from benchmarks.machine import describe_machine
 from benchmarks.payloads import PAYLOADS
 from benchmarks.processes import ProgramFailed, Running
-from benchmarks.results import RESULTS
+from benchmarks.results import RESULTS, record
 from benchmarks.saturation import LOOK_EVERY_S, prepare
 from benchmarks.subjects import SUBJECTS, Subject
 from headrace.topics import STAGES
@@ -170,5 +170,4 @@ async def measure() -> Apart:
 
 
 if __name__ == "__main__":
-    text = msgspec.json.format(msgspec.json.encode(uvloop.run(measure())), indent=2).decode()
-    APART.write_text(text + "\n", encoding="utf-8")
+    record(APART, uvloop.run(measure()))

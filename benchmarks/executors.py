@@ -11,14 +11,13 @@ import secrets
 from statistics import median
 
 import click
-import msgspec
 import uvloop
 
 from benchmarks.campaign import SCRATCH
 from benchmarks.cluster import Cluster
 from benchmarks.contestants import Place, headrace_as
 from benchmarks.machine import describe_machine
-from benchmarks.results import RESULTS, Saturated
+from benchmarks.results import RESULTS, Saturated, record
 from benchmarks.saturation import saturate
 from benchmarks.subjects import WAITING_ROWS, waiting
 
@@ -62,6 +61,4 @@ if __name__ == "__main__":
         }
         for count, of_count in runs.items()
     ]
-    text = msgspec.json.format(msgspec.json.encode({"machine": describe_machine(), "rows": rows}))
-    (RESULTS / "executors.json").write_text(text.decode() + "\n", encoding="utf-8")
-    click.echo(text.decode())
+    record(RESULTS / "executors.json", {"machine": describe_machine(), "rows": rows})

@@ -22,7 +22,7 @@ from benchmarks.cluster import Cluster, a_port
 from benchmarks.contestants import Contestant, Place, headrace_as
 from benchmarks.latency import LatencyRun
 from benchmarks.machine import describe_machine
-from benchmarks.results import RESULTS, Latency
+from benchmarks.results import RESULTS, Latency, record
 from benchmarks.subjects import SUBJECTS
 
 RATES_PER_S = (500.0, 5000.0)
@@ -89,8 +89,6 @@ async def measure() -> dict[str, Found]:
 
 if __name__ == "__main__":
     forms = uvloop.run(measure())
-    results = {"machine": describe_machine(), "forms": forms}
-    text = msgspec.json.format(msgspec.json.encode(results), indent=2).decode()
-    (RESULTS / "guarantees.json").write_text(text + "\n", encoding="utf-8")
+    record(RESULTS / "guarantees.json", {"machine": describe_machine(), "forms": forms})
     for name, found in forms.items():
         click.echo(f"{name}: {found.told()}", err=True)

@@ -6,11 +6,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 from msgspec import Struct, field
 
 RESULTS = Path("benchmarks/results")
 LATEST = RESULTS / "latest.json"
 """Of a whole run of everything, which the pages are written from."""
+
+
+def record(path: Path, found: object) -> None:
+    """Write what was measured as JSON."""
+    path.parent.mkdir(exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 class Saturated(Struct):

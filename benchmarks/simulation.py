@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from benchmarks.campaign import SCRATCH
 from benchmarks.machine import describe_machine
-from benchmarks.results import RESULTS
+from benchmarks.results import RESULTS, record
 from benchmarks.subjects import SUBJECTS, Subject, waiting
 from benchmarks.told_load import (
     PARTITIONS,
@@ -276,8 +276,7 @@ async def compare(
 
 def write(name: str, results: Mapping[str, Any]) -> None:
     """As JSON among the results, with what it was measured on."""
-    text = json.dumps({"machine": describe_machine(), **results}, indent=2)
-    (RESULTS / name).write_text(text + "\n", encoding="utf-8")
+    record(RESULTS / name, {"machine": describe_machine(), **results})
 
 
 def numbers(text: str) -> list[float]:
