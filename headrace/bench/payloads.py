@@ -49,14 +49,17 @@ def from_file(model: str, version: str | None, content: bytes, content_type: str
     return Payload(content, (("content-type", content_type.encode()), ("x-model", named.encode())))
 
 
-def made_up(version: ModelVersion, *, as_json: bool = False) -> Payload:
-    """One row of the model's warm-up sample, or of what is made up in its place.
+def made_up(known: ModelVersion, version: str | None = None, *, as_json: bool = False) -> Payload:
+    """Return one row of the model's warm-up sample, or of what is made up instead.
+
+    The request names a `version` only where one is given: `known` is what this machine has, and
+    the processes that answer may serve another one by now.
 
     Raises:
         ConfigurationError: the sample does not fit the signature.
     """
-    inputs = sized_inputs(version.signature, version.config, version.directory, 1)
-    return from_arrays(version.name, version.version, inputs, as_json=as_json)
+    inputs = sized_inputs(known.signature, known.config, known.directory, 1)
+    return from_arrays(known.name, version, inputs, as_json=as_json)
 
 
 async def from_capture(path: Path) -> list[Payload]:

@@ -69,7 +69,11 @@ UNDER_WAY = 1024
     metavar="FILE",
     help="Requests of a capture file, in turns.",
 )
-@click.option("--version", metavar="V", help="Version of the model.  [default: the newest]")
+@click.option(
+    "--version",
+    metavar="V",
+    help="Name this version in each request.  [default: none, the newest answers]",
+)
 @click.option(
     "--encoding",
     type=click.Choice(["msgpack", "json"]),

@@ -95,7 +95,7 @@ async def _payloads(asked: Asked, known: ModelVersion | None) -> Sequence[Payloa
             f"{asked.model}: expected it in models.repository, to make requests by its signature, "
             "or requests by --input, --file or --capture"
         )
-    return [made_up(known, as_json=asked.as_json)]
+    return [made_up(known, asked.version, as_json=asked.as_json)]
 
 
 async def _course(settings: Settings, log: Log, asked: Asked) -> Course:

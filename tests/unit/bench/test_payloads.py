@@ -1,0 +1,29 @@
+"""The requests that `headrace bench` sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import onnx
+import pytest
+
+from headrace.bench.payloads import made_up
+from headrace.config import ModelSettings, Settings
+from headrace.replay.present import latest_models
+from tests.support.models import digits
+
+
+@pytest.mark.parametrize("version", [None, "7"])
+def test_made_up_request_names_a_version_only_when_given(
+    tmp_path: Path, version: str | None
+) -> None:
+    """The version on this disk says nothing of what the processes serve that answer."""
+    directory = tmp_path / "digits" / "3"
+    directory.mkdir(parents=True)
+    onnx.save(digits(), directory / "model.onnx")
+    settings = Settings(models=ModelSettings(repository=tmp_path))
+
+    payload = made_up(latest_models(settings, None)["digits"], version)
+
+    assert msgspec.msgpack.decode(payload.value).get("model_version") == version
