@@ -9,7 +9,7 @@ import click
 
 from headrace.cli.options import ANSWERS_FILE
 from headrace.replay.compare.run import DEFAULT_CONCURRENCY, DEFAULT_TOP_K
-from headrace.replay.compare.verdict import Thresholds
+from headrace.replay.compare.verdict import COMPARABLE_UNRECORDED, Thresholds
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _SHARE = click.FloatRange(min=0, max=1)
@@ -33,6 +33,7 @@ class Compared(NamedTuple):
     max_code_changes: float | None
     max_latency_ratio: float
     min_recorded: float
+    min_comparable: float | None
     top_k: int
     concurrency: int
 
@@ -56,6 +57,7 @@ class Compared(NamedTuple):
             self.max_code_changes,
             self.max_latency_ratio,
             self.min_recorded,
+            self.min_comparable,
         )
 
 
@@ -113,6 +115,13 @@ COMPARE_OPTIONS = (
         show_default=True,
         metavar="SHARE",
         help="Of requests, with a recorded answer.",
+    ),
+    click.option(
+        "--min-comparable",
+        type=_SHARE,
+        metavar="SHARE",
+        help="Of requests, with outputs on both sides.  [default: as many as were recorded with "
+        f"outputs, or {COMPARABLE_UNRECORDED:g} without recorded answers]",
     ),
     click.option("--top-k", type=click.IntRange(min=1), default=DEFAULT_TOP_K, show_default=True),
     click.option(

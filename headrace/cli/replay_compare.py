@@ -14,6 +14,7 @@ from headrace.cli.compare_options import COMPARE_OPTIONS, Compared
 from headrace.cli.event_loop import run
 from headrace.cli.options import chosen_answers, options_as, report_option, write_report
 from headrace.cli.outcome import Unsuccessful
+from headrace.cli.replay_progress import progress
 from headrace.cli.replay_sides import Repositories, ask_pipeline, repositories
 from headrace.cli.selection_options import chosen_source, selection_options
 from headrace.cli.settings import pass_settings
@@ -25,7 +26,7 @@ from headrace.replay.compare.run import Comparison, compare
 from headrace.replay.compare.summary import describe, lines, summary
 from headrace.replay.compare.tally import WorstCase
 from headrace.replay.compare.verdict import Thresholds, is_same, judge
-from headrace.replay.jobs import Source
+from headrace.replay.jobs import Source, Watch
 from headrace.replay.opening import open_recording
 from headrace.replay.selection import Selection
 
@@ -64,14 +65,17 @@ def command(
     **chosen: Any,
 ) -> None:
     """Ask the current model twice and the candidate once, over the same recorded requests, in
-    this process; compare outputs, codes and latency. Exit code 0: the same; 1: different.
+    this process; compare outputs, codes and latency. Exit code 0: the same; 1: different, or too
+    little to compare; 2: a side lacks the model, or it has failed there.
 
     What is allowed follows from how far the current model differs from itself, unless an option
     says otherwise.
     """
     given.check()
     plan = _plan(settings, given, chosen)
-    _tell(plan, run(_compare(settings, plan)), given.thresholds, report_file, in_json)
+    with progress() as watch:
+        comparison = run(_compare(settings, plan, watch))
+    _tell(plan, comparison, given.thresholds, report_file, in_json)
 
 
 def _plan(settings: Settings, given: Compared, chosen: dict[str, Any]) -> Plan:
@@ -92,7 +96,7 @@ def _plan(settings: Settings, given: Compared, chosen: dict[str, Any]) -> Plan:
     )
 
 
-async def _compare(settings: Settings, plan: Plan) -> Comparison:
+async def _compare(settings: Settings, plan: Plan, watch: Watch) -> Comparison:
     """Open all that is asked, and ask it."""
     async with AsyncExitStack() as stack:
         directories = stack.enter_context(repositories(settings, plan.repositories))
@@ -115,7 +119,13 @@ async def _compare(settings: Settings, plan: Plan) -> Comparison:
         candidate = await stack.enter_async_context(ask_pipeline(settings, directories.candidate))
         comparison = Comparison(plan.top_k, reference_is_recorded=plan.answers is not None)
         subjects = (reference, again, candidate)
-        await compare(recording, subjects, comparison, concurrency=plan.concurrency)
+        await compare(
+            recording,
+            subjects,
+            comparison,
+            concurrency=plan.concurrency,
+            advanced=watch(recording),
+        )
     return comparison
 
 

@@ -55,7 +55,8 @@ def _advanced(view: _View, recording: Recording) -> Advanced:
         nonlocal total_records, total_bytes
         total_records += records
         total_bytes += size
-        reached.update(positions)
+        for partition, offset in positions.items():
+            reached[partition] = max(offset, reached.get(partition, offset))
         done = sum(offset - begins[partition] for partition, offset in reached.items())
         text = f"{total_records} records, {total_bytes / 1e6:.1f} MB"
         view.show(done / offsets if offsets else 1.0, text)

@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 from click.testing import Result
 
+from headrace.cli.outcome import Exit
 from headrace.codec import encode_request
 from headrace.log.port import Record
 from headrace.replay.recording import identity
@@ -43,10 +44,14 @@ def current(tmp_path: Path) -> Path:
     return plant(tmp_path / "current")
 
 
-def _run(call: Call, recording: Path, *options: object) -> tuple[Result, dict[str, Any]]:
+def _compare(call: Call, recording: Path, *options: object) -> Result:
     patient = ("--max-latency-ratio", 1000)  # one stall of the machine makes a side slower
     words = ["replay", "--compare", "--file", recording, *patient, *options, "--json"]
-    result = call(*map(str, words))
+    return call(*map(str, words))
+
+
+def _run(call: Call, recording: Path, *options: object) -> tuple[Result, dict[str, Any]]:
+    result = _compare(call, recording, *options)
     assert result.exit_code in (0, 1), result.stderr
     return result, json.loads(result.stdout)
 
@@ -131,28 +136,63 @@ def test_the_worst_requests_command_replays_it_alone(
     assert alone["worst"][0]["differs"].split(":")[0] == worst["differs"].split(":")[0]
 
 
-def test_codes_that_change_are_found(call: Call, tmp_path: Path, current: Path) -> None:
-    """A candidate that lacks the model refuses what the current one answers."""
+def test_candidate_without_the_model_ends_with_usage_error(
+    call: Call, tmp_path: Path, current: Path
+) -> None:
+    """At the first request, with the side and its answer, instead of a verdict on nothing."""
     recording = capture(tmp_path / "few.capture", digit_requests(4))
     other = plant(tmp_path / "other")
     (other / "digits").rename(other / "numbers")
 
-    result, found = _run(call, recording, "--models", current, "--candidate", other)
+    result = _compare(call, recording, "--models", current, "--candidate", other)
 
-    assert result.exit_code == 1
-    assert found["candidate"]["codes"] == [["ok", "UNKNOWN_MODEL", 4]]
-    assert found["worst"][0]["differs"].startswith("ok became UNKNOWN_MODEL: model_name")
+    assert result.exit_code == Exit.USAGE
+    assert "a model that the candidate's side serves, got UNKNOWN_MODEL" in result.stderr
 
 
-def test_requests_that_both_refuse_are_the_same(call: Call, tmp_path: Path, current: Path) -> None:
-    """What was wrong with a recorded request is wrong with it for all."""
+def test_model_that_failed_on_both_sides_ends_with_usage_error(
+    call: Call, tmp_path: Path, current: Path
+) -> None:
+    """Both refuse every request alike, which is not the same model."""
+    recording = capture(tmp_path / "few.capture", digit_requests(4))
+    (current / "digits" / "1" / "model.onnx").write_bytes(b"no model")
+
+    result = _compare(call, recording, "--models", current, "--candidate", current)
+
+    assert result.exit_code == Exit.USAGE
+    assert "got MODEL_NOT_READY: model digits" in result.stderr
+
+
+def test_model_that_neither_side_has_ends_with_usage_error(call: Call, tmp_path: Path) -> None:
+    """Another directory was meant."""
+    recording = capture(tmp_path / "few.capture", digit_requests(4))
+    other = plant(tmp_path / "other")
+    (other / "digits").rename(other / "numbers")
+
+    result = _compare(call, recording, "--models", other, "--candidate", other)
+
+    assert result.exit_code == Exit.USAGE
+    assert "got 4 of models that neither side has" in result.stderr
+
+
+def _refused() -> list[Record]:
     value = encode_request("application/msgpack", "digits", {"pixels": np.ones((1, 9))})
-    recording = capture(tmp_path / "bad.capture", [Record("t", 0, 0, 0, None, value, [])])
+    return [Record("t", 0, number, 0, None, value, []) for number in range(3)]
 
-    result, found = _run(call, recording, "--models", current, "--candidate", current)
 
-    assert result.exit_code == 0
-    assert found["candidate"]["codes"] == [["INVALID_TENSOR", "INVALID_TENSOR", 1]]
+def test_requests_that_both_sides_refuse_are_no_pass(
+    call: Call, tmp_path: Path, current: Path
+) -> None:
+    """Nothing was compared of any output, unless the user says that this is enough."""
+    recording = capture(tmp_path / "bad.capture", _refused())
+    sides = ("--models", current, "--candidate", current)
+
+    result, found = _run(call, recording, *sides)
+    allowed, _ = _run(call, recording, *sides, "--min-comparable", 0)
+
+    assert (result.exit_code, found["verdict"], allowed.exit_code) == (1, "different", 0)
+    assert _failed(found) == {("requests", "share with outputs on both sides")}
+    assert found["candidate"]["codes"] == [["INVALID_TENSOR", "INVALID_TENSOR", 3]]
 
 
 def test_nothing_recorded_is_no_pass(call: Call, tmp_path: Path, current: Path) -> None:

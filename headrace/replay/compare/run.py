@@ -7,17 +7,19 @@ that turns from request to request, so that whatever else the machine does meets
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from headrace.log.port import Record
+from headrace.errors import Code, ConfigurationError
+from headrace.log.port import Record, TopicPartition
 from headrace.replay.compare.answers import MISSING, Measured, compare_answers
 from headrace.replay.compare.asking import Asked, Subject
 from headrace.replay.compare.latency import Latencies
 from headrace.replay.compare.tally import PairTally, WorstCase, WorstCases
 from headrace.replay.compare.verdict import Sides
-from headrace.replay.recording import Recording
+from headrace.replay.jobs import Advanced
+from headrace.replay.recording import Recording, identity, record_bytes
 from headrace.replay.selection import model_of
 
 DEFAULT_CONCURRENCY = 8
@@ -48,7 +50,12 @@ class Comparison:
     worst: WorstCases = field(default_factory=WorstCases)
 
     def add(self, asked: Asked) -> None:
-        """Compare the answers to one request."""
+        """Compare the answers to one request.
+
+        Raises:
+            ConfigurationError: a side that runs here lacks the model, or it has failed there.
+        """
+        require_model(asked, reference_is_recorded=self.reference_is_recorded)
         if asked.reference.code == MISSING:
             self.missing += 1
             return
@@ -79,7 +86,33 @@ class Comparison:
         again = None if self.noise is None else self.again
         if not self.reference_is_recorded:
             return Sides(self.candidate, self.noise, self.other, self.reference, again)
-        return Sides(self.candidate, self.noise, self.other, again, missing=self.missing)
+        return Sides(
+            self.candidate, self.noise, self.other, again, missing=self.missing, recorded=True
+        )
+
+
+def require_model(asked: Asked, *, reference_is_recorded: bool = False) -> None:
+    """See that the request's model is served by all sides, or by none.
+
+    A model that has failed, or that one side alone lacks, says nothing of the candidate. One that
+    all sides lack is the caller's mistake, and stays in the comparison as an equal refusal.
+
+    Raises:
+        ConfigurationError: with the side, and what it answered.
+    """
+    answers = {"the current model's side": asked.reference, "the candidate's side": asked.candidate}
+    if reference_is_recorded:
+        answers = {"the candidate's side": asked.candidate}
+        if asked.again is not None:
+            answers["the current model's side"] = asked.again
+    known = {each.code for each in (asked.reference, asked.candidate)} - {MISSING}
+    for side, answer in answers.items():
+        lacking = answer.code == Code.UNKNOWN_MODEL and known != {Code.UNKNOWN_MODEL}
+        if lacking or answer.code == Code.MODEL_NOT_READY:
+            raise ConfigurationError(
+                f"{identity(asked.request)}: expected a model that {side} serves, "
+                f"got {answer.code}: {answer.message}"
+            )
 
 
 async def compare(
@@ -88,15 +121,17 @@ async def compare(
     comparison: Comparison,
     *,
     concurrency: int = DEFAULT_CONCURRENCY,
-    advanced: Callable[[int], None] = lambda _: None,
+    advanced: Advanced = lambda *_: None,
 ) -> None:
     """Ask the reference, the second run and the candidate all that was recorded.
 
     `comparison` is added to; `concurrency` is how many requests are under way at once, and
-    `advanced` is called with a number of requests that were answered.
+    `advanced` is called for each request that was answered.
 
     Raises:
-        ExceptionGroup: with what ended it, `Unanswered` among others.
+        ExceptionGroup: with what ended it, `Unanswered` and `ConfigurationError` (see
+            `require_model`) among others.
+        ConfigurationError: no side had a model for any request.
     """
     async with aclosing(_numbered(recording)) as requests:
         taking = asyncio.Lock()
@@ -108,11 +143,19 @@ async def compare(
                 if numbered is None:
                     return
                 comparison.add(await _ask(subjects, *numbered))
-                advanced(1)
+                request = numbered[1]
+                place = TopicPartition(request.topic, request.partition)
+                advanced(1, record_bytes(request), {place: request.offset + 1})
 
         async with asyncio.TaskGroup() as tasks:
             for number in range(concurrency):
                 tasks.create_task(work(), name=f"compare-{number}")
+    unknown = comparison.candidate.codes[Code.UNKNOWN_MODEL, Code.UNKNOWN_MODEL]
+    if unknown and unknown == comparison.candidate.count:
+        raise ConfigurationError(
+            f"{recording.name}: expected requests of models that are served, got {unknown} of "
+            "models that neither side has"
+        )
 
 
 async def _numbered(recording: Recording) -> AsyncGenerator[tuple[int, Record], None]:

@@ -129,6 +129,11 @@ class PairTally:
         """Requests that both sides answered with outputs."""
         return self.codes[OK, OK]
 
+    @property
+    def reference_ok(self) -> int:
+        """Requests that the reference answered with outputs."""
+        return sum(count for codes, count in self.codes.items() if codes[0] == OK)
+
 
 class WorstCase(NamedTuple):
     """A request whose answers differ most."""

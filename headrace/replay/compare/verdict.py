@@ -23,6 +23,10 @@ ROUNDING_STEPS = 8
 TOP1_SLACK = 0.001
 """Rows whose two largest scores are as good as equal may change places."""
 
+COMPARABLE_UNRECORDED = 0.5
+"""The share of requests that both sides have to answer with outputs, where no recorded answers say
+how many were answered so."""
+
 LATENCY_KINDS = ("compute", "end_to_end")
 LATENCY_SLACK_US = 200.0
 """A median that is later by less than this is not slower, whatever the ratio."""
@@ -44,6 +48,7 @@ class Thresholds:
         max_latency_ratio: of the medians, candidate to current.
         min_recorded: the share of requests whose answer was recorded, where the reference is
             recorded answers.
+        min_comparable: the share of requests that both sides answer with outputs.
     """
 
     margin: float = 4.0
@@ -53,6 +58,7 @@ class Thresholds:
     max_code_changes: float | None = None
     max_latency_ratio: float = 1.5
     min_recorded: float = 1.0
+    min_comparable: float | None = None
 
 
 class Finding(NamedTuple):
@@ -76,7 +82,8 @@ class Finding(NamedTuple):
 
 class Sides(NamedTuple):
     """All that is judged; `noise` and what is current are None where the current model was not
-    run. `missing` counts the requests whose answer was not recorded.
+    run. `missing` counts the requests whose answer was not recorded; `recorded` says that the
+    reference is recorded answers.
     """
 
     candidate: PairTally
@@ -85,6 +92,7 @@ class Sides(NamedTuple):
     current_latencies: Latencies | None
     again_latencies: Latencies | None = None
     missing: int = 0
+    recorded: bool = False
 
 
 def judge(sides: Sides, thresholds: Thresholds) -> list[Finding]:
@@ -92,7 +100,10 @@ def judge(sides: Sides, thresholds: Thresholds) -> list[Finding]:
     findings = [_compared(sides.candidate)]
     if sides.missing:
         findings.append(_recorded(sides, thresholds))
-    findings.append(_code_changes(sides, thresholds))
+    changes = _code_changes(sides, thresholds)
+    findings.append(changes)
+    if sides.candidate.count:
+        findings.append(_comparable(sides, thresholds, changes.limit))
     for name, output in sides.candidate.outputs.items():
         noise = None if sides.noise is None else sides.noise.outputs.get(name)
         findings += _judge_output(f"output {name}", output, noise, thresholds)
@@ -124,6 +135,24 @@ def _code_changes(sides: Sides, thresholds: Thresholds) -> Finding:
         limit = thresholds.margin * (noise or 0.0)
     got = sides.candidate.changed_share
     return Finding("answers", "share with another code", got, noise, limit, got <= limit)
+
+
+def _comparable(sides: Sides, thresholds: Thresholds, allowed_changes: float) -> Finding:
+    """Hold the requests that both sides answered with outputs against those that should be.
+
+    Two sides that refuse everything differ in nothing, and nothing is known of the candidate.
+    """
+    candidate = sides.candidate
+    count = candidate.count
+    limit = thresholds.min_comparable
+    if limit is None and sides.recorded:
+        # What may end with another code may be what was answered with outputs.
+        limit = max(candidate.reference_ok / count - allowed_changes, 1 / count)
+    elif limit is None:
+        limit = COMPARABLE_UNRECORDED
+    got = candidate.compared / count
+    measure = "share with outputs on both sides"
+    return Finding("requests", measure, got, None, limit, got >= limit, at_least=True)
 
 
 def _judge_output(

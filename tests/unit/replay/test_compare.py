@@ -164,7 +164,8 @@ def test_another_label_fails() -> None:
 def test_another_code_fails() -> None:
     """And hides the outputs, of which there are none to compare."""
     assert _failed(_compared(Measured("MODEL_FAILED", "out of range"))) == [
-        "answers: share with another code"
+        "answers: share with another code",
+        "requests: share with outputs on both sides",
     ]
 
 
@@ -193,6 +194,29 @@ def test_noisy_latency_widens_what_is_allowed() -> None:
     candidate = _answer(_scores([1.0, 2.0, 3.0]), compute_us=2500)
 
     assert _failed(_compared(candidate, again=again)) == []
+
+
+def test_fewer_comparable_answers_than_recorded_ones_fail() -> None:
+    """Two of three were recorded with outputs; one of them is comparable."""
+    good, bad = _answer(_scores([1.0, 2.0, 3.0])), Measured("INTERNAL")
+    comparison = Comparison(K, reference_is_recorded=True)
+    request = Record("<t>", 0, 0, 0, None, None, [])
+    for recorded, candidate in ((good, good), (good, bad), (bad, bad)):
+        comparison.add(Asked(request, recorded, None, candidate))
+    thresholds = Thresholds(min_comparable=None, max_code_changes=0.1)
+
+    assert "requests: share with outputs on both sides" in _failed(comparison, thresholds)
+
+
+def test_recorded_refusals_need_no_outputs() -> None:
+    """What was refused in the recording as well does not have to be comparable."""
+    good, bad = _answer(_scores([1.0, 2.0, 3.0])), Measured("INVALID_TENSOR")
+    comparison = Comparison(K, reference_is_recorded=True)
+    request = Record("<t>", 0, 0, 0, None, None, [])
+    for answer in (good, bad, bad):
+        comparison.add(Asked(request, answer, None, answer))
+
+    assert _failed(comparison) == []
 
 
 def test_nothing_compared_is_no_pass() -> None:
