@@ -15,7 +15,13 @@ from headrace.flow.channel import Ask, Outlet, PullChannel
 from headrace.flow.edges import decoded, refuse
 from headrace.flow.endings import rejection
 from headrace.flow.fleet import ModelKey
-from headrace.flow.inflight import Assignment, settle_all
+from headrace.flow.inflight import (
+    RECORD_OVERHEAD_BYTES,
+    Assignment,
+    beside_bytes,
+    record_bytes,
+    settle_all,
+)
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
@@ -78,6 +84,12 @@ class BatchWriter:
     def close(self) -> None:
         """Nothing more is refused."""
         self._refused.close()
+
+
+def _copied_bytes(batch: Batch) -> int:
+    """Return what the requests of a batch take beside the record that they came in."""
+    beside = sum([beside_bytes(request.key, request.headers) for request in batch.requests])
+    return RECORD_OVERHEAD_BYTES * (len(batch.requests) - 1) + beside
 
 
 def apart(batch: Batch) -> list[Batch]:
@@ -160,10 +172,11 @@ class BatchFeed:
         if record.offset in assignment.progress:
             assignment.skip(record.offset)
             return None
-        receipt = assignment.admit(record.offset, len(record.value or b""))
+        receipt = assignment.admit(record.offset, record_bytes(record))
         batch = decoded(record, receipt, decode_batch)
         if batch is not None:
             receipt.parts = len(batch.requests)
+            receipt.resize(receipt.size_bytes + _copied_bytes(batch))
         return batch
 
     def _next(self, key: ModelKey | None, _ask: Ask) -> Batch | None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from headrace.flow.inflight import Assignment, Budget
+from headrace.flow.inflight import Assignment, Budget, record_bytes
 from headrace.flow.suspects import Unit
 from headrace.log.port import Record, TopicPartition
 
@@ -21,8 +21,6 @@ TURNS_TO_ANSWER = 10
 stage has anything else to do: each hands its chunk over to the next one's turn."""
 MANY_BYTES = 128 * 1024
 """Who reads so much at a time need not wait for more to come."""
-RECORD_OVERHEAD_BYTES = 1024
-"""Charged for every record that waits, beside its value: many small ones are large as well."""
 
 
 class Trial(NamedTuple):
@@ -163,6 +161,5 @@ class Arrivals:
 
 
 def waiting_bytes(records: Sequence[Record]) -> int:
-    """What records take that wait; their headers are counted as part of the overhead."""
-    values = sum([len(record.value) for record in records if record.value is not None])
-    return values + RECORD_OVERHEAD_BYTES * len(records)
+    """Return what records that wait are charged."""
+    return sum([record_bytes(record) for record in records])

@@ -17,7 +17,13 @@ from headrace.codec import decode_item, decode_result, encode_item, encode_resul
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import Channel, ChannelWriter, Outlet, join_lists
 from headrace.flow.endings import ran_alone
-from headrace.flow.inflight import LedgerReceipt, settle_all
+from headrace.flow.inflight import (
+    Assignment,
+    LedgerReceipt,
+    beside_bytes,
+    record_bytes,
+    settle_all,
+)
 from headrace.flow.pacing import Pace
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
@@ -66,11 +72,7 @@ class TopicInlet:
             requests: list[Request] = []
             ended: list[Request] = []
             for record in delivery.records:
-                if record.offset in delivery.assignment.progress:
-                    delivery.assignment.skip(record.offset)
-                    continue
-                receipt = delivery.assignment.admit(record.offset, len(record.value or b""))
-                request = decoded(record, receipt, self._decode)
+                request = self._admit(delivery.assignment, record)
                 if request is None:
                     continue
                 if condemned and (record.offset, 0) in condemned:
@@ -82,6 +84,18 @@ class TopicInlet:
                 await self._ended.send(ended)
             if requests:
                 return requests
+
+    def _admit(self, assignment: Assignment, record: Record) -> Request | None:
+        """Return the request of a record; None if it is answered already, or is not one of ours."""
+        if record.offset in assignment.progress:
+            assignment.skip(record.offset)
+            return None
+        receipt = assignment.admit(record.offset, record_bytes(record))
+        request = decoded(record, receipt, self._decode)
+        if request is not None and (request.key is not None or request.headers):
+            # Decoding copies these out of the record's value, which is kept as well.
+            receipt.resize(receipt.size_bytes + beside_bytes(request.key, request.headers))
+        return request
 
 
 def decoded(

@@ -17,20 +17,49 @@ All of it is synchronous and knows no log; `headrace.flow.source` drives it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from headrace.flow.ages import Ages
 from headrace.flow.answered import Progress
 from headrace.flow.ordering import KeyChains
-from headrace.log.port import Committed, TopicPartition
+from headrace.log.port import Committed, Record, TopicPartition
 from headrace.receipt import Receipt
 
 RESUME_FRACTION = 0.75
 """Reading resumes at this part of the budget, so that it does not flap around the limit."""
 
+RECORD_OVERHEAD_BYTES = 1024
+"""Charged for every record or request beside its bytes: the objects that it is made of."""
+
+HEADER_OVERHEAD_BYTES = 128
+"""Charged for every header beside its bytes: four bytes on the wire can become this as objects."""
+
 NEVER_COMMITTED = Committed(-1)
+
+
+def beside_bytes(key: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:
+    """Return what a key and headers are charged."""
+    size_bytes = HEADER_OVERHEAD_BYTES * len(headers)
+    if key is not None:
+        size_bytes += len(key)
+    for name, value in headers:
+        size_bytes += len(name)
+        if value is not None:
+            size_bytes += len(value)
+    return size_bytes
+
+
+def record_bytes(record: Record) -> int:
+    """Return what a record is charged, from when it is read until it is answered."""
+    value, key, headers = record.value, record.key, record.headers
+    size_bytes = RECORD_OVERHEAD_BYTES
+    if value is not None:
+        size_bytes += len(value)
+    if key is not None or headers:
+        size_bytes += beside_bytes(key, headers)
+    return size_bytes
 
 
 class Budget:

@@ -10,7 +10,13 @@ from headrace.config import LimitSettings
 from headrace.envelope import BY_CORRELATION, JSON, MSGPACK_TYPES, NO_HEADERS, parse_envelope
 from headrace.errors import Code, Rejected
 from headrace.flow.endings import deadline_passed, ran_alone, rejection
-from headrace.flow.inflight import Assignment, LedgerReceipt
+from headrace.flow.inflight import (
+    RECORD_OVERHEAD_BYTES,
+    Assignment,
+    LedgerReceipt,
+    beside_bytes,
+    record_bytes,
+)
 from headrace.log.port import Record
 from headrace.messages import Envelope, Failure, InputTensor, Request, Tensor
 from headrace.models.version import ModelVersion
@@ -26,9 +32,6 @@ _layouts = Layouts()
 
 COPIED_BYTES = 512
 """A tensor that has no more is copied: that takes a third of a view's time, and no more memory."""
-
-REQUEST_OVERHEAD_BYTES = 1024
-"""Charged for every request beside its value: the objects that it is made of."""
 
 
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
@@ -159,9 +162,9 @@ class _Turn:
             else memoryview(value)[start:stop]
         )
         key, headers, offset, previous = record.key, record.headers, record.offset, self.previous
-        size_bytes = REQUEST_OVERHEAD_BYTES + len(value)
+        size_bytes = RECORD_OVERHEAD_BYTES + len(value)
         if key is not None or headers:
-            size_bytes += _beside_bytes(key, headers)
+            size_bytes += beside_bytes(key, headers)
         self.previous = offset
         self._records += 1
         self._size_bytes += size_bytes
@@ -217,7 +220,8 @@ def _read(
             return _cancelling(record, assignment, envelope)
         envelope = envelope._replace(fault=fault)
     value = record.value
-    receipt = assignment.admit(record.offset, REQUEST_OVERHEAD_BYTES)
+    size_bytes = record_bytes(record)
+    receipt = assignment.admit(record.offset, size_bytes)
     origin = (record.partition, record.offset, receipt.previous, record.timestamp)
     request = Request(receipt, *origin, record.key, value, record.headers, envelope)
     request.ingested_us = now_us
@@ -229,8 +233,8 @@ def _read(
         if request.failure is not None:
             request.value = None
             request.version = ""
+            receipt.resize(size_bytes - len(value or b""))
             return request
-    receipt.resize(_kept_bytes(record))
     try:
         if envelope.fault is not None:
             raise Rejected(Code.INVALID_REQUEST, envelope.fault)
@@ -251,7 +255,7 @@ def _read(
 def read_condemned(record: Record, assignment: Assignment, rules: Rules, now_us: int) -> Request:
     """Admit a record that is not run any more; it is not even decoded for a model."""
     envelope = parse_envelope(record.headers, record.timestamp, rules.limits.default_timeout_ms)
-    receipt = assignment.admit(record.offset, _kept_bytes(record))
+    receipt = assignment.admit(record.offset, record_bytes(record))
     origin = (record.partition, record.offset, receipt.previous, record.timestamp)
     request = Request(receipt, *origin, record.key, record.value, record.headers, envelope)
     request.ingested_us = now_us
@@ -283,21 +287,6 @@ def _cancelling(record: Record, assignment: Assignment, envelope: Envelope) -> R
     origin = (record.partition, record.offset, record.offset - 1, record.timestamp)
     # Its headers may name a model as well, whose queue would take it for a request.
     return Request(NOTHING_OWED, *origin, None, None, record.headers, envelope)
-
-
-def _kept_bytes(record: Record) -> int:
-    """What a request keeps of its record."""
-    value_bytes = 0 if record.value is None else len(record.value)
-    return REQUEST_OVERHEAD_BYTES + value_bytes + _beside_bytes(record.key, record.headers)
-
-
-def _beside_bytes(key: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:
-    size_bytes = 0 if key is None else len(key)
-    for name, value in headers:
-        size_bytes += len(name)
-        if value is not None:
-            size_bytes += len(value)
-    return size_bytes
 
 
 def _bind(

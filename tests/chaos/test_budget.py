@@ -15,7 +15,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from headrace.flow.delivery import RECORD_OVERHEAD_BYTES
+from headrace.flow.inflight import RECORD_OVERHEAD_BYTES
 from headrace.flow.source import MAX_POLL_RECORDS
 from headrace.local_kafka import LocalKafka
 from tests.support.conditions import eventually

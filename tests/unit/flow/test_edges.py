@@ -112,6 +112,25 @@ async def test_results_come_out_as_they_went_in() -> None:
     assert bytes(second.value or b"") == b"value"
 
 
+@pytest.mark.parametrize("part", ["key", "header"])
+async def test_keys_and_headers_of_items_are_charged(part: str) -> None:
+    """They lie in the record's value, and decoded a second time beside it."""
+    log = await make_log()
+    sent = make_request(inputs=PIXELS)
+    if part == "key":
+        sent.key = b"x" * 50_000
+    else:
+        sent.headers = [("name", b"x" * 50_000)]
+
+    await written(log, lambda producer, topic: item_outlet(producer, topic, Tray()), sent)
+    async with reading(log) as source:
+        (got,) = await received(source, lambda of: item_inlet(of, Tray()), 1)
+        charged_bytes = source.snapshot().in_flight_bytes
+        got.receipt.settle()
+
+    assert charged_bytes >= 2 * 50_000
+
+
 async def test_an_item_that_does_not_fit_is_answered() -> None:
     """It becomes `TOO_LARGE`, its value kept for the dead letter, its receipt not yet settled."""
     log = await make_log(max_message_bytes=2000)

@@ -10,9 +10,9 @@ import pytest
 
 from headrace.flow import committing, source
 from headrace.flow.answered import Progress
-from headrace.flow.delivery import RECORD_OVERHEAD_BYTES
+from headrace.flow.inflight import RECORD_OVERHEAD_BYTES
 from headrace.log.memory import MemoryLog
-from headrace.log.port import Committed, TopicInfo, TopicPartition
+from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, write_to
 from tests.support.sources import (
@@ -159,6 +159,34 @@ async def test_small_records_that_wait_are_counted_as_what_they_take(log: Memory
         await eventually(lambda: source._pauses.paused)
 
         assert sum(len(delivery.records) for delivery in source._ready) <= 1024
+        await source.close_down(0)
+        await running
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        NewRecord(b"k" * 10_000, b""),
+        NewRecord(None, b"", [("name", b"v" * 10_000)]),
+        NewRecord(None, b"", [("n" * 10_000, b"")]),
+        NewRecord(None, b"", [("n", b"")] * 100),
+    ],
+    ids=["key", "header", "header name", "many headers"],
+)
+async def test_large_keys_and_headers_that_wait_pause_reading(
+    log: MemoryLog, large: NewRecord
+) -> None:
+    """Nothing takes what waits out of the ready queue; the budget counts more than its values."""
+    source = make_source(log, budget_bytes=1_000_000)
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        await source.assigned.wait()
+        async with log.producer() as producer:
+            for run in await producer.send(ONE, [large] * 500):
+                await run.acknowledged
+        await eventually(lambda: source.snapshot().paused == "budget")
+
+        assert source.snapshot().in_flight_bytes > 1_000_000
         await source.close_down(0)
         await running
 

@@ -12,11 +12,12 @@ from headrace.config import LimitSettings
 from headrace.errors import Code
 from headrace.flow.answered import Progress
 from headrace.flow.delivery import Delivery
+from headrace.flow.inflight import HEADER_OVERHEAD_BYTES, RECORD_OVERHEAD_BYTES, beside_bytes
 from headrace.flow.ordering import KeyChains
 from headrace.messages import Envelope, Failure, Request
 from headrace.models.registry import Models
 from headrace.services.ingest import service
-from headrace.services.ingest.reading import REQUEST_OVERHEAD_BYTES, Admission, Rules
+from headrace.services.ingest.reading import Admission, Rules
 from headrace.services.ingest.service import IngestService
 from tests.support.services import (
     RecordSource,
@@ -86,7 +87,7 @@ async def test_a_late_request_is_not_charged_for_its_value(models: Models) -> No
     late = delivery(
         b"x" * 100_000,
         assignment=assignment,
-        headers=[("x-deadline-ms", str(NOW_US // 1000).encode())],
+        headers=(headers := [("x-deadline-ms", str(NOW_US // 1000).encode())]),
     )
     able, ended = await ingest(models, late)
 
@@ -94,7 +95,8 @@ async def test_a_late_request_is_not_charged_for_its_value(models: Models) -> No
     assert ended[0].failure is not None
     assert ended[0].failure.code == Code.DEADLINE_EXCEEDED
     assert ended[0].value is None
-    assert assignment.budget.used_bytes == REQUEST_OVERHEAD_BYTES
+    beside = beside_bytes(b"key", headers)
+    assert assignment.budget.used_bytes == RECORD_OVERHEAD_BYTES + beside
 
 
 async def test_a_request_is_charged_for_all_that_it_keeps(models: Models) -> None:
@@ -103,7 +105,8 @@ async def test_a_request_is_charged_for_all_that_it_keeps(models: Models) -> Non
     value = digits_value()
     await ingest(models, delivery(value, assignment=assignment, headers=[("long", b"x" * 50_000)]))
 
-    expected = REQUEST_OVERHEAD_BYTES + len(value) + len(b"key") + len("long") + 50_000
+    header_bytes = HEADER_OVERHEAD_BYTES + len("long") + 50_000
+    expected = RECORD_OVERHEAD_BYTES + len(value) + len(b"key") + header_bytes
     assert assignment.budget.used_bytes == expected
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from headrace.config import LimitSettings
 from headrace.errors import Code, Fatal
-from headrace.flow.inflight import LedgerReceipt
+from headrace.flow.inflight import RECORD_OVERHEAD_BYTES, LedgerReceipt, beside_bytes
 from headrace.messages import Request
 from headrace.services.ingest import transforming
-from headrace.services.ingest.reading import REQUEST_OVERHEAD_BYTES, Rules
+from headrace.services.ingest.reading import Rules
 from headrace.services.ingest.service import IngestService
 from tests.support.services import (
     RecordSource,
@@ -84,9 +84,9 @@ async def test_payloads_become_inputs(repository: Path) -> None:
         b"\0\0@@",
     ]
     assert {(one.model, one.version, one.size_bytes) for one in able} == {("digits", "1", 256)}
-    headers = sum(len(name) + len(value) for name, value in RAW)
+    beside = beside_bytes(b"key", RAW)
     assert [receipt.size_bytes for receipt in map(ledgers, able)] == [
-        REQUEST_OVERHEAD_BYTES + len(b"key") + headers + 256 + length for length in (1, 2, 3)
+        RECORD_OVERHEAD_BYTES + beside + 256 + length for length in (1, 2, 3)
     ]
 
 
