@@ -85,8 +85,8 @@ class Appendix(NamedTuple):
     def look_up(self, indices: NDArray[Any]) -> NDArray[Any]:
         """The labels of indices, of any shape, as an object array of bytes."""
         labels: NDArray[Any] = np.array(self.labels, dtype=object)
-        found: NDArray[Any] = labels[indices]
-        return found
+        # Indexing by a scalar would give the label itself, and not an array of it.
+        return np.asarray(labels[indices], dtype=object)
 
 
 def plan_appendix(

@@ -175,7 +175,8 @@ class _Asking:
     def _judge_leak(self, kind: str, outputs: dict[str, Array], *, allowed: float) -> None:
         for name in self._names:
             for place in _STAYING:
-                before, after = self._batched[name][place], outputs[name][place]
+                before, after = self._batched[name], outputs[name]
+                before, after = before[place : place + 1], after[place : place + 1]
                 if identical(before, after):
                     continue
                 apart = distance(before, after, self._scales[name])
@@ -224,7 +225,7 @@ class _Asking:
         """Compare each row alone with the same row in the batch."""
         apart = {
             name: max(
-                distance(alone[name][0], self._batched[name][place], self._scales[name])
+                distance(alone[name], self._batched[name][place : place + 1], self._scales[name])
                 for place, alone in enumerate(self._alone)
             )
             for name in self._names

@@ -100,6 +100,71 @@ def identity(datatype: str, shape: Shape = ("batch", 2)) -> onnx.ModelProto:
     )
 
 
+def linear_classifier() -> onnx.ModelProto:
+    """`X` FP32 [n, 4] to `label` BYTES [n] and `probabilities` FP32 [n, 3].
+
+    The graph is the one that skl2onnx makes of a `LogisticRegression` with string labels and the
+    option `zipmap=False`.
+    """
+    return _classifier(
+        [
+            helper.make_node(
+                "LinearClassifier",
+                ["X"],
+                ["label", "scores"],
+                domain="ai.onnx.ml",
+                classlabels_strings=["setosa", "versicolor", "virginica"],
+                coefficients=[1.0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, 1.0, 0],
+                intercepts=[0.0, 0.0, 0.0],
+                multi_class=1,
+                post_transform="SOFTMAX",
+            ),
+            helper.make_node(
+                "Normalizer", ["scores"], ["probabilities"], domain="ai.onnx.ml", norm="L1"
+            ),
+        ]
+    )
+
+
+def tree_classifier() -> onnx.ModelProto:
+    """See `linear_classifier`; as of a `DecisionTreeClassifier` that splits at X[0] = 0.5."""
+    return _classifier(
+        [
+            helper.make_node(
+                "TreeEnsembleClassifier",
+                ["X"],
+                ["label", "probabilities"],
+                domain="ai.onnx.ml",
+                class_ids=[0, 1, 2, 0, 1, 2],
+                class_nodeids=[1, 1, 1, 2, 2, 2],
+                class_treeids=[0] * 6,
+                class_weights=[0.0, 1.0, 0.0, 0.9, 0.1, 0.0],
+                classlabels_strings=["setosa", "versicolor", "virginica"],
+                nodes_falsenodeids=[2, 0, 0],
+                nodes_featureids=[0, 0, 0],
+                nodes_hitrates=[1.0, 1.0, 1.0],
+                nodes_missing_value_tracks_true=[0, 0, 0],
+                nodes_modes=["BRANCH_LEQ", "LEAF", "LEAF"],
+                nodes_nodeids=[0, 1, 2],
+                nodes_treeids=[0, 0, 0],
+                nodes_truenodeids=[1, 0, 0],
+                nodes_values=[0.5, 0.0, 0.0],
+                post_transform="NONE",
+            )
+        ]
+    )
+
+
+def _classifier(nodes: Sequence[onnx.NodeProto]) -> onnx.ModelProto:
+    model = make_model(
+        nodes,
+        [("X", TensorProto.FLOAT, [None, 4])],
+        [("label", TensorProto.STRING, [None]), ("probabilities", TensorProto.FLOAT, [None, 3])],
+    )
+    model.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    return model
+
+
 def slow() -> onnx.ModelProto:
     """`times` INT64 [] and `x` FP32 [batch, 64]: as many rounds of work as `times` says."""
     step = helper.make_graph(

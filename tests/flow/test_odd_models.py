@@ -1,0 +1,105 @@
+"""Models that are unusual, and sound: each loads, and its requests are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+
+from headrace.codec import Answer, decode_response, encode_request
+from headrace.log.port import NewRecord, TopicPartition
+from headrace.models.verdict import Batching
+from headrace.topics import STAGES
+from tests.support.logs import read, write_to
+from tests.support.models import add_version, digits, linear_classifier, tree_classifier
+from tests.support.pipelines import log_for, serving, settings_of
+
+Inputs = dict[str, NDArray[Any]]
+
+LABELLING = """
+import numpy as np
+
+
+class Model:
+    inputs = [("X", "FP32", (-1, 4))]
+    outputs = [("label", "BYTES", (-1,))]
+
+    def run(self, inputs):
+        names = np.array(["a", "b", "c", "d"], dtype=object)
+        return {"label": names[inputs["X"].argmax(axis=1)]}
+"""
+
+
+class Served(dict[str, Any]):
+    """What came of requests: answers or refusals by the request's id, and the verdict before."""
+
+    verdict: Batching | None = None
+
+
+async def serve(repository: Path, name: str, requests: Sequence[Inputs]) -> Served:
+    """Have a model answer requests that wait when it begins."""
+    settings = settings_of(repository)
+    log = await log_for(settings)
+    for number, inputs in enumerate(requests):
+        value = encode_request("application/msgpack", name, inputs, id=str(number))
+        await write_to(log, TopicPartition("headrace.requests", 0), NewRecord(None, value))
+    topic = TopicPartition("headrace.responses", 0)
+    served = Served()
+    async with log.reader([topic]) as reader, serving(settings, log, [STAGES]) as [pipeline]:
+        verdict = pipeline.models.lookup(name).verdict
+        served.verdict = verdict and verdict.batching
+        for record in await read(reader, len(requests)):
+            answer = decode_response(record.headers, record.value)
+            served[answer.id or ""] = answer
+    return served
+
+
+def add_python(repository: Path, name: str, code: str, config: str = "") -> None:
+    """Add a model in Python by its `model.py`."""
+    directory = repository / name / "1"
+    directory.mkdir(parents=True)
+    (directory / "model.py").write_text(code, encoding="utf-8")
+    config = f'backend = "python"\n{config}'
+    (repository / name / "model.toml").write_text(config, encoding="utf-8")
+
+
+@pytest.mark.parametrize("model", [linear_classifier(), tree_classifier()], ids=["linear", "tree"])
+async def test_classifier_with_string_labels_is_served(
+    tmp_path: Path, model: onnx.ModelProto
+) -> None:
+    """Its labels are a one-dimensional output of texts."""
+    add_version(tmp_path, "model", 1, model)
+    rows = [{"X": np.eye(4, dtype=np.float32)[place : place + 1]} for place in (0, 1)]
+
+    served = await serve(tmp_path, "model", rows)
+
+    labels = [served[str(number)].outputs["label"].tolist() for number in range(2)]
+    assert labels == [[b"setosa"], [b"versicolor"]]
+
+
+async def test_labels_of_the_best_class_are_served(tmp_path: Path) -> None:
+    """`argmax` with `labels` leaves one label for each row."""
+    config = 'postprocess = "argmax"\nlabels = "labels.txt"'
+    add_version(tmp_path, "model", 1, digits(), config)
+    labels = "\n".join(f"class {number}" for number in range(10))
+    (tmp_path / "model" / "labels.txt").write_text(labels, encoding="utf-8")
+
+    served = await serve(tmp_path, "model", [{"pixels": np.ones((2, 64), np.float32)}])
+
+    assert served["0"].outputs["scores_labels"].tolist() == [b"class 9"] * 2
+
+
+async def test_python_model_with_one_label_for_each_row_is_served(tmp_path: Path) -> None:
+    """What it returns may be `str` as well as `bytes`."""
+    add_python(tmp_path, "model", LABELLING)
+
+    served = await serve(tmp_path, "model", [{"X": np.eye(4, dtype=np.float32)}])
+
+    assert served.verdict is Batching.BATCHABLE
+    assert isinstance(served["0"], Answer)
+    assert served["0"].outputs["label"].tolist() == [b"a", b"b", b"c", b"d"]
