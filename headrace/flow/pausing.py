@@ -3,8 +3,9 @@
 All of them pause at a stop (`drain`) and over the byte budget (`budget`). One alone pauses where it
 holds so much that reading of it has to wait, while the others go on:
 
-- `metadata` (exactly once): an answer whose offset does not fit into the commit's metadata cannot
-  be sealed. Well before it comes to that, nothing more is read of the partition.
+- `metadata`: an answered offset that does not fit into the commit's metadata would be answered
+  again by the next owner (at least once), or could not be sealed (exactly once). Well before it
+  comes to that, nothing more is read of the partition.
 - `suspects`: after an unclean end, what is not in the part that is running (`probation.py`).
 - `order`: answers that wait for an earlier one are held, and one record that is stuck could fill
   the whole budget with them. So each partition gets an equal share.
@@ -38,7 +39,7 @@ class Pauses:
 
     Args:
         ledger: of what is read.
-        seals: whether metadata bounds what may be read.
+        bounds_metadata: whether the commit's metadata bounds what may be read.
         shares: whether each partition gets but its share of the budget.
 
     Attributes:
@@ -48,9 +49,9 @@ class Pauses:
         reasons: why, of partitions that are paused alone.
     """
 
-    def __init__(self, ledger: Ledger, *, seals: bool, shares: bool) -> None:
+    def __init__(self, ledger: Ledger, *, bounds_metadata: bool, shares: bool) -> None:
         self._ledger = ledger
-        self._seals = seals
+        self._bounds_metadata = bounds_metadata
         self._shares = shares
         self._elsewhere: dict[TopicPartition, Progress] = {}
         self.paused: frozenset[TopicPartition] = frozenset()
@@ -100,7 +101,7 @@ class Pauses:
 
     def _crowded(self) -> Mapping[TopicPartition, str]:
         """Why, of the partitions that are to be paused alone."""
-        if not (self._seals or self._shares or self._elsewhere or self.held):
+        if not (self._bounds_metadata or self._shares or self._elsewhere or self.held):
             return {}
         assignments = self._ledger.assignments
         found = {each.partition: "metadata" for each in assignments if self._outgrows(each)}
@@ -112,7 +113,7 @@ class Pauses:
         return found
 
     def _outgrows(self, assignment: Assignment) -> bool:
-        if not self._seals:
+        if not self._bounds_metadata:
             return False
         progress = self.progress(assignment)
         span = assignment.last_read + 1 - progress.base

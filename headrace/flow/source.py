@@ -88,8 +88,12 @@ class Source:
             if settings.exactly_once and settings.commits
             else None
         )
-        seals = settings.exactly_once and requests == settings.topic
-        self._pauses = Pauses(self.ledger, seals=seals, shares=settings.shares)
+        # What answers repeats is on `requests`; repeats on the topics between are recognised.
+        self._pauses = Pauses(
+            self.ledger,
+            bounds_metadata=settings.requests == settings.topic,
+            shares=settings.shares,
+        )
         self._bases = Bases(self.ledger, settings.kept_s)
         self.probation = Probation(
             Marks(log_, settings.group), self.ledger, metrics, settings.max_attempts

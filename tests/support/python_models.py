@@ -47,3 +47,13 @@ def add_python_model(
     if "probe" not in config:
         config += "\nprobe = false"
     (repository / name / "model.toml").write_text(f'backend = "python"\n{config}\n')
+
+
+GATE = threading.Event()
+"""What runs of the gated model wait for."""
+
+
+def add_gated_model(repository: Path, *, name: str = "gated") -> None:
+    """Add a model that doubles `x` as soon as `GATE` is set."""
+    run = "from tests.support.python_models import GATE\nGATE.wait()"
+    add_python_model(repository, run, name=name, config="max_batch_size = 1000")

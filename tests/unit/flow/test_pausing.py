@@ -39,10 +39,10 @@ class Reading:
 class Bench:
     """Two assigned partitions, whose pauses follow the rules that a test asks for."""
 
-    def __init__(self, *, seals: bool = False, shares: bool = False) -> None:
+    def __init__(self, *, bounds_metadata: bool = False, shares: bool = False) -> None:
         self.ledger = Ledger(Budget(1000), lambda: None)
         self.one, self.two = (self.ledger.assign(each, Progress(0)) for each in (ONE, TWO))
-        self.pauses = Pauses(self.ledger, seals=seals, shares=shares)
+        self.pauses = Pauses(self.ledger, bounds_metadata=bounds_metadata, shares=shares)
         self.consumer = Reading()
 
     def regulate(self) -> bool:
@@ -59,7 +59,7 @@ class Bench:
 
 def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
     """With a long span and many unanswered in it; with fewer unanswered it is read again."""
-    bench = Bench(seals=True)
+    bench = Bench(bounds_metadata=True)
     receipts = bench.read(bench.one, SAFE_SPAN_OFFSETS)
     bench.read(bench.two, 10)
 
@@ -76,8 +76,8 @@ def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
     assert bench.consumer.paused == set()
 
 
-def test_at_least_once_reads_on() -> None:
-    """What has no room is answered once more after a crash, which is allowed then."""
+def test_topic_between_stages_is_read_on() -> None:
+    """What has no room there is worked on once more after a crash, and recognised."""
     bench = Bench()
     bench.read(bench.one, 2 * SAFE_SPAN_OFFSETS)
 
@@ -111,7 +111,7 @@ async def test_what_another_process_has_committed_is_looked_at(
     monkeypatch.setattr(pausing, "LOOK_S", 0.001)
     log = MemoryLog()
     await log.create_topics([TopicInfo("t", 2, {})], replication_factor=1)
-    bench = Bench(seals=True)
+    bench = Bench(bounds_metadata=True)
     for assignment in (bench.one, bench.two):
         bench.pauses.follow(assignment.partition, assignment.progress.copy())
     for receipt in bench.read(bench.one, SAFE_SPAN_OFFSETS):

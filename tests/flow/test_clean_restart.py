@@ -1,0 +1,111 @@
+"""A process ends in good order while answers far ahead of an unanswered request are committed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.codec import encode_request
+from headrace.config import Settings, make_settings
+from headrace.flow.answered import SAFE_SPAN_OFFSETS
+from headrace.log.memory import MemoryLog
+from headrace.log.port import NewRecord, TopicPartition
+from headrace.topics import STAGES, Stage
+from tests.support.conditions import eventually
+from tests.support.models import add_version, digits
+from tests.support.pipelines import Grouping, log_for, serving
+from tests.support.python_models import GATE, add_gated_model
+from tests.support.visible import source_of, visible
+
+REQUESTS = TopicPartition("headrace.requests", 0)
+APART: Grouping = [STAGES[:3], (Stage.RESPONDER,)]
+COUNT = 2 * SAFE_SPAN_OFFSETS
+EVERY = 4
+"""Each so many-th request waits at the gate: the answered ones between them are as many ranges."""
+
+
+def settings_of(repository: Path) -> Settings:
+    """One partition, a model that answers and one that waits, and hardly any time for a drain."""
+    add_version(repository, "digits", 1, digits())
+    add_gated_model(repository)
+    return make_settings(
+        {
+            "topics": {"partitions": 1},
+            "models": {"repository": repository},
+            "limits": {"drain_timeout_s": 0.1},
+        }
+    )
+
+
+async def send(log: MemoryLog, count: int) -> None:
+    """So many requests, every fourth for the model behind the gate."""
+    pixels, x = np.zeros((1, 64), np.float32), np.zeros((1, 1), np.float32)
+    quick = NewRecord(None, encode_request("application/msgpack", "digits", {"pixels": pixels}))
+    gated = NewRecord(None, encode_request("application/msgpack", "gated", {"x": x}))
+    records = [quick if number % EVERY else gated for number in range(count)]
+    async with log.producer() as producer:
+        for run in await producer.send(REQUESTS, records):
+            await run.acknowledged
+
+
+async def answers_overtake(log: MemoryLog) -> None:
+    """Wait until nothing more is answered while the gate is shut."""
+    counts = [-1, -1]
+
+    async def nothing_more_comes() -> bool:
+        counts.append(len(await visible(log, "headrace.responses")))
+        return counts[-1] == counts[-2] == counts[-3] and counts[-1] > SAFE_SPAN_OFFSETS // 2
+
+    await eventually(nothing_more_comes, recheck_s=0.3, deadline_s=60)
+
+
+async def repeats_when_all_are_answered(log: MemoryLog, count: int) -> dict[tuple[int, int], int]:
+    """Wait until each request has an answer, and return those that have more than one."""
+    counts: Counter[tuple[int, int]] = Counter()
+
+    async def all_answered() -> bool:
+        counts.clear()
+        counts.update(map(source_of, await visible(log, "headrace.responses")))
+        return len(counts) == count
+
+    await eventually(all_answered, recheck_s=0.3, deadline_s=60)
+    return {place: often for place, often in counts.items() if often > 1}
+
+
+@pytest.mark.parametrize("grouping", [[STAGES], APART], ids=["fused", "responder-apart"])
+@pytest.mark.parametrize("then", ["at_least_once", "exactly_once"])
+async def test_restart_with_long_backlog_repeats_no_answer(
+    tmp_path: Path, grouping: Grouping, then: str
+) -> None:
+    """More answers could overtake the waiting requests than a commit's metadata can hold."""
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    await send(log, COUNT)
+    GATE.clear()
+    async with serving(settings, log, grouping):
+        await answers_overtake(log)
+    GATE.set()
+    delivery = settings.delivery.model_copy(update={"guarantee": then})
+    async with serving(settings.model_copy(update={"delivery": delivery}), log, grouping):
+        repeats = await repeats_when_all_are_answered(log, COUNT)
+
+    assert not repeats, f"{len(repeats)} of {COUNT} requests have more than one answer"
+
+
+async def test_rebalance_with_long_backlog_repeats_no_answer(tmp_path: Path) -> None:
+    """As when a second process joins; what is in flight does not end in time."""
+    settings = settings_of(tmp_path)
+    log = await log_for(settings)
+    await send(log, COUNT)
+    GATE.clear()
+    async with serving(settings, log, [STAGES]):
+        await answers_overtake(log)
+        log.faults.force_rebalance(settings.namespace)
+        await eventually(lambda: log.faults.members(settings.namespace))
+        GATE.set()
+        repeats = await repeats_when_all_are_answered(log, COUNT)
+
+    assert not repeats, f"{len(repeats)} of {COUNT} requests have more than one answer"
