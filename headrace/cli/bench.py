@@ -12,6 +12,7 @@ import click
 from headrace.cli.event_loop import run
 from headrace.cli.infer_inputs import parse_inputs
 from headrace.cli.outcome import Unsuccessful
+from headrace.cli.output import say
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 
@@ -125,6 +126,6 @@ def command(
     asked = Asked(file=payload, as_json=encoding == "json", **given)
     facts, measured = run(measure(settings, asked))
     fields = as_fields(facts, measured)
-    click.echo(json.dumps(fields, indent=2) if in_json else as_text(fields))
+    say(json.dumps(fields, indent=2) if in_json else as_text(fields))
     if measured.unanswered:
         raise Unsuccessful

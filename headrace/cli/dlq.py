@@ -15,6 +15,7 @@ import click
 from headrace.cli.dlq_options import PLACE, Place, counts_lines, selecting, table, tally_lines
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
+from headrace.cli.output import say
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.deadletters import Letter, Order, Redrive, Selection, Tally, read_letters
@@ -58,7 +59,7 @@ def list_(
         click.echo(json.dumps(listed, indent=2))
         return
     for line in (*table(shown), *counts_lines(counts, len(shown))):
-        click.echo(line)
+        say(line)
 
 
 async def _list(
@@ -87,7 +88,7 @@ def show(settings: Settings, place: Place, as_json: bool) -> None:
         click.echo(json.dumps(full(letter, redriven), indent=2))
         return
     for line in paragraphs(letter, redriven):
-        click.echo(line)
+        say(line)
 
 
 async def _one(settings: Settings, place: Place) -> tuple[Letter, bool]:
@@ -146,7 +147,7 @@ def redrive(
         click.echo(json.dumps(_tally(tally, order), indent=2))
     else:
         for line in tally_lines(tally, order):
-            click.echo(line)
+            say(line)
     if tally.refused:
         raise Unsuccessful
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import click
 
 from headrace.deadletters import Order, Selection, Tally
+from headrace.printable import printable
 from headrace.topics import STAGES
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -127,7 +128,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    text = " ".join(str(value).split()) or "-"
+    text = printable(" ".join(str(value).split())) or "-"
     return text if len(text) <= _MAX_CELL else text[: _MAX_CELL - 1] + "…"
 
 

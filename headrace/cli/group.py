@@ -12,6 +12,7 @@ import click
 
 from headrace import __version__
 from headrace.cli.outcome import Exit, Unsuccessful, explain
+from headrace.cli.output import say
 from headrace.cli.settings import invocation
 
 COMMANDS = {
@@ -63,7 +64,7 @@ class LazyGroup(click.Group):
             if invocation(ctx).debug:
                 click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
             for line in lines:
-                click.echo(f"headrace: {line}", err=True)
+                say(f"headrace: {line}", err=True)
             ctx.exit(code)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.cli.event_loop import run
 from headrace.cli.infer_inputs import parse_inputs
+from headrace.cli.output import say
 from headrace.cli.settings import pass_settings
 from headrace.client import Client, Response
 from headrace.codec import bytes_to_data
@@ -100,7 +101,7 @@ def command(
             payload=file.read(), content_type=guessed or "application/octet-stream"
         )
     response = run(_ask(settings, question))
-    click.echo(json.dumps(as_protocol(response)) if as_json else as_text(response))
+    say(json.dumps(as_protocol(response)) if as_json else as_text(response))
 
 
 async def _ask(settings: Settings, question: Question) -> Response:

@@ -11,6 +11,7 @@ import click
 
 from headrace.cli.event_loop import run
 from headrace.cli.options import options_as
+from headrace.cli.output import say
 from headrace.cli.replay_modes import ReplayCommand
 from headrace.cli.replay_progress import progress
 from headrace.cli.selection_options import (
@@ -233,7 +234,7 @@ def _telling(watch: Watch) -> Watch:
 
     def telling(recording: Recording) -> Any:
         if recording.notice:
-            click.echo(f"headrace: {recording.notice}", err=True)
+            say(f"headrace: {recording.notice}", err=True)
         return watch(recording)
 
     return telling
@@ -267,7 +268,7 @@ def _report(
             f"99 % within {outcome.spacing_p99_ms:.2f} ms, at most {outcome.spacing_max_ms:.2f} ms"
         )
     for status, answers in sorted((statuses or {}).items()):
-        click.echo(f"{status}: {answers}")
+        say(f"{status}: {answers}")
 
 
 def _report_totals(totals: list[PartitionTotals], in_json: bool) -> None:

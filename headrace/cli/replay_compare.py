@@ -14,6 +14,7 @@ from headrace.cli.compare_options import COMPARE_OPTIONS, Compared
 from headrace.cli.event_loop import run
 from headrace.cli.options import chosen_answers, options_as, report_option, write_report
 from headrace.cli.outcome import Unsuccessful
+from headrace.cli.output import say
 from headrace.cli.replay_progress import progress
 from headrace.cli.replay_sides import Repositories, ask_pipeline, repositories
 from headrace.cli.selection_options import chosen_source, selection_options
@@ -152,10 +153,10 @@ def _tell(
         click.echo(json.dumps(summary(comparison, findings, command_of), indent=2))
     else:
         for line in lines(comparison, findings):
-            click.echo(line)
+            say(line)
         for case in comparison.worst.sorted()[:SHOWN_WORST]:
-            click.echo(f"{case.topic}/{case.partition}/{case.offset}: {describe(case)}")
-            click.echo(f"  {command_of(case)}")
+            say(f"{case.topic}/{case.partition}/{case.offset}: {describe(case)}")
+            say(f"  {command_of(case)}")
     if not is_same(findings):
         raise Unsuccessful
 

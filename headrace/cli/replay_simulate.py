@@ -19,6 +19,7 @@ from headrace.cli.options import (
     report_option,
     write_report,
 )
+from headrace.cli.output import say
 from headrace.cli.selection_options import chosen_source, selection_options
 from headrace.cli.settings import pass_settings
 from headrace.cli.simulation_table import HEADINGS, cells, curve, table
@@ -240,7 +241,7 @@ def _job(settings: Settings, given: Asked, chosen: dict[str, Any]) -> Simulation
 
 def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
     for notice in found.notices:
-        click.echo(f"headrace: {notice}", err=True)
+        say(f"headrace: {notice}", err=True)
     rows = [cells(each) for each in found.outcomes]
     if report_file is not None:
         page = report(found.source, found.outcomes, found.times, (HEADINGS, rows))
@@ -258,11 +259,11 @@ def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
         click.echo(json.dumps(fields, indent=2))
         return
     for name, service_time in sorted(found.times.items()):
-        click.echo(f"S(b) of {name}: {service_time}")
+        say(f"S(b) of {name}: {service_time}")
     for name, loop_time in sorted(found.loop.items()):
-        click.echo(f"event loop with {name}: {loop_time}")
+        say(f"event loop with {name}: {loop_time}")
     for line in table(rows):
-        click.echo(line)
+        say(line)
 
 
 async def simulated(settings: Settings, job: SimulationJob) -> Simulated:

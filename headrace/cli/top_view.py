@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.cli.top_figures import Figures, ProcessFigures
+from headrace.printable import printable
 
 NONE = "–"
 MAX_ERRORS = 5
@@ -158,11 +159,6 @@ def _errors(processes: Sequence[ProcessFigures]) -> Table:
         (url, *(str(error.get(name) or "") for name in told)) for url, error in newest[:MAX_ERRORS]
     ]
     return Table("last errors", ("process", "time", "level", "event", "reason", "trace"), rows)
-
-
-def printable(text: str) -> str:
-    """Text of others: an escape sequence in it could rule the terminal."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def lines(shown_tables: Sequence[Table]) -> list[str]:

@@ -17,6 +17,7 @@ possible, since it decompresses up to the last byte that is there.
 from __future__ import annotations
 
 import io
+import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -49,6 +50,10 @@ _LEVEL = 1  # tensors hardly get smaller at higher levels
 
 class CaptureFault(HeadraceError):
     """A capture file is damaged, or cannot be written; the message says where."""
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class Frame(NamedTuple):
@@ -87,7 +92,8 @@ class CaptureWriter:
 
     def __enter__(self) -> Self:
         try:
-            self._opened = self._path.open("xb")
+            # It holds what callers sent, so only the user who made it may read it.
+            self._opened = open(self._path, "xb", opener=_open_private)  # noqa: PTH123 - an opener
         except OSError as error:
             raise ConfigurationError(f"{self._path}: {error.strerror}") from error
         header = {"format": FORMAT, "version": VERSION, "codec": CODEC, "source": self._source}

@@ -8,6 +8,7 @@ next one of the kind says how many in `suppressed`.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 
+from headrace.printable import printable
 from headrace.telemetry.flood import Flood
 
 if TYPE_CHECKING:
@@ -189,9 +191,22 @@ class _Sieve(logging.Filter):
         return suppressed is not None
 
 
+def _escape(logger: Any, method: str, line: EventDict) -> EventDict:
+    """Escape what a terminal would obey; a processor of structlog."""
+    return {
+        name: printable(value) if isinstance(value, str) else value for name, value in line.items()
+    }
+
+
+def _escaped_traceback(stream: TextIO, exc_info: Any) -> None:
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write("\n".join(map(printable, text.getvalue().splitlines())))
+
+
 def _rendering(*, for_people: bool) -> list[Processor]:
     if for_people:
-        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+        return [_escape, structlog.dev.ConsoleRenderer(exception_formatter=_escaped_traceback)]
     # Local variables would put payloads and credentials into the log.
     transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return [

@@ -4,7 +4,8 @@ What was refused or has expired is told at info, since that is the caller's to m
 a warning.
 
 Requests are told by partition and offset, and by their trace where they have one; never by what
-they carried.
+they carried. An error's message may quote that, so the lines have its code and its place, and the
+message at debug alone; the answer and the dead letter have it as well.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _EVENTS = {
 
 def log_answered(requests: Sequence[Request], now_us: int) -> None:
     """Their answers are acknowledged. Without debug and failures, this costs next to nothing."""
-    if _level.isEnabledFor(logging.DEBUG):
+    debugging = _level.isEnabledFor(logging.DEBUG)
+    if debugging:
         for request in requests:
             log.debug(Event.REQUEST, **_canonical(request, now_us))
     failed = [request for request in requests if request.failure is not None]
@@ -49,7 +51,7 @@ def log_answered(requests: Sequence[Request], now_us: int) -> None:
             **identity(request),
             code=str(failure.code),
             stage=str(failure.stage),
-            reason=failure.message,
+            **({"reason": failure.message} if debugging else {}),
             **({"more": more} if more > 0 else {}),
         )
 

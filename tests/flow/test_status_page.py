@@ -75,7 +75,7 @@ def _logging_as_in_a_process() -> Iterator[None]:
     """The last errors come from the log."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    configure_logging("warning", io.StringIO())
+    configure_logging("debug", io.StringIO())  # with the messages of failures
     yield
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -58,6 +58,21 @@ def test_lines_for_people_are_key_and_value() -> None:
     assert "{" not in stream.getvalue()
 
 
+def test_control_characters_are_escaped_for_people() -> None:
+    """In fields, and in the text of an exception."""
+    stream = Terminal()
+    configure_logging("info", stream)
+    logger = structlog.get_logger("headrace.test")
+    logger.warning(Event.SEND_FAILED, reason="got\x07that")
+    try:
+        raise ValueError("got\x1b]0;title\x07")
+    except ValueError:
+        logger.exception(Event.FAILED)
+    assert r"got\x07that" in stream.getvalue()
+    assert r"got\x1b]0;title\x07" in stream.getvalue()
+    assert "\x07" not in stream.getvalue()
+
+
 def test_level_is_kept() -> None:
     """Lines below the level are not written."""
     stream = io.StringIO()

@@ -72,6 +72,15 @@ def test_a_list_has_columns_that_fit() -> None:
     assert line.endswith("yes       first second " + "x" * 46 + "…")
 
 
+def test_control_characters_in_a_list_are_escaped() -> None:
+    """A caller's model name or message must not move the cursor."""
+    names = ("letter", "time", "code", "model", "stage", "attempt", "redriven", "message")
+
+    _, line = table([{name: "a\x1b[2Jb" for name in names}])
+
+    assert line.split("  ") == [r"a\x1b[2Jb"] * len(names)
+
+
 def test_letters_are_counted_by_code() -> None:
     """And it is said how many are not shown."""
     (line,) = counts_lines(Counter(TOO_LARGE=3, INVALID_TENSOR=1), shown=2)

@@ -105,6 +105,15 @@ def test_error_raised_on_purpose_is_one_line(call: Call, failing: pytest.MonkeyP
     assert result.stderr == "headrace: TOO_LARGE: expected less\n"
 
 
+def test_control_characters_in_an_error_are_escaped(
+    call: Call, failing: pytest.MonkeyPatch
+) -> None:
+    """An error may quote a caller; a terminal must not obey it."""
+    make_doctor_raise(failing, Rejected(Code.TOO_LARGE, "got \x1b]52;c;aGk=\x07 \u202e\udce9"))
+    result = call("doctor")
+    assert result.stderr == "headrace: TOO_LARGE: got \\x1b]52;c;aGk=\\x07 \\u202e\\udce9\n"
+
+
 def test_debug_shows_the_traceback(call: Call, failing: pytest.MonkeyPatch) -> None:
     """With `--debug` the traceback comes before the line, and the exit code stays."""
     make_doctor_raise(failing, ConfigurationError("wrong"))

@@ -206,7 +206,7 @@ def test_the_newest_errors_come_first_and_rule_no_terminal() -> None:
 
     (table,) = [one for one in tables([figures(failing)]) if one.title == "last errors"]
 
-    assert table.rows[0][4] == "\ufffd[2Jgone\ufffd"
+    assert table.rows[0][4] == r"\x1b[2Jgone\n"
     assert table.rows[1][5] == "4bf92f3577b34da6a3ce929d0e0e4736"
 
 

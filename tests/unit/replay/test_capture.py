@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +54,11 @@ async def select(path: Path, selection: Selection) -> list[int]:
 def capture(tmp_path: Path) -> Path:
     """A small file of several frames."""
     return write(tmp_path / "capture")
+
+
+def test_capture_file_is_readable_by_its_owner_alone(capture: Path) -> None:
+    """It holds what callers sent."""
+    assert stat.S_IMODE(capture.stat().st_mode) == 0o600
 
 
 def test_what_was_written_is_read(capture: Path) -> None:

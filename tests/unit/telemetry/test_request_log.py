@@ -98,9 +98,19 @@ def test_each_failure_is_told_with_the_requests_identity(
             "trace_id": f"{failed.trace.trace_id:032x}",
             "code": str(code),
             "stage": "executor",
-            "reason": "expected this, got that",
         }
     ]
+
+
+def test_message_of_a_failure_is_logged_at_debug_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """It may quote what the caller sent."""
+    with caplog.at_level(logging.DEBUG), capture_logs() as debug:
+        log_answered([request(Code.INVALID_TENSOR)], NOW_US)
+    with caplog.at_level(logging.INFO), capture_logs() as info:
+        log_answered([request(Code.INVALID_TENSOR)], NOW_US)
+
+    assert debug[-1]["reason"] == "expected this, got that"
+    assert "got that" not in repr(info)
 
 
 def test_a_chunk_of_failures_is_told_in_few_lines() -> None:
