@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Return the text with each character that is not printable as its escape, such as `\\x1b`.
+    r"""Return the text with each character that is not printable as its escape, such as `\x1b`.
 
     Line ends are escaped as well: call it for each line.
     """

@@ -93,7 +93,7 @@ class CaptureWriter:
     def __enter__(self) -> Self:
         try:
             # It holds what callers sent, so only the user who made it may read it.
-            self._opened = open(self._path, "xb", opener=_open_private)  # noqa: PTH123 - an opener
+            self._opened = open(self._path, "xb", opener=_open_private)
         except OSError as error:
             raise ConfigurationError(f"{self._path}: {error.strerror}") from error
         header = {"format": FORMAT, "version": VERSION, "codec": CODEC, "source": self._source}

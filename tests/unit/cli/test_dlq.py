@@ -76,7 +76,7 @@ def test_control_characters_in_a_list_are_escaped() -> None:
     """A caller's model name or message must not move the cursor."""
     names = ("letter", "time", "code", "model", "stage", "attempt", "redriven", "message")
 
-    _, line = table([{name: "a\x1b[2Jb" for name in names}])
+    _, line = table([dict.fromkeys(names, "a\x1b[2Jb")])
 
     assert line.split("  ") == [r"a\x1b[2Jb"] * len(names)
 
