@@ -25,7 +25,7 @@ from headrace.flow.delivery import Trial
 from headrace.flow.inflight import Assignment, Ledger
 from headrace.flow.marks import Marks, Owner
 from headrace.flow.predecessor import process_name
-from headrace.flow.suspects import Mark, Part, Suspects
+from headrace.flow.suspects import Part, Suspects
 from headrace.log.port import Consumer, Record, TopicPartition
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 RETRY_S = 0.5
 CLOSING_MARK_S = 1.0
-"""For the mark at a revocation; without it, the next owner takes what it reads for suspects."""
+"""For the mark at a revocation; without it, the next owner finds an unclean end."""
 
 
 class _Opening:
@@ -135,12 +135,18 @@ class Probation:
     async def revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Partitions are given up, or the process ends, in good order: marks what is left.
 
-        Call it when what was in flight is answered or given up, and before its epoch ends.
+        Call it when what was in flight is answered or given up. What is still running then is no
+        suspect: if it ends this process, that is an unclean end of the partitions that it holds,
+        and if it ends the next owner's, that is one of this partition.
         """
         if not self._max_attempts:
             return
         self._interrupt()
-        marks = {each: self._closing_mark(each) for each in partitions if each in self._partitions}
+        marks = {
+            each: self._suspects.closing_mark(each)
+            for each in partitions
+            if each in self._partitions
+        }
         for partition in partitions:
             self._suspects.give_up(partition)
             self._partitions.pop(partition, None)
@@ -155,14 +161,6 @@ class Probation:
                 await self._marks.write(marks, Owner(self._member, process_name()))
         except (Retriable, TimeoutError) as error:
             log.warning(Event.MARK_DELAYED, reason=str(error) or "no answer in time")
-
-    def _closing_mark(self, partition: TopicPartition) -> Mark:
-        mark = self._suspects.closing_mark(partition)
-        assignment = self._ledger.get(partition)
-        if assignment is None or not assignment.in_flight:
-            return mark
-        # It is still running here, and may yet end this process: its next owner is warned.
-        return mark._replace(stop=max(mark.stop, assignment.last_delivered + 1))
 
     # --- reading -----------------------------------------------------------------------------
 

@@ -38,17 +38,23 @@ def add_dying_model(repository: Path, run: str = FATAL, config: str = "") -> Non
     add_python_model(repository, run, config=f"max_batch_size = 8\n{config}")
 
 
-def number_value(x: float, id: str) -> bytes:
+def number_value(x: float, id: str, model: str = "model") -> bytes:
     """A request for that model."""
-    return encode_request("application/msgpack", "model", {"x": np.array([[x]], np.float32)}, id=id)
+    return encode_request("application/msgpack", model, {"x": np.array([[x]], np.float32)}, id=id)
 
 
 async def send_numbers(settings: Settings, log: MemoryLog, numbers: Sequence[float]) -> None:
     """One request for each number, with its place as id, over all partitions in turn."""
+    values = [number_value(number, str(place)) for place, number in enumerate(numbers)]
+    await send_values(settings, log, values)
+
+
+async def send_values(settings: Settings, log: MemoryLog, values: Sequence[bytes]) -> None:
+    """Send requests over all partitions in turn."""
     topic = settings.topic(Topic.REQUESTS)
     async with log.producer() as producer:
-        for place, number in enumerate(numbers):
-            record = NewRecord(None, number_value(number, str(place)), ())
+        for place, value in enumerate(values):
+            record = NewRecord(None, value, ())
             for run in await producer.send(TopicPartition(topic, place % PARTITIONS), [record]):
                 await run.acknowledged
 

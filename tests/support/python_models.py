@@ -9,6 +9,16 @@ from pathlib import Path
 MEETING = threading.Barrier(2)
 """Where two runs can wait for each other."""
 
+GATE = threading.Event()
+"""What runs of models wait for that begin with `WAITS_AT_THE_GATE`."""
+
+WAITS_AT_THE_GATE = """
+from tests.support.python_models import GATE
+while not GATE.wait(0.01):
+    if self.cancelled.is_set():
+        raise RuntimeError("cancelled")
+"""
+
 HEAD = """
 import threading
 import time

@@ -1,0 +1,113 @@
+"""Partitions change hands in the middle of a backlog: new requests do not wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Settings, make_settings
+from headrace.log.memory import MemoryLog
+from headrace.pipeline import Pipeline
+from headrace.topics import Stage
+from tests.support.conditions import eventually
+from tests.support.dying import FUSED, number_value, outcomes, send_values
+from tests.support.pipelines import PARTITIONS, Grouping, log_for, name_of, serving
+from tests.support.python_models import GATE, WAITS_AT_THE_GATE, add_python_model
+
+BACKLOG = 40
+FAST = range(1000, 1000 + PARTITIONS)
+"""One for each partition, so that each of them shows whether it is read."""
+
+GROUPINGS: list[Grouping] = [
+    [FUSED],
+    [(Stage.INGEST, Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)],
+]
+GUARANTEES = ["at_least_once", "exactly_once"]
+
+
+@pytest.fixture(autouse=True)
+def _closed_gate() -> Iterator[None]:
+    GATE.clear()
+    yield
+    GATE.set()
+
+
+def _settings(repository: Path, guarantee: str) -> Settings:
+    """Settings with `slow`, whose runs wait at the gate, and `fast`."""
+    add_python_model(repository, WAITS_AT_THE_GATE, name="slow", config="max_batch_size = 4")
+    add_python_model(repository, "", name="fast")
+    return make_settings(
+        {
+            "topics": {"partitions": PARTITIONS},
+            "models": {"repository": repository},
+            "limits": {"drain_timeout_s": 0.2},
+            "delivery": {"guarantee": guarantee},
+        }
+    )
+
+
+async def _send(settings: Settings, log: MemoryLog, model: str, ids: Sequence[int]) -> None:
+    await send_values(settings, log, [number_value(1.0, str(one), model) for one in ids])
+
+
+async def _backlog_is_read(pipelines: Sequence[Pipeline]) -> None:
+    def in_flight() -> int:
+        snapshots = [source() for each in pipelines for source in each.state.sources]
+        return sum(one.in_flight_records for one in snapshots)
+
+    await eventually(lambda: in_flight() == BACKLOG)
+
+
+async def _fast_goes_first(settings: Settings, log: MemoryLog) -> None:
+    """Send fast requests to every partition; they are answered while the backlog cannot be."""
+    await _send(settings, log, "fast", FAST)
+
+    async def answered() -> bool:
+        return set(await outcomes(settings, log)) >= set(FAST)
+
+    await eventually(answered)
+    assert set(await outcomes(settings, log)) == set(FAST)
+
+
+async def _all_answered(settings: Settings, log: MemoryLog) -> None:
+    GATE.set()
+
+    async def answered() -> bool:
+        return len(await outcomes(settings, log)) == BACKLOG + len(FAST)
+
+    await eventually(answered)
+
+
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
+async def test_fast_request_after_an_incomplete_drain_is_answered_before_the_backlog(
+    tmp_path: Path, grouping: Grouping, guarantee: str
+) -> None:
+    """The successor of a process that was stopped goes on as if it had been there all along."""
+    settings = _settings(tmp_path, guarantee)
+    log = await log_for(settings)
+    await _send(settings, log, "slow", range(BACKLOG))
+    async with serving(settings, log, grouping) as pipelines:
+        await _backlog_is_read(pipelines)
+
+    async with serving(settings, log, grouping):
+        await _fast_goes_first(settings, log)
+        await _all_answered(settings, log)
+
+
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
+async def test_fast_request_after_a_join_is_answered_before_the_backlog(
+    tmp_path: Path, grouping: Grouping, guarantee: str
+) -> None:
+    """A second process takes partitions over in the middle of a backlog."""
+    settings = _settings(tmp_path, guarantee)
+    log = await log_for(settings)
+    await _send(settings, log, "slow", range(BACKLOG))
+    async with serving(settings, log, grouping) as pipelines:
+        await _backlog_is_read(pipelines)
+        async with serving(settings, log, grouping):
+            await _fast_goes_first(settings, log)
+            await _all_answered(settings, log)
