@@ -15,6 +15,7 @@ from headrace.errors import ConfigurationError
 from headrace.flow.lifecycle import Stop, stop_on_signals
 from headrace.log.port import Log
 from headrace.models.registry import Models
+from headrace.models.user_code import on_daemon_thread
 from headrace.opening import open_log
 from headrace.segment import Segment, segments
 from headrace.telemetry.collector import open_tracing
@@ -35,6 +36,10 @@ log = structlog.get_logger(__name__)
 
 LAST_COMMIT_S = 1.0
 """For what is settled when the drain's time is over; without an answer it is repeated elsewhere."""
+
+
+RELOAD_NOTICE_S = 5.0
+"""A reload that takes longer is logged while it lasts: it may wait for an import to end."""
 
 
 class Pipeline:
@@ -107,7 +112,7 @@ class Pipeline:
         if faults:
             raise ConfigurationError("\n".join(faults))
         if self._stages != (Stage.RESPONDER,):
-            await asyncio.to_thread(self.models.open)
+            await on_daemon_thread(self.models.open)
         self.health.explain("loading the models and joining the group")
         joining = len(self._segments)
 
@@ -246,9 +251,20 @@ async def _reload(pipeline: Pipeline) -> None:
             Event.MODELS_RELOAD_REFUSED, reason="the models are being read for the first time"
         )
         return
+    notice = asyncio.get_running_loop().call_later(RELOAD_NOTICE_S, _notice_slow_reload)
     try:
         reloaded = await pipeline.models.reload()
     except ConfigurationError as error:
         log.error(Event.MODELS_RELOAD_FAILED, reason=str(error))
         return
+    finally:
+        notice.cancel()
     log.info(Event.MODELS_RELOADED, **reloaded._asdict())
+
+
+def _notice_slow_reload() -> None:
+    log.warning(
+        Event.MODELS_RELOAD_SLOW,
+        reason=f"the repository has been read for {RELOAD_NOTICE_S:g} s; importing model.py and "
+        "transform.py may take max_load_s each, and other reloads wait meanwhile",
+    )

@@ -20,6 +20,7 @@ from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed
 from headrace.log.port import Log, TopicInfo
 from headrace.models.onnx_backend import find_runtime
+from headrace.models.user_code import describe
 from headrace.opening import open_log
 from headrace.topic_plan import RECORD_OVERHEAD_BYTES, compare, plan_topics
 from headrace.topics import Topic
@@ -172,7 +173,7 @@ def check_models(settings: Settings) -> list[Finding]:
 
 
 def _check_model(model: FoundModel) -> Iterator[Finding]:
-    from headrace.models.repository import open_version
+    from headrace.models.version import ModelVersion
 
     if model.config is None:
         mend = f"see `headrace models check {model.name}`"
@@ -181,9 +182,10 @@ def _check_model(model: FoundModel) -> Iterator[Finding]:
     for found in model.versions:
         name = f"{model.name}/{found.version}"
         try:
-            signature = open_version(found, model.config)
-        except ConfigurationError as error:
-            yield Finding("models", Health.ERROR, f"{name}: {error}", f"mend {found.directory}")
+            signature = ModelVersion(model, found).signature
+        except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
+            fault = str(error) if isinstance(error, HeadraceError) else describe(error)
+            yield Finding("models", Health.ERROR, f"{name}: {fault}", f"mend {found.directory}")
             continue
         inputs = ", ".join(
             f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in signature.inputs

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
@@ -16,8 +17,10 @@ from headrace.models.preparing import Preparation
 from headrace.models.registry import Models
 from headrace.models.repository import checksum_of
 from headrace.models.signature import TensorSpec
+from headrace.models.user_code import describe as describe_error
 from headrace.models.verdict import Batching
 from headrace.models.version import ModelVersion, State
+from headrace.services.executor.hosting import make_instance
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
@@ -79,7 +82,7 @@ def check(settings: Settings, model: str | None, as_json: bool) -> None:
         _require(models, model)
     for version in models.versions():
         if model in (None, version.name):
-            _try_out(models, version)
+            run(_try_out(models, version))
     entries = [entry for entry in models.status() if model in (None, entry["name"])]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
@@ -102,17 +105,20 @@ def _require(models: Models, name: str) -> None:
         raise ConfigurationError(f"model: expected one of {there}, got {name}")
 
 
-def _try_out(models: Models, version: ModelVersion) -> None:
-    backend = version.new_backend()
+async def _try_out(models: Models, version: ModelVersion) -> None:
+    """Load one instance as an executor does: on its own thread, within `max_load_s`."""
     preparation = Preparation(version, Cores.of_process())
     try:
-        preparation.prepare(backend)
+        async with make_instance(version, 0, preparation):
+            pass
     except HeadraceError as error:
         models.mark_failed(version, str(error))
+    except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
+        models.mark_failed(version, describe_error(error))
     else:
         models.mark_ready(version, preparation.verdict)
     finally:
-        backend.unload()
+        preparation.release()
 
 
 def _found(state: str) -> str:
@@ -122,7 +128,14 @@ def _found(state: str) -> str:
 
 def _line(entry: dict[str, Any]) -> str:
     name = "/".join(part for part in (entry["name"], entry["version"]) if part)
-    found = [entry["reason"], _batching(entry), entry.get("contradiction"), _measured(entry)]
+    omitted = entry.get("warm_up_omitted")
+    found = [
+        entry["reason"],
+        _batching(entry),
+        entry.get("contradiction"),
+        omitted and f"not warmed up: {omitted}",
+        _measured(entry),
+    ]
     remarks = [remark for remark in found if remark]
     return f"{name}: {entry['state']}" + "".join(
         f"\n  {line}" for remark in remarks for line in remark.splitlines()

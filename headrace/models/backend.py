@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,18 @@ class ModelFailed(HeadraceError):
     """A run broke the model's own signature: an output is missing, or of another type or size."""
 
 
+class WarmUp(NamedTuple):
+    """The outcome of a warm-up.
+
+    Attributes:
+        batching_fault: why batching must be off; empty otherwise.
+        omitted: why it was not possible with made-up inputs; empty otherwise.
+    """
+
+    batching_fault: str = ""
+    omitted: str = ""
+
+
 class Backend(Protocol):
     """One instance of one version of a model.
 
@@ -49,11 +61,6 @@ class Backend(Protocol):
     @property
     def signature(self) -> Signature:
         """What the model takes and gives."""
-        ...
-
-    @property
-    def batching_fault(self) -> str:
-        """Why runs of more than one row failed at warm-up; empty when they did not."""
         ...
 
     def load(self) -> None:
@@ -69,11 +76,11 @@ class Backend(Protocol):
         """Go by this signature from now on: trying the model out showed more than its file says."""
         ...
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> WarmUp:
         """Run once for each size that will be used often, so that the first request is not slow.
 
         Raises:
-            ConfigurationError: not even one row can be run.
+            ConfigurationError: not even one recorded row can be run.
         """
         ...
 

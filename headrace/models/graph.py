@@ -151,12 +151,19 @@ def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
     """The lines of a file in a version's directory, or else beside its `model.toml`.
 
     Raises:
-        ConfigurationError: it is in neither place, or it is not UTF-8.
+        ConfigurationError: it is in neither place, it lies outside of them, or it is not UTF-8.
     """
     places = (directory / name, directory.parent / name)
     for path in places:
         if not path.is_file():
             continue
+        # Resolved, since a symbolic link leads out as ".." does.
+        inside = (directory.resolve(), directory.parent.resolve())
+        if not any(path.resolve().is_relative_to(each) for each in inside):
+            raise ConfigurationError(
+                f"labels: expected a file in the model's directory {inside[1]}, "
+                f"got {path.resolve()}"
+            )
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected
 from headrace.models.adapting import Adaptation, adapt
-from headrace.models.backend import Arrays, Placed
+from headrace.models.backend import Arrays, Placed, WarmUp
 from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
 from headrace.models.entrance import Entrance
 from headrace.models.graph import append
@@ -46,7 +46,6 @@ class OnnxBackend:
         self._signature = signature
         self._session: Any = None
         self._options: Any = None
-        self._batching_fault = ""
         self._adaptation: Adaptation | None = None
         self._stream: int | None = None
         self._graphs = False
@@ -57,10 +56,6 @@ class OnnxBackend:
     @property
     def signature(self) -> Signature:
         return self._signature
-
-    @property
-    def batching_fault(self) -> str:
-        return self._batching_fault
 
     @property
     def adaptation(self) -> Adaptation:
@@ -195,8 +190,8 @@ class OnnxBackend:
     def adopt(self, signature: Signature) -> None:
         self._signature = signature
 
-    def warm_up(self) -> None:
-        self._batching_fault = warm_up(self.run, self._signature, self._config, self._directory)
+    def warm_up(self) -> WarmUp:
+        return warm_up(self.run, self._signature, self._config, self._directory)
 
     def run(self, inputs: Arrays) -> Arrays:
         if self._options.terminate:

@@ -9,10 +9,26 @@ from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError
 from headrace.models.repository import FoundModel, Repository
+from headrace.models.user_code import StillImporting, describe
 from headrace.models.version import ModelVersion, State
 
 Known: TypeAlias = Mapping[tuple[str, str], ModelVersion]
 """Versions that are open already, by model and number."""
+
+
+class Importing(NamedTuple):
+    """A version whose code has not been imported in time, and the stamp that it had."""
+
+    stamp: str
+    error: StillImporting
+
+    def is_under_way(self, stamp: str) -> bool:
+        """Whether the import of the very same files is still running."""
+        return self.stamp == stamp and self.error.thread.is_alive()
+
+
+Importings: TypeAlias = dict[tuple[str, str], Importing]
+"""By model and number. Kept from one look to the next, so that only the first one waits."""
 
 
 class Opened(NamedTuple):
@@ -28,13 +44,24 @@ class Opened(NamedTuple):
     faults: dict[str, str]
 
 
-def look(repository: Repository, known: Known) -> list[Opened]:
+def look(repository: Repository, known: Known, importings: Importings) -> list[Opened]:
     """Read the disk and open what is new or has changed. It blocks; any thread may call it.
+
+    Args:
+        repository: to look at.
+        known: what is left as it is, if it has not changed.
+        importings: of looks before; changed in place.
 
     Raises:
         ConfigurationError: the repository is not there. Faults of single models are returned.
     """
-    return [_open(found, known, repository.path) for found in repository.scan()]
+    opened: list[Opened] = []
+    for found in repository.scan():
+        if found.fault:
+            opened.append(Opened(found.name, {}, {"": relative(found.fault, repository.path)}))
+        else:
+            opened.append(_open(found, known, importings, repository.path))
+    return opened
 
 
 def is_outrun(opened: list[Opened]) -> bool:
@@ -48,18 +75,25 @@ def relative(fault: str, repository: Path) -> str:
     return fault.replace(f"{repository}{os.sep}", "")
 
 
-def _open(found: FoundModel, known: Known, repository: Path) -> Opened:
-    if found.fault:
-        return Opened(found.name, {}, {"": relative(found.fault, repository)})
+def _open(found: FoundModel, known: Known, importings: Importings, repository: Path) -> Opened:
     versions: dict[str, ModelVersion] = {}
     faults: dict[str, str] = {}
     for each in found.versions:
-        same = known.get((found.name, each.version))
+        key = (found.name, each.version)
+        same, importing = known.get(key), importings.get(key)
         if same is not None and same.stamp == each.stamp:
             versions[each.version] = same
             continue
+        if importing is not None and importing.is_under_way(each.stamp):
+            faults[each.version] = relative(str(importing.error), repository)
+            continue
+        importings.pop(key, None)
         try:
             versions[each.version] = ModelVersion(found, each)
         except ConfigurationError as error:
             faults[each.version] = relative(str(error), repository)
+            if isinstance(error, StillImporting):
+                importings[key] = Importing(each.stamp, error)
+        except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
+            faults[each.version] = relative(describe(error), repository)
     return Opened(found.name, versions, faults)

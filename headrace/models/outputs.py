@@ -35,3 +35,38 @@ def check_outputs(signature: Signature, outputs: Arrays, rows: int) -> None:
                 f"output {spec.name}: expected {rows} rows in dimension 0, "
                 f"got shape {list(array.shape)}"
             )
+
+
+def check_shapes(signature: Signature, outputs: Arrays) -> None:
+    """See that all outputs have the shapes that the signature declares.
+
+    Raises:
+        ModelFailed: with the output, its declared shape and its own.
+    """
+    for spec in signature.outputs:
+        shape = outputs[spec.name].shape
+        fits = len(shape) == len(spec.shape) and all(
+            size in (-1, given) for size, given in zip(spec.shape, shape, strict=True)
+        )
+        if not fits:
+            raise ModelFailed(
+                f"output {spec.name}: expected shape {list(spec.shape)}, got {list(shape)}"
+            )
+
+
+def check_texts(signature: Signature, outputs: Arrays) -> None:
+    """See that outputs of `BYTES` hold texts; an object array may hold anything.
+
+    Raises:
+        ModelFailed: with the first other element and its index.
+    """
+    for spec in signature.outputs:
+        array = outputs[spec.name]
+        if array.dtype != object:
+            continue
+        for index, element in enumerate(array.flat):
+            if not isinstance(element, bytes | str):
+                raise ModelFailed(
+                    f"output {spec.name}: expected bytes or str, "
+                    f"got {type(element).__name__} at element {index}"
+                )

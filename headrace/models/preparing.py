@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+from headrace.errors import HeadraceError
 from headrace.models.backend import Backend
 from headrace.models.cores import Cores, keep_to
 from headrace.models.probe import probe
-from headrace.models.samples import Inputs
+from headrace.models.samples import Inputs, NotMadeUpError
 from headrace.models.signature import Signature, unbatched
+from headrace.models.user_code import describe
 from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import ModelVersion
 from headrace.models.warmup import all_sizes
@@ -44,16 +46,19 @@ class Preparation:
         """Make a backend ready to run. It blocks; call it on the backend's thread.
 
         Raises:
-            ConfigurationError: it cannot be loaded, or not even one row can be run.
+            ConfigurationError: it cannot be loaded, or not even one recorded row can be run.
         """
-        if self._version.config.pinned:
+        version = self._version
+        if version.config.pinned:
             self._pin()
         backend.load()
-        asking = self._is_first and self._version.config.probe
+        asking = self._is_first and version.config.probe
         if asking:
             self._try_out(backend)
-        backend.warm_up()
-        fault = backend.batching_fault
+        warmed_up = backend.warm_up()
+        if warmed_up.omitted:
+            version.warm_up_omitted = warmed_up.omitted
+        fault = warmed_up.batching_fault
         if fault and not (self.verdict and self.verdict.batching is Batching.NOT_BATCHABLE):
             self.verdict = Verdict(Batching.NOT_BATCHABLE, fault)
         if asking:
@@ -76,7 +81,12 @@ class Preparation:
 
     def _try_out(self, backend: Backend) -> None:
         version = self._version
-        verdict = probe(backend.run, backend.signature, version.config, version.directory)
+        try:
+            verdict = probe(backend.run, backend.signature, version.config, version.directory)
+        except HeadraceError:
+            raise
+        except Exception as error:  # noqa: BLE001 - outputs may be anything, and prove nothing then
+            verdict = Verdict(Batching.UNDECIDED, f"the probe failed: {describe(error)}")
         if verdict.has_no_batch:
             self.signature = unbatched(version.signature, verdict.reason)
             backend.adopt(self.signature)
@@ -87,7 +97,10 @@ class Preparation:
         version = self._version
         end_s = time.monotonic() + TIMING_S
         signature = backend.signature
-        sizes = list(all_sizes(signature, version.config, version.directory))
+        try:
+            sizes = list(all_sizes(signature, version.config, version.directory))
+        except NotMadeUpError:
+            return
         for rows, inputs in sizes * TIMED_RUNS:
             began_s = time.monotonic()
             if began_s >= end_s:

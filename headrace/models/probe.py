@@ -25,9 +25,9 @@ from headrace.models.agreement import Array, distance, identical, scale_of
 from headrace.models.backend import Arrays
 from headrace.models.config import ModelConfig
 from headrace.models.outputs import RowsMismatch
-from headrace.models.samples import Inputs, distinct_rows, still_row
+from headrace.models.samples import Inputs, NotMadeUpError, distinct_rows, still_value
 from headrace.models.signature import Signature
-from headrace.models.user_code import describe
+from headrace.models.user_code import describe, first_line, is_of_user_code
 from headrace.models.verdict import Batching, Verdict, tolerance_of
 
 ROWS = 4
@@ -77,6 +77,8 @@ def probe(run: Run, signature: Signature, config: ModelConfig, directory: Path) 
             asking.judge_distinctness()
     except _DecidedError as decided:
         verdict = decided.verdict
+    except NotMadeUpError as error:
+        verdict = Verdict(Batching.UNDECIDED, str(error))
     else:
         verdict = Verdict(Batching.BATCHABLE)
     return verdict._replace(
@@ -112,6 +114,8 @@ class _Asking:
         except RowsMismatch:
             raise
         except BaseException as error:  # a model may raise anything, SystemExit included
+            if not is_of_user_code(error):
+                raise
             raise _RunFailedError(describe(error)) from error
         # A backend may use the memory of one run's outputs for the next.
         return {name: np.array(outputs[name]) for name in self._names}
@@ -135,7 +139,7 @@ class _Asking:
             else:
                 break
         else:
-            reason = f"the model fails with {self.seen_with}: {_line(fault)}"
+            reason = f"the model fails with {self.seen_with}: {first_line(fault)}"
             raise _DecidedError(Batching.UNDECIDED, reason)
         for name in self._names:
             self._scales[name] = max(scale_of(outputs[name]) for outputs in self._alone)
@@ -149,7 +153,7 @@ class _Asking:
         except _RunFailedError as error:
             raise _DecidedError(
                 Batching.NOT_BATCHABLE,
-                f"a run of 2 rows failed with {self.seen_with}: {_line(str(error))}",
+                f"a run of 2 rows failed with {self.seen_with}: {first_line(str(error))}",
             ) from error
 
     def ask_about_mates(self) -> None:
@@ -190,17 +194,18 @@ class _Asking:
 
     def _mates(self) -> Iterator[tuple[str, Inputs]]:
         """What the exchanged rows are, each kind with a row for each of them."""
-        still = still_row(self._signature, self._config)
+        specs = self._signature.inputs
+        still = {spec.name: still_value(spec, self._config) for spec in specs}
         floats = {name for name, array in self._rows.items() if array.dtype.kind not in "iubO"}
         yield "other ones", self._spare
         yield (
             "zeros",
-            {name: np.broadcast_to(still[name].flat[0], self._spare[name].shape) for name in still},
+            {name: np.full_like(self._spare[name], still[name]) for name in still},
         )
         yield "10,000 times as large", {name: self._enlarged(name) for name in self._rows}
         yield (
             "half empty",
-            {name: _half_empty(self._spare[name], still[name].flat[0]) for name in still},
+            {name: _half_empty(self._spare[name], still[name]) for name in still},
         )
         if floats:
             yield (
@@ -276,7 +281,3 @@ def _told(apart: float, one: Array, other: Array) -> str:
     if one.shape != other.shape:
         return f"its shape, {list(one.shape)} to {list(other.shape)},"
     return f"by {apart:.1e} of the output's scale"
-
-
-def _line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "no reason given"

@@ -6,6 +6,7 @@
 
         def load(self): ...                          # optional
         def warm_up(self): ...                       # optional, in place of the usual runs
+        def unload(self): ...                        # optional, before it is dropped
         def run(self, inputs): return {"label": inputs["pixels"].argmax(axis=1)}
 
 A `Model` with a method `cancel` has it called from another thread when a run takes too long.
@@ -14,6 +15,7 @@ A `Model` with a method `cancel` has it called from another thread when a run ta
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from headrace.errors import ConfigurationError, HeadraceError
-from headrace.models.backend import Arrays, ModelFailed
+from headrace.models.backend import Arrays, ModelFailed, WarmUp
 from headrace.models.config import DeclaredTensor, ModelConfig
-from headrace.models.outputs import check_outputs
+from headrace.models.outputs import check_outputs, check_shapes, check_texts
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.models.user_code import describe, load_attribute
+from headrace.models.user_code import describe, is_of_user_code, load_attribute, run_bounded
 from headrace.models.warmup import warm_up
 
 
@@ -40,6 +42,10 @@ def python_signature(path: Path, config: ModelConfig) -> Signature:
             [tensor.spec() for tensor in config.inputs],
             [tensor.spec() for tensor in config.outputs],
         )
+    return run_bounded(lambda: _signature_of_class(path), path, config.max_load_s)
+
+
+def _signature_of_class(path: Path) -> Signature:
     model = load_attribute(path, "Model")
     return make_signature(_declared(path, model, "inputs"), _declared(path, model, "outputs"))
 
@@ -80,15 +86,10 @@ class PythonBackend:
         self._config = config
         self._signature = signature
         self._model: Any = None
-        self._batching_fault = ""
 
     @property
     def signature(self) -> Signature:
         return self._signature
-
-    @property
-    def batching_fault(self) -> str:
-        return self._batching_fault
 
     def load(self) -> None:
         path = self._directory / "model.py"
@@ -99,7 +100,9 @@ class PythonBackend:
                 model.load()
         except HeadraceError:
             raise
-        except Exception as error:  # a user's code may raise anything
+        except BaseException as error:  # a user's code may raise anything
+            if not is_of_user_code(error):
+                raise
             raise ConfigurationError(f"{path}: {describe(error)}") from error
         if not callable(getattr(model, "run", None)):
             raise ConfigurationError(f"{path}: expected a method run(inputs), got none")
@@ -108,14 +111,16 @@ class PythonBackend:
     def adopt(self, signature: Signature) -> None:
         self._signature = signature
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> WarmUp:
         if not hasattr(self._model, "warm_up"):
-            self._batching_fault = warm_up(self.run, self._signature, self._config, self._directory)
-            return
+            return warm_up(self.run, self._signature, self._config, self._directory)
         try:
             self._model.warm_up()
-        except Exception as error:  # a user's code may raise anything
+        except BaseException as error:  # a user's code may raise anything
+            if not is_of_user_code(error):
+                raise
             raise ConfigurationError(f"{self._directory}: {describe(error)}") from error
+        return WarmUp()
 
     def run(self, inputs: Arrays) -> Arrays:
         outputs = self._model.run(dict(inputs))
@@ -125,13 +130,19 @@ class PythonBackend:
             raise ModelFailed("outputs: expected a dict of arrays from Model.run")
         rows = len(inputs[self._signature.inputs[0].name]) if self._signature.batched else 1
         check_outputs(self._signature, outputs, rows)
+        check_shapes(self._signature, outputs)
+        check_texts(self._signature, outputs)
         # The model may keep its arrays and fill them again, before these are written.
         return {spec.name: outputs[spec.name].copy() for spec in self._signature.outputs}
 
     def cancel(self) -> None:
-        model = self._model
-        if hasattr(model, "cancel"):
-            model.cancel()
+        # Called by the event loop, which a user's code must not end.
+        with suppress(Exception, SystemExit):
+            cancel = getattr(self._model, "cancel", None)
+            if cancel is not None:
+                cancel()
 
     def unload(self) -> None:
-        self._model = None
+        model, self._model = self._model, None
+        if hasattr(model, "unload"):
+            model.unload()

@@ -6,9 +6,11 @@ stranger's memory on others, so values are checked before a request joins one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from headrace.errors import Code, ConfigurationError, Rejected
@@ -71,6 +73,22 @@ class FiniteCheck(NamedTuple):
         )
 
 
+def limits_of(datatype: str, allowed: Sequence[float] | None) -> tuple[Any, Any] | None:
+    """The lowest and the highest value of a datatype within a range; None where there is none."""
+    if allowed is None:
+        return None
+    dtype = DATATYPES[datatype].dtype
+    low, high = allowed
+    if dtype.kind in "iu":
+        known = np.iinfo(dtype)
+        least, most = max(math.ceil(low), int(known.min)), min(math.floor(high), int(known.max))
+        return (least, most) if least <= most else None
+    largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]  # no stubs
+    if low > largest or high < -largest:
+        return None
+    return max(float(low), -largest), min(float(high), largest)
+
+
 def finite_checks(signature: Signature) -> tuple[FiniteCheck, ...]:
     """One for each input of floating-point numbers."""
     return tuple(
@@ -98,5 +116,10 @@ def range_checks(
         datatype = signature.inputs[positions[name]].datatype
         if datatype in ("BYTES", "BOOL"):
             raise ConfigurationError(f"range.{name}: expected an input of numbers, got {datatype}")
+        if limits_of(datatype, (low, high)) is None:
+            raise ConfigurationError(
+                f"range.{name}: expected a range with values of {datatype} in it, "
+                f"got [{low}, {high}]"
+            )
         checks.append(RangeCheck(positions[name], low, high, DATATYPES[datatype].dtype))
     return tuple(checks)

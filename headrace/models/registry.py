@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 from headrace.config import Settings
 from headrace.errors import Code, Rejected
 from headrace.events import ExecutorEvent
-from headrace.models.opening import Opened, is_outrun, look, relative
+from headrace.models.opening import Importings, Known, Opened, is_outrun, look, relative
 from headrace.models.repository import Repository
+from headrace.models.user_code import on_daemon_thread
 from headrace.models.verdict import Verdict
 from headrace.models.version import ModelVersion, State
 
@@ -95,6 +96,7 @@ class Models:
         self._ready: dict[tuple[str, str], ModelVersion] = {}
         self._subscribers: list[Subscriber] = []
         self._reloading = asyncio.Lock()
+        self._importings: Importings = {}
 
     # --- what the services ask ----------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class Models:
                 "max_batch_size": version.max_batch_size,
                 "batching_off": version.batching_off,
                 "contradiction": version.contradiction,
+                "warm_up_omitted": version.warm_up_omitted,
                 "batching": version.verdict and version.verdict.entry(),
                 "latency": version.latency.table(),
             }
@@ -160,7 +163,7 @@ class Models:
         Raises:
             ConfigurationError: the repository is not there. Faults of single models are kept.
         """
-        return self._apply(look(self._repository, {}))
+        return self._apply(look(self._repository, {}, self._importings))
 
     async def reload(self) -> Reloaded:
         """Look at the repository again; failed versions are tried again.
@@ -174,10 +177,14 @@ class Models:
                 for version in self.versions()
                 if version.state is not State.FAILED
             }
-            opened = await asyncio.to_thread(look, self._repository, known)
+            opened = await self._look(known)
             while is_outrun(opened):
-                opened = await asyncio.to_thread(look, self._repository, {})
+                opened = await self._look({})
             return self._apply(opened)
+
+    async def _look(self, known: Known) -> list[Opened]:
+        # On a daemon thread: an import that hangs must not keep the process from ending.
+        return await on_daemon_thread(lambda: look(self._repository, known, self._importings))
 
     def _apply(self, opened: list[Opened]) -> Reloaded:
         before = {name: dict(model.selected) for name, model in self._models.items()}

@@ -5,6 +5,7 @@ Recorded ones are in `<version>/warmup/*.npz`, one array for each input by its n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, HeadraceError
 from headrace.models.config import ModelConfig
+from headrace.models.ranges import limits_of
 from headrace.models.signature import Signature, TensorSpec
 from headrace.tensors import DATATYPES
 
@@ -22,8 +24,16 @@ Inputs = dict[str, NDArray[Any]]
 MADE_UP = "made-up inputs"
 _FREE_SIZES = (8, 1, 64, 224)
 """What a free dimension other than the batch may be, tried in this order."""
+LARGEST_ROW_BYTES = 64 * 1024 * 1024
+"""Of what is made up. A request cannot be that large, and rows are made by the half dozen."""
+_TEXT_BYTES = 64
+"""What an element of `BYTES` counts for."""
 _SEED = 20_180_706
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8)
+
+
+class NotMadeUpError(HeadraceError):
+    """Rows of a model's inputs would be too large to make up."""
 
 
 def recorded(signature: Signature, directory: Path) -> Iterator[tuple[str, Inputs]]:
@@ -37,8 +47,24 @@ def recorded(signature: Signature, directory: Path) -> Iterator[tuple[str, Input
 
 
 def still_row(signature: Signature, config: ModelConfig) -> Inputs:
-    """Zeros, or the lowest allowed value, with 1 for each free dimension."""
-    return {spec.name: _still(spec, config) for spec in signature.inputs}
+    """Zeros, or the lowest allowed value, with 1 for each free dimension.
+
+    Raises:
+        NotMadeUpError: that would be too large.
+    """
+    _check_size(signature, 1)
+    return {
+        spec.name: np.full(_sized_as(spec, 1), still_value(spec, config), _dtype(spec))
+        for spec in signature.inputs
+    }
+
+
+def still_value(spec: TensorSpec, config: ModelConfig) -> Any:
+    """Zero, or the lowest allowed value; of texts the empty one."""
+    if spec.datatype == "BYTES":
+        return b""
+    limits = limits_of(spec.datatype, config.range.get(spec.name))
+    return limits[0] if limits and not limits[0] <= 0 <= limits[1] else 0
 
 
 def distinct_rows(
@@ -52,6 +78,7 @@ def distinct_rows(
 
     Raises:
         ConfigurationError: see `recorded`.
+        NotMadeUpError: see `still_row`.
     """
     samples = list(recorded(signature, directory))
     if samples:
@@ -60,6 +87,7 @@ def distinct_rows(
         yield where, _spread(alike, rows)
         return
     for size in _FREE_SIZES:
+        _check_size(signature, size)
         random = np.random.default_rng(_SEED)
         yield (
             MADE_UP,
@@ -101,13 +129,26 @@ def _as_bytes(array: NDArray[Any]) -> NDArray[Any]:
     return encoded.astype(object)
 
 
-def _still(spec: TensorSpec, config: ModelConfig) -> NDArray[Any]:
-    shape = tuple(1 if size == -1 else size for size in spec.shape)
-    if spec.datatype == "BYTES":
-        return np.full(shape, b"", dtype=object)
-    low, high = config.range.get(spec.name, (0, 0))
-    value = 0 if low <= 0 <= high else low
-    return np.full(shape, value, DATATYPES[spec.datatype].dtype)
+def _dtype(spec: TensorSpec) -> np.dtype[Any]:
+    return DATATYPES[spec.datatype].dtype
+
+
+def _sized_as(spec: TensorSpec, free: int) -> tuple[int, ...]:
+    """The shape of one row with a size for each free dimension besides the batch."""
+    rows = tuple(1 if size == -1 else size for size in spec.shape[:1])
+    return rows + tuple(free if size == -1 else size for size in spec.shape[1:])
+
+
+def _check_size(signature: Signature, free: int) -> None:
+    """Refuse to make up what does not fit into memory: a file may declare any dimension."""
+    for spec in signature.inputs:
+        shape = _sized_as(spec, free)
+        size_bytes = math.prod(shape) * (DATATYPES[spec.datatype].itemsize or _TEXT_BYTES)
+        if size_bytes > LARGEST_ROW_BYTES:
+            raise NotMadeUpError(
+                f"input {spec.name}: expected a row of at most {LARGEST_ROW_BYTES} bytes to make "
+                f"up, got {size_bytes} bytes of {spec.datatype} {list(shape)}"
+            )
 
 
 def _row_shapes(sample: Inputs) -> list[tuple[int, ...]]:
@@ -130,7 +171,7 @@ def _random(
     spec: TensorSpec, config: ModelConfig, sizes: tuple[int, int], random: np.random.Generator
 ) -> NDArray[Any]:
     rows, free = sizes
-    shape = (rows, *(free if size == -1 else size for size in spec.shape[1:]))
+    shape = (rows, *_sized_as(spec, free)[1:])
     if spec.datatype == "BYTES":
         texts = [
             random.choice(_LETTERS, 1 + place % 24).tobytes() for place in range(_count(shape))
@@ -138,13 +179,19 @@ def _random(
         array = np.empty(len(texts), dtype=object)
         array[:] = texts
         return array.reshape(shape)
-    dtype = DATATYPES[spec.datatype].dtype
-    limits = config.range.get(spec.name)
+    dtype = _dtype(spec)
+    limits = limits_of(spec.datatype, config.range.get(spec.name))
     if dtype.kind not in "iub":
-        values = random.uniform(*limits, shape) if limits else random.standard_normal(shape)
+        if limits is None:
+            return random.standard_normal(shape).astype(dtype)
+        part = random.random(shape)
+        # The difference of the limits, which `Generator.uniform` takes, may overflow.
+        values: NDArray[Any] = limits[0] * (1 - part) + limits[1] * part
         return values.astype(dtype)
     low, high = limits or ((0, 255) if spec.datatype == "UINT8" else (0, 1))
-    return random.integers(int(low), int(high), shape, endpoint=True).astype(dtype)
+    # Bounds of 64 bits fit into one of the two; np.bool_ is no type that they could be drawn in.
+    drawn = np.uint64 if dtype.kind == "u" else np.int64
+    return random.integers(low, high, shape, endpoint=True, dtype=drawn).astype(dtype)
 
 
 def _count(shape: tuple[int, ...]) -> int:

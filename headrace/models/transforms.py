@@ -13,7 +13,7 @@ from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.messages import InputTensor
 from headrace.models.config import ModelConfig
 from headrace.models.signature import Signature, TensorSpec
-from headrace.models.user_code import describe, load_attribute
+from headrace.models.user_code import describe, load_attribute, run_bounded
 from headrace.tensors import from_array
 
 Transform: TypeAlias = Callable[[bytes, str], list[InputTensor]]
@@ -36,7 +36,7 @@ def make_transform(model_directory: Path, config: ModelConfig, signature: Signat
     if config.transform is None:
         return _refuse
     if config.transform == "python":
-        return _from_python(model_directory / "transform.py")
+        return _from_python(model_directory / "transform.py", config.max_load_s)
     spec = _single_input(config.transform, signature)
     if config.transform == "text":
         return lambda payload, _: [_text(spec, payload)]
@@ -89,8 +89,8 @@ def _octets(spec: TensorSpec, payload: bytes) -> InputTensor:
     return InputTensor(name=spec.name, datatype="UINT8", shape=shape, data=memoryview(payload))
 
 
-def _from_python(path: Path) -> Transform:
-    transform = load_attribute(path, "transform")
+def _from_python(path: Path, max_load_s: float) -> Transform:
+    transform = run_bounded(lambda: load_attribute(path, "transform"), path, max_load_s)
 
     def apply(payload: bytes, content_type: str) -> list[InputTensor]:
         try:

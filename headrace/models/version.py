@@ -43,6 +43,7 @@ class ModelVersion:
         contradiction: between what `model.toml` declares and the verdict; empty otherwise.
         latency: how long its runs take, as far as this process has seen.
         reason: why it failed; empty otherwise.
+        warm_up_omitted: why it was not warmed up, and how to mend that; empty otherwise.
 
     Raises:
         ConfigurationError: the version cannot be served; the message says why.
@@ -67,6 +68,7 @@ class ModelVersion:
         self.verdict: Verdict | None = None
         self.state = State.LOADING
         self.reason = ""
+        self.warm_up_omitted = ""
         if self.max_batch_size == 1:
             self.batching_off = "max_batch_size is 1"
         elif not self.signature.batched:

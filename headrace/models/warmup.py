@@ -7,35 +7,51 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.errors import ConfigurationError
-from headrace.models.backend import Arrays
+from headrace.errors import ConfigurationError, Fatal
+from headrace.models.backend import Arrays, WarmUp
 from headrace.models.config import ModelConfig
-from headrace.models.samples import MADE_UP, Inputs, recorded, still_row
+from headrace.models.samples import MADE_UP, Inputs, NotMadeUpError, recorded, still_row
 from headrace.models.signature import Signature
+from headrace.models.user_code import describe, first_line, is_of_user_code
+
+HOW_TO_GIVE_ROWS = "put real rows into warmup/rows.npz of the version, an array for each input"
 
 
 def warm_up(
     run: Callable[[Arrays], object], signature: Signature, config: ModelConfig, directory: Path
-) -> str:
-    """Run 1, 2, 4, … rows up to the largest batch; the reason why batching must be off, or "".
+) -> WarmUp:
+    """Run 1, 2, 4, … rows up to the largest batch.
 
     The rows are the first of each sample in `<version>/warmup/*.npz`, or made up where there is
-    none: zeros, or the lowest allowed value, with 1 for each free dimension.
+    none: zeros, or the lowest allowed value, with 1 for each free dimension. A model need not
+    accept what is made up, so that only recorded rows can fail a load.
 
     Raises:
-        ConfigurationError: a sample does not fit the signature, or one row cannot be run.
+        ConfigurationError: a recorded sample does not fit the signature, or cannot be run.
+        Fatal: of the device.
     """
-    for where, sample in _samples(signature, config, directory):
+    try:
+        samples = list(_samples(signature, config, directory))
+    except NotMadeUpError as error:
+        return WarmUp(omitted=f"{error}; {HOW_TO_GIVE_ROWS}")
+    for where, sample in samples:
         for rows, inputs in _sized(sample, signature, config):
             try:
                 run(inputs)
-            except Exception as error:  # a model may raise anything
-                if rows == 1:
-                    raise ConfigurationError(
-                        f"{directory}: warm-up with {where}: {error}"
-                    ) from error
-                return f"a run of {rows} rows failed at warm-up with {where}: {error}"
-    return ""
+            except Fatal:
+                raise
+            except BaseException as error:  # a model may raise anything
+                if not is_of_user_code(error):
+                    raise
+                told = first_line(describe(error))
+                if rows > 1:
+                    return WarmUp(f"a run of {rows} rows failed at warm-up with {where}: {told}")
+                if where == MADE_UP:
+                    return WarmUp(
+                        omitted=f"the model fails with {where}: {told}; {HOW_TO_GIVE_ROWS}"
+                    )
+                raise ConfigurationError(f"{directory}: warm-up with {where}: {told}") from error
+    return WarmUp()
 
 
 def sized_inputs(signature: Signature, config: ModelConfig, directory: Path, rows: int) -> Inputs:
@@ -43,6 +59,7 @@ def sized_inputs(signature: Signature, config: ModelConfig, directory: Path, row
 
     Raises:
         ConfigurationError: the sample does not fit the signature.
+        NotMadeUpError: there is none, and none can be made up.
     """
     _, sample = next(_samples(signature, config, directory))
     return _repeat(sample, rows) if signature.batched else sample
@@ -55,6 +72,7 @@ def all_sizes(
 
     Raises:
         ConfigurationError: the sample does not fit the signature.
+        NotMadeUpError: there is none, and none can be made up.
     """
     _, sample = next(_samples(signature, config, directory))
     return _sized(sample, signature, config)
@@ -64,8 +82,8 @@ def _samples(
     signature: Signature, config: ModelConfig, directory: Path
 ) -> Iterator[tuple[str, Inputs]]:
     samples = recorded(signature, directory)
-    made_up = (f"{MADE_UP} (put real ones into warmup/*.npz)", still_row(signature, config))
-    yield next(samples, made_up)
+    first = next(samples, None)
+    yield (MADE_UP, still_row(signature, config)) if first is None else first
     yield from samples
 
 

@@ -52,10 +52,13 @@ class Event(StrEnum):
 
     MODEL_READY = "model.ready"
     MODEL_FAILED = "model.failed"
+    MODEL_NOT_WARMED_UP = "model.not_warmed_up"
     MODEL_CONTRADICTED = "model.contradicted"
+    MODEL_UNLOAD_FAILED = "model.unload_failed"
     MODEL_WITHOUT_RING = "model.without_ring"
     MODEL_BATCHING_DECIDED = "model.batching_decided"
     MODELS_RELOADED = "models.reloaded"
+    MODELS_RELOAD_SLOW = "models.reload_slow"
     MODELS_RELOAD_FAILED = "models.reload_failed"
     MODELS_RELOAD_REFUSED = "models.reload_refused"
 

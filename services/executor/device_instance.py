@@ -192,10 +192,13 @@ class DeviceInstance(Instance):
         self._looked_s = now_s
         self.memory = device.memory()
 
-    def _let_go(self) -> None:
+    def _unload(self) -> None:
         """Streams and memory are given back by the thread that asked for them."""
-        self._runs.clear()
-        self._ring = self._plan = self._device = None
+        try:
+            super()._unload()
+        finally:
+            self._runs.clear()
+            self._ring = self._plan = self._device = None
 
     # --- the reaper's thread --------------------------------------------------------------------
 
@@ -236,8 +239,6 @@ class DeviceInstance(Instance):
             raise
 
     async def __aexit__(self, *_: object) -> None:
-        self._call(self._backend.unload)
-        self._call(self._let_go)
         await self._end()
         self._reaps.put(None)
 

@@ -152,18 +152,18 @@ class Instance:
         return None
 
     async def __aenter__(self) -> Self:
-        self._thread.start()
         try:
+            self._thread.start()
             await self._loaded(self._call(lambda: self._prepare(self._backend)))
+            signature = self._backend.signature
+            if self._room is not None and HostBlock.fits(signature):
+                blocks = [HostBlock(signature, *self._room) for _ in range(TURNS)]
+                self._blocks = cycle(blocks)
         except BaseException as error:
             await self._end()
             if isinstance(error, HeadraceError) or not isinstance(error, Exception):
                 raise
             raise ConfigurationError(f"{self._thread.name}: {describe(error)}") from error
-        signature = self._backend.signature
-        if self._room is not None and HostBlock.fits(signature):
-            blocks = [HostBlock(signature, *self._room) for _ in range(TURNS)]
-            self._blocks = cycle(blocks)
         return self
 
     async def _loaded(self, call: Call) -> None:
@@ -179,18 +179,31 @@ class Instance:
         call.done.result()
 
     async def __aexit__(self, *_: object) -> None:
-        self._call(self._backend.unload)
         await self._end()
 
     async def _end(self) -> None:
-        """Wait for the thread, and cut short what it runs. The interpreter must not go before
-        it: native code that is still running then would abort the process.
+        """Cut short what runs, unload, and wait for the thread. The interpreter must not end
+        before it does: native code that is still running then would abort the process.
         """
-        self._calls.put(None)
-        if self._hangs:
+        if self._thread.ident is None:  # it could not even be started
             return
+        # Before `unload` is begun, which is not to be cut short.
         self._backend.cancel()
-        await asyncio.to_thread(self._thread.join, CANCEL_GRACE_S)
+        self._call(self._unload).done.add_done_callback(self._log_unload)
+        self._calls.put(None)
+        if not self._hangs:
+            await asyncio.to_thread(self._thread.join, CANCEL_GRACE_S)
+
+    def _unload(self) -> None:
+        """Free everything; the last call on the thread."""
+        self._backend.unload()
+
+    def _log_unload(self, done: asyncio.Future[Any]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            log.warning(
+                Event.MODEL_UNLOAD_FAILED, instance=self._thread.name, reason=describe(error)
+            )
 
     @property
     def is_quick(self) -> bool:

@@ -380,13 +380,12 @@ def _tell(version: ModelVersion) -> None:
         version=version.version,
         batching=version.verdict and version.verdict.told,
     )
-    if version.contradiction:
-        log.warning(
-            Event.MODEL_CONTRADICTED,
-            model=version.name,
-            version=version.version,
-            reason=version.contradiction,
-        )
+    for event, reason in (
+        (Event.MODEL_NOT_WARMED_UP, version.warm_up_omitted),
+        (Event.MODEL_CONTRADICTED, version.contradiction),
+    ):
+        if reason:
+            log.warning(event, model=version.name, version=version.version, reason=reason)
 
 
 def _told(error: Exception) -> str:

@@ -9,7 +9,6 @@ the record is found as any other that ends its process.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import queue
 import threading
 import time
@@ -18,17 +17,13 @@ from contextlib import suppress
 
 from headrace.errors import Code, Fatal, Rejected
 from headrace.messages import InputTensor, Request
-from headrace.models.user_code import describe
+from headrace.models.user_code import Interrupted, describe, interrupt
 from headrace.models.version import ModelVersion
 
 INTERRUPT_GRACE_S = 5.0
 BETWEEN_S = 0.05
 ARRIVES_S = 0.001
 """An interruption that was asked for is raised after the next few instructions of its thread."""
-
-
-class _Interrupted(BaseException):
-    """A transform has run for too long; not for a user's `except Exception` to catch."""
 
 
 class Payload:
@@ -124,9 +119,7 @@ class TransformThread:
             if payload.is_done:
                 return
             payload.is_interrupted = True
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(_Interrupted)
-            )
+            interrupt(self._thread)
 
     # --- on the thread ---------------------------------------------------------------------------
 
@@ -145,8 +138,8 @@ class TransformThread:
                 # If it is on its way it comes now, and must not meet the next payload. A bare
                 # `except` of the transform's may have swallowed it before.
                 time.sleep(ARRIVES_S)
-                raise _Interrupted
-        except _Interrupted:
+                raise Interrupted
+        except Interrupted:
             limit_s = payload.version.config.max_execution_s
             payload.error = Rejected(
                 Code.MODEL_FAILED,
@@ -161,7 +154,7 @@ def _apply(payload: Payload) -> None:
         payload.inputs = payload.version.transform(payload.value, payload.content_type)
     except Rejected as error:
         payload.error = error
-    except _Interrupted:
+    except Interrupted:
         raise
     except BaseException as error:  # noqa: BLE001 - a user's code must not end the thread
         payload.error = Rejected(Code.INVALID_REQUEST, f"transform: {describe(error)}")

@@ -10,13 +10,21 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 
 from headrace.codec import Answer, decode_response, encode_request
+from headrace.errors import Code
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.models.verdict import Batching
 from headrace.topics import STAGES
 from tests.support.logs import read, write_to
-from tests.support.models import add_version, digits, linear_classifier, tree_classifier
+from tests.support.models import (
+    add_version,
+    digits,
+    linear_classifier,
+    make_model,
+    tree_classifier,
+)
 from tests.support.pipelines import log_for, serving, settings_of
 
 Inputs = dict[str, NDArray[Any]]
@@ -33,6 +41,42 @@ class Model:
         names = np.array(["a", "b", "c", "d"], dtype=object)
         return {"label": names[inputs["X"].argmax(axis=1)]}
 """
+
+
+NUMBERS_AS_TEXTS = """
+import numpy as np
+
+
+class Model:
+    inputs = [("X", "FP32", (-1, 4))]
+    outputs = [("label", "BYTES", (-1,))]
+
+    def run(self, inputs):
+        return {"label": np.array(list(range(len(inputs["X"]))), dtype=object)}
+"""
+
+WRONG_SHAPE = """
+class Model:
+    inputs = [("X", "FP32", (-1, 4))]
+    outputs = [("y", "FP32", (-1, 2))]
+
+    def run(self, inputs):
+        return {"y": inputs["X"]}
+"""
+
+
+def halves() -> onnx.ModelProto:
+    """`x` FP32 [n, k] and `y` FP32 [n, m], both of 10 columns, to the halves of their sum."""
+    shape = numpy_helper.from_array(np.array([-1, 2, 5]), "shape")
+    return make_model(
+        [
+            helper.make_node("Add", ["x", "y"], ["sum"]),
+            helper.make_node("Reshape", ["sum", "shape"], ["halves"]),
+        ],
+        [("x", TensorProto.FLOAT, ["n", "k"]), ("y", TensorProto.FLOAT, ["n", "m"])],
+        [("halves", TensorProto.FLOAT, ["n", 2, 5])],
+        [shape],
+    )
 
 
 class Served(dict[str, Any]):
@@ -103,3 +147,34 @@ async def test_python_model_with_one_label_for_each_row_is_served(tmp_path: Path
     assert served.verdict is Batching.BATCHABLE
     assert isinstance(served["0"], Answer)
     assert served["0"].outputs["label"].tolist() == [b"a", b"b", b"c", b"d"]
+
+
+async def test_model_that_fails_with_made_up_rows_is_served(tmp_path: Path) -> None:
+    """No size of the free dimensions that is made up is one that it accepts; requests decide."""
+    add_version(tmp_path, "model", 1, halves())
+    rows = {"x": np.ones((1, 10), np.float32), "y": np.ones((1, 10), np.float32)}
+
+    served = await serve(tmp_path, "model", [rows])
+
+    assert served.verdict is Batching.UNDECIDED
+    assert served["0"].outputs["halves"].tolist() == [[[2.0] * 5] * 2]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (NUMBERS_AS_TEXTS, "output label: expected bytes or str, got int at element 0"),
+        (WRONG_SHAPE, "output y: expected shape [-1, 2], got [1, 4]"),
+    ],
+    ids=["element", "shape"],
+)
+async def test_fault_of_a_python_model_is_called_its_own(
+    tmp_path: Path, code: str, message: str
+) -> None:
+    """What it returns is no fault of the request."""
+    add_python(tmp_path, "model", code)
+
+    served = await serve(tmp_path, "model", [{"X": np.ones((1, 4), np.float32)}])
+
+    assert served["0"].error_details.code == Code.MODEL_FAILED
+    assert message in served["0"].error

@@ -44,3 +44,38 @@ async def test_sighup_takes_up_a_new_version_and_refuses_a_broken_one(tmp_path: 
     assert "model.onnx" in broken
     assert "ready" in ready
     assert code == 0
+
+
+@pytest.mark.timeout(120)
+async def test_model_that_exits_or_hangs_at_import_ends_no_process(tmp_path: Path) -> None:
+    """After SIGHUP both are reported, what is new beside them serves, and SIGTERM works."""
+    repository = tmp_path / "models"
+    shutil.copytree(DEMO_MODELS, repository)
+    process = Process(
+        "ingest,batcher,executor,responder", {"HEADRACE_MODELS__REPOSITORY": os.fspath(repository)}
+    )
+    async with process:
+        for name, source in (
+            ("exits", "import sys; sys.exit(0)"),
+            ("hangs", "while True: pass"),
+            ("interrupts", "raise KeyboardInterrupt"),
+        ):
+            (repository / name / "1").mkdir(parents=True)
+            (repository / name / "1" / "model.py").write_text(source)
+            (repository / name / "model.toml").write_text('backend = "python"\nmax_load_s = 6')
+        shutil.copytree(repository / "digits" / "1", repository / "digits" / "2")
+
+        process.send(signal.SIGHUP)
+
+        async def reloaded() -> bool:
+            return bool(json.loads(await process.get("/v2/models/digits"))["versions"] == ["2"])
+
+        await eventually(reloaded, what="version 2 to serve", deadline_s=60)
+        output = process.output
+        code = await process.terminate()
+
+    assert "exits/1/model.py: SystemExit: 0" in output
+    assert "interrupts/1/model.py: KeyboardInterrupt" in output
+    assert "expected the import to end within max_load_s = 6 s, got no end" in output
+    assert "models.reload_slow" in output
+    assert code == 0

@@ -16,6 +16,7 @@ from headrace.config import make_settings
 from headrace.log.kafka_release import oldest_release
 from tests.support.command_line import Call
 from tests.support.fake_cupy import FakeCupy
+from tests.support.models import add_version, digits
 
 
 def findings(call: Call, *arguments: str) -> dict[str, dict[str, str]]:
@@ -156,3 +157,18 @@ def test_old_brokers_are_an_error(release: tuple[int, int], health: Health) -> N
     """At-least-once delivery needs Kafka 3.0."""
     settings = make_settings({"kafka": {"bootstrap_servers": "broker:9092"}})
     assert check_release(settings, release).health is health
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("1/model.py", 'backend = "python"'), ("transform.py", 'transform = "python"')],
+)
+def test_model_that_exits_at_import_is_a_finding(
+    call: Call, tmp_path: Path, name: str, config: str
+) -> None:
+    """What a user's code raises is told by its file, and the examination goes on."""
+    directory = add_version(tmp_path / "models", "exits", 1, digits(), config).parent
+    (directory / name).write_text("import sys; sys.exit(0)", encoding="utf-8")
+    found = findings(call)
+    assert f"exits/{name}: SystemExit: 0" in found["models"]["text"]
+    assert found["device"]["health"] == "ok"

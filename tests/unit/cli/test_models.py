@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from headrace.cli.outcome import Exit
 from tests.support.command_line import Call
-from tests.support.models import add_version, digits, embedding, falsely_batched
+from tests.support.models import add_version, digits, embedding, falsely_batched, make_model
 
 LEAKY = """
 class Model:
@@ -114,7 +117,9 @@ def test_check_loads_and_runs_the_models(repository: Path, call: Call) -> None:
 
 def test_check_fails_when_one_model_cannot_serve(repository: Path, call: Call) -> None:
     """All are tried, and the exit code says that one is bad."""
-    add_version(repository, "bad", 1, embedding(), "range.index = [90, 99]")
+    directory = add_version(repository, "bad", 1, embedding())
+    (directory / "warmup").mkdir()
+    np.savez(directory / "warmup" / "rows.npz", index=np.array([[90]]))
     add_version(repository, "digits", 1, digits())
     result = call("models", "check", "--json")
     assert result.exit_code == Exit.FAILED
@@ -149,3 +154,49 @@ def test_check_tells_of_a_contradiction(repository: Path, call: Call) -> None:
     result = call("models", "check")
     assert result.exit_code == Exit.DONE
     assert "max_batch_size is declared as 8; not batchable: mates leak: y of a row" in result.stdout
+
+
+def huge() -> onnx.ModelProto:
+    """`x` FP32 [batch, 2^33] to `y`, the same: a row is 32 GiB."""
+    shape = ("batch", 2**33)
+    return make_model(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [("x", TensorProto.FLOAT, shape)],
+        [("y", TensorProto.FLOAT, shape)],
+    )
+
+
+def test_check_goes_on_after_a_model_too_large_to_try_out(repository: Path, call: Call) -> None:
+    """It can be served, as far as is known; the remark says why it was not tried out."""
+    add_version(repository, "a", 1, huge())
+    add_version(repository, "b", 1, digits())
+    result = call("models", "check")
+    assert result.exit_code == Exit.DONE
+    assert "not warmed up: input x: expected a row of at most 67108864 bytes" in result.stdout
+    assert "b/1: ready\n" in result.stdout
+
+
+def test_check_tells_how_to_give_rows_that_a_model_accepts(repository: Path, call: Call) -> None:
+    """A model that fails with made-up rows is served, alone at first, and the remark says why."""
+    add_version(repository, "model", 1, embedding(), "range.index = [90, 99]")
+    result = call("models", "check")
+    assert result.exit_code == Exit.DONE
+    assert "batching is off: undecided: the model fails with made-up inputs" in result.stdout
+    assert "put real rows into warmup/rows.npz of the version" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["list", "check"])
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "raise KeyboardInterrupt"])
+def test_model_that_exits_at_import_is_told_beside_others(
+    repository: Path, call: Call, command: str, code: str
+) -> None:
+    """The command goes on, and ends with its own exit code."""
+    directory = repository / "exits" / "1"
+    directory.mkdir(parents=True)
+    (directory / "model.py").write_text(code, encoding="utf-8")
+    (repository / "exits" / "model.toml").write_text('backend = "python"', encoding="utf-8")
+    add_version(repository, "good", 1, digits())
+    result = call("models", command)
+    assert result.exit_code == (Exit.FAILED if command == "check" else Exit.DONE)
+    assert "exits/1: failed\n  exits/1/model.py: " in result.stdout
+    assert "good/1: " in result.stdout

@@ -250,3 +250,19 @@ def test_keys_that_do_not_go_together_are_refused(values: dict[str, Any], fault:
     """Before any model is looked at."""
     with pytest.raises(ConfigurationError, match=fault):
         make_model_config(values, models.settings_for(Path()))
+
+
+def test_labels_of_another_directory_are_refused(tmp_path: Path) -> None:
+    """A path that leads out of the model's directory is not read, whatever it holds."""
+    (tmp_path / "secret.txt").write_text(LABELS, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="expected a file in the model's directory"):
+        load(tmp_path, scores(), postprocess="argmax", labels="../secret.txt")
+
+
+def test_labels_behind_a_link_to_another_directory_are_refused(tmp_path: Path) -> None:
+    """A symbolic link leads out as ".." does."""
+    (tmp_path / "secret.txt").write_text(LABELS, encoding="utf-8")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "linked.txt").symlink_to(tmp_path / "secret.txt")
+    with pytest.raises(ConfigurationError, match="expected a file in the model's directory"):
+        load(tmp_path, scores(), postprocess="argmax", labels="linked.txt")

@@ -15,7 +15,7 @@ import pytest
 from onnx import helper
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.models.backend import ModelFailed
+from headrace.models.backend import ModelFailed, WarmUp
 from headrace.models.config import ModelConfig, make_model_config
 from headrace.models.onnx_backend import OnnxBackend, intra_op_threads
 from headrace.models.signature import read_onnx_signature
@@ -120,16 +120,13 @@ def test_output_that_does_not_scale_with_the_rows_is_a_failure(load: Make) -> No
 
 def test_warm_up_of_a_sound_model_finds_nothing(load: Make) -> None:
     """Batching stays on."""
-    backend = load(models.tokens())
-    backend.warm_up()
-    assert backend.batching_fault == ""
+    assert load(models.tokens()).warm_up() == WarmUp()
 
 
 def test_warm_up_finds_that_larger_batches_fail(load: Make) -> None:
     """One row runs and two do not: the model is served, and batching is off with the reason."""
-    backend = load(models.falsely_batched())
-    backend.warm_up()
-    assert backend.batching_fault.startswith("a run of 2 rows failed at warm-up with made-up")
+    fault = load(models.falsely_batched()).warm_up().batching_fault
+    assert fault.startswith("a run of 2 rows failed at warm-up with made-up")
 
 
 def test_warm_up_runs_powers_of_two_up_to_the_limit(
@@ -155,17 +152,17 @@ def test_warm_up_keeps_the_limit_of_bytes(make: Make, monkeypatch: pytest.Monkey
 def test_warm_up_keeps_to_the_range(load: Make) -> None:
     """Made-up values are allowed ones."""
     backend = load(models.embedding(), range={"index": [3, 7]}, max_batch_size=1)
-    backend.warm_up()
-    assert backend.batching_fault == ""
+    assert backend.warm_up() == WarmUp()
 
 
-def test_model_that_cannot_run_one_row_is_refused(load: Make) -> None:
-    """A version that fails at warm-up never becomes ready."""
+def test_warm_up_that_fails_with_made_up_rows_is_omitted(load: Make) -> None:
+    """A model need not accept them; the reason says how real ones are given."""
     backend = load(models.embedding(rows=8), range={"index": [8, 9]})
-    with pytest.raises(
-        ConfigurationError, match=r"warm-up with made-up inputs.*out of data bounds"
-    ):
-        backend.warm_up()
+    omitted = backend.warm_up().omitted
+    assert "out of data bounds" in omitted
+    assert omitted.endswith(
+        "put real rows into warmup/rows.npz of the version, an array for each input"
+    )
 
 
 def test_warm_up_runs_the_samples_that_are_there(load: Make, tmp_path: Path) -> None:

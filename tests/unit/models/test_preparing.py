@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigurationError
-from headrace.models.backend import Arrays
+from headrace.models.backend import Arrays, WarmUp
 from headrace.models.cores import Cores
 from headrace.models.preparing import Preparation
 from headrace.models.registry import Models
@@ -37,7 +37,6 @@ class Counting:
 
     def __init__(self, signature: Signature, fault: str = "") -> None:
         self.signature = signature
-        self.batching_fault = ""
         self.steps: list[str] = []
         self._fault = fault
 
@@ -47,9 +46,9 @@ class Counting:
     def adopt(self, signature: Signature) -> None:
         self.signature = signature
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> WarmUp:
         self.steps.append("warm up")
-        self.batching_fault = self._fault
+        return WarmUp(self._fault)
 
     def run(self, inputs: Arrays) -> Arrays:
         self.steps.append("run")

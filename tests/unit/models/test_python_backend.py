@@ -12,9 +12,10 @@ import pytest
 
 from headrace.config import make_settings
 from headrace.errors import ConfigurationError
-from headrace.models.backend import ModelFailed
+from headrace.models.backend import ModelFailed, WarmUp
 from headrace.models.config import make_model_config
 from headrace.models.python_backend import PythonBackend, python_signature
+from headrace.models.user_code import StillImporting
 from tests.unit.models.requests import spec
 
 Make = Callable[..., PythonBackend]
@@ -94,8 +95,9 @@ def test_run_gives_the_outputs(make: Make) -> None:
         ("return {'y': inputs['x'].astype('c8')[0]}", "y: expected FP32, got complex64"),
         ("return {'y': inputs['x'].sum()[None]}", r"y: expected 3 rows in dimension 0.*\[1\]"),
         ("return {'y': np.array(1, 'f4')}", r"y: expected 3 rows in dimension 0.*\[\]"),
+        ("return {'y': inputs['x']}", r"y: expected shape \[-1\], got \[3, 2\]"),
     ],
-    ids=["none", "list", "name", "datatype", "no datatype", "rows", "scalar"],
+    ids=["none", "list", "name", "datatype", "no datatype", "rows", "scalar", "shape"],
 )
 def test_outputs_that_break_the_signature_are_a_failure(make: Make, run: str, message: str) -> None:
     """The output is named, with what was expected."""
@@ -129,16 +131,14 @@ def test_own_warm_up_takes_the_place_of_the_usual_one(make: Make) -> None:
     """A model that knows better what it needs is left to it."""
     backend = make(model("raise ValueError", "def warm_up(self): self.warm = True"))
     backend.load()
-    backend.warm_up()
-    assert backend.batching_fault == ""
+    assert backend.warm_up() == WarmUp()
 
 
 def test_usual_warm_up_finds_that_larger_batches_fail(make: Make) -> None:
     """As for every backend: one row runs, two do not, batching is off."""
     backend = make(model("assert len(inputs['x']) < 2; return {'y': inputs['x'][:, 0]}"))
     backend.load()
-    backend.warm_up()
-    assert backend.batching_fault.startswith("a run of 2 rows failed")
+    assert backend.warm_up().batching_fault.startswith("a run of 2 rows failed")
 
 
 def test_cancel_reaches_the_model(make: Make) -> None:
@@ -149,3 +149,51 @@ def test_cancel_reaches_the_model(make: Make) -> None:
     backend.load()
     backend.cancel()
     assert backend.run({"x": np.ones((1, 2), np.float32)})["y"].tolist() == [1.0]
+
+
+def test_output_of_texts_with_something_else_is_a_failure(make: Make) -> None:
+    """An object array holds anything; the element is named."""
+    body = model("return {'y': np.array([b'a', 'b', 3], dtype=object)}")
+    backend = make(body.replace('"y", "FP32"', '"y", "BYTES"'))
+    backend.load()
+    with pytest.raises(ModelFailed, match=r"y: expected bytes or str, got int at element 2"):
+        backend.run({"x": np.ones((3, 2), np.float32)})
+
+
+def test_unload_reaches_the_model(make: Make, tmp_path: Path) -> None:
+    """A model with an `unload` of its own can close what it has opened."""
+    backend = make(model(more=f"def unload(self): open('{tmp_path}/closed', 'w').close()"))
+    backend.load()
+    backend.unload()
+    assert (tmp_path / "closed").exists()
+
+
+def test_cancel_that_raises_is_ignored(make: Make) -> None:
+    """It is called by the event loop, which a user's code must not end."""
+    backend = make(model(more="def cancel(self): raise SystemExit"))
+    backend.load()
+    backend.cancel()
+    assert backend.run({"x": np.ones((1, 2), np.float32)})["y"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "KeyboardInterrupt", "BaseException('no')"])
+def test_import_that_raises_anything_is_refused(tmp_path: Path, raised: str) -> None:
+    """Nothing that a user's code raises ends the process."""
+    path = tmp_path / "model.py"
+    path.write_text(f"raise {raised}", encoding="utf-8")
+    config = make_model_config({"backend": "python"}, make_settings({}))
+    with pytest.raises(ConfigurationError, match=rf"model\.py: {raised.partition('(')[0]}"):
+        python_signature(path, config)
+
+
+def test_import_that_does_not_end_is_refused_after_max_load_s(tmp_path: Path) -> None:
+    """It is interrupted then, where it is written in Python."""
+    path = tmp_path / "model.py"
+    path.write_text("while True: pass", encoding="utf-8")
+    config = make_model_config({"backend": "python", "max_load_s": 0.05}, make_settings({}))
+    with pytest.raises(
+        StillImporting, match=r"expected the import to end within max_load_s = 0\.05 s"
+    ) as caught:
+        python_signature(path, config)
+    caught.value.thread.join(10)
+    assert not caught.value.thread.is_alive()

@@ -179,6 +179,7 @@ def test_status_shows_versions_and_faults(tmp_path: Path, opened: Open) -> None:
         "max_batch_size": 32,
         "batching_off": "",
         "contradiction": "",
+        "warm_up_omitted": "",
         "batching": None,
     }
 

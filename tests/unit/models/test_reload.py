@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Code, ConfigurationError
-from headrace.models.opening import Known, Opened, look
+from headrace.models.opening import Importings, Known, Opened, look
 from headrace.models.repository import Repository
 from headrace.models.version import State
 from tests.support.models import add_version, digits
@@ -188,9 +188,11 @@ async def test_version_put_aside_during_a_look_is_opened_anew(
     await executor.models.reload()
     shutil.rmtree(second_directory)
 
-    def look_while_the_second_becomes_ready(repository: Repository, known: Known) -> list[Opened]:
+    def look_while_the_second_becomes_ready(
+        repository: Repository, known: Known, importings: Importings
+    ) -> list[Opened]:
         monkeypatch.undo()
-        opened = look(repository, known)
+        opened = look(repository, known, importings)
         executor.load()
         return opened
 
@@ -199,3 +201,34 @@ async def test_version_put_aside_during_a_look_is_opened_anew(
     assert first.state is State.UNLOADING
     assert executor.loading().version == "1"
     assert executor.models.lookup("digits").version == "2"
+
+
+async def test_import_that_hangs_delays_only_one_reload(tmp_path: Path) -> None:
+    """While it is still running, later ones tell of it at once, and take up what else is new."""
+    directory = tmp_path / "hangs" / "1"
+    directory.mkdir(parents=True)
+    marks = tmp_path / "imports"
+    # Interrupting does not end it, as with native code.
+    code = f"""
+import threading
+with open({str(marks)!r}, "a") as file:
+    file.write("x")
+while True:
+    try:
+        threading.Event().wait(0.01)
+    except BaseException:
+        pass
+    if not __import__("os").path.exists({str(directory)!r}):
+        break
+"""
+    (directory / "model.py").write_text(code, encoding="utf-8")
+    (tmp_path / "hangs" / "model.toml").write_text('backend = "python"\nmax_load_s = 0.05')
+    executor = Executor(tmp_path)
+    add_version(tmp_path, "digits", 1, digits())
+
+    reloaded = await executor.models.reload()
+
+    assert marks.read_text() == "x"  # imported once, by the first look
+    assert reloaded.added == ("digits/1",)
+    assert "expected the import to end within max_load_s" in reloaded.faults[0]
+    shutil.rmtree(tmp_path / "hangs")  # which ends the thread

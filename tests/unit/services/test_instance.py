@@ -9,9 +9,10 @@ import weakref
 
 import numpy as np
 import pytest
+import structlog
 
 from headrace.errors import ConfigurationError
-from headrace.models.backend import Arrays
+from headrace.models.backend import Arrays, Backend, WarmUp
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.services.executor import instance as instances
 from headrace.services.executor.instance import Inline, Instance, TooLate
@@ -26,7 +27,6 @@ class Sleeper:
     signature: Signature = make_signature(
         [TensorSpec("x", "FP32", (-1, 1))], [TensorSpec("x", "FP32", (-1, 1))]
     )
-    batching_fault = ""
 
     def __init__(self) -> None:
         self.run_s = 0.0
@@ -43,8 +43,8 @@ class Sleeper:
     def adopt(self, signature: Signature) -> None:
         self.signature = signature
 
-    def warm_up(self) -> None:
-        pass
+    def warm_up(self) -> WarmUp:
+        return WarmUp()
 
     def run(self, inputs: Arrays) -> Arrays:
         self.threads.append(threading.current_thread().name)
@@ -231,3 +231,38 @@ async def test_hung_run_is_ended_and_not_the_one_behind_it() -> None:
         with pytest.raises(TimeoutError, match="longer than max_execution_s"):
             await instance.finish(first)
         assert await instance.run(OTHERS) is OTHERS
+
+
+async def test_instance_whose_warm_up_fails_is_unloaded() -> None:
+    """What it has loaded is freed, although it never ran."""
+    backend = Sleeper()
+
+    def prepare(each: Backend) -> None:
+        each.load()
+        raise ValueError("no warm-up")
+
+    instance = Instance(backend, "i", max_execution_s=5, may_inline=False, prepare=prepare)
+    with pytest.raises(ConfigurationError, match="i: ValueError: no warm-up"):
+        async with instance:
+            pass
+    assert backend.unloaded
+
+
+async def test_unload_that_raises_is_logged() -> None:
+    """The instance ends all the same."""
+
+    class Clinging(Sleeper):
+        def unload(self) -> None:
+            raise SystemExit(3)
+
+    with structlog.testing.capture_logs() as logs:
+        async with make(Clinging()):
+            pass
+    assert logs == [
+        {
+            "event": "model.unload_failed",
+            "log_level": "warning",
+            "instance": "instance",
+            "reason": "RuntimeError: SystemExit: 3",
+        }
+    ]
