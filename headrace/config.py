@@ -13,7 +13,15 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -23,6 +31,7 @@ from pydantic_settings import (
 from headrace.errors import ConfigurationError
 from headrace.topics import Topic
 
+Namespace = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,100}$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
 
@@ -159,7 +168,7 @@ class Settings(BaseSettings):
         frozen=True, extra="forbid", env_prefix="HEADRACE_", env_nested_delimiter="__"
     )
 
-    namespace: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,100}$")] = "headrace"
+    namespace: Namespace = "headrace"
     kafka: KafkaSettings | None = None
     topics: TopicSettings = TopicSettings()
     delivery: DeliverySettings = DeliverySettings()
@@ -193,6 +202,18 @@ class Settings(BaseSettings):
     def topic(self, topic: Topic) -> str:
         """The full name of one of Headrace's topics."""
         return self.topics.names.get(topic, f"{self.namespace}.{topic}")
+
+
+def check_namespace(namespace: str) -> str:
+    """Return the namespace. Raises `ConfigurationError` if topics cannot be named after it."""
+    try:
+        return _check_namespace(namespace)
+    except ValidationError as error:
+        (fault,) = error.errors(include_url=False)
+        raise ConfigurationError(f"namespace: {fault['msg']}, got {namespace!r}") from error
+
+
+_check_namespace = TypeAdapter(Namespace).validate_python
 
 
 def load_settings(config_file: Path | None = None) -> Settings:

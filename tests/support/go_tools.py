@@ -8,6 +8,7 @@ for it; where there is no Go, those tests are skipped, with the reason.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -67,6 +68,13 @@ def build(tool: GoTool) -> Path:
     if go is None:
         raise NotBuilt(f"no Go on this machine to build {tool.package}")
     tool.program.parent.mkdir(parents=True, exist_ok=True)
+    with tool.program.with_suffix(".lock").open("w") as lock:
+        # One process builds and the others wait: a build takes minutes and gigabytes.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return tool.program if tool.program.exists() else _build(tool, go)
+
+
+def _build(tool: GoTool, go: str) -> Path:
     part = tool.program.with_suffix(f".{os.getpid()}.part")
     # One package at a time: linking and compiling side by side takes gigabytes.
     command = [go, "build", "-p", "1", "-ldflags=-s -w", "-o", str(part), tool.package]

@@ -15,7 +15,7 @@ TESTS = ("tests",)
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
-_NOT_OURS = {"__pycache__", "build", "dist"}
+_NOT_OURS = {"__pycache__", "build", "dist", "node_modules"}
 _HIDDEN_BUT_OURS = {".ci", ".github"}
 
 

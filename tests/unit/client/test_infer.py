@@ -11,6 +11,7 @@ import pytest
 
 from headrace.client import Client
 from headrace.config import Settings
+from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
 from headrace.log.partitioner import partition_for_key
 from headrace.log.port import Record
@@ -160,3 +161,39 @@ async def test_timeouts_are_positive_and_finite(client: Client, timeout_s: float
     """A call has an end that can be told."""
     with pytest.raises(ValueError, match="timeout_s: expected a positive number"):
         await client.infer("m", {"x": PIXELS}, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype"),
+    [
+        ([[0.5, 1.0]], "FP32"),
+        ([[0, 1]], "INT64"),
+        ([[True, False]], "BOOL"),
+        (0.5, "FP32"),
+        ([["a"]], "BYTES"),
+        (np.array([[0.5]]), "FP64"),
+        (np.float64(0.5), "FP64"),
+    ],
+)
+async def test_value_without_a_dtype_is_sent_as_the_protocols_usual_one(
+    client: Client, responder: Responder, value: object, datatype: str
+) -> None:
+    """Python floats become FP32; NumPy's own values keep their dtype."""
+    await client.infer("m", {"x": value})  # type: ignore[dict-item]  # any array-like
+    assert body(responder.seen[0])["inputs"][0]["datatype"] == datatype  # type: ignore[index]  # decoded without a type
+
+
+async def test_explicit_namespace_wins_over_the_environment(
+    log: MemoryLog, responder: Responder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An argument of the client overrides the environment variable."""
+    monkeypatch.setenv("HEADRACE_NAMESPACE", "elsewhere")
+    async with Client(log=log, namespace="headrace") as client:
+        await client.infer("m", {"x": PIXELS})
+    assert responder.seen[0].topic == "headrace.requests"
+
+
+def test_namespace_that_names_no_topic_is_refused() -> None:
+    """A namespace with characters that Kafka does not allow is a configuration error."""
+    with pytest.raises(ConfigurationError, match="got 'no spaces'"):
+        Client("127.0.0.1:9092", namespace="no spaces")

@@ -1,15 +1,8 @@
-"""The client: NumPy in, NumPy out, over Kafka.
+"""The asyncio client.
 
-```python
-async with Client(bootstrap_servers="127.0.0.1:9092") as client:
-    response = await client.infer("digits", {"pixels": array}, timeout_s=1.0)
-    response.outputs["label"]
-```
-
-A client has one reply partition of the topic of responses and one task that reads it; a call is
-one record sent and one future, no task. Calls may run side by side, also from several tasks of
-the same event loop. At most `max_in_flight` are under way, the rest wait their turn within their
-own timeouts.
+A client reads one partition of the responses topic with one task; a call is one record sent and
+one future. Calls may run concurrently, also from several tasks of the same event loop. At most
+`max_in_flight` calls are under way; further calls wait within their own timeouts.
 """
 
 from __future__ import annotations
@@ -27,15 +20,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from headrace import envelope
 from headrace.codec import decode_response, encode_request
-from headrace.config import KafkaSettings, Settings, make_settings
+from headrace.config import KafkaSettings, Settings, check_namespace, make_settings
 from headrace.errors import ConfigurationError, HeadraceError, Rejected, Retriable
 from headrace.exchange import Exchange
 from headrace.log.port import Log, NewRecord, Record
 from headrace.messages import ErrorResponse, Parameter
 from headrace.opening import open_log
 from headrace.replies import ClientClosed
-
-__all__ = ["Client", "ClientClosed", "InferenceError", "InferenceTimeout", "Response"]
 
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_MAX_IN_FLIGHT = 1024
@@ -84,16 +75,17 @@ class Response(NamedTuple):
 
 
 class Client:
-    """Asks models on a log and waits for their answers.
+    """Sends requests to models and waits for their answers.
 
     Nothing is opened before `async with`; leaving it fails the calls that still wait with
     `ClientClosed`.
 
     Args:
-        bootstrap_servers: of the brokers; over what the settings say.
-        log: an opened log to use instead, which stays its owner's to close.
-        settings: for the topics' names and Kafka's security; without them, environment
-            variables and defaults.
+        bootstrap_servers: addresses of the brokers. Overrides `settings` and the environment.
+        namespace: prefix of the topics' names. Overrides `settings` and the environment.
+        log: an opened log to use instead of a broker; the caller closes it.
+        settings: topic names and Kafka's security; by default, the environment variables
+            (`HEADRACE_KAFKA__SECURITY_PROTOCOL`, …) over the defaults.
         reply_partition: of the topic of responses; one at random when not given.
         content_type: `application/msgpack` or `application/json`, of requests and answers.
         max_in_flight: how many calls may be under way at once. It bounds memory: what waits is
@@ -105,10 +97,11 @@ class Client:
         LogUnavailable, LogAuthenticationFailed: see `headrace.log.port`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is an option of its own
         self,
         bootstrap_servers: str | None = None,
         *,
+        namespace: str | None = None,
         log: Log | None = None,
         settings: Settings | None = None,
         reply_partition: int | None = None,
@@ -122,7 +115,7 @@ class Client:
             )
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight: expected at least 1, got {max_in_flight}")
-        self._settings = _with_broker(settings or make_settings({}), bootstrap_servers)
+        self._settings = _override(settings or make_settings({}), bootstrap_servers, namespace)
         self._log = log
         self._reply_partition = reply_partition
         self._content_type = content_type
@@ -182,8 +175,9 @@ class Client:
 
         Args:
             model: its name.
-            inputs: by name; shapes include the batch dimension, as in `[1, 64]`. Text is an
-                array of `bytes` or `str`.
+            inputs: by name; shapes include the batch dimension, as in `[1, 64]`. An array is
+                sent with its own dtype. Lists of Python floats are sent as FP32, integers as
+                INT64, booleans as BOOL, `bytes` and `str` as BYTES.
             timeout_s: for everything together; it becomes the request's deadline.
             version: of the model; its newest when not given.
             id: your own name for the request, echoed.
@@ -259,20 +253,28 @@ class Client:
             return _response(answer)
 
 
-def _with_broker(settings: Settings, bootstrap_servers: str | None) -> Settings:
-    if bootstrap_servers is None:
-        return settings
-    named = {"bootstrap_servers": bootstrap_servers}
-    kafka = settings.kafka.model_copy(update=named) if settings.kafka else KafkaSettings(**named)
-    return settings.model_copy(update={"kafka": kafka})
+def _override(settings: Settings, bootstrap_servers: str | None, namespace: str | None) -> Settings:
+    """Return the settings with the explicit arguments of the client over them."""
+    explicit: dict[str, Any] = {}
+    if bootstrap_servers is not None:
+        named = {"bootstrap_servers": bootstrap_servers}
+        kafka = settings.kafka
+        explicit["kafka"] = kafka.model_copy(update=named) if kafka else KafkaSettings(**named)
+    if namespace is not None:
+        explicit["namespace"] = check_namespace(namespace)
+    return settings.model_copy(update=explicit)
 
 
 def _array(value: ArrayLike) -> NDArray[Any]:
+    """Return the value as an array. A NumPy value keeps its dtype; Python floats become FP32."""
     array = np.asarray(value)
-    if array.dtype.kind in "SU" and not isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
+        return array
+    if array.dtype.kind in "SU":
         # NumPy's own types for text drop the zeros at an element's end.
         return np.asarray(value, dtype=object)
-    return array
+    # Nearly all models take FP32, and a Python float has no size that its author chose.
+    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _urgency(priority: int, tenant: str) -> list[tuple[str, bytes]]:

@@ -1,0 +1,138 @@
+"""The client for programs without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from functools import wraps
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+
+from headrace import envelope
+from headrace.client.client import DEFAULT_MAX_IN_FLIGHT, Client
+from headrace.config import Settings
+from headrace.replies import ClientClosed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _blocking(
+    method: Callable[Concatenate[Client, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncClient, P], T]:
+    """Return the blocking form of a method of `Client`."""
+
+    def call(self: SyncClient, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(lambda client: method(client, *args, **kwargs))
+
+    return cast("Callable[Concatenate[SyncClient, P], T]", wraps(method)(call))
+
+
+class SyncClient:
+    """A `Client` whose methods block. Several threads may call it at the same time.
+
+    The client runs on an event loop in a thread of its own while the context is entered.
+
+    Args:
+        bootstrap_servers, namespace, settings, reply_partition, content_type, max_in_flight:
+            see `Client`.
+
+    Raises (on entering):
+        ConfigurationError, LogUnavailable, LogAuthenticationFailed: see `Client`.
+    """
+
+    def __init__(
+        self,
+        bootstrap_servers: str | None = None,
+        *,
+        namespace: str | None = None,
+        settings: Settings | None = None,
+        reply_partition: int | None = None,
+        content_type: str = envelope.MSGPACK,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+    ) -> None:
+        client = Client(
+            bootstrap_servers,
+            namespace=namespace,
+            settings=settings,
+            reply_partition=reply_partition,
+            content_type=content_type,
+            max_in_flight=max_in_flight,
+        )
+        self._open: Callable[[], AbstractAsyncContextManager[Client]] = lambda: client
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client: Client | None = None
+        self._leave = asyncio.Event()
+
+    @classmethod
+    def of(cls, open_client: Callable[[], AbstractAsyncContextManager[Client]]) -> Self:
+        """Return a blocking client of the client that a context manager gives.
+
+        Args:
+            open_client: called once, on entering; its context is entered and left in the thread.
+        """
+        blocking = cls()
+        blocking._open = open_client
+        return blocking
+
+    infer = _blocking(Client.infer)
+    infer_raw = _blocking(Client.infer_raw)
+
+    def __enter__(self) -> Self:
+        opened: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run(opened)), name="headrace-client", daemon=True
+        )
+        self._thread.start()
+        try:
+            opened.result()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Leave the client's context and wait for its thread, which is bounded by `Client`."""
+        loop, thread = self._loop, self._thread
+        if loop is None:
+            self._leave.set()  # interrupted before the thread had a loop
+        elif not loop.is_closed():
+            loop.call_soon_threadsafe(self._leave.set)
+        if thread is not None:
+            thread.join()
+
+    def _call(self, start: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+        client, loop = self._client, self._loop
+        if client is None or loop is None:
+            raise ClientClosed("the client is not open: use it within `with`")
+        future = asyncio.run_coroutine_threadsafe(start(client), loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # KeyboardInterrupt, for one: the request is cancelled as well
+            raise
+
+    async def _run(self, opened: concurrent.futures.Future[None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with self._open() as self._client:
+                opened.set_result(None)
+                await self._leave.wait()
+        except BaseException as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+        finally:
+            self._client = None

@@ -1,0 +1,97 @@
+"""The clients in other languages, each built and run as a user would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headrace.local_kafka import LocalKafka, install
+from tests.support.processes import Process, environment, headrace
+from tests.support.tree import ROOT
+
+BUILD_TIMEOUT_S = 240.0
+RUN_TIMEOUT_S = 40.0
+
+
+@pytest.fixture
+async def settings(kafka: LocalKafka, unique_name: str) -> AsyncIterator[dict[str, str]]:
+    """The environment of an example whose digits are read while the test runs."""
+    models = ROOT / "headrace" / "demo" / "models"
+    settings = environment(kafka.bootstrap_servers, unique_name, models)
+    await headrace(["topics", "create"], settings)
+    async with Process("ingest,batcher,executor,responder", settings):
+        yield {"BOOTSTRAP_SERVERS": kafka.bootstrap_servers, "NAMESPACE": unique_name}
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    """A copy of the examples, to build in."""
+    ignored = shutil.ignore_patterns("node_modules")
+    return Path(shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=ignored))
+
+
+def needs(*programs: str) -> pytest.MarkDecorator:
+    """Skip a test where a tool chain is missing."""
+    missing = [name for name in programs if shutil.which(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+@needs("node", "npm")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_javascript_example_prints_the_digit(
+    settings: dict[str, str], examples: Path
+) -> None:
+    """kafkajs, from its lock file."""
+    folder = examples / "javascript"
+    await run(["npm", "ci", "--silent"], folder, {}, BUILD_TIMEOUT_S)
+    assert await run(["node", "digits.js"], folder, settings, RUN_TIMEOUT_S) == "[ 8 ]"
+
+
+@needs("java", "javac")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_java_example_prints_the_digit(settings: dict[str, str], examples: Path) -> None:
+    """kafka-clients, of the jars that the broker itself runs on."""
+    folder = examples / "java"
+    class_path = os.pathsep.join([".", *map(str, install().jars)])
+    await run(["javac", "-cp", class_path, "Digits.java"], folder, {}, BUILD_TIMEOUT_S)
+    printed = await run(["java", "-cp", class_path, "Digits"], folder, settings, RUN_TIMEOUT_S)
+    assert printed.splitlines()[-1] == "[8]"
+
+
+@needs("go")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_go_example_prints_the_digit(settings: dict[str, str], examples: Path) -> None:
+    """franz-go, from its module file."""
+    folder = examples / "go"
+    await run(["go", "build", "-o", "digits", "."], folder, {}, BUILD_TIMEOUT_S)
+    assert await run(["./digits"], folder, settings, RUN_TIMEOUT_S) == "[8]"
+
+
+async def run(command: list[str], folder: Path, settings: dict[str, str], timeout_s: float) -> str:
+    """Return what a command prints; it must end with 0."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env={**os.environ, **settings},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
+    assert process.returncode == 0, errors.decode()
+    return output.decode().strip()

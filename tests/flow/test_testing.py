@@ -1,0 +1,126 @@
+"""`headrace.testing`: models served inside a test's own process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.client import ClientClosed, InferenceError, SyncClient
+from headrace.errors import ConfigurationError
+from headrace.testing import serving, serving_sync
+from tests.support.models import add_version, digits
+
+pytest_plugins = ["pytester"]
+PIXELS = np.ones((2, 64), np.float32)
+SCORES = np.repeat(np.arange(10, dtype=np.float32)[None] * 64, 2, axis=0)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A repository with the model `digits`."""
+    repository = tmp_path / "models"
+    add_version(repository, "digits", 1, digits())
+    return repository
+
+
+async def test_served_model_answers_a_client(models: Path) -> None:
+    """The context gives a client that all four services answer."""
+    async with serving(models) as client:
+        response = await client.infer("digits", {"pixels": PIXELS})
+    np.testing.assert_allclose(response.outputs["scores"], SCORES)
+
+
+async def test_environment_with_a_broker_is_not_connected_to(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests never reach the broker that a user's environment names."""
+    monkeypatch.setenv("HEADRACE_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
+    async with serving(models) as client:
+        response = await client.infer("digits", {"pixels": PIXELS})
+    assert response.model_name == "digits"
+
+
+async def test_error_in_the_context_is_raised_as_it_is(models: Path) -> None:
+    """A failed assertion of a user's test is not wrapped in an exception group."""
+    with pytest.raises(AssertionError, match="the user's own"):
+        async with serving(models):
+            raise AssertionError("the user's own")
+
+
+async def test_missing_repository_is_a_configuration_error(tmp_path: Path) -> None:
+    """A directory that does not exist is refused with its name."""
+    with pytest.raises(ConfigurationError, match="nothing-here"):
+        async with serving(tmp_path / "nothing-here"):
+            pass
+
+
+def test_blocking_client_gets_the_same_answer(models: Path) -> None:
+    """`serving_sync` needs no event loop of the caller's."""
+    with serving_sync(models) as client:
+        response = client.infer("digits", {"pixels": PIXELS})
+    np.testing.assert_allclose(response.outputs["scores"], SCORES)
+
+
+def test_blocking_client_raises_the_codes_of_errors(models: Path) -> None:
+    """A refusal of the services is an `InferenceError` with its code."""
+    with serving_sync(models) as client, pytest.raises(InferenceError) as caught:
+        client.infer("letters", {"pixels": PIXELS})
+    assert caught.value.code == "UNKNOWN_MODEL"
+
+
+def test_threads_share_a_blocking_client(models: Path) -> None:
+    """Calls of several threads each get their own answer."""
+    answers: dict[int, float] = {}
+    with serving_sync(models) as client:
+
+        def call(number: int) -> None:
+            rows = np.full((1, 64), number, np.float32)
+            answers[number] = client.infer("digits", {"pixels": rows}).outputs["scores"][0, 1]
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert answers == {number: 64.0 * number for number in range(20)}
+
+
+def test_closed_blocking_client_refuses_calls(models: Path) -> None:
+    """A call before entering or after leaving names the reason."""
+    with serving_sync(models) as client:
+        pass
+    for closed in (client, SyncClient("127.0.0.1:9092")):
+        with pytest.raises(ClientClosed, match="within `with`"):
+            closed.infer("digits", {"pixels": PIXELS})
+
+
+def test_blocking_client_without_a_broker_raises_a_configuration_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `Client` raises on entering reaches the caller's thread."""
+    monkeypatch.delenv("HEADRACE_KAFKA__BOOTSTRAP_SERVERS", raising=False)
+    with pytest.raises(ConfigurationError, match="needs a broker"), SyncClient():
+        pass
+
+
+def test_fixture_serves_the_models_of_the_ini_option(
+    models: Path, pytester: pytest.Pytester
+) -> None:
+    """A user's test gets a client from the plugin's fixture."""
+    pytester.makeini(f"[pytest]\nheadrace_models = {models}")
+    pytester.makepyfile(
+        conftest='pytest_plugins = ["headrace.testing.pytest_plugin"]',
+        test_digits="""
+            import numpy as np
+
+            def test_scores_have_ten_columns(headrace_client):
+                pixels = np.ones((1, 64), np.float32)
+                response = headrace_client.infer("digits", {"pixels": pixels})
+                assert response.outputs["scores"].shape == (1, 10)
+        """,
+    )
+    result = pytester.runpytest_subprocess("-p", "no:randomly")
+    result.assert_outcomes(passed=1)
