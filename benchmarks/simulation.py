@@ -1,4 +1,4 @@
-"""The simulation against real runs: what `headrace replay --simulate` says of the 99th percentile
+"""The simulation against real runs: what `headrace replay simulate` says of the 99th percentile
 of a run, and what that run had.
 
     python -m benchmarks.simulation [--model NAME,...] [--load SHARE,...] [--rounds N] [--seconds N]

@@ -1,4 +1,4 @@
-"""The options of `headrace replay --compare`: which models, and how far they may differ."""
+"""The options of `headrace replay compare`: which models, and how far they may differ."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def _tally(tally: Tally, order: Order) -> dict[str, Any]:
     "--capture",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write a capture file instead, as `headrace replay --file` reads it.",
+    help="Write a capture file instead, as the --file of `headrace replay` names one.",
 )
 @pass_settings
 def export(

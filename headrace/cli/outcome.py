@@ -14,6 +14,7 @@ class Exit(IntEnum):
     DONE = 0
     FAILED = 1
     USAGE = 2
+    INTERRUPTED = 130
 
 
 class Unsuccessful(Exception):

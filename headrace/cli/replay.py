@@ -1,4 +1,4 @@
-"""`headrace replay`: recorded requests again, into a topic, a pipeline or a file."""
+"""`headrace replay`: recorded requests, counted, saved, or sent into a topic or a pipeline."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import click
 
 from headrace.cli.event_loop import run
+from headrace.cli.lazy_group import LazyGroup
 from headrace.cli.options import options_as
 from headrace.cli.output import say
-from headrace.cli.replay_modes import ReplayCommand
-from headrace.cli.replay_progress import progress
+from headrace.cli.progress import watching
 from headrace.cli.selection_options import (
     as_json,
     chosen_source,
@@ -28,10 +28,14 @@ from headrace.replay.jobs import (
     Source,
     TopicJob,
     Watch,
-    count,
     new_run_id,
     replay_into_topic,
-    save,
+)
+from headrace.replay.jobs import (
+    count as count_records,
+)
+from headrace.replay.jobs import (
+    save as save_records,
 )
 from headrace.replay.marking import Marking
 from headrace.replay.opening import open_recording
@@ -40,49 +44,75 @@ from headrace.replay.recording import Recording
 from headrace.replay.totals import PartitionTotals
 from headrace.topics import Topic
 
+MODULES = {
+    "compare": (
+        "headrace.cli.replay_compare",
+        "Compare two models over recorded requests: the same, or different?",
+    ),
+    "simulate": (
+        "headrace.cli.replay_simulate",
+        "Say what other limits, rates and instances would make of them.",
+    ),
+}
 
-class Given(NamedTuple):
-    """What the options say, as it was given: where to, how fast, and how copies are marked."""
 
-    to: str | None
-    to_requests: bool
-    models: Path | None
-    save_file: Path | None
-    dry_run: bool
-    speed: float | None
-    rate: float | None
-    by_key: bool
-    keep_reply: bool
-    reply_to: str | None
-    run_id: str | None
-    checkpoint: Path | None
+@click.group(cls=LazyGroup, modules=MODULES)
+def command() -> None:
+    """Count, save or send recorded requests again, or judge models and limits by them.
 
-    def check(self) -> None:
-        """Raises `click.UsageError` where options do not go together."""
-        into_topic = bool(self.to) or self.to_requests
-        others = (self.models is not None, self.save_file is not None, self.dry_run)
-        if sum((bool(self.to), self.to_requests, *others)) != 1:
-            raise click.UsageError(
-                "give one of --to, --to-requests, --models, --save and --dry-run"
-            )
-        if self.speed is not None and self.rate is not None:
-            raise click.UsageError("give either --speed or --rate")
-        if self.keep_reply and self.reply_to:
-            raise click.UsageError("give either --keep-reply or --reply-to")
-        if self.checkpoint is not None and not into_topic:
-            raise click.UsageError("--checkpoint goes with --to and --to-requests")
+    They are read from a topic or a capture file, by a reader that is in no consumer group, up to
+    where it ends now.
+    """
 
-    @property
-    def pace(self) -> Pace:
-        """When each record is due."""
-        if self.rate is not None:
-            return FixedRate(self.rate)
-        return Unpaced() if self.speed == float("inf") else OriginalSpacing(self.speed or 1.0)
 
-    @property
-    def marking(self) -> Marking:
-        """Of the copies."""
-        return Marking(self.run_id or new_run_id(), self.keep_reply, self.reply_to)
+json_option = click.option("--json", "in_json", is_flag=True, help="Write JSON.")
+
+
+# --- counting and saving ----------------------------------------------------------------------
+
+
+@command.command()
+@selection_options
+@json_option
+@pass_settings
+def count(settings: Settings, /, *, in_json: bool, **chosen: Any) -> None:
+    """Count what is selected, by partition: records, bytes, offsets and time span."""
+    source = chosen_source(settings, chosen)
+    with watching() as watch:
+        totals = run(_count(settings, source, _telling(watch)))
+    _report_totals(totals, in_json)
+
+
+async def _count(settings: Settings, source: Source, watch: Watch) -> list[PartitionTotals]:
+    async with (
+        open_log(settings) as log,
+        open_recording(log, source.origin, source.selection) as recording,
+    ):
+        return await count_records(recording, watch(recording))
+
+
+@command.command()
+@click.argument("path", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+@selection_options
+@json_option
+@pass_settings
+def save(settings: Settings, /, *, path: Path, in_json: bool, **chosen: Any) -> None:
+    """Save what is selected as capture file FILE, which must not be there yet."""
+    source = chosen_source(settings, chosen)
+    with watching(f"{path} can be read, and lacks the rest") as watch:
+        saved = run(_save(settings, source, path, _telling(watch)))
+    _report(saved, str(path), in_json)
+
+
+async def _save(settings: Settings, source: Source, path: Path, watch: Watch) -> Replayed:
+    async with (
+        open_log(settings) as log,
+        open_recording(log, source.origin, source.selection) as recording,
+    ):
+        return Replayed("", await save_records(recording, path, watch(recording)))
+
+
+# --- sending ----------------------------------------------------------------------------------
 
 
 def _speed(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
@@ -99,23 +129,7 @@ def _speed(ctx: click.Context, param: click.Parameter, value: str | None) -> flo
     return speed
 
 
-_OPTIONS = (
-    click.option("--to", "to", metavar="TOPIC", help="Into this topic."),
-    click.option("--to-requests", is_flag=True, help="Into the requests of a running pipeline."),
-    click.option(
-        "--models",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        metavar="DIR",
-        help="Into a pipeline in this process with these models; needs no broker.",
-    ),
-    click.option(
-        "--save",
-        "save_file",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE",
-        help="Into a capture file, as they are.",
-    ),
-    click.option("--dry-run", is_flag=True, help="Nowhere: count them, by partition."),
+PACE_OPTIONS = (
     click.option(
         "--speed",
         callback=_speed,
@@ -129,9 +143,14 @@ _OPTIONS = (
         help="So many records a second instead.",
     ),
     click.option("--by-key", is_flag=True, help="Choose partitions by key, not by the original's."),
+    click.option("--run-id", metavar="ID", help="What x-replay-run says.  [default: a new one]"),
+)
+SEND_OPTIONS = (
+    click.option("--to", "to", metavar="TOPIC", help="Into this topic."),
+    click.option("--to-requests", is_flag=True, help="Into the requests of a running pipeline."),
+    *PACE_OPTIONS,
     click.option("--keep-reply", is_flag=True, help="Answer where the originals were answered."),
     click.option("--reply-to", metavar="TOPIC", help="Answer all of them here."),
-    click.option("--run-id", metavar="ID", help="What x-replay-run says.  [default: a new one]"),
     click.option(
         "--checkpoint",
         type=click.Path(dir_okay=False, path_type=Path),
@@ -141,92 +160,108 @@ _OPTIONS = (
 )
 
 
-@click.command(
-    cls=ReplayCommand,
-    epilog="With --compare: compare two models over what was recorded; see --compare --help. "
-    "With --simulate: what other limits would make of it; see --simulate --help.",
-)
-@selection_options
-@options_as(Given, *_OPTIONS)
-@click.option("--json", "in_json", is_flag=True, help="Write JSON.")
-@pass_settings
-def command(settings: Settings, /, *, given: Given, in_json: bool, **chosen: Any) -> None:
-    """Send recorded requests again, at the pace at which they came, into a topic, the requests
-    of a running pipeline, a pipeline in this process, or a capture file.
+class Pacing(NamedTuple):
+    """What the options of `models` say, as it was given."""
 
-    They are read from a topic or a capture file, by a reader that is in no consumer group, up to
-    where it ends now. Copies are marked (x-replay-of, x-replay-run), their deadlines moved, and
-    their reply topics removed.
+    speed: float | None
+    rate: float | None
+    by_key: bool
+    run_id: str | None
+
+
+class Sending(NamedTuple):
+    """What the options of `send` say: where to, how fast, and how copies are marked."""
+
+    to: str | None
+    to_requests: bool
+    speed: float | None
+    rate: float | None
+    by_key: bool
+    run_id: str | None
+    keep_reply: bool
+    reply_to: str | None
+    checkpoint: Path | None
+
+    def check(self) -> None:
+        """Raises `click.UsageError` where options do not go together."""
+        if bool(self.to) == self.to_requests:
+            raise click.UsageError("give either --to or --to-requests")
+        if self.keep_reply and self.reply_to:
+            raise click.UsageError("give either --keep-reply or --reply-to")
+
+
+def _pace(given: Pacing | Sending) -> Pace:
+    """Return when each record is due. Raises `click.UsageError`."""
+    if given.speed is not None and given.rate is not None:
+        raise click.UsageError("give either --speed or --rate")
+    if given.rate is not None:
+        return FixedRate(given.rate)
+    return Unpaced() if given.speed == float("inf") else OriginalSpacing(given.speed or 1.0)
+
+
+@command.command()
+@selection_options
+@options_as(Sending, *SEND_OPTIONS)
+@json_option
+@pass_settings
+def send(settings: Settings, /, *, given: Sending, in_json: bool, **chosen: Any) -> None:
+    """Send recorded requests again, into a topic or a running pipeline.
+
+    They come at the pace at which they came first, or another one. Copies are marked (x-replay-of, x-replay-run), their deadlines moved, and their reply topics
+    removed.
     """
     given.check()
+    pace = _pace(given)
     source = chosen_source(settings, chosen)
-    if given.dry_run or given.save_file is not None:
-        _read_only(settings, source, given.save_file, in_json)
-        return
-    if given.models is not None:
-        plan = (given.models, given.pace, given.marking, given.by_key)
-        _into_models(settings, source, plan, in_json)
-        return
-    job = _topic_job(settings, source, given, as_json(chosen))
-    with progress() as watch:
-        replayed = run(_into_topic(settings, source, job, watch))
-    _report(replayed, job.topic, in_json)
-
-
-def _topic_job(
-    settings: Settings, source: Source, given: Given, chosen: dict[str, Any]
-) -> TopicJob:
     require_broker(settings, "to write to a topic")
     topic = given.to or settings.topic(Topic.REQUESTS)
-    options = chosen | {
+    marking = Marking(given.run_id or new_run_id(), given.keep_reply, given.reply_to)
+    options = as_json(chosen) | {
         "source": str(source.origin),
         "target": topic,
         "by_key": given.by_key,
         "keep_reply": given.keep_reply,
         "reply_to": given.reply_to,
     }
-    return TopicJob(topic, given.pace, given.marking, given.by_key, given.checkpoint, options)
-
-
-# --- the runs ---------------------------------------------------------------------------------
+    job = TopicJob(topic, pace, marking, given.by_key, given.checkpoint, options)
+    afterwards = f"sent to {topic} (run {marking.run_id})"
+    if given.checkpoint is not None:
+        afterwards = f"sent to {topic}; the same command goes on from {given.checkpoint}"
+    with watching(afterwards) as watch:
+        replayed = run(_into_topic(settings, source, job, _telling(watch)))
+    _report(replayed, topic, in_json)
 
 
 async def _into_topic(settings: Settings, source: Source, job: TopicJob, watch: Watch) -> Replayed:
     async with open_log(settings) as log:
-        return await replay_into_topic(log, source, job, _telling(watch))
+        return await replay_into_topic(log, source, job, watch)
 
 
-def _into_models(
-    settings: Settings, source: Source, plan: tuple[Path, Pace, Marking, bool], in_json: bool
+@command.command()
+@click.argument(
+    "repository",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+)
+@selection_options
+@options_as(Pacing, *PACE_OPTIONS)
+@json_option
+@pass_settings
+def models(
+    settings: Settings, /, *, repository: Path, given: Pacing, in_json: bool, **chosen: Any
 ) -> None:
+    """Send recorded requests into a pipeline in this process that has the models of DIR.
+
+    No broker is written to. Answers are counted by their status.
+    """
     from headrace.cli.replay_pipeline import PipelineJob, replay_into_models
 
-    job = PipelineJob(*plan)
-    with progress() as watch:
+    marking = Marking(given.run_id or new_run_id())
+    job = PipelineJob(repository, _pace(given), marking, given.by_key)
+    source = chosen_source(settings, chosen)
+    with watching() as watch:
         outcome, statuses = run(replay_into_models(settings, source, job, _telling(watch)))
-    _report(Replayed(job.marking.run_id, outcome), str(job.models), in_json, dict(statuses))
-
-
-def _read_only(settings: Settings, source: Source, path: Path | None, in_json: bool) -> None:
-    with progress() as watch:
-        found = run(_save_or_count(settings, source, path, _telling(watch)))
-    if isinstance(found, list):
-        _report_totals(found, in_json)
-    else:
-        _report(found, str(path), in_json)
-
-
-async def _save_or_count(
-    settings: Settings, source: Source, path: Path | None, watch: Watch
-) -> Replayed | list[PartitionTotals]:
-    async with (
-        open_log(settings) as log,
-        open_recording(log, source.origin, source.selection) as recording,
-    ):
-        advanced = watch(recording)
-        if path is None:
-            return await count(recording)
-        return Replayed("", await save(recording, path, advanced))
+    _report(Replayed(marking.run_id, outcome), str(repository), in_json, dict(statuses))
 
 
 def _telling(watch: Watch) -> Watch:

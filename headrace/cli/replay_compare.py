@@ -1,4 +1,4 @@
-"""`headrace replay --compare`: whether a candidate is the same model as the current one."""
+"""`headrace replay compare`: whether a candidate is the same model as the current one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.cli.event_loop import run
 from headrace.cli.options import chosen_answers, options_as, report_option, write_report
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say
-from headrace.cli.replay_progress import progress
+from headrace.cli.progress import watching
 from headrace.cli.replay_sides import Repositories, ask_pipeline, repositories
 from headrace.cli.selection_options import chosen_source, selection_options
 from headrace.cli.settings import pass_settings
@@ -74,7 +74,7 @@ def command(
     """
     given.check()
     plan = _plan(settings, given, chosen)
-    with progress() as watch:
+    with watching("there is no verdict") as watch:
         comparison = run(_compare(settings, plan, watch))
     _tell(plan, comparison, given.thresholds, report_file, in_json)
 
@@ -164,7 +164,7 @@ def _tell(
 def command_alone(plan: Plan, case: WorstCase) -> str:
     """The command that compares one request alone."""
     origin = plan.source.origin
-    words = ["headrace", "replay", "--compare"]
+    words = ["headrace", "replay", "compare"]
     words += ["--file" if isinstance(origin, Path) else "--topic", str(origin)]
     words += ["--partition", str(case.partition)]
     words += ["--from-offset", str(case.offset), "--until-offset", str(case.offset + 1)]

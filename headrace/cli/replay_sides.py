@@ -1,4 +1,4 @@
-"""The models that `headrace replay --compare` asks: directories, versions, pipelines."""
+"""The models that `headrace replay compare` asks: directories, versions, pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace replay --simulate`: what other limits, rates and instances would make of it."""
+"""`headrace replay simulate`: what other limits, rates and instances would make of it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass
 class Invocation:
-    """What the options before the command say.
+    """What the options of every command say.
 
     Attributes:
         config_file: from `--config` or `HEADRACE_CONFIG`; None for the usual places.
@@ -47,6 +47,50 @@ def invocation(context: click.Context) -> Invocation:
     if not isinstance(root.obj, Invocation):
         root.obj = Invocation(given=root.obj)
     return root.obj
+
+
+def _set_config(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+    if value is not None:
+        invocation(context).config_file = value
+
+
+def _set_debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from headrace.telemetry.logs import configure_logging
+
+        invocation(context).debug = True
+        configure_logging("debug")
+
+
+def everywhere() -> list[click.Option]:
+    """Return new options of every command, which set what `invocation` has."""
+    return [
+        click.Option(
+            ["--config"],
+            type=click.Path(dir_okay=False, path_type=Path),
+            metavar="FILE",
+            expose_value=False,
+            callback=_set_config,
+            help="Settings in TOML.  [env var: HEADRACE_CONFIG; default: ./headrace.toml if it "
+            "exists, else built-in settings]",
+        ),
+        click.Option(
+            ["--debug"],
+            is_flag=True,
+            expose_value=False,
+            callback=_set_debug,
+            help="Log more, and show the traceback of an error.",
+        ),
+    ]
+
+
+def accept_anywhere(command: click.Command) -> None:
+    """Let a command, and those of a group, take the root's options as well."""
+    if not any(parameter.name == "config" for parameter in command.params):
+        command.params += everywhere()
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            accept_anywhere(each)
 
 
 def pass_settings(function: Callable[Concatenate[Settings, P], T]) -> Callable[P, T]:

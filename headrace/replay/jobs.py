@@ -18,7 +18,7 @@ from headrace.replay.checkpoint import Checkpoint, read_checkpoint
 from headrace.replay.marking import Marking
 from headrace.replay.opening import open_recording
 from headrace.replay.pacing import Pace, Unpaced
-from headrace.replay.recording import Recording
+from headrace.replay.recording import Recording, record_bytes
 from headrace.replay.replay import Outcome, Replay
 from headrace.replay.resume import already_there, keeping
 from headrace.replay.selection import Selection
@@ -75,12 +75,18 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-async def count(recording: Recording) -> list[PartitionTotals]:
+async def count(
+    recording: Recording, advanced: Advanced = lambda *_: None
+) -> list[PartitionTotals]:
     """What a replay would send: counts, bytes and time span of each partition."""
     totals = Totals()
     async with aclosing(recording.chunks()) as chunks:
         async for chunk in chunks:
             totals.add(chunk)
+            reached = {
+                TopicPartition(each.topic, each.partition): each.offset + 1 for each in chunk
+            }
+            advanced(len(chunk), sum(map(record_bytes, chunk)), reached)
     return totals.partitions()
 
 

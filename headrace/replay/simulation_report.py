@@ -58,7 +58,7 @@ def report(
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>headrace replay --simulate</title>\n<style>{STYLE}{_STYLE}</style>\n"
+        f"<title>headrace replay simulate</title>\n<style>{STYLE}{_STYLE}</style>\n"
         "</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
 

@@ -101,7 +101,7 @@ def test_letters_are_listed_shown_and_exported(settle: Settle, call: Call) -> No
     shown = call("dlq", "show", f"{settings.topic(Topic.DEAD_LETTERS)}/1/1").stdout
     exported = call("dlq", "export", "--stage", "ingest")
     captured = call("dlq", "export", "--pending", "--capture", "letters.capture")
-    counted = _json(call("replay", "--file", "letters.capture", "--dry-run", "--json"))
+    counted = _json(call("replay", "count", "--file", "letters.capture", "--json"))
 
     assert [letter["redriven"] for letter in listed["letters"]] == [False, True, False]
     assert listed["counts"] == {"TOO_LARGE": 3}

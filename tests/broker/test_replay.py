@@ -84,7 +84,9 @@ async def test_every_record_is_replayed_once(
     """At any speed, 5,000 requests become 5,000 copies, each partition's in its order."""
     expected = await record_requests(log, unique_name)
 
-    done = await replay(["--to", f"{unique_name}.copies", "--speed", speed, "--json"], settings)
+    done = await replay(
+        ["send", "--to", f"{unique_name}.copies", "--speed", speed, "--json"], settings
+    )
 
     found = originals(await copies(log, unique_name))
     assert done.code == 0, done.stderr
@@ -109,7 +111,7 @@ async def test_a_live_group_is_left_alone(
         offsets = {partition: Committed(100 + partition.partition) for partition in partitions}
         await member.commit(offsets)
 
-        done = await replay(["--to", f"{unique_name}.copies", "--speed", "max"], settings)
+        done = await replay(["send", "--to", f"{unique_name}.copies", "--speed", "max"], settings)
 
         assert done.code == 0, done.stderr
         assert await log.committed(unique_name, partitions) == offsets
@@ -121,7 +123,13 @@ async def test_killed_and_resumed_twice_every_record_is_there_once(
 ) -> None:
     """A run ended by SIGKILL goes on from its checkpoint; nothing is missing or there twice."""
     expected = await record_requests(log, unique_name)
-    arguments = ["--to", f"{unique_name}.copies", "--checkpoint", str(tmp_path / "checkpoint")]
+    arguments = [
+        "send",
+        "--to",
+        f"{unique_name}.copies",
+        "--checkpoint",
+        str(tmp_path / "checkpoint"),
+    ]
 
     for until in (800, 3500):
         process = await replay_process([*arguments, "--rate", "1500"], settings)
@@ -164,7 +172,7 @@ async def test_transactions_end_a_recording_at_the_last_stable_offset(
                 await producer.commit_transaction()
             elif value == b"aborted":
                 await producer.abort_transaction()
-        done = await replay(["--dry-run", "--json"], settings)
+        done = await replay(["count", "--json"], settings)
         await producer.abort_transaction()
     finally:
         await producer.stop()
@@ -180,9 +188,9 @@ async def test_saved_and_replayed_from_the_file(
     expected = await record_requests(log, unique_name, 1000)
     file = str(tmp_path / "requests.capture")
 
-    saved = await replay(["--save", file], settings)
+    saved = await replay(["save", file], settings)
     done = await replay(
-        ["--file", file, "--to", f"{unique_name}.copies", "--speed", "max"], settings
+        ["send", "--file", file, "--to", f"{unique_name}.copies", "--speed", "max"], settings
     )
 
     assert (saved.code, done.code) == (0, 0), saved.stderr + done.stderr
@@ -192,9 +200,9 @@ async def test_saved_and_replayed_from_the_file(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--to", "no-such-topic"], "no-such-topic: expected a topic"),
-        (["--topic", "no-such-topic", "--dry-run"], "no-such-topic: expected a topic"),
-        (["--partition", "9", "--dry-run"], "expected a partition below 4, got 9"),
+        (["send", "--to", "no-such-topic"], "no-such-topic: expected a topic"),
+        (["count", "--topic", "no-such-topic"], "no-such-topic: expected a topic"),
+        (["count", "--partition", "9"], "expected a partition below 4, got 9"),
     ],
 )
 async def test_what_is_not_there_is_said_in_one_line(

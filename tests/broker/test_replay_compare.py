@@ -1,4 +1,4 @@
-"""`headrace replay --compare` on what a real Kafka holds: requests, and the answers they got."""
+"""`headrace replay compare` on what a real Kafka holds: requests, and the answers they got."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_recorded_answers_on_a_topic_are_the_reference(
     monkeypatch.setenv("HEADRACE_NAMESPACE", unique_name)
     monkeypatch.setenv("HEADRACE_KAFKA__BOOTSTRAP_SERVERS", kafka.bootstrap_servers)
     answers = settings.topic(Topic.RESPONSES)
-    words = ("replay", "--compare", "--answers", answers, "--models", str(current), "--json")
+    words = ("replay", "compare", "--answers", answers, "--models", str(current), "--json")
 
     same = call(*words, "--candidate", str(current))
     different = call(*words, "--candidate", str(other))
@@ -64,5 +64,5 @@ def test_recorded_answers_on_a_topic_are_the_reference(
     assert (same.exit_code, different.exit_code) == (0, 1), same.stderr
     assert json.loads(same.stdout)["candidate"]["codes"] == [["ok", "ok", COUNT]]
     assert json.loads(different.stdout)["worst"][0]["command"].startswith(
-        f"headrace replay --compare --topic {settings.topic(Topic.REQUESTS)} --partition 0"
+        f"headrace replay compare --topic {settings.topic(Topic.REQUESTS)} --partition 0"
     )

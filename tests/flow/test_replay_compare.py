@@ -1,4 +1,4 @@
-"""`headrace replay --compare` finds what was planted, and nothing where nothing was."""
+"""`headrace replay compare` finds what was planted, and nothing where nothing was."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def current(tmp_path: Path) -> Path:
 
 def _compare(call: Call, recording: Path, *options: object) -> Result:
     patient = ("--max-latency-ratio", 1000)  # one stall of the machine makes a side slower
-    words = ["replay", "--compare", "--file", recording, *patient, *options, "--json"]
+    words = ["replay", "compare", "--file", recording, *patient, *options, "--json"]
     return call(*map(str, words))
 
 
@@ -227,7 +227,7 @@ def test_the_version_that_is_served_is_no_candidate(call: Call, current: Path) -
     recording = capture(current.parent / "few.capture", digit_requests(1))
     words = ("--file", str(recording), "--models", str(current), "--candidate-version", "1")
 
-    result = call("replay", "--compare", *words)
+    result = call("replay", "compare", *words)
 
     assert result.exit_code == 2
     assert "--current-version" in result.stderr
@@ -323,4 +323,4 @@ def test_the_report_is_a_page_of_its_own(
     assert not re.findall(r"https?:|//|@import|url\(|<script|<link|\ssrc=|\shref=", text)
     command = root.find(".//code")
     assert command is not None
-    assert (command.text or "").startswith("headrace replay --compare --file ")
+    assert (command.text or "").startswith("headrace replay compare --file ")

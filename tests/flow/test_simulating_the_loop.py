@@ -1,4 +1,4 @@
-"""`headrace replay --simulate --measure-loop`: the event loop is measured, and simulated."""
+"""`headrace replay simulate --measure-loop`: the event loop is measured, and simulated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.command_line import Call
 from tests.support.models import add_version, digits
 from tests.support.recordings import recorded
 
-SIMULATE = ("replay", "--simulate", "--file", "requests.capture", "--models", "models")
+SIMULATE = ("replay", "simulate", "--file", "requests.capture", "--models", "models")
 
 
 @pytest.fixture

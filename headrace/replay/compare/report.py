@@ -42,7 +42,7 @@ def report(
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
-        f"<title>headrace replay --compare</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<title>headrace replay compare</title>\n<style>{STYLE}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 

@@ -23,7 +23,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def make_doctor_raise(patch: pytest.MonkeyPatch, error: Exception) -> None:
+def make_doctor_raise(patch: pytest.MonkeyPatch, error: BaseException) -> None:
     @click.command()
     def command() -> None:
         raise error
@@ -90,6 +90,50 @@ def test_settings_file_may_come_from_the_environment(
     path.write_text('namespace = "vision"\n')
     monkeypatch.setenv("HEADRACE_CONFIG", str(path))
     assert "vision.requests" in call("topics", "describe").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--config", "other.toml", "topics", "describe", "--json"),
+        ("topics", "--config", "other.toml", "describe", "--json"),
+        ("topics", "describe", "--json", "--config", "other.toml"),
+    ],
+)
+def test_settings_file_may_be_named_before_or_after_a_command(
+    call: Call, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """Where a person happens to write it."""
+    (tmp_path / "other.toml").write_text('namespace = "other"\n', encoding="utf-8")
+
+    result = call(*arguments)
+
+    assert result.exit_code == Exit.DONE, result.stderr
+    assert '"topic": "other.requests"' in result.stdout
+
+
+def test_debug_may_come_after_a_command(call: Call, tmp_path: Path) -> None:
+    """It shows the traceback there, too."""
+    result = call("infer", "digits", "--input", "x=1", "--config", "none.toml", "--debug")
+    assert result.exit_code == Exit.USAGE
+    assert "Traceback (most recent call last)" in result.stderr
+
+
+def test_interrupted_command_has_an_exit_code_of_its_own(
+    call: Call, failing: pytest.MonkeyPatch
+) -> None:
+    """That of a shell's SIGINT, and a line of words."""
+    make_doctor_raise(failing, KeyboardInterrupt())
+    result = call("doctor")
+    assert (result.exit_code, result.stderr) == (130, "headrace: interrupted\n")
+
+
+def test_package_is_a_command() -> None:
+    """`python -m headrace`, where the script is not on the path."""
+    result = subprocess.run(
+        [sys.executable, "-m", "headrace", "--version"], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == f"headrace {__version__}\n"
 
 
 def test_help_of_a_command_needs_no_settings(call: Call) -> None:

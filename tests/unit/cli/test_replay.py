@@ -56,9 +56,9 @@ def test_a_header_is_split_at_its_first_equals_sign() -> None:
     assert parse_header("a=b=c") == ("a", b"b=c")
 
 
-def test_dry_run_counts_by_partition(call: Call, capture: str) -> None:
+def test_count_is_by_partition(call: Call, capture: str) -> None:
     """Records, bytes, offsets and time, of what is selected, and in all."""
-    result = call("replay", "--file", capture, "--dry-run", "--limit", "5")
+    result = call("replay", "count", "--file", capture, "--limit", "5")
     lines = result.stdout.splitlines()
     assert result.exit_code == Exit.DONE
     assert lines[0].startswith("recorded/0: 3 records, ")
@@ -66,17 +66,17 @@ def test_dry_run_counts_by_partition(call: Call, capture: str) -> None:
     assert lines[2].startswith("in all: 5 records, ")
 
 
-def test_dry_run_in_json(call: Call, capture: str) -> None:
+def test_count_in_json(call: Call, capture: str) -> None:
     """The same for a program."""
-    result = call("replay", "--file", capture, "--dry-run", "--partition", "1", "--json")
+    result = call("replay", "count", "--file", capture, "--partition", "1", "--json")
     (row,) = json.loads(result.stdout)
     assert (row["topic"], row["partition"], row["records"]) == ("recorded", 1, 5)
     assert (row["first_ms"], row["last_ms"]) == (START_MS + 10, START_MS + 90)
 
 
-def test_a_dry_run_of_nothing_says_so(call: Call, capture: str) -> None:
+def test_count_of_nothing_says_so(call: Call, capture: str) -> None:
     """No record that fits is a result, not an error."""
-    result = call("replay", "--file", capture, "--dry-run", "--key", "none")
+    result = call("replay", "count", "--file", capture, "--key", "none")
     assert (result.exit_code, result.stdout) == (Exit.DONE, "in all: 0 records, 0 bytes\n")
 
 
@@ -85,7 +85,7 @@ def test_a_capture_of_a_capture_has_what_was_selected(
 ) -> None:
     """Filters make a smaller file of a larger one."""
     saved = tmp_path / "smaller.capture"
-    result = call("replay", "--file", capture, "--key-regex", "[13]$", "--save", str(saved))
+    result = call("replay", "save", str(saved), "--file", capture, "--key-regex", "[13]$")
     assert (result.exit_code, read_contents(saved).records) == (Exit.DONE, 2)
 
 
@@ -93,7 +93,7 @@ def test_a_file_that_is_cut_off_is_told_of(call: Call, capture: str) -> None:
     """What can be read is used; the loss is on stderr."""
     path = Path(capture)
     path.write_bytes(path.read_bytes()[:-5])
-    result = call("replay", "--file", capture, "--dry-run")
+    result = call("replay", "count", "--file", capture)
     assert result.exit_code == Exit.DONE
     assert "its end is missing or damaged; 10 whole records" in result.stderr
 
@@ -101,9 +101,7 @@ def test_a_file_that_is_cut_off_is_told_of(call: Call, capture: str) -> None:
 def test_a_pipeline_in_this_process_answers(call: Call, capture: str, tmp_path: Path) -> None:
     """No broker is needed; answers are counted by status."""
     add_version(tmp_path / "models", "digits", 1, digits())
-    result = call(
-        "replay", "--file", capture, "--models", str(tmp_path / "models"), "--rate", "1000"
-    )
+    result = call("replay", "models", str(tmp_path / "models"), "--file", capture, "--rate", "1000")
     assert result.exit_code == Exit.DONE, result.stderr
     assert result.stdout.startswith("10 records, ")
     assert "spacing error: median" in result.stdout
@@ -113,31 +111,31 @@ def test_a_pipeline_in_this_process_answers(call: Call, capture: str, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "give one of --to, --to-requests, --models, --save and --dry-run"),
-        (["--dry-run", "--to", "t"], "give one of --to"),
-        (["--to", "t", "--speed", "2", "--rate", "5"], "give either --speed or --rate"),
-        (["--to", "t", "--speed", "0"], "expected a positive factor, or max, got '0'"),
-        (["--to", "t", "--keep-reply", "--reply-to", "u"], "give either --keep-reply"),
-        (["--dry-run", "--checkpoint", "c"], "--checkpoint goes with"),
-        (["--dry-run", "--topic", "t"], "give either --topic or --file"),
-        (["--dry-run", "--from", "yesterday"], "expected epoch milliseconds or an ISO time"),
-        (["--dry-run", "--from-offset", "a:b"], "expected OFFSET or PARTITION:OFFSET"),
-        (["--dry-run", "--header", "a"], "expected NAME=VALUE"),
-        (["--dry-run", "--key-regex", "("], "expected a regular expression"),
-        (["--dry-run", "--trace-id", "1"], "expected 32 hexadecimal digits"),
-        (["--to", "t"], "to write to a topic, a broker is needed"),
+        (["send"], "give either --to or --to-requests"),
+        (["send", "--to-requests", "--to", "t"], "give either --to or --to-requests"),
+        (["send", "--to", "t", "--speed", "2", "--rate", "5"], "give either --speed or --rate"),
+        (["send", "--to", "t", "--speed", "0"], "expected a positive factor, or max, got '0'"),
+        (["send", "--to", "t", "--keep-reply", "--reply-to", "u"], "give either --keep-reply"),
+        (["send", "--to", "t"], "to write to a topic, a broker is needed"),
+        (["count", "--checkpoint", "c"], "No such option"),
+        (["count", "--topic", "t"], "give either --topic or --file"),
+        (["count", "--from", "yesterday"], "expected epoch milliseconds or an ISO time"),
+        (["count", "--from-offset", "a:b"], "expected OFFSET or PARTITION:OFFSET"),
+        (["count", "--header", "a"], "expected NAME=VALUE"),
+        (["count", "--key-regex", "("], "expected a regular expression"),
+        (["count", "--trace-id", "1"], "expected 32 hexadecimal digits"),
     ],
 )
 def test_wrong_usage_is_refused(call: Call, capture: str, arguments: list[str], said: str) -> None:
     """With what was expected, before anything is read."""
-    result = call("replay", "--file", capture, *arguments)
+    result = call("replay", *arguments, "--file", capture)
     assert result.exit_code == Exit.USAGE
     assert said in " ".join(result.stderr.split())
 
 
 def test_a_topic_needs_a_broker(call: Call) -> None:
     """The embedded log has no past to be replayed."""
-    result = call("replay", "--dry-run")
+    result = call("replay", "count")
     assert result.exit_code == Exit.USAGE
     assert "to read a topic, a broker is needed" in result.stderr
 
@@ -146,7 +144,7 @@ def test_a_foreign_file_is_one_line(call: Call, tmp_path: Path) -> None:
     """What is no capture file is refused by name."""
     path = tmp_path / "file"
     path.write_text("hello")
-    result = call("replay", "--file", str(path), "--dry-run")
+    result = call("replay", "count", "--file", str(path))
     assert result.exit_code == Exit.USAGE
     assert result.stderr == f"headrace: {path}: expected a capture file, got something else\n"
 
@@ -157,6 +155,6 @@ def test_a_damaged_file_fails(call: Call, capture: str) -> None:
     content = bytearray(path.read_bytes())
     content[300] ^= 1
     path.write_bytes(content)
-    result = call("replay", "--file", capture, "--dry-run")
+    result = call("replay", "count", "--file", capture)
     assert result.exit_code == Exit.FAILED
     assert "expected CRC-32" in result.stderr

@@ -1,4 +1,4 @@
-"""`headrace replay --simulate`: from a capture file to a table, JSON and a page."""
+"""`headrace replay simulate`: from a capture file to a table, JSON and a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.command_line import Call
 from tests.support.models import add_version, digits
 from tests.support.recordings import recorded, request
 
-SIMULATE = ("replay", "--simulate", "--file", "requests.capture")
+SIMULATE = ("replay", "simulate", "--file", "requests.capture")
 
 
 def capture(path: Path, records: Sequence[Record]) -> None:
