@@ -2,16 +2,19 @@
 
 `load_settings` looks for `--config FILE`, then `HEADRACE_CONFIG`, then `./headrace.toml`, and
 falls back to the defaults, which mean the embedded log. An environment variable overrides one
-value: `HEADRACE_KAFKA__BOOTSTRAP_SERVERS=127.0.0.1:9092`. All faults are reported at once.
+value: `HEADRACE_KAFKA__BOOTSTRAP_SERVERS=127.0.0.1:9092`. All faults are reported at once, each
+with where its value comes from.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -22,10 +25,13 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from headrace.errors import ConfigurationError
@@ -187,8 +193,8 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The environment goes over the file, whose values come in as init arguments."""
-        return env_settings, init_settings
+        """`make_settings` reads the environment, to know which value comes from there."""
+        return (init_settings,)
 
     @model_validator(mode="after")
     def _reply_patterns_compile(self) -> Self:
@@ -216,7 +222,15 @@ def check_namespace(namespace: str) -> str:
 _check_namespace = TypeAdapter(Namespace).validate_python
 
 
-def load_settings(config_file: Path | None = None) -> Settings:
+class Option(NamedTuple):
+    """A setting that is given on the command line, over file and environment."""
+
+    name: str
+    path: tuple[str, ...]
+    value: Any
+
+
+def load_settings(config_file: Path | None = None, options: Sequence[Option] = ()) -> Settings:
     """Read the settings, once.
 
     Raises:
@@ -231,20 +245,106 @@ def load_settings(config_file: Path | None = None) -> Settings:
             raise ConfigurationError(f"{path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path}: {error}") from error
-    return make_settings(values, origin=str(path or "environment"))
+    return make_settings(values, origin=str(path or "environment"), options=options)
 
 
-def make_settings(values: dict[str, Any], *, origin: str = "settings") -> Settings:
-    """Settings from plain values, with the environment over them. Raises `ConfigurationError`."""
+def make_settings(
+    values: dict[str, Any], *, origin: str = "settings", options: Sequence[Option] = ()
+) -> Settings:
+    """Return settings from plain values, with the environment over them, and `options` over both.
+
+    Raises:
+        ConfigurationError: with one line for each fault, which names where the value comes from.
+    """
+    faults = list(_unknown_variables())
     try:
-        return Settings(**values)
+        environment = EnvSettingsSource(Settings)()
+    except SettingsError as error:
+        raise ConfigurationError(f"environment: {error}: {error.__cause__}") from error
+    merged = _merged(values, environment)
+    for option in options:
+        value = option.value
+        for name in reversed(option.path):
+            value = {name: value}
+        merged = _merged(merged, value)
+    try:
+        settings = Settings(**merged)
+        if not faults:
+            return settings
     except ValidationError as error:
-        faults = (
-            f"{origin}: {'.'.join(str(part) for part in fault['loc']) or 'settings'}: "
-            f"{fault['msg'].removeprefix('Value error, ')}"
+        faults += [
+            _described(fault, origin, options)
             for fault in error.errors(include_url=False, include_input=False)
-        )
-        raise ConfigurationError("\n".join(faults)) from error
+        ]
+    raise ConfigurationError("\n".join(faults))
+
+
+def _merged(below: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both, section by section; `over` wins."""
+    result = dict(below)
+    for name, value in over.items():
+        present = result.get(name)
+        nested = isinstance(present, dict) and isinstance(value, dict)
+        result[name] = _merged(present, value) if nested else value
+    return result
+
+
+def _described(fault: ErrorDetails, origin: str, options: Sequence[Option]) -> str:
+    """Return where a wrong value comes from, which one it is, and what is wrong with it."""
+    location = fault["loc"]
+    text = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        text = _unknown(str(location[-1]), _names_in(location[:-1]))
+    for option in options:
+        if location == option.path:
+            return f"{option.name}: {text}"
+    path = [str(part) for part in location]
+    for length in range(len(path), 0, -1):
+        variable = _variable("__".join((f"HEADRACE_{path[0]}", *path[1:length])))
+        if variable is not None:
+            rest = path[length:]
+            return ": ".join([variable, *([".".join(rest)] if rest else []), text])
+    return f"{origin}: {'.'.join(path) or 'settings'}: {text}"
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return "there is no such setting" + (f"; did you mean `{near[0]}`?" if near else "")
+
+
+def _names_in(path: tuple[int | str, ...]) -> Iterable[str]:
+    """Return the names that are known in a section."""
+    group: Any = Settings
+    for part in path:
+        field = group.model_fields.get(part)
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        groups = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not groups:
+            return ()
+        group = groups[0]
+    names: Iterable[str] = group.model_fields
+    return names
+
+
+def _variable(name: str) -> str | None:
+    """Return a variable's name as it is set; case does not count."""
+    return next((each for each in os.environ if each.upper() == name.upper()), None)
+
+
+def _unknown_variables() -> Iterator[str]:
+    """Yield a line for each variable of a section that there is not.
+
+    Other names are let pass: Kubernetes sets some of its own for a service called `headrace`.
+    """
+    for name in os.environ:
+        head, _, rest = name.partition("_")
+        section, separator, _ = rest.partition("__")
+        if (
+            head.upper() == "HEADRACE"
+            and separator
+            and section.lower() not in Settings.model_fields
+        ):
+            yield f"{name}: {_unknown(section.lower(), Settings.model_fields)}"
 
 
 def _configured_file() -> Path | None:

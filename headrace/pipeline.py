@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
@@ -196,13 +196,19 @@ async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
             stop.ask()
 
 
-async def run(settings: Settings, stages: Sequence[Stage], flood: Flood) -> int:
+async def run(
+    settings: Settings,
+    stages: Sequence[Stage],
+    flood: Flood,
+    announce: Callable[[int], None] | None = None,
+) -> int:
     """`headrace run`: serve until SIGTERM or SIGINT. Returns the exit code.
 
     Args:
         settings: of the process.
         stages: adjacent ones.
         flood: what `configure_logging` gave.
+        announce: called with the HTTP port, once it is bound.
     """
     stop = Stop()
     async with AsyncExitStack() as stack:
@@ -224,6 +230,8 @@ async def run(settings: Settings, stages: Sequence[Stage], flood: Flood) -> int:
         )
         await stack.enter_async_context(server)
         log.info(Event.STARTING, stages=list(stages), http_port=server.port)
+        if announce is not None:
+            announce(server.port)
         await stack.enter_async_context(_reloading(pipeline))
         await pipeline.run(stop)
     return 0

@@ -29,7 +29,7 @@ def command(kafka: bool, seconds: float) -> None:
 
     All four services run in this process. Each answer is checked against the truth. The demo has a
     log and models of its own and leaves nothing behind. Exit code 1 when an answer is missing or
-    too many are wrong.
+    too many are wrong, 2 when ONNX Runtime is not installed.
     """
     from headrace.cli.run import SWITCH_INTERVAL_S
     from headrace.demo.demo import run_demo

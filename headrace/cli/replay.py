@@ -207,8 +207,8 @@ def _pace(given: Pacing | Sending) -> Pace:
 def send(settings: Settings, /, *, given: Sending, in_json: bool, **chosen: Any) -> None:
     """Send recorded requests again, into a topic or a running pipeline.
 
-    They come at the pace at which they came first, or another one. Copies are marked (x-replay-of, x-replay-run), their deadlines moved, and their reply topics
-    removed.
+    They come at the pace at which they came first, or another one. Copies are marked (x-replay-of,
+    x-replay-run), their deadlines moved, and their reply topics removed.
     """
     given.check()
     pace = _pace(given)

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
+from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
 
 import click
+import structlog
 
-from headrace.cli.settings import pass_settings
+from headrace.cli.output import say
+from headrace.cli.settings import Invocation, pass_invocation
 from headrace.cli.stages import parse_stages
-from headrace.config import Settings
+from headrace.config import Option, Settings
+from headrace.telemetry.logs import Event, configure_logging
 from headrace.topics import STAGES, Stage
+
+log = structlog.get_logger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread keeps the interpreter while another one waits for it. With Python's 5 ms, a
@@ -22,6 +30,9 @@ deep backlog. The path of a request makes no reference cycles (tests/flow/test_g
 user's model makes of them is still found, later."""
 
 
+ANY_ADDRESS = ("", str(IPv4Address(0)), str(IPv6Address(0)))
+
+
 def _stages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Stage, ...]:
     try:
         return parse_stages(value)
@@ -31,8 +42,26 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Sta
 
 @click.command()
 @click.argument("stages", default=",".join(STAGES), callback=_stages, metavar="[STAGE,...]")
-@pass_settings
-def command(settings: Settings, stages: tuple[Stage, ...]) -> None:
+@click.option(
+    "--models",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Setting models.repository.",
+)
+@click.option(
+    "--bootstrap-servers", metavar="HOST:PORT,...", help="Setting kafka.bootstrap_servers."
+)
+@click.option(
+    "--http-port", type=int, metavar="N", help="Setting telemetry.http_port; 0 takes a free one."
+)
+@pass_invocation
+def command(
+    invocation: Invocation,
+    stages: tuple[Stage, ...],
+    models: Path | None,
+    bootstrap_servers: str | None,
+    http_port: int | None,
+) -> None:
     """Serve until SIGTERM or SIGINT: run all four stages in this process, or those named.
 
     The stages are ingest, batcher, executor and responder. Those named must be adjacent, in this
@@ -42,14 +71,49 @@ def command(settings: Settings, stages: tuple[Stage, ...]) -> None:
     The first signal drains: what is in flight is answered, within limits.drain_timeout_s. The
     second one ends at once; what is unanswered then is still on Kafka, and is answered after the
     next start. SIGHUP looks for new and changed models.
+
+    The options go over the settings' file and the environment; a file is not needed.
     """
     from headrace import pipeline
     from headrace.cli.event_loop import run
-    from headrace.telemetry.logs import configure_logging
 
-    flood = configure_logging(settings.telemetry.log_level)
+    options = [
+        Option("--models", ("models", "repository"), models),
+        Option("--bootstrap-servers", ("kafka", "bootstrap_servers"), bootstrap_servers),
+        Option("--http-port", ("telemetry", "http_port"), http_port),
+    ]
+    settings = invocation.settings_with([each for each in options if each.value is not None])
+    flood = configure_logging("debug" if invocation.debug else settings.telemetry.log_level)
     tune_interpreter()
-    raise click.exceptions.Exit(run(pipeline.run(settings, stages, flood)))
+    if settings.kafka is None:
+        log.warning(
+            Event.NO_BROKER,
+            reason="no broker is configured (kafka.bootstrap_servers): the log is in this "
+            "process's memory, and no producer outside of it can reach it",
+        )
+    announce = partial(_announce, settings) if on_terminal() else None
+    raise click.exceptions.Exit(run(pipeline.run(settings, stages, flood, announce)))
+
+
+def on_terminal() -> bool:
+    """Return whether a person may be reading stderr."""
+    return sys.stderr.isatty()
+
+
+def _announce(settings: Settings, http_port: int) -> None:
+    """Say on a terminal where requests come from, which models there are, and where to look."""
+    broker = settings.kafka.bootstrap_servers if settings.kafka else "none, a log in memory"
+    repository = settings.models.repository
+    models = ""
+    if repository.is_dir():  # otherwise the pipeline ends, and says so
+        models = ", ".join(sorted(each.name for each in repository.glob("[!.]*/")))
+    host = settings.telemetry.http_host
+    if host in ANY_ADDRESS:
+        host = "localhost"
+    say(f"headrace: broker     {broker}", err=True)
+    say(f"headrace: namespace  {settings.namespace}", err=True)
+    say(f"headrace: models     {models or 'none'} ({repository.absolute()})", err=True)
+    say(f"headrace: page       http://{host}:{http_port}/", err=True)
 
 
 def tune_interpreter() -> None:

@@ -5,7 +5,7 @@ Reading them late keeps `headrace COMMAND --help` working, and fast, with a brok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from headrace.config import Settings
+    from headrace.config import Option, Settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,6 +39,16 @@ class Invocation:
         from headrace.config import load_settings
 
         return self.given or load_settings(self.config_file)
+
+    def settings_with(self, options: Sequence[Option]) -> Settings:
+        """Return the settings with a command's own options over them.
+
+        Raises:
+            ConfigurationError: see `headrace.config.load_settings`.
+        """
+        from headrace.config import load_settings
+
+        return load_settings(self.config_file, options) if options else self.settings
 
 
 def invocation(context: click.Context) -> Invocation:

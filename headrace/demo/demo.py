@@ -24,6 +24,7 @@ from headrace.demo.tally import Result, Tally
 from headrace.demo.traffic import Traffic
 from headrace.demo.view import View, open_view
 from headrace.local_kafka import LocalKafka
+from headrace.models.onnx_backend import require_onnx_runtime
 from headrace.opening import open_log
 from headrace.pipeline import Pipeline, running
 from headrace.topic_plan import plan_topics
@@ -49,8 +50,10 @@ async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = 
 
     Raises:
         BrokerUnavailable: this machine cannot get a Kafka.
-        ConfigurationError: an environment variable sets something wrong.
+        ConfigurationError: an environment variable sets something wrong, or ONNX Runtime is not
+            installed.
     """
+    require_onnx_runtime()
     magika = find_magika()
     if magika is None:
         say("the package magika is not installed (extra `demo`): digits only, no files")

@@ -9,6 +9,7 @@ when its inputs are bound; strings must be UTF-8; and bfloat16 goes only through
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -69,6 +70,7 @@ class OnnxBackend:
         return self._adaptation
 
     def load(self) -> None:
+        require_onnx_runtime()
         import onnxruntime
 
         path = self._directory / "model.onnx"
@@ -282,6 +284,19 @@ class OnnxBackend:
         self._session = None
         self._options = None
         self._bound_options.clear()
+
+
+def require_onnx_runtime() -> None:
+    """See that ONNX Runtime is installed; two packages have it, so none of them is a dependency.
+
+    Raises:
+        ConfigurationError: it is not; with the command that installs it.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ConfigurationError(
+            "ONNX Runtime is not installed: pip install 'headrace[cpu]' "
+            "(or 'headrace[gpu]' for CUDA)"
+        )
 
 
 def find_runtime() -> tuple[str, list[str]]:

@@ -29,6 +29,7 @@ class Event(StrEnum):
     """The names of all events that Headrace logs; those of requests are in `request_log`."""
 
     STARTING = "process.starting"
+    NO_BROKER = "process.without_broker"
     READY = "process.ready"
     DRAINING = "process.draining"
     STOPPED = "process.stopped"

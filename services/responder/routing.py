@@ -34,9 +34,9 @@ class Routes:
         self._dead_letters, self._dead_letter_partitions = dead_letters
         self._own = frozenset(settings.topic(topic) for topic in Topic) - {self.responses}
         namespace = re.escape(settings.namespace)
-        self._patterns = settings.topics.reply_allowed
         self._allowed = [
-            re.compile(pattern.replace("{namespace}", namespace)) for pattern in self._patterns
+            re.compile(pattern.replace("{namespace}", namespace))
+            for pattern in settings.topics.reply_allowed
         ]
 
     def default(self, request: Request) -> TopicPartition:
@@ -54,8 +54,9 @@ class Routes:
         if topic in self._own:
             return f"kafka_replyTopic: expected a topic of the caller's, got {topic}, which is ours"
         if not any(pattern.fullmatch(topic) for pattern in self._allowed):
+            allowed = " or ".join(pattern.pattern for pattern in self._allowed)
             return (
-                f"kafka_replyTopic: expected a match of {' or '.join(self._patterns)} "
+                f"kafka_replyTopic: expected a match of {allowed} "
                 f"(topics.reply_allowed), got {topic}"
             )
         return None

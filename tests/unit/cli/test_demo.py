@@ -50,3 +50,14 @@ def test_a_demo_with_a_missing_answer_exits_with_1(call: Call, asked: Tally) -> 
 def test_a_demo_of_no_time_is_refused(call: Call) -> None:
     """Less than a second is a wrong call."""
     assert call("demo", "--seconds", "0").exit_code == 2
+
+
+def test_demo_without_onnx_runtime_says_how_to_install_it(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, before anything is started."""
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    ended = call("demo", "--seconds", "1")
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("headrace: ONNX Runtime is not installed: pip install 'headrace[cpu]'")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,13 +17,27 @@ from headrace.topics import STAGES, Stage
 from tests.support.command_line import Call
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Stage, ...]]]:
-    """The stages with which the services were started; in place of the services."""
-    calls: list[tuple[Stage, ...]] = []
+class Started(list[tuple[Stage, ...]]):
+    """The stages with which the services were started, and the last settings."""
 
-    async def run(settings: Settings, stages: tuple[Stage, ...], flood: Flood) -> int:
+    settings: Settings
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """What was started, instead of the services."""
+    calls = Started()
+
+    async def run(
+        settings: Settings,
+        stages: tuple[Stage, ...],
+        flood: Flood,
+        announce: Callable[[int], None] | None,
+    ) -> int:
         calls.append(tuple(stages))
+        calls.settings = settings
+        if announce is not None:
+            announce(8123)
         return 0 if settings.namespace == "headrace" else 1
 
     monkeypatch.setattr("headrace.pipeline.run", run)
@@ -61,13 +76,13 @@ def test_wrong_stages_are_wrong_usage(call: Call) -> None:
     assert "in the order of ingest, batcher, executor, responder" in " ".join(result.stderr.split())
 
 
-def test_all_stages_run_when_none_is_named(call: Call, started: list[tuple[Stage, ...]]) -> None:
+def test_all_stages_run_when_none_is_named(call: Call, started: Started) -> None:
     """Without an argument the whole path runs in one process."""
     assert call("run").exit_code == Exit.DONE
     assert started == [STAGES]
 
 
-def test_threads_get_the_interpreter_soon(call: Call, started: list[tuple[Stage, ...]]) -> None:
+def test_threads_get_the_interpreter_soon(call: Call, started: Started) -> None:
     """The dispatcher's thread does not wait Python's 5 ms for a busy event loop."""
     call("run", "executor")
     assert started == [(Stage.EXECUTOR,)]
@@ -75,8 +90,60 @@ def test_threads_get_the_interpreter_soon(call: Call, started: list[tuple[Stage,
 
 
 def test_exit_code_is_that_of_the_services(
-    call: Call, started: list[tuple[Stage, ...]], monkeypatch: pytest.MonkeyPatch
+    call: Call, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the services end with is what the process ends with."""
     monkeypatch.setenv("HEADRACE_NAMESPACE", "other")
     assert call("run").exit_code == Exit.FAILED
+
+
+def test_options_go_over_file_and_environment(
+    call: Call, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models, broker and port can be given without a file, and over one."""
+    (tmp_path / "headrace.toml").write_text('[kafka]\nbootstrap_servers = "file:1"\nlinger_ms = 7')
+    monkeypatch.setenv("HEADRACE_KAFKA__BOOTSTRAP_SERVERS", "environment:1")
+    options = ("--models", "other", "--bootstrap-servers", "option:1", "--http-port", "0")
+
+    result = call("run", *options)
+
+    assert result.exit_code == Exit.DONE, result.stderr
+    assert started.settings.kafka is not None
+    assert started.settings.kafka.bootstrap_servers == "option:1"
+    assert started.settings.kafka.linger_ms == 7
+    assert started.settings.models.repository == Path("other")
+    assert started.settings.telemetry.http_port == 0
+
+
+def test_wrong_option_is_named_as_such(call: Call, started: Started) -> None:
+    """Instead of as a line of a file."""
+    result = call("run", "--http-port", "70000")
+    assert result.exit_code == Exit.USAGE
+    assert result.stderr.startswith("headrace: --http-port: Input should be less than")
+
+
+def test_run_without_a_broker_warns_once(call: Call, started: Started) -> None:
+    """Its log can be reached by nobody else; with a broker nothing is said."""
+    alone = call("run")
+    with_broker = call("run", "--bootstrap-servers", "127.0.0.1:9")
+
+    assert alone.stderr.count("no broker is configured") == 1
+    assert "no broker" not in with_broker.stderr
+
+
+def test_start_on_a_terminal_says_what_is_served(
+    call: Call, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broker, namespace, models and the page's address; nothing of it elsewhere."""
+    (tmp_path / "models" / "digits").mkdir(parents=True)
+    elsewhere = call("run", "--bootstrap-servers", "127.0.0.1:9")
+    monkeypatch.setattr("headrace.cli.run.on_terminal", lambda: True)
+    result = call("run", "--bootstrap-servers", "127.0.0.1:9")
+
+    assert elsewhere.stderr == ""
+    assert result.stderr.splitlines() == [
+        "headrace: broker     127.0.0.1:9",
+        "headrace: namespace  headrace",
+        f"headrace: models     digits ({tmp_path / 'models'})",
+        "headrace: page       http://127.0.0.1:8123/",
+    ]

@@ -1,0 +1,104 @@
+"""What is said of wrong settings: where a value comes from, and what may have been meant."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.config import load_settings
+from headrace.errors import ConfigurationError
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of whoever runs the tests."""
+    for name in os.environ:
+        if name.startswith("HEADRACE_"):
+            monkeypatch.delenv(name)
+
+
+def _faults(path: Path | None = None) -> list[str]:
+    with pytest.raises(ConfigurationError) as raised:
+        load_settings(path)
+    return str(raised.value).splitlines()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A settings file that is right."""
+    path = tmp_path / "headrace.toml"
+    path.write_text("[telemetry]\nhttp_port = 9000\n[limits]\ndrain_timeout_s = 5\n")
+    return path
+
+
+def test_environment_goes_over_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value by value; the rest of a section stays."""
+    monkeypatch.setenv("headrace_telemetry__http_port", "9001")
+    monkeypatch.setenv("HEADRACE_LIMITS__MAX_STALL_S", "7")
+
+    settings = load_settings(file)
+
+    assert settings.telemetry.http_port == 9001
+    assert (settings.limits.drain_timeout_s, settings.limits.max_stall_s) == (5, 7)
+
+
+def test_wrong_variable_is_named_instead_of_the_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody finds it in the file."""
+    monkeypatch.setenv("HEADRACE_TELEMETRY__HTTP_PORT", "none")
+
+    (line,) = _faults(file)
+
+    assert line.startswith("HEADRACE_TELEMETRY__HTTP_PORT: Input should be a valid integer")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("HEADRACE_LIMIT__MAX_STALL_S", "there is no such setting; did you mean `limits`?"),
+        (
+            "HEADRACE_LIMITS__MAX_STAL_S",
+            "there is no such setting; did you mean `max_stall_s`?",
+        ),
+    ],
+)
+def test_misspelled_variable_is_refused_with_what_may_be_meant(
+    name: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the section's name as well as in the setting's."""
+    monkeypatch.setenv(name, "7")
+
+    assert _faults() == [f"{name}: {line}"]
+
+
+def test_variables_of_others_are_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Kubernetes sets them for a service called headrace."""
+    monkeypatch.setenv("HEADRACE_PORT_8080_TCP", "tcp://10.0.0.1:8080")
+
+    assert load_settings().namespace == "headrace"
+
+
+def test_variable_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole section in one variable has to be JSON."""
+    monkeypatch.setenv("HEADRACE_TOPICS", "partitions=3")
+
+    (line,) = _faults()
+
+    assert line.startswith("environment: ")
+    assert '"topics"' in line
+
+
+def test_misspelled_section_gets_a_suggestion(tmp_path: Path) -> None:
+    """So does a setting in a section; what is like nothing gets none."""
+    path = tmp_path / "wrong.toml"
+    path.write_text("[limit]\nmax_stall_s = 1\n[kafka]\nbootstrap_server = 'a:1'\nxyz = 1\n")
+
+    assert set(_faults(path)) >= {
+        f"{path}: limit: there is no such setting; did you mean `limits`?",
+        f"{path}: kafka.bootstrap_server: there is no such setting; "
+        "did you mean `bootstrap_servers`?",
+        f"{path}: kafka.xyz: there is no such setting",
+    }
