@@ -284,8 +284,9 @@ def _merged(below: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
     result = dict(below)
     for name, value in over.items():
         present = result.get(name)
-        nested = isinstance(present, dict) and isinstance(value, dict)
-        result[name] = _merged(present, value) if nested else value
+        if isinstance(present, dict) and isinstance(value, dict):
+            value = _merged(present, value)  # noqa: PLW2901 - section by section
+        result[name] = value
     return result
 
 
