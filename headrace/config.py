@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -38,7 +39,30 @@ from headrace.errors import ConfigurationError
 from headrace.topics import Topic
 
 Namespace = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,100}$")]
-Port = Annotated[int, Field(ge=0, le=65535)]
+_DAY_S = 24 * 3600
+_HOUR_MS = 3600 * 1000
+_KAFKA_INT = 2**31 - 1
+_KAFKA_LONG = 2**63 - 1
+
+
+def _refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        text = str(value).lower()
+        raise ValueError(f"expected a number, got {text}")  # noqa: TRY004 - pydantic tells it
+    return value
+
+
+Real = Annotated[float, Field(allow_inf_nan=False)]
+NOT_BOOL = BeforeValidator(_refuse_bool)
+"""Beside each number and its bounds: pydantic takes `true` for 1."""
+
+Port = Annotated[int, Field(ge=0, le=65535), NOT_BOOL]
+Rows = Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL]
+QueueDelayMs = Annotated[Real, Field(ge=0, le=_HOUR_MS), NOT_BOOL]
+BatchBytes = Annotated[int, Field(ge=1, le=2**32), NOT_BOOL]
+Instances = Annotated[int, Field(ge=1, le=256), NOT_BOOL]
+Threads = Annotated[int, Field(ge=0, le=256), NOT_BOOL]
+DeviceBytes = Annotated[int, Field(ge=0, le=2**44), NOT_BOOL]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d+)$")]
 
 
@@ -63,11 +87,11 @@ class KafkaSettings(_Group):
     ssl_check_hostname: bool = True
     client_id: str = "headrace"
     client_rack: str = ""
-    request_timeout_ms: Annotated[int, Field(ge=1000)] = 20_000
-    session_timeout_ms: Annotated[int, Field(ge=1000)] = 30_000
-    transaction_timeout_ms: Annotated[int, Field(ge=1000)] = 10_000
+    request_timeout_ms: Annotated[int, Field(ge=1000, le=_HOUR_MS), NOT_BOOL] = 20_000
+    session_timeout_ms: Annotated[int, Field(ge=1000, le=_HOUR_MS), NOT_BOOL] = 30_000
+    transaction_timeout_ms: Annotated[int, Field(ge=1000, le=_HOUR_MS), NOT_BOOL] = 10_000
     """How long the broker keeps a transaction open; it must exceed the longest answering step."""
-    linger_ms: Annotated[int, Field(ge=0)] = 0
+    linger_ms: Annotated[int, Field(ge=0, le=60_000), NOT_BOOL] = 0
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
 
     @model_validator(mode="after")
@@ -87,12 +111,12 @@ class KafkaSettings(_Group):
 class TopicSettings(_Group):
     """The names of the topics, and how `headrace topics create` makes them."""
 
-    partitions: Annotated[int, Field(ge=1)] = 4
-    replication_factor: Annotated[int, Field(ge=1)] = 1
-    retention_ms: Annotated[int, Field(ge=1)] = 7 * 24 * 3600 * 1000
-    internal_retention_ms: Annotated[int, Field(ge=1)] = 24 * 3600 * 1000
+    partitions: Annotated[int, Field(ge=1, le=100_000), NOT_BOOL] = 4
+    replication_factor: Annotated[int, Field(ge=1, le=1000), NOT_BOOL] = 1
+    retention_ms: Annotated[int, Field(ge=1, le=_KAFKA_LONG), NOT_BOOL] = 7 * 24 * 3600 * 1000
+    internal_retention_ms: Annotated[int, Field(ge=1, le=_KAFKA_LONG), NOT_BOOL] = 24 * 3600 * 1000
     """Of items, batches, results and events: work that is answered is of no more use."""
-    max_message_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+    max_message_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 8 * 1024 * 1024
     reply_allowed: tuple[str, ...] = (r"{namespace}\..*",)
     """Regular expressions; a `kafka_replyTopic` must match one of them in full."""
     names: dict[Topic, str] = {}
@@ -103,7 +127,7 @@ class DeliverySettings(_Group):
     """What is promised of answers."""
 
     guarantee: Literal["at_least_once", "exactly_once"] = "at_least_once"
-    max_attempts: Annotated[int, Field(ge=1)] = 3
+    max_attempts: Annotated[int, Field(ge=1, le=1000), NOT_BOOL] = 3
     """So often may a process end while a request, and nothing else, runs in it."""
     order: Literal["none", "key", "partition"] = "none"
 
@@ -111,12 +135,14 @@ class DeliverySettings(_Group):
 class LimitSettings(_Group):
     """Bounds on one request and on everything in flight."""
 
-    max_request_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
-    max_in_flight_bytes: Annotated[int, Field(ge=1024 * 1024)] = 256 * 1024 * 1024
-    default_timeout_ms: Annotated[int, Field(ge=0)] = 0
+    max_request_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 4 * 1024 * 1024
+    max_in_flight_bytes: Annotated[int, Field(ge=1024 * 1024, le=2**40), NOT_BOOL] = (
+        256 * 1024 * 1024
+    )
+    default_timeout_ms: Annotated[int, Field(ge=0, le=31 * _DAY_S * 1000), NOT_BOOL] = 0
     """Counted from the record's timestamp; 0 means none."""
-    drain_timeout_s: Annotated[float, Field(gt=0)] = 10.0
-    max_stall_s: Annotated[float, Field(ge=0)] = 60.0
+    drain_timeout_s: Annotated[Real, Field(gt=0, le=_DAY_S), NOT_BOOL] = 10.0
+    max_stall_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 60.0
     """An event loop that stands still for so long ends its process; 0 is never."""
 
 
@@ -129,17 +155,17 @@ class ModelSettings(_Group):
 class BatchingSettings(_Group):
     """Defaults for all models; a model's `model.toml` may say otherwise."""
 
-    max_batch_size: Annotated[int, Field(ge=1)] = 32
-    max_queue_delay_ms: Annotated[float, Field(ge=0)] = 0.0
-    max_batch_bytes: Annotated[int, Field(ge=1)] = 8 * 1024 * 1024
+    max_batch_size: Rows = 32
+    max_queue_delay_ms: QueueDelayMs = 0.0
+    max_batch_bytes: BatchBytes = 8 * 1024 * 1024
 
 
 class ExecutorSettings(_Group):
     """Where and how often models run."""
 
     device: Device = "cpu"
-    instances: Annotated[int, Field(ge=1)] = 1
-    intra_op_threads: Annotated[int, Field(ge=0)] = 0
+    instances: Instances = 1
+    intra_op_threads: Threads = 0
     """Threads of one run; 0 shares the machine's cores between the instances of a model."""
     io_binding: bool = True
     """Bind inputs and outputs by address where that can be done; false is the plain path."""
@@ -149,7 +175,7 @@ class ExecutorSettings(_Group):
     """Send batches through the ring (docs/device.md), on models whose shapes are fixed."""
     cuda_graphs: bool = False
     """With `ring`: one CUDA graph for each bucket of rows."""
-    gpu_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
+    gpu_memory_limit_bytes: DeviceBytes = 0
     """Of ONNX Runtime's arena, for each instance on a GPU; 0 leaves it to the device."""
 
 
@@ -160,7 +186,7 @@ class TelemetrySettings(_Group):
     """Where traces go, such as `http://127.0.0.1:4318`. `OTEL_EXPORTER_OTLP_*` goes over it; with
     neither there is no tracing.
     """
-    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    sample_ratio: Annotated[Real, Field(ge=0, le=1), NOT_BOOL] = 0.01
     """Of the requests that come without a trace of their own; errors are kept in any case."""
     http_host: str = "127.0.0.1"
     http_port: Port = 8080
@@ -272,10 +298,7 @@ def make_settings(
         if not faults:
             return settings
     except ValidationError as error:
-        faults += [
-            _described(fault, origin, options)
-            for fault in error.errors(include_url=False, include_input=False)
-        ]
+        faults += [_described(fault, origin, options) for fault in error.errors(include_url=False)]
     raise ConfigurationError("\n".join(faults))
 
 
@@ -293,7 +316,7 @@ def _merged(below: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
 def _described(fault: ErrorDetails, origin: str, options: Sequence[Option]) -> str:
     """Return where a wrong value comes from, which one it is, and what is wrong with it."""
     location = fault["loc"]
-    text = fault["msg"].removeprefix("Value error, ")
+    text = describe_fault(fault)
     if fault["type"] == "extra_forbidden":
         text = _unknown(str(location[-1]), _names_in(location[:-1]))
     for option in options:
@@ -346,6 +369,30 @@ def _unknown_variables() -> Iterator[str]:
             and section.lower() not in Settings.model_fields
         ):
             yield f"{name}: {_unknown(section.lower(), Settings.model_fields)}"
+
+
+_BOUNDS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than_equal": ("le", "at most"),
+}
+_LONGEST_VALUE = 40
+
+
+def describe_fault(fault: ErrorDetails) -> str:
+    """Return what is wrong with a value; of numbers what they are, as others may be secrets."""
+    if fault["type"] == "finite_number":
+        return f"expected a finite number, got {fault['input']}"
+    if fault["type"] in _BOUNDS:
+        try:
+            got = str(fault["input"])[:_LONGEST_VALUE]
+        except ValueError:  # of integers with thousands of digits
+            got = "a number of thousands of digits"
+        key, relation = _BOUNDS[fault["type"]]
+        bound = fault["ctx"][key]
+        whole = isinstance(bound, float) and bound.is_integer()
+        return f"expected {relation} {int(bound) if whole else bound}, got {got}"
+    return fault["msg"].removeprefix("Value error, ")
 
 
 def _configured_file() -> Path | None:

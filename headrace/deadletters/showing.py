@@ -21,7 +21,7 @@ SHOWN_ELEMENTS = 16
 HEX_WIDTH = 16
 SHOWN_BYTES = 512
 
-_NO_LIMITS = LimitSettings(max_request_bytes=2**31)
+_NO_LIMITS = LimitSettings(max_request_bytes=2**31 - 1)
 """A letter may be one because it was too large; it is shown all the same."""
 
 _NUMBERS = {

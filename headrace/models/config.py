@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +12,21 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from headrace.config import Device, Settings
+from headrace.config import (
+    NOT_BOOL,
+    BatchBytes,
+    Device,
+    DeviceBytes,
+    Instances,
+    QueueDelayMs,
+    Real,
+    Rows,
+    Settings,
+    Threads,
+    describe_fault,
+)
 from headrace.errors import ConfigurationError
+from headrace.messages import MAX_RANK
 from headrace.models.signature import TensorSpec
 from headrace.tensors import DATATYPES
 
@@ -20,7 +35,18 @@ CUDA = "CUDAExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
 Provider = Literal["CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"]
 _UNION_PART = re.compile(r"[\[\],()]|^(int|float|str|bool|constrained-\w+)$")
-_Versions = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+_LARGEST_FP32 = 3.4028234663852886e38
+_Versions = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=10**18 - 1), NOT_BOOL], ...], Field(min_length=1)
+]
+_Value = (
+    Annotated[int, Field(ge=-(2**63), le=2**64 - 1), NOT_BOOL]
+    | Annotated[Real, Field(ge=-sys.float_info.max, le=sys.float_info.max), NOT_BOOL]
+)
+"""Of a tensor of any datatype. An integer stays one: not all of 64 bits are numbers of FP64."""
+_Seconds = Annotated[Real, Field(gt=0, le=24 * 3600), NOT_BOOL]
+MAX_THREADS = 1024
+"""Of all instances of a version together, where `intra_op_threads` names them."""
 
 
 class _Group(BaseModel):
@@ -32,7 +58,9 @@ class DeclaredTensor(_Group):
 
     name: Annotated[str, Field(min_length=1)]
     datatype: str
-    shape: tuple[Annotated[int, Field(ge=-1)], ...]
+    shape: Annotated[
+        tuple[Annotated[int, Field(ge=-1, le=2**31 - 1), NOT_BOOL], ...], Field(max_length=MAX_RANK)
+    ]
 
     @model_validator(mode="after")
     def _datatype_is_known(self) -> Self:
@@ -51,7 +79,11 @@ def _as_tuple(value: object) -> object:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-_Factors = Annotated[tuple[float, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+_Factors = Annotated[
+    tuple[Annotated[Real, Field(ge=-_LARGEST_FP32, le=_LARGEST_FP32), NOT_BOOL], ...],
+    Field(min_length=1),
+    BeforeValidator(_as_tuple),
+]
 _Layout = Literal["NCHW", "NHWC"]
 _Step = Annotated[str, Field(pattern=r"^(softmax|argmax|top_k:[1-9]\d{0,5})$")]
 
@@ -87,17 +119,17 @@ class ModelConfig(_Group):
 
     backend: Literal["onnx", "python"] = "onnx"
     versions: Literal["latest", "all"] | _Versions = "latest"
-    max_batch_size: Annotated[int, Field(ge=1)] = 32
+    max_batch_size: Rows = 32
     """In rows; 1 turns batching off."""
-    max_queue_delay_ms: Annotated[float, Field(ge=0)] = 0.0
-    max_batch_bytes: Annotated[int, Field(ge=1)] = 8 * 1024 * 1024
-    batch_tolerance: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
+    max_queue_delay_ms: QueueDelayMs = 0.0
+    max_batch_bytes: BatchBytes = 8 * 1024 * 1024
+    batch_tolerance: Literal["auto"] | Annotated[Real, Field(gt=0, le=100), NOT_BOOL] = "auto"
     """How far a batched answer may be from the unbatched one, of the output's scale."""
     probe: bool = True
     """Try the model out at load: whether rows may share a run, and how long runs take."""
     device: Device = "cpu"
-    instances: Annotated[int, Field(ge=1)] = 1
-    intra_op_threads: Annotated[int, Field(ge=0)] = 0
+    instances: Instances = 1
+    intra_op_threads: Threads = 0
     """Threads of one run; 0 shares the machine's cores between the instances."""
     pinned: bool = False
     """Keep the threads of each instance on cores of its own; CPU only."""
@@ -109,26 +141,26 @@ class ModelConfig(_Group):
     """Send batches through the ring, if the shapes are fixed."""
     cuda_graphs: bool = False
     """With `ring`: one CUDA graph for each bucket of rows."""
-    gpu_memory_limit_bytes: Annotated[int, Field(ge=0)] = 0
+    gpu_memory_limit_bytes: DeviceBytes = 0
     """Of ONNX Runtime's arena on a GPU; 0 leaves it to the device."""
     providers: tuple[Provider, ...] = ()
     """ONNX Runtime's execution providers, the first choice first; none: by `device`."""
     provider_options: dict[Provider, dict[str, str | int | float | bool]] = {}
-    range: dict[str, tuple[int | float, int | float]] = {}
+    range: dict[str, tuple[_Value, _Value]] = {}
     """Lowest and highest value allowed, by the name of the input."""
     finite_inputs: bool = False
     """Refuse requests with NaN or an infinity in them."""
     finite_outputs: bool = False
     """Fail requests whose rows of the outputs have NaN or an infinity in them."""
-    sequence_buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    sequence_buckets: tuple[Annotated[int, Field(ge=1, le=2**24), NOT_BOOL], ...] = ()
     """Lengths that requests are padded to, for models with a mask."""
-    pad: dict[str, int | float] = {}
+    pad: dict[str, _Value] = {}
     """What is put into places that are added, by the name of the input."""
     mask: str = ""
     """The input that leaves those places out; it is padded with 0."""
-    max_execution_s: Annotated[float, Field(gt=0)] = 30.0
+    max_execution_s: _Seconds = 30.0
     """A run that takes longer is taken for hung."""
-    max_load_s: Annotated[float, Field(gt=0)] = 600.0
+    max_load_s: _Seconds = 600.0
     """A version that has not loaded and warmed up by then has failed."""
     checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
     """Of the version's files, see `headrace.models.repository.checksum_of`."""
@@ -151,6 +183,7 @@ class ModelConfig(_Group):
         if faults := [
             *self._range_faults(),
             *self._device_faults(),
+            *self._thread_faults(),
             *self._ring_faults(),
             *self._signature_faults(),
             *self._adaptation_faults(),
@@ -180,6 +213,12 @@ class ModelConfig(_Group):
             for name in self.provider_options
             if name not in self.execution_providers
         ]
+        faults += [
+            f"provider_options.{name}.{key}: expected a finite number, got {value}"
+            for name, options in self.provider_options.items()
+            for key, value in options.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
         if on_cuda and self.instances > 1:
             faults.append(
                 f"instances: expected 1 on {self.device}, where several contend for the driver, "
@@ -190,6 +229,12 @@ class ModelConfig(_Group):
         if self.providers and on_cuda != (self.providers[0] != CPU):
             faults.append(f"providers: {self.providers[0]} first does not fit device {self.device}")
         return faults
+
+    def _thread_faults(self) -> list[str]:
+        threads = self.instances * self.intra_op_threads
+        if threads <= MAX_THREADS:
+            return []
+        return [f"instances: expected at most {MAX_THREADS} threads in all of them, got {threads}"]
 
     def _ring_faults(self) -> list[str]:
         """What was asked for and would not be there is refused, not left out."""
@@ -275,8 +320,8 @@ def make_model_config(
         config = ModelConfig.model_validate(defaults | dict(values))
     except ValidationError as error:
         faults = (
-            f"{origin}: {_key(fault['loc'])}{fault['msg'].removeprefix('Value error, ')}"
-            for fault in error.errors(include_url=False, include_input=False)
+            f"{origin}: {_key(fault['loc'])}{describe_fault(fault)}"
+            for fault in error.errors(include_url=False)
         )
         raise ConfigurationError("\n".join(dict.fromkeys(faults))) from error
     config._declared = frozenset(values)

@@ -19,6 +19,7 @@ import numpy as np
 from headrace.errors import ConfigurationError
 from headrace.messages import Request, Tensor
 from headrace.models.config import ModelConfig
+from headrace.models.ranges import limits_of
 from headrace.models.signature import Signature, TensorSpec
 from headrace.tensors import DATATYPES, from_array, to_array
 
@@ -91,10 +92,15 @@ def _check_value(spec: TensorSpec, value: float) -> None:
     dtype = datatype.dtype
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
-        if value != int(value) or not limits.min <= value <= limits.max:
-            raise ConfigurationError(
-                f"pad.{spec.name}: expected a value of {spec.datatype}, got {value}"
-            )
+        fits = value == int(value) and limits.min <= value <= limits.max
+    elif dtype.kind == "b":
+        fits = value in (0, 1)
+    else:
+        fits = limits_of(spec.datatype, (value, value)) is not None
+    if not fits:
+        raise ConfigurationError(
+            f"pad.{spec.name}: expected a value of {spec.datatype}, got {value}"
+        )
 
 
 def _free_axes(spec: TensorSpec) -> Iterator[int]:

@@ -70,7 +70,7 @@ def test_wrong_settings_are_told_a_line_each(call: Call, tmp_path: Path) -> None
     result = call("--config", str(path), "topics", "check")
     assert result.exit_code == Exit.USAGE
     assert result.stderr.splitlines() == [
-        f"headrace: {path}: topics.partitions: Input should be greater than or equal to 1",
+        f"headrace: {path}: topics.partitions: expected at least 1, got 0",
         f"headrace: {path}: topics.replicas: there is no such setting",
     ]
 

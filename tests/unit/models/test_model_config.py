@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
-from headrace.config import make_settings
+from headrace.config import Settings, make_settings
 from headrace.errors import ConfigurationError
 from headrace.models.config import ModelConfig, make_model_config, read_model_config
 
@@ -97,6 +100,68 @@ def test_all_faults_are_told_at_once() -> None:
 def test_values_that_do_not_agree_are_refused(values: dict[str, Any], fault: str) -> None:
     """What each value allows alone may not go together."""
     assert faults_of(values) == [f"model.toml: {fault}"]
+
+
+FLOAT = "expected a finite number, got"
+
+
+@pytest.mark.parametrize(
+    ("toml", "fault"),
+    [
+        ("max_queue_delay_ms = inf", f"max_queue_delay_ms: {FLOAT} inf"),
+        ("max_execution_s = inf", f"max_execution_s: {FLOAT} inf"),
+        ("max_load_s = nan", f"max_load_s: {FLOAT} nan"),
+        ("max_load_s = 1e300", "max_load_s: expected at most 86400, got 1e+300"),
+        ("instances = 3000", "instances: expected at most 256, got 3000"),
+        ("instances = true", "instances: expected a number, got true"),
+        (
+            "max_batch_size = 1_000_000_000",
+            "max_batch_size: expected at most 1000000, got 10000000",
+        ),
+        ("max_batch_size = 0", "max_batch_size: expected at least 1, got 0"),
+        ("range.x = [-inf, 3]", f"range.x.0: {FLOAT} -inf"),
+        ("pad.x = nan", f"pad.x: {FLOAT} nan"),
+        ('preprocess.x = {datatype = "UINT8", scale = nan}', f"preprocess.x.scale.0: {FLOAT} nan"),
+        ("batch_tolerance = nan", f"batch_tolerance: {FLOAT} nan"),
+        (
+            "instances = 200\nintra_op_threads = 200",
+            "instances: expected at most 1024 threads in all of them, got 40000",
+        ),
+        (
+            "provider_options.CPUExecutionProvider = {x = inf}",
+            f"provider_options.CPUExecutionProvider.x: {FLOAT} inf",
+        ),
+    ],
+)
+def test_number_out_of_bounds_is_refused(toml: str, fault: str) -> None:
+    """With what is expected and what the file has."""
+    assert any(line.startswith(f"model.toml: {fault}") for line in faults_of(tomllib.loads(toml)))
+
+
+@pytest.mark.parametrize("model", [ModelConfig, Settings])
+def test_every_number_is_bounded(model: type[BaseModel]) -> None:
+    """Below and above: a number without a bound ends a process, or fills its memory."""
+    schema = model.model_json_schema()
+    # Options are ONNX Runtime's own, and are only required to be finite.
+    schema["properties"].pop("provider_options", None)
+    assert [path for path, number in numbers_in(schema) if not is_bounded(number)] == []
+
+
+def numbers_in(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts of a JSON schema that are numbers, with where they are."""
+    if isinstance(schema, list):
+        for place, part in enumerate(schema):
+            yield from numbers_in(part, f"{path}/{place}")
+    elif isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number"):
+            yield path, schema
+        for key, part in schema.items():
+            yield from numbers_in(part, f"{path}/{key}")
+
+
+def is_bounded(number: dict[str, Any]) -> bool:
+    """Whether a number of a JSON schema has a minimum and a maximum."""
+    return bool(number.keys() & {"minimum", "exclusiveMinimum"}) and "maximum" in number
 
 
 def test_signature_of_an_onnx_model_is_not_declared() -> None:
