@@ -133,6 +133,17 @@ class Progress:
             self.base = max(self.base, stops[reached - 1])
             del starts[:reached], stops[:reached]
 
+    def truncate(self, end: int) -> None:
+        """Forget what is answered from `end` on: the log has lost those records, and will give
+        their offsets to others.
+        """
+        self.base = min(self.base, end)
+        starts, stops = self._starts, self._stops
+        kept = bisect_left(starts, end)
+        del starts[kept:], stops[kept:]
+        if stops:
+            stops[-1] = min(stops[-1], end)
+
     def copy(self) -> Progress:
         """Another one that stands where this one does."""
         other = Progress(self.base)

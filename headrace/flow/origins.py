@@ -19,7 +19,8 @@ import structlog
 
 from headrace.errors import Retriable
 from headrace.flow.answered import Progress
-from headrace.flow.positions import starting_progress
+from headrace.flow.positions import TopicIdentity, starting_progress, truncate
+from headrace.log.errors import UnknownPartition
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
 from headrace.messages import Request
 from headrace.telemetry.logs import Event
@@ -40,9 +41,8 @@ class Origins:
     """
 
     def __init__(self, log_: Log, requests_topic: str) -> None:
-        self._log = log_
         self._topic = requests_topic
-        self._topic_id = ""
+        self._identity = TopicIdentity(log_, requests_topic)
         self._looked_s = -math.inf
         self._consumer: Consumer | None = None
         self._progress: dict[int, Progress] = {}
@@ -52,15 +52,20 @@ class Origins:
     async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
         """Load what is committed for the source partitions."""
         self._consumer = consumer
-        self._topic_id = await self._id() or self._topic_id
+        replacement = await self._identity.replacement()
         sources = [TopicPartition(self._topic, partition) for partition in partitions]
         committed = await consumer.committed(sources)
         beginnings = await consumer.beginning_offsets(sources)
+        ends = await consumer.end_offsets(sources)
         for source in sources:
             self._progress[source.partition] = starting_progress(
-                committed[source], beginnings[source]
+                source,
+                None if replacement else committed[source],
+                beginnings[source],
+                ends[source],
             )
             self._claimed[source.partition] = set()
+        self._identity.known = replacement or self._identity.known
 
     def revoked(self, partitions: Sequence[int]) -> None:
         """Forget the partitions; their next owner loads what was committed."""
@@ -82,38 +87,46 @@ class Origins:
         claimed.add(offset)
         return True
 
-    async def is_replaced(self) -> bool:
-        """Whether the topic is another one by now; all that was known of its partitions is void
-        then. Asked at most once a second; waits until it is known.
+    async def has_other_records(self) -> bool:
+        """Whether other records stand at offsets that are known: the topic is another one by now,
+        or has lost its end. What was known of them is void then. Asked at most once a second; waits
+        until it is known.
         """
         if time.monotonic() - self._looked_s < LOOK_S or self._consumer is None:
             return False
         while True:
             try:
-                topic_id = await self._id()
+                replacement = await self._identity.replacement()
                 self._looked_s = time.monotonic()
-                if topic_id in {"", self._topic_id}:  # with none there is nobody to be answered
-                    return False
                 sources = [TopicPartition(self._topic, number) for number in self._progress]
-                self._begin_anew(topic_id, await self._consumer.beginning_offsets(sources))
+                if not replacement:
+                    return self._truncate(await self._consumer.end_offsets(sources))
+                self._begin_anew(await self._consumer.beginning_offsets(sources))
+                self._identity.known = replacement
+            except UnknownPartition:
+                return False  # without the topic nobody is to be answered
             except Retriable as error:
                 log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
                 await asyncio.sleep(RETRY_S)
             else:
                 return True
 
-    def _begin_anew(self, topic_id: str, beginnings: Mapping[TopicPartition, int]) -> None:
-        log.error(Event.TOPIC_REPLACED, topic=self._topic)
-        self._topic_id = topic_id
+    def _truncate(self, ends: Mapping[TopicPartition, int]) -> bool:
+        found = False
+        for source, end in ends.items():
+            progress = self._progress.get(source.partition)
+            if progress is not None and truncate(source, progress, end):
+                claimed = self._claimed[source.partition]
+                claimed -= {offset for offset in claimed if offset >= end}
+                found = True
+        return found
+
+    def _begin_anew(self, beginnings: Mapping[TopicPartition, int]) -> None:
         self._committed.clear()
         for source, beginning in beginnings.items():
             if source.partition in self._progress:  # still ours
                 self._progress[source.partition] = Progress(beginning)
                 self._claimed[source.partition] = set()
-
-    async def _id(self) -> str:
-        found = (await self._log.describe_topics([self._topic]))[self._topic]
-        return "" if found is None else found.topic_id
 
     def answered(self, requests: Iterable[Request]) -> None:
         """Their answers are acknowledged. What follows one another is covered at once."""

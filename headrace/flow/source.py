@@ -31,7 +31,7 @@ from headrace.flow.marks import Marks
 from headrace.flow.ordering import KeyChains
 from headrace.flow.origins import Origins
 from headrace.flow.pausing import Pauses
-from headrace.flow.positions import go_on_in_range, starting_progress
+from headrace.flow.positions import TopicIdentity, go_on_in_range, starting_progress
 from headrace.flow.probation import Probation
 from headrace.flow.sealing import Sealing
 from headrace.flow.signal import Signal
@@ -100,6 +100,7 @@ class Source:
         )
         self._revocations: list[Callable[[], None]] = []
         self._reads_requests = requests == settings.topic
+        self._identity = TopicIdentity(log_, settings.topic)
         self._behind: dict[TopicPartition, int] = {}
         self._ready = Arrivals()
         self._settled = Signal()
@@ -266,12 +267,16 @@ class Source:
             raise error
         former = self.ledger.assignments
         try:
-            beginnings = await go_on_in_range(self._consumer, self.ledger, error.positions)
+            replacement = await self._identity.replacement()
+            found = await go_on_in_range(
+                self._consumer, self.ledger, error.positions, is_replaced=bool(replacement)
+            )
+            self._identity.known = replacement or self._identity.known
         except Retriable as unavailable:
             log.warning(Event.SEEK_DELAYED, reason=str(unavailable))
             await asyncio.sleep(RETRY_S)
         else:
-            for partition, beginning in beginnings.items():
+            for partition, beginning in found.skipped.items():
                 assignment = self.ledger.get(partition)
                 if assignment is not None:
                     self._skip(assignment, error.positions[partition], beginning)
@@ -280,6 +285,41 @@ class Source:
                     self._begin(assignment)
             for call in self._revocations:
                 call()
+            if found.truncated:
+                await self._take_up_again(found.truncated)
+
+    async def _take_up_again(self, partitions: Sequence[TopicPartition]) -> None:
+        """Give up partitions that have lost their ends, and take them up again.
+
+        As in a rebalance, what is in flight ends and is committed first, so that what was answered
+        of the records that are left is kept, and nothing of a lost record is counted for the one
+        that gets its offset.
+        """
+        former = {each: self.ledger.get(each) for each in partitions}
+        deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
+        self._ready.drop(frozenset(partitions))
+        await self._drain(partitions, self._revocation_drain_s)
+        if self._settings.commits:
+            async with self._last_commit(deadline):
+                await self._committer.commit(self._consumer, frozenset(partitions))
+        # A rebalance may have come meanwhile, and has taken them up already where they are ours.
+        ours = [each for each, one in former.items() if one and self.ledger.get(each) is one]
+        self._void(ours)
+        while ours and not self._closing:
+            try:
+                progresses = await self._prepare(ours)
+                break
+            except Retriable as error:
+                log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
+                await asyncio.sleep(RETRY_S)
+        else:
+            return
+        for partition in ours:
+            if partition in self._consumer.assignment() and self.ledger.get(partition) is None:
+                self._consumer.seek(partition, progresses[partition].base)
+                self._begin(self.ledger.assign(partition, progresses[partition]))
+        # Committed at once: the longer it takes, the more records stand where the lost ones stood.
+        self._settled.give()
 
     def _skip(self, assignment: Assignment, first: int, beginning: int) -> None:
         """Nothing was read from `first` on, and what lies below `beginning` is gone."""
@@ -295,13 +335,7 @@ class Source:
         self._leaving = frozenset()
         while not self._closing:
             try:
-                if self.sealing is not None:
-                    await self.sealing.fence(self._consumer, [p.partition for p in partitions])
-                progresses = await self._load(partitions)
-                if self._companion is not None:
-                    await self._companion.assigned(
-                        self._consumer, [each.partition for each in partitions]
-                    )
+                progresses = await self._prepare(partitions)
                 await self.probation.assigned(self._consumer, progresses)
                 break
             except Retriable as error:
@@ -316,6 +350,18 @@ class Source:
         self._metrics.rebalanced()
         self.assigned.set()
         log.info(Event.ASSIGNED, partitions=[str(p) for p in partitions])
+
+    async def _prepare(
+        self, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, Progress]:
+        """Fence the former owners for exactly once, and read what is committed after that."""
+        numbers = [each.partition for each in partitions]
+        if self.sealing is not None:
+            await self.sealing.fence(self._consumer, numbers)
+        progresses = await self._load(partitions)
+        if self._companion is not None:
+            await self._companion.assigned(self._consumer, numbers)
+        return progresses
 
     def _begin(self, assignment: Assignment) -> None:
         """What is answered is known from our own answers, or from another process's commits."""
@@ -336,8 +382,7 @@ class Source:
         self._leaving = frozenset(partitions)
         self._ready.drop(self._leaving)
         deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
-        drain_s = min(self._settings.drain_timeout_s, MAX_REVOCATION_S - LAST_COMMIT_S)
-        await self._drain(partitions, drain_s)
+        await self._drain(partitions, self._revocation_drain_s)
         if self._settings.commits:
             async with self._last_commit(deadline):
                 await self._committer.commit(self._consumer, self._leaving)
@@ -346,6 +391,10 @@ class Source:
         if self.sealing is not None:
             await self.sealing.release([p.partition for p in partitions])
         log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
+
+    @property
+    def _revocation_drain_s(self) -> float:
+        return min(self._settings.drain_timeout_s, MAX_REVOCATION_S - LAST_COMMIT_S)
 
     def _void_all(self) -> None:
         self._ready.drop(None)
@@ -368,19 +417,24 @@ class Source:
             log.warning(Event.COMMIT_FAILED, reason="the last commit was not answered in time")
 
     async def _load(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, Progress]:
+        replacement = await self._identity.replacement()
         if self._settings.progress_group == self._settings.group:
             committed = await self._consumer.committed(partitions)
         else:
             committed = await self._log.committed(self._settings.progress_group, partitions)
+        if replacement:
+            committed = dict.fromkeys(partitions)  # of the topic that had the name before
         beginnings = await self._consumer.beginning_offsets(partitions)
+        ends = await self._consumer.end_offsets(partitions)
+        self._identity.known = replacement or self._identity.known
         self._behind = {
             each: found.offset
             for each, found in committed.items()
             if found is not None and found.offset < beginnings[each]
         }
         return {
-            partition: starting_progress(committed[partition], beginnings[partition])
-            for partition in partitions
+            each: starting_progress(each, committed[each], beginnings[each], ends[each])
+            for each in partitions
         }
 
     # --- settling and committing -----------------------------------------------------------

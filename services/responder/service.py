@@ -113,7 +113,7 @@ class ResponderService:
     async def _ours(self, chunk: list[Request]) -> list[Request]:
         """Without those that are another owner's now, or answered already."""
         ours, repeated = self._sort_out(chunk)
-        if repeated and self._origins is not None and await self._origins.is_replaced():
+        if repeated and self._origins is not None and await self._origins.has_other_records():
             others, repeated = self._sort_out(repeated)
             ours += others
         for request in repeated:

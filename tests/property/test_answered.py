@@ -136,6 +136,22 @@ def test_any_intervals_give_what_a_set_gives(base: int, intervals: list[tuple[in
     assert all(stop < start for (_, stop), (start, _) in zip(progress.ranges, progress.ranges[1:]))  # noqa: B905
 
 
+@given(ranges_above(), st.integers(0, 400))
+def test_truncation_forgets_what_is_answered_from_there_on(
+    known: tuple[int, list[Range]], end: int
+) -> None:
+    """And nothing below."""
+    progress = Progress(*known)
+    answered = [offset for offset in range(1000) if offset in progress]
+
+    progress.truncate(end)
+
+    assert [offset for offset in range(1000) if offset in progress] == [
+        offset for offset in answered if offset < end
+    ]
+    assert progress.highest <= end
+
+
 @given(ranges_above())
 def test_what_is_committed_is_read_back(committed: tuple[int, list[Range]]) -> None:
     """Base and ranges survive the round trip through the commit's metadata."""

@@ -83,6 +83,12 @@ async def serving(
         yield list(pipelines)
 
 
+def digits_request(id: str, value: float = 0.0) -> bytes:
+    """The value of a request for `digits`, whose pixels all have this value."""
+    pixels = np.full((1, 64), value, np.float32)
+    return encode_request("application/msgpack", "digits", {"pixels": pixels}, id=id)
+
+
 class Caller:
     """Sends numbered requests for `digits` and collects what is answered."""
 
@@ -96,10 +102,7 @@ class Caller:
         topic = self._settings.topic(Topic.REQUESTS)
         async with self._log.producer() as producer:
             for number in range(self.sent, self.sent + count):
-                pixels = np.full((1, 64), number, np.float32)
-                value = encode_request(
-                    "application/msgpack", "digits", {"pixels": pixels}, id=str(number)
-                )
+                value = digits_request(str(number), number)
                 record = NewRecord(b"key", value, [("kafka_correlationId", str(number).encode())])
                 target = TopicPartition(topic, number % PARTITIONS)
                 for run in await producer.send(target, [record]):

@@ -12,14 +12,14 @@ import pytest
 
 from tests.support.tree import CODE, TESTS, Function, Module, modules
 
-MAX_MODULE_LINES = 400
+MAX_MODULE_LINES = 600
 MAX_BODY_LINES = 40
 VAGUE = {"manager", "managers", "handler", "handlers", "helper", "helpers", "util", "utils"}
 VAGUE_ALONE = {"data", "info", "misc", "common", "process()"}
 
 
 def test_no_module_is_too_long_to_be_read_at_once() -> None:
-    """A module has at most 400 lines."""
+    """A module has at most 600 lines."""
     lengths = {str(module.path): module.text.count("\n") for module in modules(*CODE, *TESTS)}
 
     too_long = {path: lines for path, lines in lengths.items() if lines > MAX_MODULE_LINES}

@@ -174,6 +174,29 @@ class Faults:
         """Drop the records below an offset, as retention does."""
         self._topics.partition(partition).trim(before_offset)
 
+    def truncate(self, partition: TopicPartition, end_offset: int) -> None:
+        """Lose the records from an offset on, as the election of a leader not in sync does."""
+        self._topics.partition(partition).truncate(end_offset)
+
+    def delete_topic(self, topic: str) -> None:
+        """Delete a topic, and what groups have committed for it."""
+        self._topics.delete(topic)
+        self._forget_commits_for(topic)
+
+    def replace_topic(self, topic: str) -> None:
+        """Delete a topic and make it anew, quicker than any of its readers looks."""
+        self._topics.replace(topic)
+        self._forget_commits_for(topic)
+
+    def _forget_commits_for(self, topic: str) -> None:
+        for group in self._groups.values():
+            for partition in [each for each in group.committed if each.topic == topic]:
+                del group.committed[partition]
+
+    def forget_commits(self, group: str) -> None:
+        """Forget what a group has committed, as a broker does of what it no longer retains."""
+        self._groups[group].committed.clear()
+
     def skip_offsets(self, partition: TopicPartition, offsets: int) -> None:
         """Leave a gap at the end of a partition, as transaction markers and compaction do."""
         self._topics.partition(partition).skip(offsets)

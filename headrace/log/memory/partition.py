@@ -141,6 +141,21 @@ class Partition:
             self._drop(self._index(before_offset))
             self.begin = before_offset
 
+    def truncate(self, end_offset: int) -> None:
+        """Lose what lies from `end_offset` on, open transactions included."""
+        if end_offset >= self.end:
+            return
+        self._remove(max(end_offset, self.begin), self.end)
+        self.end = end_offset
+        self.begin = min(self.begin, end_offset)
+        for transaction, spans in list(self._open.items()):
+            left = [(start, min(stop, end_offset)) for start, stop in spans if start < end_offset]
+            if left:
+                self._open[transaction] = left
+            else:
+                del self._open[transaction]
+        self._wake()
+
     def skip(self, offsets: int) -> None:
         """Leave a gap: the next record's offset is higher by `offsets`."""
         self.end += offsets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from headrace.log.errors import UnknownPartition
@@ -75,6 +75,18 @@ class Topics:
         )
         self._created(info.name)
         return True
+
+    def delete(self, name: str) -> None:
+        """Remove a topic, if there is one of this name."""
+        self._topics.pop(name, None)
+
+    def replace(self, name: str) -> None:
+        """Make another topic of the same name and partitions, which are empty and stay assigned."""
+        topic = self._topics[name]
+        for partition in topic.partitions:
+            partition.truncate(0)
+        info = topic.info._replace(topic_id=str(uuid4()))
+        self._topics[name] = replace(topic, info=info)
 
     def find(self, name: str) -> Topic | None:
         """The topic, if there is one; never creates it."""

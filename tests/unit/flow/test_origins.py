@@ -21,11 +21,12 @@ RESULTS = TopicPartition("results", 0)
 
 @pytest.fixture
 async def log() -> MemoryLog:
-    """The two topics."""
+    """The two topics, with requests in one of them."""
     log = MemoryLog()
     await log.create_topics(
         [TopicInfo("requests", 1, {}), TopicInfo("results", 1, {})], replication_factor=1
     )
+    await write_to(log, SOURCE, *[b"x"] * 9)
     return log
 
 
@@ -112,7 +113,6 @@ async def test_a_revoked_partition_is_nobodys_to_claim(log: MemoryLog) -> None:
 
 async def test_records_that_retention_took_are_passed(log: MemoryLog) -> None:
     """A base below the source's beginning moves up to it."""
-    await write_to(log, SOURCE, *[b"x"] * 9)
     log.faults.trim(SOURCE, 6)
 
     origins = await assigned(log, Committed(2))
@@ -123,21 +123,31 @@ async def test_records_that_retention_took_are_passed(log: MemoryLog) -> None:
 async def test_a_topic_that_was_made_anew_is_found_out(log: MemoryLog) -> None:
     """Other requests stand at its offsets, and none of them is answered."""
     origins = await assigned(log, Progress(3, [(5, 6)]).committable())
-    before = await origins.is_replaced()
-    del log._topics._topics["requests"]
+    before = await origins.has_other_records()
+    log.faults.delete_topic("requests")
     await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)
     origins._looked_s = -math.inf
 
     assert not before
-    assert await origins.is_replaced()
+    assert await origins.has_other_records()
     assert [origins.claim(0, offset) for offset in (0, 5)] == [True, True]
     assert origins.committable() == {SOURCE: Committed(0)}
+
+
+async def test_lost_end_of_requests_is_found_out(log: MemoryLog) -> None:
+    """Other requests get the offsets above it, and what is answered below stays so."""
+    origins = await assigned(log, Progress(3, [(5, 8)]).committable())
+    log.faults.truncate(SOURCE, 6)
+
+    assert not origins.claim(0, 7)
+    assert await origins.has_other_records()
+    assert [origins.claim(0, offset) for offset in (2, 5, 6, 7)] == [False, False, True, True]
 
 
 async def test_a_topic_that_is_gone_is_not_replaced(log: MemoryLog) -> None:
     """What is on its way still is of the one that was."""
     origins = await assigned(log, Committed(3))
-    del log._topics._topics["requests"]
+    log.faults.delete_topic("requests")
 
-    assert not await origins.is_replaced()
+    assert not await origins.has_other_records()
     assert not origins.claim(0, 2)

@@ -141,7 +141,7 @@ async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
     """A broker forgets it otherwise; nothing is written as long as nothing is to be renewed."""
     owner = await owner_of(log)
     await owner.seal([0])
-    log._groups["group"].committed.clear()
+    log.faults.forget_commits("group")
     await owner.sealing.seal_rest(0)
     assert (await log.committed("group", [owner.source]))[owner.source] is None
 

@@ -132,7 +132,7 @@ async def test_what_does_not_change_is_committed_again(
     monkeypatch.setattr(committing, "COMMIT_AGAIN_S", 0.05)
     async with reading(log):
         await eventually(lambda: committed(log))
-        log._groups[GROUP].committed.clear()
+        log.faults.forget_commits(GROUP)
         await eventually(lambda: committed(log))
 
 
@@ -296,18 +296,67 @@ async def test_retention_that_passed_the_base_is_skipped_at_the_start(log: Memor
         await eventually(lambda: _is(log, Progress(10)))
 
 
-async def test_a_position_beyond_the_end_is_one_of_another_topic(log: MemoryLog) -> None:
-    """A topic that was made anew is read from its beginning: its requests get their answers."""
-    await fill(log, 3)
-    await commit(log, Committed(100))
-
+async def test_topic_made_anew_between_polls_is_read_from_its_beginning(log: MemoryLog) -> None:
+    """Its requests get their answers, although others with their offsets had theirs."""
+    await fill(log, 9)
     async with reading(log) as stage:
+        await eventually(lambda: len(stage.offsets) == 9)
+        stage.settle_all()
+        await eventually(lambda: _is(log, Progress(9)))
+        stage.offsets.clear()
+        log.faults.replace_topic(TOPIC)
+        await fill(log, 3)
         await eventually(lambda: stage.offsets == [0, 1, 2])
         stage.settle_all()
         await eventually(lambda: _is(log, Progress(3)))
 
 
-async def test_another_topic_in_the_place_of_one_begins_like_an_assignment(log: MemoryLog) -> None:
+async def test_lost_end_of_log_keeps_what_was_answered(log: MemoryLog) -> None:
+    """Reading goes on at the new end, and what is written there is answered."""
+    await fill(log, 9)
+    async with reading(log) as stage:
+        await eventually(lambda: len(stage.offsets) == 9)
+        stage.settle([0, 1, 2, 4, 5, 6, 7, 8])
+        log.faults.truncate(ONE, 7)
+        stage.settle([3])
+        await eventually(lambda: _is(log, Progress(7)))
+        stage.offsets.clear()
+        await fill(log, 2)
+        await eventually(lambda: stage.offsets == [7, 8])
+        stage.settle_all()
+        await eventually(lambda: _is(log, Progress(9)))
+
+
+async def test_work_on_lost_record_is_not_counted_for_its_successor(log: MemoryLog) -> None:
+    """It is awaited until the drain deadline, and void from then on."""
+    await fill(log, 9)
+    async with reading(log, drain_timeout_s=0.01) as stage:
+        await eventually(lambda: len(stage.offsets) == 9)
+        stage.settle(range(8))
+        lost = list(stage.receipts)
+        log.faults.truncate(ONE, 8)
+        await eventually(lambda: lost[0].void)
+        await fill(log, 1)
+        await eventually(lambda: stage.offsets[9:] == [8])
+        lost[0].settle()
+        stage.receipts.remove(lost[0])
+        await eventually(lambda: _is(log, Progress(8)))
+
+
+async def test_end_lost_while_no_process_ran_keeps_what_was_answered(log: MemoryLog) -> None:
+    """What was committed beyond the end is of records that are gone."""
+    await fill(log, 9)
+    await commit(log, Progress(3, [(4, 5), (7, 9)]).committable())
+    log.faults.truncate(ONE, 8)
+
+    async with reading(log) as stage:
+        await eventually(lambda: stage.offsets == [3, 5, 6])
+        await fill(log, 1)
+        await eventually(lambda: stage.offsets == [3, 5, 6, 8])
+        stage.settle_all()
+
+
+async def test_topic_made_anew_begins_like_an_assignment(log: MemoryLog) -> None:
     """Its keys keep their order, and those who hold something of the former one are told."""
     await fill(log, 3)
     told: list[bool] = []
@@ -316,8 +365,9 @@ async def test_another_topic_in_the_place_of_one_begins_like_an_assignment(log: 
         await eventually(lambda: stage.offsets == [0, 1, 2])
         stage.settle_all()
         stage.source.when_revoked(lambda: told.append(True))
-        stage.source._consumer.seek(ONE, 100)  # where the other topic has not come yet
-        await eventually(lambda: stage.offsets == [0, 1, 2] * 2)
+        log.faults.replace_topic(TOPIC)
+        await fill(log, 2)
+        await eventually(lambda: stage.offsets == [0, 1, 2, 0, 1])
         assignment = stage.source.ledger.get(ONE)
         assert assignment is not None
         assert assignment.chains is not None

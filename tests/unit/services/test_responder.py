@@ -98,7 +98,7 @@ async def test_a_reply_topic_that_is_deleted_ends_nothing(monkeypatch: pytest.Mo
     """While its partitions are remembered the log refuses it: the answer goes to `responses`."""
     async with running() as bench:
         await bench.answer(answerable(kafka_replyTopic=b"headrace.mine"))
-        del bench.log._topics._topics[MINE.topic]
+        bench.log.faults.delete_topic(MINE.topic)
         await bench.answer(answerable(kafka_replyTopic=b"headrace.mine"))
         records = await bench.responses()
 

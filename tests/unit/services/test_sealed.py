@@ -146,7 +146,7 @@ async def test_what_its_reply_topic_refuses_is_answered_on_responses(topic: str)
             await bench.log.create_topics([TopicInfo(topic, 1, {})], replication_factor=1)
             await bench.inlet.send([bench.request(kafka_replyTopic=topic.encode())])
             await bench.settled()
-            del bench.log._topics._topics[topic]
+            bench.log.faults.delete_topic(topic)
         requests = [
             bench.request(),
             bench.request(kafka_replyTopic=topic.encode()),
