@@ -12,6 +12,9 @@ WORKERS ?= 2
 PYTHON ?=
 PYTHONS := $(PYTHON) python3 python3.13 python3.12 python3.11
 
+# On a terminal pip shows what it fetches; elsewhere its lines would fill the log.
+PIP_QUIET = $(shell test -t 2 || echo --quiet)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
@@ -40,9 +43,9 @@ $(STAMP): pyproject.toml $(LOCK)
 	  echo "setup: $(VENV) from $$($$python --version)"; \
 	  $$python -m venv --clear $(VENV); \
 	fi
-	@echo "setup: packages, as pinned in $(LOCK)"
+	@echo "setup: packages, as pinned in $(LOCK); 1 GB, and a few minutes the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(LOCK) --upgrade pip
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check \
 	  --constraint $(LOCK) --build-constraint $(LOCK) \
 	  --editable '.[cpu,demo,local-kafka]' --group test --group lint
 	@touch $@

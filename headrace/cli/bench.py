@@ -122,9 +122,11 @@ def command(
         payload = (file.read(), guessed or "application/octet-stream")
     from headrace.cli.bench_report import as_fields, as_text
     from headrace.cli.bench_run import Asked, measure
+    from headrace.cli.progress import progress
 
     asked = Asked(file=payload, as_json=encoding == "json", **given)
-    facts, measured = run(measure(settings, asked))
+    with progress() as shown:
+        facts, measured = run(measure(settings, asked, shown))
     fields = as_fields(facts, measured)
     say(json.dumps(fields, indent=2) if in_json else as_text(fields))
     if measured.unanswered:

@@ -4,6 +4,7 @@ and what is asked of a process that is looked at.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from headrace.bench.advice import Facts
 from headrace.bench.load import Course, Load, Payload
 from headrace.bench.measured import Measured
 from headrace.bench.payloads import from_arrays, from_capture, from_file, made_up
+from headrace.cli.progress import Progress
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log, TopicPartition
@@ -27,6 +29,7 @@ from headrace.telemetry.logs import configure_logging
 from headrace.topics import Topic
 
 URL_TIMEOUT_S = 5.0
+SHOW_EVERY_S = 0.2
 CPU_SECONDS = "process_cpu_seconds_total "
 
 
@@ -52,7 +55,7 @@ class Asked(NamedTuple):
     url: str
 
 
-async def measure(settings: Settings, asked: Asked) -> tuple[Facts, Measured]:
+async def measure(settings: Settings, asked: Asked, shown: Progress) -> tuple[Facts, Measured]:
     """Put the load on, and gather what is known.
 
     Raises:
@@ -70,16 +73,28 @@ async def measure(settings: Settings, asked: Asked) -> tuple[Facts, Measured]:
         cores = _Cores(asked.url)
         await cores.begin()
         load = Load(log, course, payloads)
-        if asked.rate is None:
-            measured = await load.closed_loop(asked.under_way)
-        else:
-            measured = await load.open_loop(asked.rate)
+        showing = asyncio.create_task(_show(shown, load.measured, course.seconds), name="progress")
+        try:
+            if asked.rate is None:
+                measured = await load.closed_loop(asked.under_way)
+            else:
+                measured = await load.open_loop(asked.rate)
+        finally:
+            showing.cancel()
         kept_busy = await cores.end()
     offered_per_s = measured.counted / (course.seconds - course.skip_s)
     facts = _facts(asked, measured, known, payloads)
     if asked.rate is not None:  # what a Poisson process came to, in so short a time
         facts = facts._replace(offered_per_s=offered_per_s)
     return facts._replace(cores=kept_busy), measured
+
+
+async def _show(shown: Progress, measured: Measured, seconds: float) -> None:
+    began_s = time.monotonic()
+    while True:
+        part = (time.monotonic() - began_s) / seconds
+        shown.show(part, f"{measured.answered} of {measured.sent} requests answered")
+        await asyncio.sleep(SHOW_EVERY_S)
 
 
 async def _payloads(asked: Asked, known: ModelVersion | None) -> Sequence[Payload]:

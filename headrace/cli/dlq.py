@@ -12,10 +12,19 @@ from typing import Any, TextIO
 
 import click
 
-from headrace.cli.dlq_options import PLACE, Place, counts_lines, selecting, table, tally_lines
+from headrace.cli.dlq_options import (
+    PLACE,
+    Newest,
+    Place,
+    counts_lines,
+    selecting,
+    table,
+    tally_lines,
+)
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say
+from headrace.cli.progress import Progress, progress
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.deadletters import Letter, Order, Redrive, Selection, Tally, read_letters
@@ -44,7 +53,7 @@ def command() -> None:
     type=click.IntRange(min=0),
     default=1000,
     show_default=True,
-    help="Show at most so many; all are counted.",
+    help="Show at most so many, the newest; all are counted.",
 )
 @click.option("--pending", is_flag=True, help="Without those that were redriven.")
 @json_option
@@ -52,7 +61,7 @@ def command() -> None:
 def list_(
     settings: Settings, selection: Selection, limit: int, pending: bool, as_json: bool
 ) -> None:
-    """List dead letters in the order of their partitions, and count them by code."""
+    """List dead letters by time, the newest last, and count them by code."""
     shown, counts = run(_list(settings, selection, limit, pending))
     if as_json:
         listed = {"letters": shown, "counts": dict(counts), "total": counts.total()}
@@ -65,16 +74,15 @@ def list_(
 async def _list(
     settings: Settings, selection: Selection, limit: int, pending: bool
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
-    shown: list[dict[str, Any]] = []
+    newest = Newest(limit)
     counts: Counter[str] = Counter()
     async with aclosing(_letters(settings, selection)) as letters:
         async for letter, redriven in letters:
             if pending and redriven:
                 continue
             counts[letter.code] += 1
-            if len(shown) < limit:
-                shown.append(summary(letter, redriven))
-    return shown, counts
+            newest.add(letter.record.timestamp, summary(letter, redriven))
+    return newest.rows(), counts
 
 
 @command.command()
@@ -105,6 +113,9 @@ async def _one(settings: Settings, place: Place) -> tuple[Letter, bool]:
 @command.command()
 @click.argument("places", type=PLACE, nargs=-1, metavar="[[TOPIC/]PARTITION/OFFSET]...")
 @selecting
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="At most so many, the first ones read."
+)
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests a second.")
 @click.option("--dry-run", is_flag=True, help="Count what would be sent; send nothing.")
 @click.option("--discard", is_flag=True, help="Count them as redriven, without sending them.")
@@ -121,6 +132,7 @@ def redrive(
     selection: Selection,
     *,
     places: Sequence[Place],
+    limit: int | None,
     rate: float | None,
     dry_run: bool,
     discard: bool,
@@ -137,12 +149,15 @@ def redrive(
         raise click.UsageError("--discard sends nothing: leave --transform out")
     order = Order(
         replace(selection, places=_chosen(settings, places)),
+        limit=limit,
         rate=rate,
         dry_run=dry_run,
         discard=discard,
         transform=None if transform is None else load_transform(transform),
     )
-    tally = run(_redrive(settings, order))
+    remembered = "" if dry_run else "they are remembered, and the same command goes on"
+    with progress(remembered) as shown:
+        tally = run(_redrive(settings, order, shown))
     if as_json:
         click.echo(json.dumps(_tally(tally, order), indent=2))
     else:
@@ -152,9 +167,12 @@ def redrive(
         raise Unsuccessful
 
 
-async def _redrive(settings: Settings, order: Order) -> Tally:
+async def _redrive(settings: Settings, order: Order, shown: Progress) -> Tally:
+    def advanced(part: float, tally: Tally) -> None:
+        shown.show(part, next(tally_lines(tally, order)))
+
     async with _open(settings) as log:
-        return await Redrive(log, settings, order).run()
+        return await Redrive(log, settings, order, advanced=advanced).run()
 
 
 def _tally(tally: Tally, order: Order) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import re
 import time
 from collections import Counter
@@ -112,6 +114,25 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         with_selection = option(with_selection)
     return with_selection
+
+
+class Newest:
+    """The newest of many letters, in bounded memory."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._heap: list[tuple[int, int, dict[str, Any]]] = []
+        self._numbers = itertools.count()
+
+    def add(self, timestamp_ms: int, row: dict[str, Any]) -> None:
+        """Keep a letter's row if it is one of the newest."""
+        heapq.heappush(self._heap, (timestamp_ms, next(self._numbers), row))
+        if len(self._heap) > self._limit:
+            heapq.heappop(self._heap)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows by time, the newest last; those of one time as they were added."""
+        return [row for _, _, row in sorted(self._heap, key=lambda entry: entry[:2])]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:

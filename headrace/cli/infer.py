@@ -6,6 +6,7 @@ import json
 import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import click
@@ -19,6 +20,7 @@ from headrace.cli.settings import pass_settings
 from headrace.client import Client, Response
 from headrace.codec import bytes_to_data
 from headrace.config import Settings
+from headrace.errors import ConfigurationError
 from headrace.opening import open_log
 from headrace.tensors import datatype_of, from_array
 
@@ -70,6 +72,12 @@ class Question(NamedTuple):
     is_flag=True,
     help="Write the answer as JSON of the Open Inference Protocol.",
 )
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write the outputs there whole: arrays in FILE.npz, otherwise the answer in JSON.",
+)
 @pass_settings
 def command(
     settings: Settings,
@@ -81,6 +89,7 @@ def command(
     timeout_s: float,
     version: str | None,
     as_json: bool,
+    output: Path | None,
 ) -> None:
     """Send one request to MODEL and print the answer.
 
@@ -101,6 +110,9 @@ def command(
             payload=file.read(), content_type=guessed or "application/octet-stream"
         )
     response = run(_ask(settings, question))
+    if output is not None:
+        write_output(output, response)
+        return
     say(json.dumps(as_protocol(response)) if as_json else as_text(response))
 
 
@@ -138,6 +150,34 @@ async def _client(settings: Settings) -> AsyncIterator[Client]:
         Client(log=log, settings=settings) as client,
     ):
         yield client
+
+
+def write_output(path: Path, response: Response) -> None:
+    """Write all outputs: arrays by their names as `numpy.savez` does, or the protocol's JSON.
+
+    Raises:
+        ConfigurationError: the file cannot be written.
+    """
+    try:
+        if path.suffix == ".npz":
+            arrays = {
+                name: array.astype(np.str_) if _is_text(array) else array
+                for name, array in response.outputs.items()
+            }
+            np.savez(path, allow_pickle=False, **arrays)
+        else:
+            path.write_text(json.dumps(as_protocol(response)) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--output: {path}: {error.strerror}") from error
+    except (TypeError, ValueError) as error:  # bytes that are no text, or an output called `file`
+        raise ConfigurationError(
+            f"--output: {path}: expected arrays that .npz can hold; name a .json file ({error})"
+        ) from error
+
+
+def _is_text(array: NDArray[Any]) -> bool:
+    """Return whether an array of objects, which .npy could only pickle, holds texts alone."""
+    return array.dtype == object and all(isinstance(each, str) for each in array.ravel())
 
 
 def as_text(response: Response) -> str:

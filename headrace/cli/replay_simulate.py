@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from headrace.cli.options import (
     write_report,
 )
 from headrace.cli.output import say
+from headrace.cli.progress import Progress, progress
 from headrace.cli.selection_options import chosen_source, selection_options
 from headrace.cli.settings import pass_settings
 from headrace.cli.simulation_table import HEADINGS, cells, curve, table
@@ -213,7 +215,9 @@ def command(
     or measured (--models), in this order. Every combination of the options is a scenario.
     """
     job = _job(settings, given, chosen)
-    _tell(run(simulated(settings, job)), report_file, in_json)
+    with progress() as shown:
+        found = run(simulated(settings, job, shown))
+    _tell(found, report_file, in_json)
 
 
 def _job(settings: Settings, given: Asked, chosen: dict[str, Any]) -> SimulationJob:
@@ -266,7 +270,7 @@ def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
         say(line)
 
 
-async def simulated(settings: Settings, job: SimulationJob) -> Simulated:
+async def simulated(settings: Settings, job: SimulationJob, shown: Progress) -> Simulated:
     """Read the recordings, find the service times, run every scenario.
 
     Raises:
@@ -274,6 +278,7 @@ async def simulated(settings: Settings, job: SimulationJob) -> Simulated:
     """
     async with open_log(settings) as log:
         async with open_recording(log, job.source.origin, job.source.selection) as recording:
+            shown.show(0.0, f"reading {recording.name}")
             recorded = await read_arrivals(recording, settings.limits.default_timeout_ms)
             notices = [recording.notice] if recording.notice else []
             name = recording.name
@@ -292,7 +297,11 @@ async def simulated(settings: Settings, job: SimulationJob) -> Simulated:
         )
     loop = await _loop(settings, job, times, models, notices)
     served = served_now(settings, arrivals, times, models, loop)
-    outcomes = [simulate(arrivals, served, each, _policy) for each in job.asked]
+    outcomes: list[Outcome] = []
+    for each in job.asked:
+        shown.show(len(outcomes) / len(job.asked), f"{len(outcomes)} of {len(job.asked)} scenarios")
+        await asyncio.sleep(0)  # Ctrl-C ends the command between two scenarios
+        outcomes.append(simulate(arrivals, served, each, _policy))
     source = f"{len(arrivals.at_us)} requests of {name}"
     return Simulated(source, times, loop, outcomes, notices)
 

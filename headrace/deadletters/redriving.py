@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ class Order:
     """What to redrive, and how.
 
     Attributes:
+        limit: how many letters at most; None for all.
         rate: requests a second; None for as fast as they are acknowledged.
         dry_run: count, and send nothing.
         discard: count the letters as done without sending them.
@@ -50,6 +52,7 @@ class Order:
     """
 
     selection: Selection = field(default_factory=Selection)
+    limit: int | None = None
     rate: float | None = None
     dry_run: bool = False
     discard: bool = False
@@ -93,6 +96,7 @@ class Redrive:
 
     Args:
         log: open.
+        advanced: called after each chunk with the part that was read, 0 to 1, and the tally.
         now_ms: the wall clock in epoch milliseconds, for deadlines.
 
     Attributes:
@@ -105,12 +109,14 @@ class Redrive:
         settings: Settings,
         order: Order,
         *,
+        advanced: Callable[[float, Tally], None] = lambda *_: None,
         now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self.tally = Tally()
         self._log = log
         self._settings = settings
         self._order = order
+        self._advanced = advanced
         self._now_ms = now_ms
         self._run_id = f"redrive-{secrets.token_hex(4)}"
         self._owner = SoleOwner(redrive_group(settings))
@@ -119,6 +125,7 @@ class Redrive:
         self._requests: list[TopicPartition] = []
         self._begun_s = 0.0
         self._paced = 0
+        self._chosen = 0
 
     async def run(self) -> Tally:
         """Redrive what is meant and not done yet, up to where the letters end now.
@@ -158,9 +165,17 @@ class Redrive:
             # What `recall` found out is committed before the mark moves that made it look.
             await self._commit(consumer, committable(self._done) | await self._marks(OPEN))
         self._begun_s = time.monotonic()
-        async for records in read_spans(consumer, spans):
-            for chunk in self._chunks(self._choose(records)):
-                await self._redrive(consumer, producer, chunk)
+        offsets = sum(span.end - span.start for span in spans.values())
+        async with aclosing(read_spans(consumer, spans)) as chunks:
+            async for records in chunks:
+                for chunk in self._chunks(self._choose(records)):
+                    await self._redrive(consumer, producer, chunk)
+                    read = sum(
+                        last + 1 - spans[name].start for name, last in self._last_read.items()
+                    )
+                    self._advanced(read / offsets, self.tally)
+                if self._chosen == self._order.limit:
+                    break
         if producer is not None:
             await self._commit(consumer, committable(self._done) | await self._marks(CLOSED))
 
@@ -175,6 +190,9 @@ class Redrive:
             if record.offset in self._done[letter.partition]:
                 self.tally.done_before += 1
                 continue
+            if self._chosen == self._order.limit:
+                return
+            self._chosen += 1
             yield _Chosen(letter, previous)
 
     def _chunks(self, chosen: Iterator[_Chosen]) -> Iterator[list[_Chosen]]:

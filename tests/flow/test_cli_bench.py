@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import re
+import signal
+import sys
 from pathlib import Path
 
 import onnx
@@ -46,6 +51,26 @@ def test_saturation_is_measured(call: Call, repository: Path) -> None:
     assert "requests answered" in result.stdout
     assert "rows in a run" in result.stdout
     assert "#" in result.stdout
+
+
+async def test_interrupted_bench_says_how_many_were_answered(repository: Path) -> None:
+    """With the exit code of a shell's SIGINT."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "headrace", "bench", "digits", "--rate", "50", "--seconds", "600"),
+        cwd=repository.parents[2],
+        env={name: value for name, value in os.environ.items() if "HEADRACE" not in name},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    async with asyncio.timeout(60):
+        first = await process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        rest = await process.stderr.read()
+        code = await process.wait()
+
+    assert b" requests answered" in first
+    assert code == Exit.INTERRUPTED
+    assert re.fullmatch(rb"headrace: interrupted: \d+ of \d+ requests answered\n", rest)
 
 
 def test_requests_may_come_from_the_command_line(call: Call, repository: Path) -> None:

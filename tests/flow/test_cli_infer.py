@@ -33,6 +33,24 @@ def test_one_request_is_answered(call: Call, repository: Path, tmp_path: Path) -
     assert output["data"] == [64.0 * number for number in range(10)] * 2
 
 
+@pytest.mark.parametrize("name", ["answer.npz", "answer.json"])
+def test_outputs_are_written_whole_to_a_file(
+    call: Call, repository: Path, tmp_path: Path, name: str
+) -> None:
+    """As arrays by their names, or in the protocol's JSON; nothing is cut, nothing printed."""
+    np.save(tmp_path / "ones.npy", np.ones((200, 64), np.float32))
+    result = call("infer", "digits", "--input", "pixels=@ones.npy", "--output", name)
+    assert (result.exit_code, result.stdout) == (Exit.DONE, ""), result.stderr
+
+    if name.endswith(".npz"):
+        scores = np.load(tmp_path / name)["scores"]
+    else:
+        (output,) = json.loads((tmp_path / name).read_text())["outputs"]
+        scores = np.array(output["data"]).reshape(output["shape"])
+    assert scores.shape == (200, 10)
+    assert scores[-1, 1] == 64.0
+
+
 def test_refusal_names_code_and_place(call: Call, repository: Path) -> None:
     """A request that does not fit the model ends with 1 and the service's own words."""
     result = call("infer", "digits", "--input", "pixels=[[0.5]]")

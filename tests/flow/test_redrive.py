@@ -92,6 +92,24 @@ async def test_only_what_is_selected_is_sent_and_the_rest_later(tmp_path: Path) 
     assert [record.value for record in sent] == [b"v1", b"v3", b"v0", b"v2"]
 
 
+async def test_limited_redrive_leaves_the_rest_for_the_next_one(tmp_path: Path) -> None:
+    """Which sends each of them once."""
+    settings = serving(tmp_path, "headrace", 4096)
+    parts: list[float] = []
+    async with MemoryLog() as log:
+        await _letters(log, tmp_path, *[letter_headers("headrace.requests", 1, 5)] * 5)
+        limited = Redrive(
+            log, settings, Order(limit=2), advanced=lambda part, tally: parts.append(part)
+        )
+        first = await limited.run()
+        rest = await Redrive(log, settings, Order()).run()
+        sent = await records_of(log, "headrace.requests", 2)
+
+    assert (first.sent.total(), rest.sent.total(), rest.done_before) == (2, 3, 2)
+    assert [record.value for record in sent] == [b"v%d" % number for number in range(5)]
+    assert 0 < parts[-1] < 1
+
+
 async def test_a_dry_run_sends_and_remembers_nothing(tmp_path: Path) -> None:
     """It counts what would be sent, and so does the next one."""
     settings = serving(tmp_path, "headrace", 4096)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import click
 import pytest
 
-from headrace.cli.dlq_options import PLACE, WHEN, Place, counts_lines, table, tally_lines
+from headrace.cli.dlq_options import PLACE, WHEN, Newest, Place, counts_lines, table, tally_lines
 from headrace.cli.outcome import Exit
 from headrace.deadletters import Order, Tally
 from headrace.deadletters.letter import Identity
@@ -79,6 +79,15 @@ def test_control_characters_in_a_list_are_escaped() -> None:
     _, line = table([dict.fromkeys(names, "a\x1b[2Jb")])
 
     assert line.split("  ") == [r"a\x1b[2Jb"] * len(names)
+
+
+def test_newest_letters_are_kept_in_the_order_of_time() -> None:
+    """Whatever the order in which their partitions are read."""
+    newest = Newest(3)
+    for time_ms in (50, 10, 40, 20, 50):
+        newest.add(time_ms, {"time": time_ms})
+
+    assert [row["time"] for row in newest.rows()] == [40, 50, 50]
 
 
 def test_letters_are_counted_by_code() -> None:
