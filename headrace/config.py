@@ -139,6 +139,10 @@ class LimitSettings(_Group):
     max_in_flight_bytes: Annotated[int, Field(ge=1024 * 1024, le=2**40), NOT_BOOL] = (
         256 * 1024 * 1024
     )
+    model_share: Annotated[Real, Field(gt=0, le=1), NOT_BOOL] = 0.5
+    """Of `max_in_flight_bytes`, for one model while no other holds any of it; 1 is no limit."""
+    tenant_share: Annotated[Real, Field(gt=0, le=1), NOT_BOOL] = 0.5
+    """The same for one tenant (`x-tenant`)."""
     default_timeout_ms: Annotated[int, Field(ge=0, le=31 * _DAY_S * 1000), NOT_BOOL] = 0
     """Counted from the record's timestamp; 0 means none."""
     drain_timeout_s: Annotated[Real, Field(gt=0, le=_DAY_S), NOT_BOOL] = 10.0

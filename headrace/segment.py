@@ -110,7 +110,8 @@ class Segment:
             Origins(log, settings.topic(Topic.REQUESTS)) if stages[0] is Stage.RESPONDER else None
         )
         reading = self._source_settings()
-        self.source = Source(log, reading, instruments.metrics, self._origins)
+        refusal = self._deferred_refusal if Stage.BATCHER in stages else None
+        self.source = Source(log, reading, instruments.metrics, self._origins, refusal)
         if instruments.tracing is not None:
             instruments.tracing.reads(self._stages[0], reading.topic, reading.group)
 
@@ -118,6 +119,8 @@ class Segment:
         settings, stages = self._settings, self._stages
         answers = Stage.RESPONDER in stages
         reads_requests = stages[0] is Stage.INGEST
+        # Elsewhere nothing waits for a model; in an order, what is left out holds up all behind it.
+        has_shares = Stage.BATCHER in stages and settings.delivery.order == "none"
         group = settings.namespace if answers else f"{settings.namespace}.{stages[0]}"
         return SourceSettings(
             topic=settings.topic(_INPUT[stages[0]]),
@@ -134,6 +137,8 @@ class Segment:
             exactly_once=settings.delivery.guarantee == "exactly_once"
             and (answers or reads_requests),
             shares=reads_requests and settings.delivery.order != "none",
+            model_share=settings.limits.model_share if has_shares else 1.0,
+            tenant_share=settings.limits.tenant_share if has_shares else 1.0,
             kept_s=0.0 if answers else settings.topics.internal_retention_ms / 1000,
             chains_keys=reads_requests and settings.delivery.order == "key",
         )
@@ -226,6 +231,10 @@ class Segment:
     def _refusal(self, envelope: Envelope, now_us: int) -> Failure | None:
         assert self._batcher is not None
         return self._batcher.refusal(envelope, now_us)
+
+    def _deferred_refusal(self, envelope: Envelope, now_us: int, rows: int) -> Failure | None:
+        assert self._batcher is not None
+        return self._batcher.refusal(envelope, now_us, rows)
 
     def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> PullChannel[ModelKey, Batch]:
         prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # no two processes make the same ids

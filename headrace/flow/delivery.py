@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from headrace.flow.inflight import Assignment, Budget, record_bytes
+from headrace.flow.budget import Budget
+from headrace.flow.inflight import Assignment, record_bytes
 from headrace.flow.suspects import Unit
 from headrace.log.port import Record, TopicPartition
 
@@ -39,13 +40,15 @@ class Trial(NamedTuple):
 class Delivery(NamedTuple):
     """Records of one partition, in offset order, not yet admitted; on trial while suspect.
 
-    With `skipped`, no records: all up to this offset are gone unread.
+    With `skipped`, no records: all up to this offset are gone unread. With `again`, records that
+    were deferred and are read a second time (`headrace.flow.deferring`).
     """
 
     assignment: Assignment
     records: Sequence[Record]
     trial: Trial | None = None
     skipped: int | None = None
+    again: bool = False
 
 
 class _Waiting:
@@ -65,6 +68,7 @@ class _Waiting:
             mine.assignment is delivery.assignment
             and mine.trial is delivery.trial is None
             and mine.skipped is delivery.skipped is None
+            and not (mine.again or delivery.again)
             and len(self.records) + len(delivery.records) <= MAX_JOINED_RECORDS
         )
 

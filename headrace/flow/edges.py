@@ -16,6 +16,7 @@ import structlog
 from headrace.codec import decode_item, decode_result, encode_item, encode_result
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import Channel, ChannelWriter, Outlet, join_lists
+from headrace.flow.delivery import Delivery
 from headrace.flow.endings import ran_alone
 from headrace.flow.inflight import (
     Assignment,
@@ -59,31 +60,48 @@ class TopicInlet:
         self._source = source
         self._decode = decode
         self._ended = ended
+        self._over: list[Request] = []
 
     async def receive(self) -> list[Request] | None:
         """Requests of one source partition."""
+        deferral = self._source.deferral
         while True:
-            delivery = await self._source.receive()
-            if delivery is None:
-                if self._ended is not None:
-                    self._ended.close()
-                return None
-            condemned = delivery.trial.condemned if delivery.trial is not None else None
-            requests: list[Request] = []
-            ended: list[Request] = []
-            for record in delivery.records:
-                request = self._admit(delivery.assignment, record)
-                if request is None:
-                    continue
-                if condemned and (record.offset, 0) in condemned:
-                    request.fail(ran_alone(Stage.BATCHER))
-                    ended.append(request)
-                else:
-                    requests.append(request)
-            if ended and self._ended is not None:
-                await self._ended.send(ended)
+            if deferral is not None and self._over:
+                over, self._over = self._over, []
+                requests = await deferral.wait_for_room(over)
+            else:
+                delivery = await self._source.receive()
+                if delivery is None:
+                    if self._ended is not None:
+                        self._ended.close()
+                    return None
+                requests = await self._read(delivery)
             if requests:
                 return requests
+
+    async def _read(self, delivery: Delivery) -> list[Request]:
+        condemned = delivery.trial.condemned if delivery.trial is not None else None
+        requests: list[Request] = []
+        ended: list[Request] = []
+        for record in delivery.records:
+            request = self._admit(delivery.assignment, record)
+            if request is None:
+                continue
+            if condemned and (record.offset, 0) in condemned:
+                request.fail(ran_alone(Stage.BATCHER))
+                ended.append(request)
+            else:
+                requests.append(request)
+        deferral = self._source.deferral
+        if deferral is not None and requests:
+            on_trial = delivery.trial is not None
+            requests, self._over, late = deferral.sort_out(
+                requests, again=delivery.again, on_trial=on_trial
+            )
+            ended += late
+        if ended and self._ended is not None:
+            await self._ended.send(ended)
+        return requests
 
     def _admit(self, assignment: Assignment, record: Record) -> Request | None:
         """Return the request of a record; None if it is answered already, or is not one of ours."""

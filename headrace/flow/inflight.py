@@ -23,12 +23,11 @@ from msgspec import Struct
 
 from headrace.flow.ages import Ages
 from headrace.flow.answered import Progress
+from headrace.flow.budget import Budget, Claim
 from headrace.flow.ordering import KeyChains
 from headrace.log.port import Committed, Record, TopicPartition
+from headrace.messages import Envelope
 from headrace.receipt import Receipt
-
-RESUME_FRACTION = 0.75
-"""Reading resumes at this part of the budget, so that it does not flap around the limit."""
 
 RECORD_OVERHEAD_BYTES = 1024
 """Charged for every record or request beside its bytes: the objects that it is made of."""
@@ -62,29 +61,53 @@ def record_bytes(record: Record) -> int:
     return size_bytes
 
 
-class Budget:
-    """A limit in bytes with hysteresis.
+class Deferred:
+    """A record that was read, is left in the log, and is read again when its claim has room.
+
+    Its offset is unanswered, so nothing commits past it, and it is not in flight: a drain does
+    not wait for it, and the next owner of the partition finds it there.
 
     Attributes:
-        settled: how many records have given their bytes back.
+        previous: the offset that was delivered before it.
+        size_bytes: what it is charged once it is read again.
+        rows: of the request.
+        envelope: of the request, with its model and version; without what only its answer needs.
+        is_reserved: it is being read again, and its bytes are charged already.
     """
 
-    __slots__ = ("_exceeded", "limit_bytes", "settled", "used_bytes")
+    __slots__ = (
+        "assignment",
+        "claim",
+        "envelope",
+        "is_reserved",
+        "offset",
+        "previous",
+        "rows",
+        "size_bytes",
+    )
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self.settled = 0
-        self._exceeded = False
+    def __init__(self, receipt: LedgerReceipt, claim: Claim, rows: int, envelope: Envelope) -> None:
+        self.assignment = receipt.assignment
+        self.offset = receipt.offset
+        self.previous = receipt.previous
+        self.size_bytes = receipt.size_bytes
+        self.claim = claim
+        self.rows = rows
+        self.envelope = envelope
+        self.is_reserved = False
 
-    @property
-    def exceeded(self) -> bool:
-        """True from the moment the limit is reached until use has fallen well below it."""
-        if self._exceeded:
-            self._exceeded = self.used_bytes > self.limit_bytes * RESUME_FRACTION
-        else:
-            self._exceeded = self.used_bytes >= self.limit_bytes
-        return self._exceeded
+    def reserve(self) -> None:
+        """Charge its bytes before it is read, so that nothing else takes the room meanwhile."""
+        self.is_reserved = True
+        self.claim.charge(self.size_bytes)
+        self.assignment.budget.used_bytes += self.size_bytes
+
+    def release(self) -> None:
+        """Give back what was reserved, if it was."""
+        if self.is_reserved:
+            self.is_reserved = False
+            self.claim.charge(-self.size_bytes)
+            self.assignment.budget.used_bytes -= self.size_bytes
 
 
 class Assignment:
@@ -97,6 +120,7 @@ class Assignment:
         in_flight: records read and not settled.
         ages: of what was read.
         chains: which record goes before which, where answers keep the order of their keys.
+        deferred: records that are left in the log, by offset.
         void: the partition was revoked.
     """
 
@@ -105,6 +129,7 @@ class Assignment:
         "budget",
         "chains",
         "committed",
+        "deferred",
         "epoch",
         "in_flight",
         "last_delivered",
@@ -134,12 +159,22 @@ class Assignment:
         self.ages = Ages()
         self.committed = NEVER_COMMITTED
         self.chains: KeyChains | None = None
+        self.deferred: dict[int, Deferred] = {}
         self.void = False
 
     def admit(self, offset: int, size_bytes: int) -> LedgerReceipt:
-        """Take a record in and charge its bytes. Offsets come in rising order."""
+        """Take a record in and charge its bytes. Offsets come in rising order, except those that
+        were deferred.
+        """
         previous = self.last_delivered
-        self.last_delivered = offset
+        if offset > previous:
+            self.last_delivered = offset
+        else:
+            # The gap before it is its own: what was delivered in between has covered no more
+            # than the offsets from after it.
+            deferred = self.deferred.pop(offset)
+            deferred.release()
+            previous = deferred.previous
         self.in_flight += 1
         self.budget.used_bytes += size_bytes
         return LedgerReceipt(self, previous, offset, size_bytes)
@@ -181,6 +216,7 @@ class LedgerReceipt(Struct, eq=False, gc=False):
     offset: int
     size_bytes: int
     parts: int = 1
+    claim: Claim | None = None
 
     @property
     def void(self) -> bool:
@@ -190,13 +226,27 @@ class LedgerReceipt(Struct, eq=False, gc=False):
     def resize(self, size_bytes: int) -> None:
         """Charge another number of bytes, once it is known what is really kept."""
         self.assignment.budget.used_bytes += size_bytes - self.size_bytes
+        if self.claim is not None:
+            self.claim.charge(size_bytes - self.size_bytes)
         self.size_bytes = size_bytes
+
+    def defer(self, claim: Claim, rows: int, envelope: Envelope) -> Deferred:
+        """Leave the record in the log: it is not in flight any more, and not answered."""
+        assignment = self.assignment
+        assignment.in_flight -= 1
+        assignment.budget.used_bytes -= self.size_bytes
+        deferred = Deferred(self, claim, rows, envelope)
+        assignment.deferred[self.offset] = deferred
+        assignment.notify()
+        return deferred
 
     def settle(self) -> None:
         """One part is acknowledged; the last one settles the record."""
         self.parts -= 1
         if self.parts:
             return
+        if self.claim is not None:
+            self.claim.charge(-self.size_bytes)
         self.assignment.settled(self.previous, self.offset, 1, self.size_bytes)
 
 
@@ -210,6 +260,8 @@ def settle_all(receipts: Iterable[Receipt]) -> None:
             receipt.settle()
             continue
         receipt.parts = 0
+        if receipt.claim is not None:
+            receipt.claim.charge(-receipt.size_bytes)
         if receipt.previous != last or receipt.assignment is not assignment:
             if assignment is not None:
                 assignment.settled(previous, last, count, size_bytes)
@@ -249,6 +301,9 @@ class Ledger:
         assignment = self._assigned.pop(partition, None)
         if assignment is not None:
             assignment.void = True
+            for deferred in assignment.deferred.values():
+                deferred.release()
+            assignment.deferred.clear()
 
     def get(self, partition: TopicPartition) -> Assignment | None:
         """The present assignment of a partition, if it is ours."""

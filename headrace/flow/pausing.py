@@ -7,6 +7,8 @@ holds so much that reading of it has to wait, while the others go on:
   again by the next owner (at least once), or could not be sealed (exactly once). Well before it
   comes to that, nothing more is read of the partition.
 - `suspects`: after an unclean end, what is not in the part that is running (`probation.py`).
+- `share`: so many of its requests are deferred, since their model holds its share of the budget
+  (`deferring.py`), that it is not read further ahead of them.
 - `order`: answers that wait for an earlier one are held, and one record that is stuck could fill
   the whole budget with them. So each partition gets an equal share.
 - `ahead`: where answers are given in another process, so many records of a partition are on their
@@ -23,6 +25,7 @@ import structlog
 
 from headrace.errors import Retriable
 from headrace.flow.answered import SAFE_SPAN_OFFSETS, Progress, may_outgrow
+from headrace.flow.deferring import MAX_DEFERRED
 from headrace.flow.inflight import Assignment, Ledger
 from headrace.log.port import Consumer, Log, TopicPartition
 from headrace.telemetry.logs import Event
@@ -30,6 +33,7 @@ from headrace.telemetry.logs import Event
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
+RESUME_DEFERRED = MAX_DEFERRED * 3 // 4
 MAX_UNANSWERED = 16_384
 """Records of a partition that were passed on and are not answered by another process yet."""
 
@@ -101,16 +105,19 @@ class Pauses:
 
     def _crowded(self) -> Mapping[TopicPartition, str]:
         """Why, of the partitions that are to be paused alone."""
-        if not (self._bounds_metadata or self._shares or self._elsewhere or self.held):
-            return {}
         assignments = self._ledger.assignments
         found = {each.partition: "metadata" for each in assignments if self._outgrows(each)}
         if self._elsewhere:
             found |= {each.partition: "ahead" for each in assignments if self._is_ahead(each)}
         elif self._shares:
             found |= {each.partition: "order" for each in assignments if self._exceeds(each)}
+        found |= {each.partition: "share" for each in assignments if self._defers_many(each)}
         found |= dict.fromkeys(self.held, "suspects")
         return found
+
+    def _defers_many(self, assignment: Assignment) -> bool:
+        paused = self.reasons.get(assignment.partition) == "share"
+        return len(assignment.deferred) >= (RESUME_DEFERRED if paused else MAX_DEFERRED)
 
     def _outgrows(self, assignment: Assignment) -> bool:
         if not self._bounds_metadata:

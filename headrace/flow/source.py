@@ -24,15 +24,18 @@ from headrace.errors import Retriable
 from headrace.flow.answered import Progress
 from headrace.flow.backlog import Backlog
 from headrace.flow.books import Books
+from headrace.flow.budget import Budget, Shares
 from headrace.flow.committing import COMMIT_RETRY_S, Committer
+from headrace.flow.deferring import Deferral, Refusal
 from headrace.flow.delivery import Arrivals, Delivery
-from headrace.flow.inflight import Assignment, Budget, Ledger
+from headrace.flow.inflight import Assignment, Ledger
 from headrace.flow.marks import Marks
 from headrace.flow.ordering import KeyChains
 from headrace.flow.origins import Origins
 from headrace.flow.pausing import Pauses
 from headrace.flow.positions import TopicIdentity, go_on_in_range, starting_progress
 from headrace.flow.probation import Probation
+from headrace.flow.rereading import Rereading
 from headrace.flow.sealing import Sealing
 from headrace.flow.signal import Signal
 from headrace.flow.source_settings import SourceSettings
@@ -64,6 +67,7 @@ class Source:
     Attributes:
         ledger: of what was read.
         books: of what is answered.
+        deferral: of requests over their shares; None where there are no shares.
         sealing: for exactly once, where answers are given here.
         reading: gets on with every poll.
         assigned: set when the group has assigned partitions for the first time, be it none.
@@ -75,6 +79,7 @@ class Source:
         settings: SourceSettings,
         metrics: Metrics,
         companion: Origins | None = None,
+        refusal: Refusal | None = None,
     ) -> None:
         self._log = log_
         self._settings = settings
@@ -94,11 +99,14 @@ class Source:
             bounds_metadata=settings.requests == settings.topic,
             shares=settings.shares,
         )
+        self.deferral = _deferral(self.ledger.budget, settings, refusal)
         self._bases = Bases(self.ledger, settings.kept_s)
         self.probation = Probation(
             Marks(log_, settings.group), self.ledger, metrics, settings.max_attempts
         )
         self._revocations: list[Callable[[], None]] = []
+        if self.deferral is not None:
+            self.when_revoked(self.deferral.forget)
         self._reads_requests = requests == settings.topic
         self._identity = TopicIdentity(log_, settings.topic)
         self._behind: dict[TopicPartition, int] = {}
@@ -155,6 +163,9 @@ class Source:
         group = self._settings.progress_group
         yield "backlog", self._backlog.run(self._consumer)
         yield "probation", self.probation.run()
+        if self.deferral is not None:
+            rereading = Rereading(self.deferral, self._ready, self._is_wanted, self._metrics)
+            yield "rereading", rereading.run(self._log)
         if self._settings.commits:
             yield "committer", self._committer.run(self._consumer)
         else:
@@ -214,6 +225,7 @@ class Source:
                 pauses=self._pauses,
                 bases=self._bases,
                 last_contact_s=self.last_contact_s() if self._opened else 0.0,
+                deferral=self.deferral,
             )
         )
 
@@ -232,7 +244,7 @@ class Source:
                 continue
             for partition, records in polled.items():
                 assignment = self.ledger.get(partition)
-                if assignment is None or self._stopping or partition in self._leaving:
+                if assignment is None or not self._is_wanted(partition):
                     continue
                 delivery = Delivery(assignment, records)
                 if self.probation.active:
@@ -248,6 +260,10 @@ class Source:
         self._ready.put(delivery)
         assignment.last_read = records[-1].offset
         assignment.ages.note(assignment.last_read, records[0].timestamp)
+
+    def _is_wanted(self, partition: TopicPartition) -> bool:
+        """What is about to be given up stays in the log, for its next owner."""
+        return not self._stopping and partition not in self._leaving
 
     async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
         if self.probation.active:
@@ -442,6 +458,8 @@ class Source:
     def _on_settled(self) -> None:
         self._backlog.settled = self.ledger.budget.settled
         self._settled.give()
+        if self.deferral is not None:
+            self.deferral.freed()
 
     async def _drain(self, partitions: Sequence[TopicPartition] | None, deadline_s: float) -> None:
         try:
@@ -450,3 +468,9 @@ class Source:
                     await self._settled.wait(deadline_s)
         except TimeoutError:
             log.warning(Event.DRAIN_INCOMPLETE, in_flight=self.ledger.in_flight(partitions))
+
+
+def _deferral(budget: Budget, settings: SourceSettings, refusal: Refusal | None) -> Deferral | None:
+    if min(settings.model_share, settings.tenant_share) >= 1:
+        return None
+    return Deferral(Shares(budget, settings.model_share, settings.tenant_share), refusal)

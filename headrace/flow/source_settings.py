@@ -20,6 +20,8 @@ class SourceSettings:
         shares: each partition gets but its share of the budget.
         chains_keys: each request is told which one with the same key goes before it.
         kept_s: how long what is passed on is kept, where another process answers.
+        model_share, tenant_share: what one model, or one tenant, may hold of the budget while no
+            other holds anything; see `headrace.flow.budget.Shares`. 1 is no limit.
         max_attempts: so many deaths condemn a record that ran alone; 0 suspects none.
     """
 
@@ -34,5 +36,7 @@ class SourceSettings:
     exactly_once: bool = False
     shares: bool = False
     chains_keys: bool = False
+    model_share: float = 1.0
+    tenant_share: float = 1.0
     max_attempts: int = 0
     kept_s: float = 0.0

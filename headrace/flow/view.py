@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from headrace.flow.backlog import Backlog
 from headrace.flow.committing import Committer, Companion
+from headrace.flow.deferring import Deferral
 from headrace.flow.inflight import NEVER_COMMITTED, Assignment, Ledger
 from headrace.flow.pausing import Pauses
 from headrace.flow.stuck import Bases
@@ -22,6 +23,7 @@ class Parts(NamedTuple):
         commits: whether it commits.
         pauses: what is not read, and why.
         bases: which stand still.
+        deferral: where models have shares of the budget.
     """
 
     topic: str
@@ -35,6 +37,7 @@ class Parts(NamedTuple):
     pauses: Pauses
     bases: Bases
     last_contact_s: float
+    deferral: Deferral | None
 
 
 def source_snapshot(parts: Parts) -> SourceSnapshot:
@@ -73,6 +76,7 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
             last_failure=parts.committer.last_failure,
         ),
         partitions=(*partitions, *companions),
+        model_bytes={} if parts.deferral is None else parts.deferral.shares.model_bytes(),
     )
 
 
@@ -98,6 +102,7 @@ def _partition(assignment: Assignment, backlog: Backlog) -> PartitionSnapshot:
         answered_records=answered,
         answered_ranges=ranges,
         metadata_characters=len(committed.metadata),
+        deferred_records=len(assignment.deferred),
     )
 
 

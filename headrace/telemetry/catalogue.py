@@ -179,6 +179,12 @@ READING = (
     Spec("headrace_in_flight_bytes", "gauge", _TOPIC, "Bytes charged for what is in flight."),
     Spec("headrace_in_flight_limit_bytes", "gauge", _TOPIC, "The budget for bytes in flight."),
     Spec(
+        "headrace_model_in_flight_bytes",
+        "gauge",
+        ("topic", "model"),
+        "Bytes of the budget that a model's requests hold, in a process with the batcher.",
+    ),
+    Spec(
         "headrace_oldest_record_age_seconds",
         "gauge",
         _TOPIC,
@@ -290,6 +296,12 @@ PARTITIONS = (
         "Length of the metadata of the last commit; a broker takes 4096.",
     ),
     Spec(
+        "headrace_partition_deferred_records",
+        "gauge",
+        _PARTITION,
+        "Requests left in the log until their model has room in its share of the budget.",
+    ),
+    Spec(
         "headrace_partition_base_age_seconds",
         "gauge",
         _PARTITION,
@@ -300,8 +312,8 @@ PARTITIONS = (
         "headrace_partition_paused",
         "gauge",
         ("topic", "partition", "reason"),
-        "1 while the partition is not read, by reason: ahead, budget, drain, metadata, order or "
-        "suspects.",
+        "1 while the partition is not read, by reason: ahead, budget, drain, metadata, order, "
+        "share or suspects.",
     ),
 )
 

@@ -25,7 +25,7 @@ from headrace.telemetry.state import ProcessState
 Value: TypeAlias = float | None
 Series: TypeAlias = tuple[tuple[str, ...], Value]
 
-PAUSES = ("ahead", "budget", "drain", "metadata", "order", "suspects")
+PAUSES = ("ahead", "budget", "drain", "metadata", "order", "share", "suspects")
 _OURS = frozenset(str(event) for event in Event)
 
 
@@ -118,6 +118,10 @@ def _of_sources(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFamily]:
     yield each("throughput_records_per_second", "throughput_per_s")
     yield each("time_to_drain_seconds", "time_to_drain_s")
     yield each("log_last_contact_seconds", "last_contact_s")
+    held = [
+        ((one.topic, model), size) for one in sources for model, size in one.model_bytes.items()
+    ]
+    yield _gauge("model_in_flight_bytes", held)
     committing = [one for one in sources if one.commit.commits]
     yield _gauge("commit_age_seconds", [((one.topic,), one.commit.age_s) for one in committing])
     yield _gauge(
@@ -140,6 +144,7 @@ def _of_partitions(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFamily]
     yield each("partition_answered_ranges", "answered_ranges")
     yield each("partition_commit_metadata_characters", "metadata_characters")
     yield each("partition_base_age_seconds", "base_age_s")
+    yield each("partition_deferred_records", "deferred_records")
     yield _gauge(
         "partition_paused",
         [

@@ -68,6 +68,7 @@ class Event(StrEnum):
     ASSIGNMENT_DELAYED = "partitions.assignment_delayed"
     SEEK_DELAYED = "partitions.seek_delayed"
     RECORDS_SKIPPED = "records.skipped"
+    REREADING_DELAYED = "records.rereading_delayed"
     SUSPECTS_FOUND = "suspects.found"
     SUSPECTS_CLEARED = "suspects.cleared"
     MARK_DELAYED = "mark.delayed"

@@ -20,10 +20,11 @@ class PartitionSnapshot(NamedTuple):
         span_records: offsets from the base up to the last one read.
         answered_records: how many offsets above the base are answered, in how many ranges.
         metadata_characters: length of the metadata committed last.
-        paused: why it alone is not read: `metadata`, `order` or `suspects`; otherwise empty.
+        paused: why it alone is not read: `metadata`, `order`, `share` or `suspects`; else empty.
         base_age_s: for how long the base stands, though its request was passed on to the process
             that answers; 0 where the process itself does.
         is_stuck: that is longer than what is passed on is kept.
+        deferred_records: left in the log until their model has room in its share of the budget.
     """
 
     topic: str
@@ -40,6 +41,7 @@ class PartitionSnapshot(NamedTuple):
     paused: str = ""
     base_age_s: float = 0.0
     is_stuck: bool = False
+    deferred_records: int = 0
 
     @property
     def lag_records(self) -> int | None:
@@ -77,6 +79,7 @@ class SourceSnapshot(NamedTuple):
     Attributes:
         last_contact_s: since the log was last heard of; 0 before the source is open.
         paused: why nothing is read: `budget` or `drain`; otherwise empty.
+        model_bytes: what each model holds of the budget; empty where models have no shares.
         oldest_age_s: of the oldest record that was read and is unanswered.
         throughput_per_s: learned; None before anything was.
     """
@@ -94,6 +97,7 @@ class SourceSnapshot(NamedTuple):
     time_to_drain_s: float | None
     commit: CommitSnapshot
     partitions: tuple[PartitionSnapshot, ...]
+    model_bytes: Mapping[str, int] = {}
 
 
 class DeviceSnapshot(NamedTuple):

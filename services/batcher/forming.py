@@ -47,14 +47,16 @@ def _has_left(entry: _Deadline) -> bool:
     return bool(request.formed_us) or request.failure is not None
 
 
-def _end_us(queue: ModelQueue, envelope: Envelope, request: Request | None, now_us: int) -> int:
+def _end_us(
+    queue: ModelQueue, envelope: Envelope, request: Request | None, now_us: int, rows: int = 0
+) -> int:
     """When a request that comes now would be done, or now if nothing goes before it.
 
     Where two full batches or more go before it, as much later as the last batches have been; with
     less, that would leave batches half empty and make everything later, since an instance takes
     one of them ahead. Of a request that is not known yet its own run is left out.
     """
-    ahead = queue.rows_ahead(envelope.tenant, envelope.priority)
+    ahead = queue.rows_ahead(envelope.tenant, envelope.priority) + rows
     if not ahead:
         return now_us
     end_us = now_us + queue.pace.wait_us(ahead, now_us)
@@ -168,9 +170,15 @@ class Forming:
                     self.add(request, now_us)
             start = stop
 
-    def refusal(self, envelope: Envelope, now_us: int, stage: str) -> Failure | None:
+    def refusal(self, envelope: Envelope, now_us: int, stage: str, rows: int = 0) -> Failure | None:
         """Whether a request that names its model in its headers would be late, before anything
         else is known of it; None if it need not be.
+
+        Args:
+            envelope: of the request.
+            now_us: epoch microseconds.
+            stage: the one that asks.
+            rows: how many go before it, besides those that wait here.
         """
         found = [
             queue
@@ -179,7 +187,7 @@ class Forming:
         ]
         if len(found) != 1 or not envelope.deadline_ms or not found[0].pace.row_us:
             return None
-        end_us = _end_us(found[0], envelope, None, now_us)
+        end_us = _end_us(found[0], envelope, None, now_us, rows)
         return too_late(envelope.deadline_ms, end_us, now_us, stage)
 
     def cancel(self) -> tuple[list[Request], int]:

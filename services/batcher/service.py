@@ -46,9 +46,11 @@ class BatcherService:
         slack_s = None if deadline_us is None else max(0, deadline_us - self._clock()) / 1e6
         return WaitingSnapshot(len(self._forming), slack_s)
 
-    def refusal(self, envelope: Envelope, now_us: int) -> Failure | None:
-        """Whether a request with these headers would be late; asked by an ingest beside it."""
-        return self._forming.refusal(envelope, now_us, Stage.INGEST)
+    def refusal(self, envelope: Envelope, now_us: int, rows: int = 0) -> Failure | None:
+        """Whether a request with these headers would be late, behind all that waits and so many
+        rows more.
+        """
+        return self._forming.refusal(envelope, now_us, Stage.INGEST, rows)
 
     async def run(self) -> None:
         """Until the inlet ends and everything that waited has been pulled or has expired."""

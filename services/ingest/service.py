@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from headrace.flow.channel import Outlet
+from headrace.flow.delivery import Delivery
 from headrace.flow.inflight import Assignment
 from headrace.flow.ordering import KeyChains
 from headrace.flow.skipping import skipped_range
@@ -74,20 +75,31 @@ class IngestService:
                 await self._answers.send([skipped_range(assignment, delivery.skipped)])
             condemned = delivery.trial.condemned if delivery.trial is not None else _NOBODY
             while not assignment.void:
-                able, ended = self._read(assignment, records, condemned)
+                able, ended = self._read(delivery, records, condemned)
                 if self._deferred:
                     able, ended = await self._transform(able, ended)
-                if ended:
-                    await self._answers.send(ended)
-                if able:
-                    await self._items.send(able)
                 if not (able or ended):
                     break
+                await self._pass_on(delivery, able, ended)
                 far_ahead = assignment.in_flight > FAR_AHEAD
                 await asyncio.sleep((len(able) + len(ended)) * PAUSE_S if far_ahead else 0)
         self._transforms.close()
         self._items.close()
         self._answers.close()
+
+    async def _pass_on(self, delivery: Delivery, able: list[Request], ended: list[Request]) -> None:
+        """Hand on what was read, as far as its models are within their shares of the budget."""
+        deferral, over = self._source.deferral, list[Request]()
+        if deferral is not None and able:
+            on_trial = delivery.trial is not None
+            able, over, late = deferral.sort_out(able, again=delivery.again, on_trial=on_trial)
+            ended += late
+        if ended:
+            await self._answers.send(ended)
+        if able:
+            await self._items.send(able)
+        if deferral is not None and over and (able := await deferral.wait_for_room(over)):
+            await self._items.send(able)
 
     async def _transform(
         self, able: list[Request], ended: list[Request]
@@ -107,18 +119,19 @@ class IngestService:
         )
 
     def _read(
-        self, assignment: Assignment, records: Iterator[Record], condemned: frozenset[Unit]
+        self, delivery: Delivery, records: Iterator[Record], condemned: frozenset[Unit]
     ) -> tuple[list[Request], list[Request]]:
         """Admit and check records, for a moment; both lists are empty when there are no more.
 
         What was answered before this assignment is passed over.
         """
+        assignment = delivery.assignment
         now_us = self._clock()
         began_s = time.perf_counter()
         read: list[Request] = []
         at_once = 1
         while some := list(islice(records, at_once)):
-            if condemned or some[0].offset < assignment.progress.highest:
+            if condemned or delivery.again or some[0].offset < assignment.progress.highest:
                 read += self._read_singly(some, assignment, condemned, now_us)
             else:
                 read += read_requests(some, assignment, self._rules, now_us)

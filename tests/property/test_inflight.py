@@ -19,8 +19,10 @@ from hypothesis.stateful import (
 )
 
 from headrace.flow.answered import Progress
-from headrace.flow.inflight import RESUME_FRACTION, Budget, Ledger, LedgerReceipt
+from headrace.flow.budget import RESUME_FRACTION, Budget, Shares
+from headrace.flow.inflight import Deferred, Ledger, LedgerReceipt
 from headrace.log.port import Committed, TopicPartition
+from headrace.messages import Envelope
 
 PARTITIONS = [TopicPartition("requests", number) for number in range(3)]
 LIMIT_BYTES = 1000
@@ -50,6 +52,7 @@ class LedgerMachine(RuleBasedStateMachine):
     """A consumer that is assigned partitions, reads, settles and loses them, in any order."""
 
     receipts: Bundle[tuple[LedgerReceipt, int]] = Bundle("receipts")
+    deferred: Bundle[Deferred] = Bundle("deferred")
 
     @initialize()
     def begin(self) -> None:
@@ -57,6 +60,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger(Budget(LIMIT_BYTES), self._count)
         self.partitions = {name: Partition() for name in PARTITIONS}
         self.outstanding: dict[int, tuple[LedgerReceipt, int]] = {}
+        self.claim = Shares(self.ledger.budget, 0.5, 0.5).claim("model", "tenant")
 
     def _count(self) -> None:
         self.settled += 1
@@ -111,6 +115,29 @@ class LedgerMachine(RuleBasedStateMachine):
             partition.answered.add(receipt.offset)
             assert receipt.offset in receipt.assignment.progress
 
+    @rule(target=deferred, entry=consumes(receipts))
+    def defer(self, entry: tuple[LedgerReceipt, int]) -> Deferred | MultipleResults[Deferred]:
+        """Leave a record in the log; what is void is settled instead."""
+        receipt, _ = entry
+        del self.outstanding[id(receipt)]
+        if receipt.void:
+            receipt.parts = 1
+            receipt.settle()
+            return multiple()
+        return receipt.defer(self.claim, 1, Envelope())
+
+    @rule(target=receipts, deferred=consumes(deferred), size_bytes=st.integers(0, 400))
+    def admit_again(
+        self, deferred: Deferred, size_bytes: int
+    ) -> tuple[LedgerReceipt, int] | MultipleResults[tuple[LedgerReceipt, int]]:
+        """Read a deferred record a second time, unless its partition was lost meanwhile."""
+        if deferred.assignment.void:
+            return multiple()
+        deferred.reserve()
+        receipt = deferred.assignment.admit(deferred.offset, size_bytes)
+        self.outstanding[id(receipt)] = (receipt, 1)
+        return receipt, 1
+
     @rule(name=st.sampled_from(PARTITIONS))
     def revoke(self, name: TopicPartition) -> None:
         self.ledger.revoke(name)
@@ -147,6 +174,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.in_flight([name]) == len(valid)
         used = sum(receipt.size_bytes for receipt, _ in self.outstanding.values())
         assert self.ledger.budget.used_bytes == used
+        assert self.claim.used_bytes == 0
 
     @precondition(lambda self: not self.outstanding)
     @invariant()

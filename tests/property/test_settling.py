@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.flow.answered import Progress
-from headrace.flow.inflight import Assignment, Budget, LedgerReceipt, settle_all
+from headrace.flow.budget import Budget
+from headrace.flow.inflight import Assignment, LedgerReceipt, settle_all
 from headrace.log.port import TopicPartition
 
 

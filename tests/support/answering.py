@@ -13,8 +13,9 @@ from headrace.config import make_settings
 from headrace.envelope import parse_envelope
 from headrace.errors import Code
 from headrace.flow.books import Books
+from headrace.flow.budget import Budget
 from headrace.flow.channel import Channel, ChannelWriter
-from headrace.flow.inflight import Budget, Ledger
+from headrace.flow.inflight import Ledger
 from headrace.flow.origins import Origins
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from headrace.flow.answered import Progress
 from headrace.flow.books import Books, Outgoing, requests_of
-from headrace.flow.inflight import Budget, Ledger
+from headrace.flow.budget import Budget
+from headrace.flow.inflight import Ledger
 from headrace.flow.sealing import Sealing, Unsealed
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition

@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from headrace.codec import encode_request
 from headrace.flow.answered import Progress
+from headrace.flow.budget import Budget
 from headrace.flow.delivery import Delivery
-from headrace.flow.inflight import Assignment, Budget, Ledger
+from headrace.flow.inflight import Assignment, Ledger
 from headrace.log.port import Record, TopicPartition
 from headrace.models.registry import Models
 from headrace.telemetry.instruments import Instruments
@@ -47,6 +48,8 @@ def counted(instruments: Instruments, name: str, **labels: str) -> float:
 
 class RecordSource:
     """A source of deliveries that were read already."""
+
+    deferral = None
 
     def __init__(self, *deliveries: Delivery) -> None:
         self._deliveries: Iterator[Delivery] = iter(deliveries)

@@ -8,8 +8,9 @@ import pytest
 
 from headrace.flow.answered import Progress
 from headrace.flow.books import Books
+from headrace.flow.budget import Budget
 from headrace.flow.committing import Committer
-from headrace.flow.inflight import Budget, Ledger
+from headrace.flow.inflight import Ledger
 from headrace.flow.sealing import Lost, Sealing
 from headrace.flow.signal import Signal
 from headrace.log.memory import MemoryLog

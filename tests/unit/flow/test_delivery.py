@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.flow.answered import Progress
+from headrace.flow.budget import Budget
 from headrace.flow.delivery import (
     MANY_BYTES,
     MAX_JOINED_RECORDS,
@@ -18,7 +19,7 @@ from headrace.flow.delivery import (
     Trial,
     waiting_bytes,
 )
-from headrace.flow.inflight import Assignment, Budget, Ledger
+from headrace.flow.inflight import Assignment, Ledger
 from headrace.log.port import Record, TopicPartition
 
 ONE, TWO = TopicPartition("requests", 0), TopicPartition("requests", 1)

@@ -10,10 +10,13 @@ import pytest
 
 from headrace.flow import pausing
 from headrace.flow.answered import SAFE_SPAN_OFFSETS, SAFE_UNANSWERED, Progress
-from headrace.flow.inflight import Assignment, Budget, Ledger, LedgerReceipt
+from headrace.flow.budget import Budget, Shares
+from headrace.flow.deferring import MAX_DEFERRED
+from headrace.flow.inflight import Assignment, Ledger, LedgerReceipt
 from headrace.flow.pausing import Pauses
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, TopicInfo, TopicPartition
+from headrace.messages import Envelope
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
 
@@ -145,3 +148,20 @@ def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
     known.cover(10, 11)
     bench.regulate()
     assert bench.consumer.paused == set()
+
+
+def test_partition_with_many_deferred_requests_pauses_alone() -> None:
+    """It resumes when a quarter of them has gone; the other partition goes on."""
+    bench = Bench()
+    claim = Shares(bench.ledger.budget, 0.5, 0.5).claim("model", "")
+    deferred = [
+        receipt.defer(claim, 1, Envelope()) for receipt in bench.read(bench.one, MAX_DEFERRED)
+    ]
+    paused = []
+    for count in (0, 1, MAX_DEFERRED // 4, 1):
+        for _ in range(count):
+            bench.one.admit(deferred.pop().offset, 0).settle()
+        bench.regulate()
+        paused.append(dict(bench.pauses.reasons))
+
+    assert paused == [{ONE: "share"}, {ONE: "share"}, {}, {}]

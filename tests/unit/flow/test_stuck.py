@@ -6,7 +6,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from headrace.flow.answered import Progress
-from headrace.flow.inflight import Assignment, Budget, Ledger
+from headrace.flow.budget import Budget
+from headrace.flow.inflight import Assignment, Ledger
 from headrace.flow.stuck import Bases
 from headrace.log.port import Committed, TopicPartition
 from headrace.telemetry.logs import Event

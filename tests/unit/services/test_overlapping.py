@@ -9,7 +9,8 @@ import pytest
 
 from headrace.flow import sending
 from headrace.flow.answered import Progress
-from headrace.flow.inflight import Budget, Ledger
+from headrace.flow.budget import Budget
+from headrace.flow.inflight import Ledger
 from headrace.log.port import TopicPartition
 from headrace.messages import Request
 from headrace.services.responder import overlapping

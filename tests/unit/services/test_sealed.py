@@ -15,8 +15,9 @@ from headrace.errors import Code
 from headrace.flow import answered, sealing
 from headrace.flow.answered import Progress
 from headrace.flow.books import Books
+from headrace.flow.budget import Budget
 from headrace.flow.channel import Channel, ChannelWriter
-from headrace.flow.inflight import Budget, Ledger
+from headrace.flow.inflight import Ledger
 from headrace.flow.sealing import Sealing
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog

@@ -1,0 +1,162 @@
+"""The byte budget of a process, and the shares of it that one model, or one tenant, may hold.
+
+The limit of a share moves with what is free, as in switches whose queues have one memory ("dynamic
+thresholds": Choudhury and Hahne, 1998). With a share of a half, a model may hold as much as is
+free: alone it gets half of the budget; two that want all they can get have a third each, and a
+third is still free for others. So one that is saturated leaves room at any time, and no part of
+the budget is set aside for models that have nothing to do.
+"""
+
+from __future__ import annotations
+
+import math
+
+RESUME_FRACTION = 0.75
+"""Reading resumes at this part of the budget, so that it does not flap around the limit."""
+
+IDLE_CLAIMS = 1024
+"""So many claims that hold nothing may be remembered: callers name tenants as they like."""
+
+
+class Budget:
+    """A limit in bytes with hysteresis.
+
+    Attributes:
+        settled: how many records have given their bytes back.
+    """
+
+    __slots__ = ("_exceeded", "limit_bytes", "settled", "used_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self.settled = 0
+        self._exceeded = False
+
+    @property
+    def exceeded(self) -> bool:
+        """True from the moment the limit is reached until use has fallen well below it."""
+        if self._exceeded:
+            self._exceeded = self.used_bytes > self.limit_bytes * RESUME_FRACTION
+        else:
+            self._exceeded = self.used_bytes >= self.limit_bytes
+        return self._exceeded
+
+
+class Usage:
+    """The bytes that one model, or one tenant, holds of a budget."""
+
+    __slots__ = ("used_bytes",)
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+
+
+class Claim:
+    """The bytes that one model holds for one tenant.
+
+    Args:
+        model: usage of the model, for all tenants.
+        tenant: usage of the tenant, for all models; None where requests name no tenant.
+
+    Attributes:
+        used_bytes: what it holds.
+        deferred: how many requests of it are left in the log.
+        deferred_s: when one was deferred last, on the monotonic clock.
+    """
+
+    __slots__ = ("deferred", "deferred_s", "model", "tenant", "used_bytes")
+
+    def __init__(self, model: Usage, tenant: Usage | None) -> None:
+        self.model = model
+        self.tenant = tenant
+        self.used_bytes = 0
+        self.deferred = 0
+        self.deferred_s = -math.inf
+
+    def charge(self, size_bytes: int) -> None:
+        """Take bytes; a negative number gives them back."""
+        self.used_bytes += size_bytes
+        self.model.used_bytes += size_bytes
+        if self.tenant is not None:
+            self.tenant.used_bytes += size_bytes
+
+
+class Shares:
+    """Claims on one budget, by model and tenant.
+
+    Args:
+        budget: what they are shares of.
+        model_share: the part of it that one model may hold while no other holds anything; 1 is
+            no limit.
+        tenant_share: likewise, for one tenant. Requests that name none have no such limit.
+    """
+
+    def __init__(self, budget: Budget, model_share: float, tenant_share: float) -> None:
+        self._budget = budget
+        self._model_weight = _weight(model_share)
+        self._tenant_weight = _weight(tenant_share)
+        self._claims: dict[tuple[str, str], Claim] = {}
+        self._models: dict[str, Usage] = {}
+        self._tenants: dict[str, Usage] = {}
+        self._forget_at = IDLE_CLAIMS
+
+    @property
+    def limit_bytes(self) -> int:
+        """The whole budget."""
+        return self._budget.limit_bytes
+
+    def claim(self, model: str, tenant: str) -> Claim:
+        """Return the claim of a model and a tenant."""
+        claim = self._claims.get((model, tenant))
+        if claim is None:
+            if len(self._claims) >= self._forget_at:
+                self._forget_idle()
+            of_model = self._models.setdefault(model, Usage())
+            of_tenant = self._tenants.setdefault(tenant, Usage()) if tenant else None
+            claim = self._claims[model, tenant] = Claim(of_model, of_tenant)
+        return claim
+
+    def has_room(self, claim: Claim, size_bytes: int, uncharged_bytes: int = 0) -> bool:
+        """Whether a claim may take so many bytes more; what holds nothing always may.
+
+        Args:
+            claim: of a model and a tenant.
+            size_bytes: what it would take.
+            uncharged_bytes: how many of them the budget does not count yet.
+        """
+        budget, tenant = self._budget, claim.tenant
+        free_bytes = budget.limit_bytes - budget.used_bytes - uncharged_bytes
+        used_bytes = claim.model.used_bytes
+        if used_bytes and used_bytes + size_bytes > _limit_bytes(self._model_weight, free_bytes):
+            return False
+        if tenant is None or not tenant.used_bytes:
+            return True
+        return tenant.used_bytes + size_bytes <= _limit_bytes(self._tenant_weight, free_bytes)
+
+    def model_bytes(self) -> dict[str, int]:
+        """Return what each model holds now."""
+        return {model: usage.used_bytes for model, usage in self._models.items()}
+
+    def _forget_idle(self) -> None:
+        held = {
+            name: claim
+            for name, claim in self._claims.items()
+            if claim.used_bytes or claim.deferred
+        }
+        self._claims = held
+        self._models = {model: claim.model for (model, _), claim in held.items()}
+        self._tenants = {
+            tenant: claim.tenant for (_, tenant), claim in held.items() if claim.tenant is not None
+        }
+        self._forget_at = 2 * len(held) + IDLE_CLAIMS
+
+
+def _weight(share: float) -> float:
+    """Return by how much a limit exceeds what is free, so that it is the share when alone."""
+    return math.inf if share >= 1 else share / (1 - share)
+
+
+def _limit_bytes(weight: float, free_bytes: int) -> float:
+    """Return a share's limit: without one even where less than nothing is free."""
+    return weight if weight == math.inf else weight * free_bytes

@@ -1,0 +1,74 @@
+"""What one model, or one tenant, may hold of the byte budget."""
+
+from __future__ import annotations
+
+from headrace.flow.budget import IDLE_CLAIMS, Budget, Claim, Shares
+
+
+class Bench:
+    """A budget of 1,200 bytes, with requests of 100 bytes."""
+
+    def __init__(self, model_share: float = 0.5, tenant_share: float = 1.0) -> None:
+        self.budget = Budget(1200)
+        self.shares = Shares(self.budget, model_share, tenant_share)
+
+    def fill(self, claim: Claim) -> int:
+        """Take as much as a claim may; returns how many bytes it took."""
+        taken = 0
+        while self.shares.has_room(claim, 100, uncharged_bytes=100):
+            claim.charge(100)
+            self.budget.used_bytes += 100
+            taken += 100
+        return taken
+
+
+def test_model_alone_gets_its_share() -> None:
+    """Half of the budget stays free for others."""
+    bench = Bench()
+
+    assert bench.fill(bench.shares.claim("a", "")) == 600
+
+
+def test_second_model_gets_what_is_free() -> None:
+    """As much as is left to others after it."""
+    bench = Bench()
+    bench.fill(bench.shares.claim("a", ""))
+
+    assert bench.fill(bench.shares.claim("b", "")) == 300
+
+
+def test_share_of_one_is_the_whole_budget() -> None:
+    """As if there were no shares: the budget itself pauses reading."""
+    bench = Bench(model_share=1)
+    claim = bench.shares.claim("a", "")
+    bench.budget.used_bytes = claim.model.used_bytes = 1200
+
+    assert bench.shares.has_room(claim, 100, uncharged_bytes=100)
+
+
+def test_request_larger_than_the_share_is_let_in_alone() -> None:
+    """It would never run otherwise."""
+    bench = Bench()
+
+    assert bench.shares.has_room(bench.shares.claim("a", ""), 1100, uncharged_bytes=1100)
+
+
+def test_tenant_has_a_share_of_all_models() -> None:
+    """One tenant's requests to many models leave room for others; requests without one too."""
+    bench = Bench(model_share=1, tenant_share=0.5)
+    taken = sum(bench.fill(bench.shares.claim(model, "loud")) for model in ("a", "b", "c"))
+
+    assert taken == 600
+    assert bench.fill(bench.shares.claim("a", "quiet")) == 300
+
+
+def test_idle_claims_are_forgotten() -> None:
+    """Callers may name any number of tenants; what is in use stays."""
+    bench = Bench(tenant_share=0.5)
+    used = bench.shares.claim("a", "used")
+    used.charge(100)
+    for number in range(2 * IDLE_CLAIMS):
+        bench.shares.claim(f"model {number}", f"tenant {number}")
+
+    assert bench.shares.claim("a", "used") is used
+    assert len(bench.shares.model_bytes()) <= IDLE_CLAIMS + 2
