@@ -154,6 +154,9 @@ class ModelSettings(_Group):
     """Where the models are."""
 
     repository: Path = Path("models")
+    keep_replaced_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    """How long a batcher or an executor apart from ingest keeps a version that was replaced, after
+    the last batch for it."""
 
 
 class BatchingSettings(_Group):

@@ -36,6 +36,7 @@ log = structlog.get_logger(__name__)
 
 LAST_COMMIT_S = 1.0
 """For what is settled when the drain's time is over; without an answer it is repeated elsewhere."""
+UNLOAD_CHECK_S = 1.0
 
 
 RELOAD_NOTICE_S = 5.0
@@ -62,7 +63,11 @@ class Pipeline:
         self._stages = tuple(stages)
         instruments = instruments or Instruments(Metrics(CollectorRegistry()))
         self.metrics = instruments.metrics
-        self.models = Models(settings, executes=Stage.EXECUTOR in stages)
+        self.models = Models(
+            settings,
+            executes=Stage.EXECUTOR in stages,
+            keeps_replaced=Stage.INGEST not in stages,
+        )
         self.health = Health()
         self.ready = asyncio.Event()
         self._segments = [
@@ -129,12 +134,20 @@ class Pipeline:
                 tasks.create_task(segment.run(joined), name="segment") for segment in self._segments
             ]
             stopping = tasks.create_task(stop.requested.wait(), name="stop")
+            unloading = tasks.create_task(self._unload_unused(), name="unload-unused")
             await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
             self.health.enter(Phase.DRAINING, "answering what is in flight")
             log.info(Event.DRAINING)
             await self._drain(running)
             stopping.cancel()
+            unloading.cancel()
         log.info(Event.STOPPED)
+
+    async def _unload_unused(self) -> None:
+        """Unload replaced versions once nothing has come for them for a while; never returns."""
+        while True:
+            await asyncio.sleep(UNLOAD_CHECK_S)
+            self.models.unload_unused()
 
     async def _drain(self, running: Sequence[asyncio.Task[None]]) -> None:
         """Let the segments end; what takes too long is cut off and will run elsewhere."""

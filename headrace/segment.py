@@ -39,6 +39,7 @@ from headrace.flow.edges import (
 from headrace.flow.fleet import ModelKey
 from headrace.flow.hearing import Hearing
 from headrace.flow.origins import Origins
+from headrace.flow.rebinding import Rebinder
 from headrace.flow.source import Source
 from headrace.flow.source_settings import SourceSettings
 from headrace.log.port import Log, Producer, TopicPartition
@@ -103,6 +104,7 @@ class Segment:
         self._models = models
         self._instruments = instruments
         self._metrics = instruments.metrics
+        self._rebinder = Rebinder(models, instruments.metrics.rebound.inc)
         self._runs: dict[str, Run] = {}
         self._batcher: BatcherService | None = None
         self._executor: ExecutorService | None = None
@@ -239,7 +241,12 @@ class Segment:
     def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> PullChannel[ModelKey, Batch]:
         prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # no two processes make the same ids
         batcher = BatcherService(
-            items, answers.writer(), self._models.lookup, prefix, self._instruments
+            items,
+            answers.writer(),
+            self._models.lookup_bound,
+            prefix,
+            self._instruments,
+            self._rebinder.rebind,
         )
         self._runs["batcher"] = batcher.run
         self._batcher = batcher
@@ -256,7 +263,13 @@ class Segment:
         if pulls is None:
             assert events is not None
             announcer = self._announcer(producer, events)
-            feed = BatchFeed(self.source, answers.writer(), self._models.lookup, announcer)
+            feed = BatchFeed(
+                self.source,
+                answers.writer(),
+                self._models.lookup_bound,
+                announcer,
+                self._rebinder.rebind,
+            )
             self._runs["read-batches"] = feed.run
             self._runs["announce"] = announcer.run
             pulls = feed.pulls

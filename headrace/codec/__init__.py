@@ -9,7 +9,7 @@
 
 from headrace.codec.client import Answer, decode_response, encode_request
 from headrace.codec.json_data import bytes_to_data
-from headrace.codec.requests import callers_id, check_value, decode_request
+from headrace.codec.requests import callers_id, check_value, decode_request, names_version
 from headrace.codec.responses import encode_error, encode_response, encode_responses
 from headrace.codec.wire import (
     decode_batch,
@@ -37,4 +37,5 @@ __all__ = [
     "encode_response",
     "encode_responses",
     "encode_result",
+    "names_version",
 ]

@@ -58,11 +58,17 @@ class _CallersName(msgspec.Struct):
     id: Text | None = None
 
 
+class _NamedVersion(msgspec.Struct):
+    model_version: Text | None = None
+
+
 _PLACES = tuple(f"inputs[{number}]" for number in range(MAX_INPUTS))
 _decode_msgpack = msgspec.msgpack.Decoder(InferenceRequest).decode
 _decode_json = msgspec.json.Decoder(JsonInferenceRequest).decode
 _decode_id_msgpack = msgspec.msgpack.Decoder(_CallersName).decode
 _decode_id_json = msgspec.json.Decoder(_CallersName).decode
+_decode_version_msgpack = msgspec.msgpack.Decoder(_NamedVersion).decode
+_decode_version_json = msgspec.json.Decoder(_NamedVersion).decode
 
 
 def check_value(value: bytes | memoryview | None, limits: LimitSettings) -> bytes | memoryview:
@@ -220,3 +226,17 @@ def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | No
         return decode(value).id
     except DECODE_ERRORS:
         return None
+
+
+def names_version(value: bytes | memoryview | None, envelope: Envelope) -> bool:
+    """Return whether a request that `decode_request` accepted names a version of its model."""
+    content_type = envelope.content_type
+    if envelope.version:
+        return True
+    if not value or content_type not in MSGPACK_TYPES | {JSON}:
+        return False
+    decode = _decode_version_json if content_type == JSON else _decode_version_msgpack
+    try:
+        return bool(decode(value).model_version)
+    except DECODE_ERRORS:  # none of the callers' doing: nothing is assumed in their name
+        return True

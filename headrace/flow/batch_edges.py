@@ -22,6 +22,7 @@ from headrace.flow.inflight import (
     record_bytes,
     settle_all,
 )
+from headrace.flow.rebinding import Rebind, refuse_to_rebind
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
@@ -107,6 +108,7 @@ class BatchFeed:
         check: raises `Rejected` for a model version that does not run here.
         answers: takes requests whose model does not run here, as failures.
         announcer: told of each batch, and of the requests that end here.
+        rebind: binds a request whose version has gone to another one, or raises `Rejected`.
     """
 
     def __init__(
@@ -115,8 +117,10 @@ class BatchFeed:
         answers: Outlet[list[Request]],
         check: Callable[[str, str], object],
         announcer: Announcer | None = None,
+        rebind: Rebind = refuse_to_rebind,
     ) -> None:
         self._source = source
+        self._rebind = rebind
         self._answers = answers
         self._check = check
         self._announcer = announcer
@@ -145,17 +149,38 @@ class BatchFeed:
         self._answers.close()
 
     def _take(self, batch: Batch) -> list[Request]:
-        """Let it run; where its model does not run here, its requests come back as failures."""
+        """Let it run, by another version where its own does not run here; returns the requests
+        that cannot run, as failures.
+        """
         try:
             self._check(batch.model, batch.version)
-        except Rejected as error:
-            for request in batch.requests:
+        except Rejected as gone:
+            batches, refused = self._bind_again(batch, gone)
+            if refused and self._announcer is not None:
+                self._announcer.finished(batch.batch_id, refused)
+        else:
+            batches, refused = [batch], []
+        for each in batches:
+            self._ready.setdefault((each.model, each.version), deque()).append(each)
+        return refused
+
+    def _bind_again(self, batch: Batch, gone: Rejected) -> tuple[list[Batch], list[Request]]:
+        """Return batches of other versions, of one shape class each, and requests that fit none."""
+        bound: dict[tuple[str, tuple[int, ...]], list[Request]] = {}
+        refused: list[Request] = []
+        for request in batch.requests:
+            try:
+                self._rebind(request, gone)
+            except Rejected as error:
                 request.fail(rejection(error, Stage.EXECUTOR))
-            if self._announcer is not None:
-                self._announcer.finished(batch.batch_id, batch.requests)
-            return batch.requests
-        self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
-        return []
+                refused.append(request)
+            else:
+                bound.setdefault((request.version, request.shape_class), []).append(request)
+        batches = [
+            Batch(f"{batch.batch_id}.{place}", requests, batch.reason)
+            for place, requests in enumerate(bound.values())
+        ]
+        return batches, refused
 
     async def _offer(self, batch: Batch) -> None:
         refused = self._take(batch)

@@ -4,12 +4,17 @@ A version takes requests once it is ready: in a process without an executor when
 is read, otherwise when the executor has loaded it and says so. A version is put aside only when
 its successor is ready, so a bad one never takes a good one's place.
 
+Where ingest is another process, it decides which version a request gets, and learns of a change
+later or earlier than this process does. A version that is put aside here is therefore kept until
+nothing has come for it for a while.
+
 All calls come from one thread, the event loop's; `reload` reads the disk in another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
@@ -17,6 +22,7 @@ from headrace.config import Settings
 from headrace.errors import Code, Rejected
 from headrace.events import ExecutorEvent
 from headrace.models.opening import Importings, Known, Opened, is_outrun, look, relative
+from headrace.models.replaced import ReplacedVersions
 from headrace.models.repository import Repository
 from headrace.models.user_code import on_daemon_thread
 from headrace.models.verdict import Verdict
@@ -86,11 +92,23 @@ class Models:
     Args:
         settings: where the repository is, and the defaults of all models.
         executes: this process has an executor, which loads the models and reports on them.
+        keeps_replaced: requests come bound to a version by another process, so that a version
+            which was put aside is kept for `models.keep_replaced_s` after its last use.
+        clock_s: monotonic.
     """
 
-    def __init__(self, settings: Settings, *, executes: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        executes: bool = False,
+        keeps_replaced: bool = False,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._settings = settings
         self._executes = executes
+        keep_s = settings.models.keep_replaced_s if keeps_replaced else 0.0
+        self._replaced = ReplacedVersions(keep_s, clock_s)
         self._repository = Repository(settings.models.repository, settings)
         self._models: dict[str, _Model] = {}
         self._ready: dict[tuple[str, str], ModelVersion] = {}
@@ -103,14 +121,29 @@ class Models:
     def lookup(self, name: str, version: str | None = None) -> ModelVersion:
         """The ready version of this number, or the highest ready one without a number.
 
+        A replaced version that is kept is found by its number alone.
+
         Raises:
             Rejected: `UNKNOWN_MODEL`, with what there is; `MODEL_NOT_READY`, with the reason;
                 `INVALID_REQUEST` without a name.
         """
-        found = self._ready.get((name, version or ""))
+        found = self._find(name, version or "")
         if found is None:
             self._refuse(name, version or "")
         return found
+
+    def lookup_bound(self, name: str, version: str) -> ModelVersion:
+        """Return the version that a request was bound to, and keep it if it was replaced.
+
+        Raises:
+            Rejected: see `lookup`.
+        """
+        self._replaced.note_use(name, version)
+        return self.lookup(name, version)
+
+    def note_use(self, name: str, version: str) -> None:
+        """Keep a replaced version on, since requests bound to it still come."""
+        self._replaced.note_use(name, version)
 
     def versions(self, state: State | None = None) -> list[ModelVersion]:
         """All versions, or those in one state, by name and number."""
@@ -119,6 +152,9 @@ class Models:
             for model in self._models.values()
             for version in model.versions().values()
             if state in (None, version.state)
+        ]
+        found += [
+            version for version in self._replaced.versions() if state in (None, version.state)
         ]
         return sorted(found, key=lambda version: (version.name, int(version.version)))
 
@@ -202,6 +238,7 @@ class Models:
             return
         dropped = model.selected
         model.selected = opened.versions
+        self._take_back(model)
         for version in dropped.values():
             if id(version) not in model.versions() and version.state is State.LOADING:
                 self._unload(version)
@@ -218,7 +255,9 @@ class Models:
         model = self._models.pop(name)
         self._publish(name)
         for version in model.versions().values():
-            if version.state is not State.FAILED:
+            if version.state is State.READY:
+                self._put_aside(version)
+            elif version.state is not State.FAILED:
                 self._unload(version)
 
     # --- what the executor says ---------------------------------------------------------------
@@ -244,6 +283,9 @@ class Models:
         self._settle(version.name)
         if previous is not None and previous is not version:
             self._unload(previous)
+        replaced = self._replaced.take(version.name, version.version)
+        if replaced is not None:  # batches name versions by number, which is the new one's now
+            self._unload(replaced)
 
     def mark_failed(self, version: ModelVersion, reason: str) -> None:
         """A version cannot take requests (any more); its predecessor stays."""
@@ -258,16 +300,42 @@ class Models:
     # --- what executors of other processes say ------------------------------------------------
 
     def heed(self, event: ExecutorEvent) -> None:
-        """Go by what an executor has found out about models, and by how long its runs took."""
+        """Go by what an executor has found out about models, and by how long its runs took.
+
+        A version that was replaced here is kept as long as an executor announces it.
+        """
         for hosted in event.models:
-            version = self._ready.get((hosted.name, hosted.version))
+            self._replaced.note_use(hosted.name, hosted.version)
+            version = self._find(hosted.name, hosted.version)
             if version is not None:
                 version.max_batch_size = hosted.max_batch_size
                 version.batching_off = hosted.batching_off
         for done in event.completions:
-            version = self._ready.get((done.model, done.version))
+            version = self._find(done.model, done.version)
             if version is not None and done.compute_us:
                 version.latency.observe(tuple(done.shape_class), done.rows, done.compute_us)
+
+    # --- replaced versions --------------------------------------------------------------------
+
+    def unload_unused(self) -> None:
+        """Unload replaced versions for which nothing came for `models.keep_replaced_s`."""
+        for version in self._replaced.take_unused():
+            self._unload(version)
+
+    def _put_aside(self, version: ModelVersion) -> None:
+        """Keep a version that is not wanted any more, or unload it at once where none is kept."""
+        if not self._replaced.add(version):
+            self._unload(version)
+
+    def _take_back(self, model: _Model) -> None:
+        """Have replaced versions that are wanted again serve as before."""
+        for number, version in model.selected.items():
+            if self._replaced.find(version.name, number) is version:
+                self._replaced.take(version.name, number)
+                model.serving[number] = version
+
+    def _find(self, name: str, number: str) -> ModelVersion | None:
+        return self._ready.get((name, number)) or self._replaced.find(name, number)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -278,7 +346,7 @@ class Models:
             del model.serving[version.version]
         self._publish(name)
         for version in outdated:
-            self._unload(version)
+            self._put_aside(version)
 
     def _publish(self, name: str) -> None:
         """Make the table of `lookup` say what the model says."""

@@ -115,6 +115,13 @@ RUNS = (
     Spec("headrace_compute_duration_seconds", "histogram", _MODEL, "One run of a model."),
     Spec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
     Spec(
+        "headrace_rebound_requests",
+        "counter",
+        (),
+        "Requests without a version of their own that were bound to another version here, since "
+        "the one that ingest chose was not there.",
+    ),
+    Spec(
         "headrace_batch_comparisons",
         "counter",
         ("model", "outcome"),

@@ -47,6 +47,7 @@ class Metrics:
 
     Attributes:
         duplicates, void, bisections, unkept, unanswered, skipped: counters without labels.
+        rebound: likewise, of requests that were bound to another version.
         attempts, condemned: likewise; suspects, known_executors: gauges.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures,
             trace_failures_unkept: likewise.
@@ -83,6 +84,7 @@ class Metrics:
         self.duplicates = self._counter("duplicates")
         self.void = self._counter("void")
         self.bisections = self._counter("bisections")
+        self.rebound = self._counter("rebound_requests")
         self.unkept = self._counter("unkept_dead_letters")
         self.unanswered = self._counter("unanswered")
         self.skipped = self._counter("skipped")

@@ -22,6 +22,7 @@ from headrace.envelope import BY_CORRELATION
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import IDLE, Ask
 from headrace.flow.endings import deadline_passed, rejection
+from headrace.flow.rebinding import Rebind, refuse_to_rebind
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.admission import too_late
 from headrace.services.batcher.closing import Closing, size_of
@@ -107,6 +108,7 @@ class Forming:
     Args:
         limits: of a model's version; raises `Rejected` where that does not run.
         prefix: what batch ids begin with; differs between processes.
+        rebind: binds a request whose version has gone to another one, or raises `Rejected`.
 
     Attributes:
         ended: requests that have ended while they waited.
@@ -114,8 +116,14 @@ class Forming:
         draining: nothing more comes, so nothing is waited for.
     """
 
-    def __init__(self, limits: Callable[[str, str], BatchLimits], prefix: str) -> None:
+    def __init__(
+        self,
+        limits: Callable[[str, str], BatchLimits],
+        prefix: str,
+        rebind: Rebind = refuse_to_rebind,
+    ) -> None:
         self._limits = limits
+        self._rebind = rebind
         self._prefix = prefix
         self._numbers = count(1)
         self._order = count()
@@ -271,17 +279,26 @@ class Forming:
     def _opened(
         self, key: ModelKey, known: ModelQueue | None, request: Request
     ) -> ModelQueue | None:
-        """The queue for a request that comes first: a version may have changed meanwhile."""
+        """The queue for a request that comes first: a version may have changed meanwhile.
+
+        None where the request does not wait. It may have been bound to another version.
+        """
         if request.envelope.cancels is not None:
             self.cancellations.append(request)
             return None
         try:
             limits = self._limits(*key)
-        except Rejected as error:
+        except Rejected as gone:
             self._queues.pop(key, None)
-            request.fail(rejection(error, Stage.BATCHER))
-            self.ended.append(request)
-            return None
+            try:
+                self._rebind(request, gone)
+                key = (request.model, request.version)
+                limits = self._limits(*key)
+            except Rejected as error:
+                request.fail(rejection(error, Stage.BATCHER))
+                self.ended.append(request)
+                return None
+            known = self._queues.get(key)
         if known is None or known.limits is not limits:
             known = self._queues[key] = ModelQueue(limits)
         return known

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from headrace.flow.channel import Ask, Inlet, Outlet, PullChannel
+from headrace.flow.rebinding import Rebind, refuse_to_rebind
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.forming import Forming, ModelKey
 from headrace.services.batcher.lanes import BatchLimits
@@ -22,6 +23,7 @@ class BatcherService:
         answers: takes requests that ended here: expired ones, or whose model has gone.
         limits: of a model's version; raises `Rejected` where that does not run.
         prefix: of batch ids; differs between processes.
+        rebind: binds a request whose version has gone to another one, or raises `Rejected`.
     """
 
     def __init__(
@@ -31,11 +33,12 @@ class BatcherService:
         limits: Callable[[str, str], BatchLimits],
         prefix: str,
         instruments: Instruments,
+        rebind: Rebind = refuse_to_rebind,
     ) -> None:
         self._inlet = inlet
         self._answers = answers
         self._metrics, self._tracing, self._clock = instruments
-        self._forming = Forming(limits, prefix)
+        self._forming = Forming(limits, prefix, rebind)
         self._changed = asyncio.Event()
         self._alarm_us: int | None = None
         self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._supply)

@@ -353,6 +353,7 @@ class ExecutorService:
             request.compute_us = run.compute_us
             request.batch_rows = rows
         version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
+        self._models.note_use(version.name, version.version)
         if run.batch.end_us:
             version.latency.slipped(run.ended_us - run.batch.end_us)
         self._metrics.ran(

@@ -83,18 +83,23 @@ async def serving(
         yield list(pipelines)
 
 
-def digits_request(id: str, value: float = 0.0) -> bytes:
+def digits_request(id: str, value: float = 0.0, version: str | None = None) -> bytes:
     """The value of a request for `digits`, whose pixels all have this value."""
-    pixels = np.full((1, 64), value, np.float32)
-    return encode_request("application/msgpack", "digits", {"pixels": pixels}, id=id)
+    inputs = {"pixels": np.full((1, 64), value, np.float32)}
+    return encode_request("application/msgpack", "digits", inputs, id=id, version=version)
 
 
 class Caller:
-    """Sends numbered requests for `digits` and collects what is answered."""
+    """Sends numbered requests for `digits` and collects what is answered.
 
-    def __init__(self, settings: Settings, log: MemoryLog) -> None:
+    Args:
+        version: named by each request; None: they name none.
+    """
+
+    def __init__(self, settings: Settings, log: MemoryLog, version: str | None = None) -> None:
         self._settings = settings
         self._log = log
+        self._version = version
         self.sent = 0
 
     async def send(self, count: int) -> None:
@@ -102,7 +107,7 @@ class Caller:
         topic = self._settings.topic(Topic.REQUESTS)
         async with self._log.producer() as producer:
             for number in range(self.sent, self.sent + count):
-                value = digits_request(str(number), number)
+                value = digits_request(str(number), number, self._version)
                 record = NewRecord(b"key", value, [("kafka_correlationId", str(number).encode())])
                 target = TopicPartition(topic, number % PARTITIONS)
                 for run in await producer.send(target, [record]):

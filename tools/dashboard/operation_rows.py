@@ -154,6 +154,7 @@ ENDS = Row(
             (
                 Query(rate("headrace_retries", "operation"), "{{operation}}"),
                 Query(rate("headrace_bisections"), "batches halved"),
+                Query(rate("headrace_rebound_requests"), "bound to another version"),
             ),
         ),
         Panel(

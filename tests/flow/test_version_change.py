@@ -1,0 +1,135 @@
+"""A model's version changes under load while its stages run in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from headrace.codec import decode_response
+from headrace.config import Settings
+from headrace.messages import ErrorResponse
+from headrace.pipeline import Pipeline
+from headrace.topics import Stage
+from tests.support.conditions import eventually
+from tests.support.models import add_version, digits
+from tests.support.pipelines import Caller, Grouping, log_for, serving, settings_of
+
+APART: Grouping = [(Stage.INGEST,), (Stage.BATCHER,), (Stage.EXECUTOR,), (Stage.RESPONDER,)]
+DOCUMENTED = (Stage.EXECUTOR, Stage.BATCHER, Stage.INGEST)
+CHANGED = "digits"
+AT_ONCE = 20
+MOST_UNANSWERED = 200
+
+
+def name_of_order(order: Sequence[Stage]) -> str:
+    """The stages in their order."""
+    return "-".join(order)
+
+
+def keeping(settings: Settings, keep_replaced_s: float) -> Settings:
+    """The settings with a replaced version kept for so long."""
+    models = settings.models.model_copy(update={"keep_replaced_s": keep_replaced_s})
+    return settings.model_copy(update={"models": models})
+
+
+@asynccontextmanager
+async def load(caller: Caller) -> AsyncIterator[None]:
+    """Send requests all the time, some at once, as long as not too many wait for their answers."""
+    stopping = asyncio.Event()
+
+    async def send() -> None:
+        while not stopping.is_set():
+            await caller.send(AT_ONCE)
+            await eventually(lambda: caller.sent - caller.answered() <= MOST_UNANSWERED)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(send())
+        try:
+            yield
+        finally:
+            stopping.set()
+
+
+async def answered_more(caller: Caller, requests: int) -> None:
+    """So many requests that are sent from now on are answered."""
+    wanted = caller.sent + requests
+    await eventually(lambda: caller.answered() >= wanted, what=f"{wanted} answers")
+
+
+async def change_version(
+    pipelines: Sequence[Pipeline], grouping: Grouping, order: Sequence[Stage], caller: Caller
+) -> None:
+    """Have the processes look at the repository one after the other, under load."""
+    for stage in order:
+        pipeline = next(
+            each for each, stages in zip(pipelines, grouping, strict=True) if stage in stages
+        )
+        await pipeline.models.reload()
+        await eventually(partial(serves_second, pipeline))
+        await answered_more(caller, 10 * AT_ONCE)
+
+
+def serves_second(pipeline: Pipeline) -> bool:
+    """Whether the pipeline gives version 2 to a request that names none."""
+    return pipeline.models.lookup(CHANGED).version == "2"
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(DOCUMENTED)), ids=name_of_order)
+@pytest.mark.parametrize("keep_replaced_s", [60.0, 0.0], ids=["kept", "unloaded-at-once"])
+async def test_requests_without_a_version_are_all_answered_while_it_changes(
+    tmp_path: Path, order: Sequence[Stage], keep_replaced_s: float
+) -> None:
+    """In every order of the processes, and whether or not the replaced version is still there."""
+    settings = keeping(settings_of(tmp_path), keep_replaced_s)
+    log = await log_for(settings)
+    caller = Caller(settings, log)
+    async with serving(settings, log, APART) as pipelines:
+        async with load(caller):
+            await answered_more(caller, 10 * AT_ONCE)
+            add_version(tmp_path, CHANGED, 2, digits())
+            await change_version(pipelines, APART, order, caller)
+        await caller.all_answered()
+    assert set(await caller.check()) == set(range(caller.sent))
+
+
+async def test_named_version_that_is_replaced_runs_until_ingest_learns_of_it(
+    tmp_path: Path,
+) -> None:
+    """Batcher and executor keep it, since requests that ingest has bound to it still come."""
+    settings = keeping(settings_of(tmp_path), 60.0)
+    log = await log_for(settings)
+    caller = Caller(settings, log, version="1")
+    async with serving(settings, log, APART) as pipelines:
+        async with load(caller):
+            add_version(tmp_path, CHANGED, 2, digits())
+            await change_version(pipelines, APART, (Stage.EXECUTOR, Stage.BATCHER), caller)
+        await caller.all_answered()
+    assert set(await caller.check()) == set(range(caller.sent))
+
+
+@pytest.mark.parametrize("stage", [Stage.EXECUTOR, Stage.BATCHER])
+async def test_named_version_that_is_not_kept_is_refused_with_a_retriable_code(
+    tmp_path: Path, stage: Stage
+) -> None:
+    """No other version may answer, and no dead letter is written: ingest knows the version yet."""
+    settings = keeping(settings_of(tmp_path), 0.0)
+    log = await log_for(settings)
+    caller = Caller(settings, log, version="1")
+    async with serving(settings, log, APART) as pipelines:
+        add_version(tmp_path, CHANGED, 2, digits())
+        pipeline = pipelines[APART.index((stage,))]
+        await pipeline.models.reload()
+        await eventually(partial(serves_second, pipeline))
+        await caller.send(8)
+        await caller.all_answered()
+        answers = [decode_response(each.headers, each.value) for each in await caller.answers()]
+    details = [each.error_details for each in answers if isinstance(each, ErrorResponse)]
+    assert [(each.code, each.retriable, each.stage) for each in details] == [
+        ("MODEL_NOT_READY", True, stage)
+    ] * 8

@@ -1,0 +1,106 @@
+"""Requests whose version has gone, bound to the one that is there instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import onnx
+import pytest
+
+from headrace.codec import encode_request
+from headrace.errors import Code, Rejected
+from headrace.flow.rebinding import Rebinder
+from headrace.messages import Envelope, Request
+from headrace.models.registry import Models
+from tests.support.models import add_version, digits, embedding, settings_for
+from tests.support.work import make_request
+
+GONE = Rejected(Code.UNKNOWN_MODEL, 'model_version: expected one of 2 of digits, got "1"')
+MakeModel: TypeAlias = Callable[[], onnx.ModelProto]
+PIXELS = np.ones((3, 64), np.float32)
+
+
+class Bench:
+    """A process that has version 2 of `digits` alone.
+
+    Args:
+        model: the version's; None: `digits` has gone.
+    """
+
+    def __init__(self, repository: Path, model: MakeModel | None = digits) -> None:
+        if model is not None:
+            add_version(repository, "digits", 2, model())
+        models = Models(settings_for(repository))
+        models.open()
+        self.rebound = 0
+        self._rebinder = Rebinder(models, self._count)
+
+    def _count(self) -> None:
+        self.rebound += 1
+
+    def rebind(self, request: Request) -> None:
+        """Bind a request again, whose version is not here."""
+        self._rebinder.rebind(request, GONE)
+
+
+def bound_to_first(
+    version: str | None = None, content_type: str = "application/msgpack", header_version: str = ""
+) -> Request:
+    """A request that ingest has bound to version 1; it may name that."""
+    envelope = Envelope(content_type=content_type, model="digits", version=header_version)
+    request = make_request(inputs={"pixels": PIXELS}, envelope=envelope)
+    request.value = encode_request(content_type, "digits", {"pixels": PIXELS}, version=version)
+    request.wanted, request.item = ("scores",), b"names version 1"
+    return request
+
+
+@pytest.mark.parametrize("content_type", ["application/msgpack", "application/json", "image/png"])
+def test_request_that_names_no_version_is_bound_to_the_current_one(
+    tmp_path: Path, content_type: str
+) -> None:
+    """With all that follows from the signature; the item that names the old one is dropped."""
+    bench, request = Bench(tmp_path), bound_to_first()
+    request.envelope = request.envelope._replace(content_type=content_type)
+    if content_type == "application/json":
+        request.value = encode_request(content_type, "digits", {"pixels": PIXELS})
+    bench.rebind(request)
+    assert (request.version, request.rows, request.shape_class) == ("2", 3, ())
+    assert (request.wanted, request.item, bench.rebound) == (("scores",), None, 1)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        bound_to_first(version="1"),
+        bound_to_first(version="1", content_type="application/json"),
+        bound_to_first(header_version="1"),
+    ],
+    ids=["msgpack", "json", "header"],
+)
+def test_request_that_names_its_version_is_refused(tmp_path: Path, request_: Request) -> None:
+    """It may be sent again: ingest decides then."""
+    bench = Bench(tmp_path)
+    with pytest.raises(Rejected) as caught:
+        bench.rebind(request_)
+    assert (caught.value.code, caught.value.message) == (Code.MODEL_NOT_READY, GONE.message)
+    assert caught.value.retry_after_ms
+    assert (request_.version, bench.rebound) == ("1", 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(embedding, 'expected one of index, got "pixels"'), (None, "expected a model")],
+    ids=["other inputs", "no model"],
+)
+def test_request_that_fits_no_version_is_refused_with_both_reasons(
+    tmp_path: Path, model: MakeModel | None, reason: str
+) -> None:
+    """That its version has gone, and why it cannot have the current one."""
+    with pytest.raises(Rejected) as caught:
+        Bench(tmp_path, model).rebind(bound_to_first())
+    assert caught.value.code == Code.MODEL_NOT_READY
+    assert caught.value.message.startswith(GONE.message)
+    assert reason in caught.value.message
