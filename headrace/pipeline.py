@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -28,7 +29,7 @@ from headrace.telemetry.last_resort import LastResort
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import WaitingSnapshot
-from headrace.telemetry.state import ProcessState
+from headrace.telemetry.state import Place, ProcessState
 from headrace.topic_plan import check_topics
 from headrace.topics import STAGES, Stage
 
@@ -74,6 +75,8 @@ class Pipeline:
             Segment(settings, log_, part, self.models, instruments) for part in segments(stages)
         ]
         self.state = ProcessState(stages, self.health, self.metrics, self.models.status)
+        broker = settings.kafka.bootstrap_servers if settings.kafka else ""
+        self.state.place = Place(settings.namespace, socket.gethostname(), broker)
         for segment in self._segments:
             self.state.sources.append(segment.source.snapshot)
             self.state.activities.append(segment.activities)

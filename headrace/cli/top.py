@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 from urllib.parse import urlsplit
 
 import click
@@ -17,7 +17,7 @@ from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.top_figures import ProcessFigures, figures_of
 from headrace.cli.top_status import Status
-from headrace.cli.top_view import Table, lines, tables
+from headrace.cli.top_view import Table, fit, lines, tables
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -149,23 +149,24 @@ def _opened_view(stack: ExitStack, *, once: bool) -> _Show:
     live = stack.enter_context(Live(screen=True, auto_refresh=False))
 
     def show(processes: Sequence[ProcessFigures]) -> None:
-        live.update(_drawn(tables(processes)), refresh=True)
+        live.update(draw(fit(tables(processes), live.console.height)), refresh=True)
 
     return show
 
 
-def _drawn(shown: Sequence[Table]) -> Group:
-    """The tables as rich draws them; every cell as text, not as markup."""
+def draw(shown: Sequence[Table]) -> Group:
+    """Return the tables as rich draws them: a line for each row, every cell as text."""
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
     drawn: list[RichTable | Text] = []
     for table in shown:
-        made = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
+        made = RichTable(title=table.title or None, title_justify="left", box=None, pad_edge=False)
         for column, head in enumerate(table.heads):
-            made.add_column(head, justify="right" if column in table.numeric else "left")
+            justify: Literal["left", "right"] = "right" if column in table.numeric else "left"
+            made.add_column(head, justify=justify, no_wrap=True, overflow="ellipsis")
         for row in table.rows:
             made.add_row(*map(Text, row))
-        drawn += (made, Text(""))
+        drawn += (made, Text("")) if table.title else (made,)
     return Group(*drawn)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.cli.top_figures import Figures, ProcessFigures
 from headrace.printable import printable
 
 NONE = "–"
 MAX_ERRORS = 5
+TITLED = 3
+"""Lines of a table besides its rows: the title, the headings and a blank one."""
 _UNITS = ("_per_s", "_bytes", "_s")
 
 
@@ -72,6 +74,33 @@ def tables(processes: Sequence[ProcessFigures]) -> list[Table]:
         for table in (*parts, _sources(processes), _errors(processes))
         if table.rows
     ]
+
+
+def fit(shown_tables: Sequence[Table], height: int) -> list[Table]:
+    """Make tables fit so many lines of a terminal, as far as a line for each can do that.
+
+    Titles move into the headings first. Then the longest tables lose their last rows, and say how
+    many; the first table, of the processes themselves, is the last to lose any.
+    """
+    if sum(len(table.rows) + TITLED for table in shown_tables) <= height:
+        return list(shown_tables)
+    kept = [len(table.rows) for table in shown_tables]
+    while sum(kept) + len(kept) > height and max(kept) > 1:
+        later = range(1 if max(kept[1:], default=0) > 1 else 0, len(kept))
+        kept[max(later, key=lambda place: kept[place])] -= 1
+    return [
+        table._replace(
+            title="", heads=(table.title, *table.heads[1:]), rows=_clipped(table.rows, rows)
+        )
+        for table, rows in zip(shown_tables, kept, strict=True)
+    ]
+
+
+def _clipped(rows: list[tuple[str, ...]], kept: int) -> list[tuple[str, ...]]:
+    if kept == len(rows):
+        return rows
+    more = len(rows) - kept + 1
+    return [*rows[: kept - 1], (f"… {more} more", *[""] * (len(rows[0]) - 1))]
 
 
 def _processes(processes: Sequence[ProcessFigures]) -> Table:
@@ -156,9 +185,16 @@ def _errors(processes: Sequence[ProcessFigures]) -> Table:
     )
     told = ("time", "level", "event", "reason", "trace_id")
     rows = [
-        (url, *(str(error.get(name) or "") for name in told)) for url, error in newest[:MAX_ERRORS]
+        (url, *(str(error.get(name) or "") for name in told))
+        for url, error in ((url, _with_reason(error)) for url, error in newest[:MAX_ERRORS])
     ]
     return Table("last errors", ("process", "time", "level", "event", "reason", "trace"), rows)
+
+
+def _with_reason(error: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of a request, which has no message, with its code and place instead."""
+    place = "/".join(str(error[name]) for name in ("partition", "offset") if name in error)
+    return error | {"reason": error.get("reason") or f"{error.get('code', '')} {place}".strip()}
 
 
 def lines(shown_tables: Sequence[Table]) -> list[str]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace import __version__
 from headrace.telemetry.health import Health
@@ -29,6 +29,18 @@ BROKER_SILENCE_S = 10.0
 """Without a word from the broker for so long, a process is not ready."""
 
 
+class Place(NamedTuple):
+    """Which process this is, among those of several machines and namespaces.
+
+    Attributes:
+        broker: the addresses that it was given; empty for a log in its own memory.
+    """
+
+    namespace: str = ""
+    host: str = ""
+    broker: str = ""
+
+
 class ProcessState:
     """What a process shows of itself.
 
@@ -40,6 +52,7 @@ class ProcessState:
 
     Attributes:
         sources, activities, waiting: asked for what they know; the composition root adds them.
+        place: which process it is; the composition root sets it.
         log_lines_suppressed: by kind, see `headrace.telemetry.flood.Flood`.
     """
 
@@ -60,6 +73,7 @@ class ProcessState:
         self.waiting: Callable[[], WaitingSnapshot | None] = lambda: None
         self.recent_errors = RecentErrors()
         self.loop_lag = LoopLag(metrics.loop_lag)
+        self.place = Place()
         self.log_lines_suppressed: dict[str, int] = {}
         self._started_at = datetime.now(UTC)
         self._started_s = time.monotonic()
@@ -107,6 +121,7 @@ class ProcessState:
         waiting = self.waiting()
         return {
             "version": __version__,
+            **self.place._asdict(),
             "stages": list(self.stages),
             "started_at": self._started_at.isoformat(timespec="milliseconds")[:-6] + "Z",
             "uptime_s": round(time.monotonic() - self._started_s, 3),

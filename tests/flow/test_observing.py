@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -188,6 +189,8 @@ async def test_status_shows_the_whole_process(settings: Settings) -> None:
         assert [each["partition"] for each in source["partitions"]] == [0, 1, 2, 3]
         assert sum(each["base"] for each in source["partitions"]) == 20
         assert [(m["name"], m["state"]) for m in status["models"]] == [("digits", "ready")]
+        assert (status["namespace"], status["broker"]) == (settings.namespace, "")
+        assert status["host"] == socket.gethostname()
         assert [total["count"] for total in status["totals"]["requests"]] == [20]
         names = {activity["name"] for activity in status["activities"]}
         assert names == {"event loop", "reader of headrace.requests", "executor digits-1-0"}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
+from rich.console import Console
 
+from headrace.cli.top import draw
 from headrace.cli.top_figures import ProcessFigures, figures_of
 from headrace.cli.top_status import Status
-from headrace.cli.top_view import Table, lines, shown, tables
+from headrace.cli.top_view import Table, fit, lines, shown, tables
 from tests.support.command_line import Call
 from tests.support.tree import ROOT
 
@@ -208,6 +212,28 @@ def test_the_newest_errors_come_first_and_rule_no_terminal() -> None:
 
     assert table.rows[0][4] == r"\x1b[2Jgone\n"
     assert table.rows[1][5] == "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+def test_error_of_a_request_is_shown_by_code_and_place() -> None:
+    """Its message may quote the caller, and is in no log."""
+    (table,) = [one for one in tables([figures()]) if one.title == "last errors"]
+
+    assert table.rows[0][4] == "INVALID_TENSOR 0/4711"
+
+
+@pytest.mark.parametrize("height", [24, 40, 60, 200])
+def test_six_processes_fit_the_screen(height: int) -> None:
+    """Drawn by rich, line by line, even where each process has all stages."""
+    processes = [replace(figures(), url=f"http://10.0.0.{number}:8080") for number in range(6)]
+    console = Console(width=100, height=height, file=io.StringIO())
+
+    drawn = console.render_lines(draw(fit(tables(processes), height)), pad=False)
+
+    assert len(drawn) <= height
+    text = "\n".join("".join(part.text for part in line) for line in drawn)
+    assert text.count(":8080") >= min(6, height // 5)
+    assert ("more" in text) == (height < 60)
+    assert all(head in text for head in ("responder", "models", "reading", "last errors"))
 
 
 def test_columns_of_plain_lines_stand_under_each_other() -> None:
