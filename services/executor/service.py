@@ -302,7 +302,10 @@ class ExecutorService:
         if pause_s is None:
             return None
         self._metrics.retried("run")
-        log.warning(Event.RUN_RETRIED, reason=failure.message)
+        model, version = run.requests[0].model, run.requests[0].version
+        log.warning(Event.RUN_RETRIED, model=model, version=version, code=str(failure.code))
+        # A model's own words may quote what a caller sent.
+        log.debug(Event.RUN_RETRIED, model=model, version=version, reason=failure.message)
         wanted, late = divide(run.requests, self._clock() + int(pause_s * 1e6))
         for request in late:
             request.fail(failure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from headrace.errors import Code
 from headrace.services.executor import again
@@ -25,6 +26,19 @@ async def test_a_passing_failure_is_retried_in_place(tmp_path: Path) -> None:
 
     assert [outcome(one) for one in requests] == [2, 4]
     assert counted(bench.instruments, "bisections_total") == 0
+
+
+async def test_retried_run_is_logged_without_the_models_own_words(tmp_path: Path) -> None:
+    """They may quote a caller; the warning has the model and the code."""
+    add_python_model(tmp_path, "if len(self.calls) < 2: raise Retriable('got a secret')")
+    async with running(tmp_path) as bench:
+        bench.give(requests_of(1))
+        with capture_logs() as lines:
+            await bench.answered(1)
+
+    warnings = [line for line in lines if line["log_level"] == "warning"]
+    assert [(line["event"], line["code"]) for line in warnings] == [("run.retried", "INTERNAL")]
+    assert "secret" not in repr(warnings)
 
 
 async def test_others_run_while_a_failure_is_waited_out(
