@@ -160,7 +160,9 @@ def test_model_that_failed_on_both_sides_ends_with_usage_error(
     result = _compare(call, recording, "--models", current, "--candidate", current)
 
     assert result.exit_code == Exit.USAGE
-    assert "got MODEL_NOT_READY: model digits" in result.stderr
+    told = [line for line in result.stderr.splitlines() if line.startswith("headrace: ")]
+    assert len(told) == 1, told
+    assert "got MODEL_NOT_READY: model digits" in told[0]
 
 
 def test_model_that_neither_side_has_ends_with_usage_error(call: Call, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from headrace.replay.compare.latency import Latencies
 from headrace.replay.compare.tally import PairTally, WorstCase, WorstCases
 from headrace.replay.compare.verdict import Sides
 from headrace.replay.jobs import Advanced
-from headrace.replay.recording import Recording, identity, record_bytes
+from headrace.replay.recording import Recording, record_bytes
 from headrace.replay.selection import model_of
 
 DEFAULT_CONCURRENCY = 8
@@ -109,9 +109,9 @@ def require_model(asked: Asked, *, reference_is_recorded: bool = False) -> None:
     for side, answer in answers.items():
         lacking = answer.code == Code.UNKNOWN_MODEL and known != {Code.UNKNOWN_MODEL}
         if lacking or answer.code == Code.MODEL_NOT_READY:
+            # Without the request: those under way at once end with one line for all.
             raise ConfigurationError(
-                f"{identity(asked.request)}: expected a model that {side} serves, "
-                f"got {answer.code}: {answer.message}"
+                f"expected a model that {side} serves, got {answer.code}: {answer.message}"
             )
 
 
