@@ -276,8 +276,10 @@ def load_settings(config_file: Path | None = None, options: Sequence[Option] = (
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigurationError(f"{path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:  # of TOML, of UTF-8, and of integers with thousands of digits
             raise ConfigurationError(f"{path}: {error}") from error
+        except RecursionError as error:
+            raise ConfigurationError(f"{path}: expected TOML, got too many levels") from error
     return make_settings(values, origin=str(path or "environment"), options=options)
 
 

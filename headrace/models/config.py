@@ -299,13 +299,17 @@ def read_model_config(path: Path, settings: Settings) -> ModelConfig:
     """
     values: dict[str, Any] = {}
     try:
+        if path.exists() and not path.is_file():  # reading a pipe would never end
+            raise ConfigurationError(f"{path}: expected a file, got something else")
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         pass
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, of UTF-8, and of integers with thousands of digits
         raise ConfigurationError(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise ConfigurationError(f"{path}: expected TOML, got too many levels") from error
     return make_model_config(values, settings, origin=str(path))
 
 

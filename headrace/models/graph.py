@@ -155,8 +155,11 @@ def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
     """
     places = (directory / name, directory.parent / name)
     for path in places:
-        if not path.is_file():
-            continue
+        try:
+            if not path.is_file():
+                continue
+        except OSError as error:
+            raise ConfigurationError(f"labels: {error.strerror}: {name:.100}...") from error
         # Resolved, since a symbolic link leads out as ".." does.
         inside = (directory.resolve(), directory.parent.resolve())
         if not any(path.resolve().is_relative_to(each) for each in inside):

@@ -49,7 +49,8 @@ def with_padding(signature: Signature, config: ModelConfig) -> Signature:
             raise ConfigurationError(f"pad.{name}: expected one of {told}")
         _check_value(next(spec for spec in signature.inputs if spec.name == name), value)
     if config.mask not in free:
-        raise ConfigurationError(f"mask: expected one of {', '.join(free)}, got {config.mask!r}")
+        told = f"one of {', '.join(free)}" if free else "an input with a free dimension"
+        raise ConfigurationError(f"mask: expected {told}, got {config.mask!r}")
     inputs = tuple(
         spec._replace(pad=config.pad[spec.name]) if spec.name in free else spec
         for spec in signature.inputs

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from headrace.config import describe_fault
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.models.backend import Arrays, ModelFailed, WarmUp
 from headrace.models.config import DeclaredTensor, ModelConfig
@@ -47,7 +48,11 @@ def python_signature(path: Path, config: ModelConfig) -> Signature:
 
 def _signature_of_class(path: Path) -> Signature:
     model = load_attribute(path, "Model")
-    return make_signature(_declared(path, model, "inputs"), _declared(path, model, "outputs"))
+    inputs, outputs = _declared(path, model, "inputs"), _declared(path, model, "outputs")
+    try:
+        return make_signature(inputs, outputs)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
 
 
 def _declared(path: Path, model: Any, kind: str) -> list[TensorSpec]:
@@ -64,7 +69,7 @@ def _declared(path: Path, model: Any, kind: str) -> list[TensorSpec]:
             for name, datatype, shape in declared
         ]
     except ValidationError as error:
-        faults = "; ".join(fault["msg"] for fault in error.errors(include_url=False))
+        faults = "; ".join(map(describe_fault, error.errors(include_url=False)))
         raise ConfigurationError(f"{where}: {faults}") from error
     except (TypeError, ValueError) as error:
         raise ConfigurationError(

@@ -19,6 +19,7 @@ from headrace.models.adapting import adapt
 from headrace.models.config import ModelConfig, read_model_config
 from headrace.models.python_backend import python_signature
 from headrace.models.signature import Signature, read_onnx_signature
+from headrace.models.user_code import describe
 
 MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}
 
@@ -91,6 +92,9 @@ class Repository:
             return FoundModel(name, directory, None, (), str(error))
         except OSError as error:
             fault = f"{error.filename or directory}: {error.strerror}"
+            return FoundModel(name, directory, None, (), fault)
+        except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
+            fault = f"{directory}: {describe(error)}"
             return FoundModel(name, directory, None, (), fault)
         return FoundModel(name, directory, config, versions)
 

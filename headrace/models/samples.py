@@ -17,6 +17,7 @@ from headrace.errors import ConfigurationError, HeadraceError
 from headrace.models.config import ModelConfig
 from headrace.models.ranges import limits_of
 from headrace.models.signature import Signature, TensorSpec
+from headrace.models.user_code import describe
 from headrace.tensors import DATATYPES
 
 Inputs = dict[str, NDArray[Any]]
@@ -99,10 +100,13 @@ def distinct_rows(
 
 def _read(path: Path, signature: Signature) -> Inputs:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        # NumPy leaves a file open that it opened itself, if it is no archive.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             sample = dict(arrays)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path}: {error}") from error
+    except Exception as error:  # of files, archives, headers and memory
+        raise ConfigurationError(
+            f"{path}: expected arrays as numpy.savez writes them, got {describe(error)}"
+        ) from error
     for spec in signature.inputs:
         array = sample.get(spec.name)
         if array is None:
@@ -114,12 +118,16 @@ def _read(path: Path, signature: Signature) -> Inputs:
             raise ConfigurationError(
                 f"{path}: {spec.name}: expected {list(spec.shape)}, got {list(array.shape)}"
             )
-        if spec.datatype == "BYTES":
+        if spec.datatype == "BYTES" and array.dtype.kind in "SU":
             sample[spec.name] = _as_bytes(array)
         elif array.dtype != DATATYPES[spec.datatype].dtype:
             raise ConfigurationError(
                 f"{path}: {spec.name}: expected {spec.datatype}, got {array.dtype}"
             )
+    rows = {spec.name: len(sample[spec.name]) for spec in signature.inputs if spec.shape}
+    if signature.batched and len(set(rows.values())) > 1:
+        got = ", ".join(f"{count} of {name}" for name, count in rows.items())
+        raise ConfigurationError(f"{path}: expected as many rows of each input, got {got}")
     return {spec.name: np.ascontiguousarray(sample[spec.name]) for spec in signature.inputs}
 
 

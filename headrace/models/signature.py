@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.errors import ConfigurationError
+from headrace.messages import MAX_RANK
 from headrace.tensors import DATATYPES
 
 if TYPE_CHECKING:
     import onnx
 
 _ONNX_DATATYPES = {datatype.onnx: name for name, datatype in DATATYPES.items()}
+
+_LFS_POINTER = b"version https://git-lfs"
 
 _GENERATED_NAME = re.compile(r"unk__\d+")
 """tf2onnx numbers the dimensions it has no name for; equal numbers mean nothing."""
@@ -100,11 +103,16 @@ def read_onnx_signature(path: Path) -> Signature:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # no stubs
 
     try:
-        graph = onnx.load(path, load_external_data=False).graph
+        model = onnx.load(path, load_external_data=False)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except DecodeError as error:
-        raise ConfigurationError(f"{path}: expected an ONNX model: {error}") from error
+        raise ConfigurationError(
+            f"{path}: expected an ONNX model, got {_got(path, error)}"
+        ) from error
+    if not model.HasField("graph"):
+        raise ConfigurationError(f"{path}: expected an ONNX model, got no graph")
+    graph = model.graph
     constants = {tensor.name for tensor in graph.initializer}
     constants.update(tensor.values.name for tensor in graph.sparse_initializer)
     try:
@@ -118,6 +126,13 @@ def read_onnx_signature(path: Path) -> Signature:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
+def _got(path: Path, error: Exception) -> str:
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            return "a pointer of Git LFS; fetch the file with `git lfs pull`"
+    return f"another file: {error}"
+
+
 def _precision(graph: onnx.GraphProto) -> str:
     """What the weights are kept in; converters to fp16 like to keep fp32 inputs and outputs."""
     kept = {tensor.data_type for tensor in graph.initializer}
@@ -125,10 +140,13 @@ def _precision(graph: onnx.GraphProto) -> str:
 
 
 def _read(value: onnx.ValueInfoProto, kind: str) -> TensorSpec:
+    _check_name(value.name, kind)
     where = f"{kind} {value.name}"
     what = value.type.WhichOneof("value")
     if what != "tensor_type":
         got = (what or "no type").removesuffix("_type")
+        if got == "sequence":
+            got += "; of scikit-learn's classifiers it is left out with the option zipmap=False"
         raise ConfigurationError(f"{where}: expected a dense tensor, got {got}")
     tensor = value.type.tensor_type
     datatype = _ONNX_DATATYPES.get(tensor.elem_type)
@@ -141,8 +159,24 @@ def _read(value: onnx.ValueInfoProto, kind: str) -> TensorSpec:
         raise ConfigurationError(f"{where}: expected a shape, got a tensor of unknown rank")
     dims = tensor.shape.dim
     shape = tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in dims)
+    if len(shape) > MAX_RANK:
+        raise ConfigurationError(
+            f"{where}: expected at most {MAX_RANK} dimensions, got {len(shape)}"
+        )
+    if min(shape, default=0) < -1:  # some exporters write -1 for a free one
+        raise ConfigurationError(f"{where}: expected no negative dimension, got {list(shape)}")
     names = tuple("" if _GENERATED_NAME.fullmatch(dim.dim_param) else dim.dim_param for dim in dims)
     return TensorSpec(value.name, datatype, shape, names if any(names) else ())
+
+
+def _check_name(name: str | bytes, kind: str) -> None:
+    """Refuse a name that requests could not have: they are UTF-8. protobuf lets any bytes pass."""
+    try:
+        readable = bool(name) and isinstance(name, str) and bool(name.encode())
+    except UnicodeEncodeError:
+        readable = False
+    if not readable:
+        raise ConfigurationError(f"{kind}: expected a name in UTF-8, got {name!r}")
 
 
 def _element_type_name(element_type: int) -> str:

@@ -174,7 +174,7 @@ class Instance:
             self._hangs = not done
             raise ConfigurationError(
                 f"{self._thread.name}: expected it to load and warm up within max_load_s = "
-                f"{self.max_load_s:g} s"
+                f"{self.max_load_s:g} s, got no end"
             )
         call.done.result()
 
