@@ -146,6 +146,8 @@ class LimitSettings(_Group):
     default_timeout_ms: Annotated[int, Field(ge=0, le=31 * _DAY_S * 1000), NOT_BOOL] = 0
     """Counted from the record's timestamp; 0 means none."""
     drain_timeout_s: Annotated[Real, Field(gt=0, le=_DAY_S), NOT_BOOL] = 10.0
+    max_unanswered_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 60.0
+    """With records waiting, and none answered, for so long a process is not ready; 0 is never."""
     max_stall_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 60.0
     """An event loop that stands still for so long ends its process; 0 is never."""
 

@@ -74,7 +74,8 @@ class Pipeline:
         self._segments = [
             Segment(settings, log_, part, self.models, instruments) for part in segments(stages)
         ]
-        self.state = ProcessState(stages, self.health, self.metrics, self.models.status)
+        limit_s = settings.limits.max_unanswered_s
+        self.state = ProcessState(stages, self.health, self.metrics, self.models.status, limit_s)
         broker = settings.kafka.bootstrap_servers if settings.kafka else ""
         self.state.place = Place(settings.namespace, socket.gethostname(), broker)
         for segment in self._segments:

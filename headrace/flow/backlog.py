@@ -23,20 +23,46 @@ LOOK_S = 1.0
 ASK_S = 5.0
 
 
+class Stall:
+    """For how long records have been waiting while none was answered."""
+
+    def __init__(self) -> None:
+        self._settled = 0
+        self._since_s: float | None = None
+
+    def look(self, now_s: float, settled: int, *, waits: bool) -> None:
+        """Take note of how many were answered, from the beginning, and whether any record waits."""
+        if not waits:
+            self._since_s = None
+        elif self._since_s is None or settled != self._settled:
+            self._since_s = now_s
+        self._settled = settled
+
+    def for_s(self, now_s: float, settled: int) -> float:
+        """Return the time without an answer; 0 while nothing waits, or something was answered."""
+        if self._since_s is None or settled != self._settled:
+            return 0.0
+        return now_s - self._since_s
+
+
 class Backlog:
     """Looks ahead, in `run`.
 
     Args:
         records: counts what is not answered, read or not.
+        is_working: whether records that were read wait for their answers.
 
     Attributes:
+        stall: whether the source gets on.
         settled: records answered from the beginning; the source counts here.
         ends: the end offset of each of our partitions, as last told.
         throughput: what was learned.
     """
 
-    def __init__(self, records: Callable[[], int]) -> None:
+    def __init__(self, records: Callable[[], int], is_working: Callable[[], bool]) -> None:
         self._records = records
+        self._is_working = is_working
+        self.stall = Stall()
         self.settled = 0
         self.ends: dict[TopicPartition, int] = {}
         self.throughput = Throughput()
@@ -49,12 +75,26 @@ class Backlog:
                 await self._ask(consumer)
                 asked_s = time.monotonic()
             self.throughput.observe(time.monotonic(), self.settled, self._records())
+            waits = self._is_working() or await self._is_unread(consumer)
+            self.stall.look(time.monotonic(), self.settled, waits=waits)
             await asyncio.sleep(LOOK_S)
 
     def forget(self, partitions: Sequence[TopicPartition]) -> None:
         """They are not ours any more."""
         for partition in partitions:
             self.ends.pop(partition, None)
+
+    async def _is_unread(self, consumer: Consumer) -> bool:
+        """Whether the log has records that are not read. Where its end is no record, such as the
+        marker of a transaction, reading stands behind that all the same.
+        """
+        for partition in consumer.assignment():
+            try:
+                if await consumer.position(partition) < self.ends.get(partition, 0):
+                    return True
+            except Retriable:
+                continue  # revoked this moment, or not known yet
+        return False
 
     async def _ask(self, consumer: Consumer) -> None:
         ours = sorted(consumer.assignment())

@@ -22,7 +22,7 @@ class Budget:
     """A limit in bytes with hysteresis.
 
     Attributes:
-        settled: how many records have given their bytes back.
+        settled: how many records were answered.
     """
 
     __slots__ = ("_exceeded", "limit_bytes", "settled", "used_bytes")

@@ -189,8 +189,8 @@ class Assignment:
         """So many records are answered that follow one another, from after `previous` to `last`."""
         self.in_flight -= records
         self.budget.used_bytes -= size_bytes
-        self.budget.settled += records
         if not self.void:
+            self.budget.settled += records
             self.progress.cover(previous, last)
         self.notify()
 

@@ -13,6 +13,7 @@ budget is exceeded; polling never does.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -113,14 +114,14 @@ class Source:
         self._ready = Arrivals()
         self._settled = Signal()
         self._committer = Committer(self.ledger, companion, metrics, self._settled, self.sealing)
-        self._backlog = Backlog(self._unanswered)
+        self._backlog = Backlog(self._unanswered, self._is_working)
+        self._assigning_since_s: float | None = None
         self.reading = Activity(f"reader of {settings.topic}", READER_LIMIT_S)
         self.assigned = asyncio.Event()
-        self._stopping = self._closing = self._reading = False
+        self._stopping = self._closing = self._reading = self._opened = False
         self._leaving: frozenset[TopicPartition] = frozenset()
         self._stack = AsyncExitStack()
         self._consumer: Consumer
-        self._opened = False
 
     async def __aenter__(self) -> Self:
         await self.probation.joining(self._settings.topic)
@@ -226,11 +227,16 @@ class Source:
                 bases=self._bases,
                 last_contact_s=self.last_contact_s() if self._opened else 0.0,
                 deferral=self.deferral,
+                assigning_since_s=self._assigning_since_s,
             )
         )
 
     def _unanswered(self) -> int:
         return sum(each.backlog_records for each in partition_snapshots(self.ledger, self._backlog))
+
+    def _is_working(self) -> bool:
+        assignments = self.ledger.assignments
+        return bool(self._ready) or any(each.in_flight or each.deferred for each in assignments)
 
     # --- reading ---------------------------------------------------------------------------
 
@@ -349,6 +355,7 @@ class Source:
         """Fence the former owners for exactly once, read what is committed, seek there, open."""
         self._pauses.assigned_anew()
         self._leaving = frozenset()
+        self._assigning_since_s = time.monotonic()
         while not self._closing:
             try:
                 progresses = await self._prepare(partitions)
@@ -360,6 +367,7 @@ class Source:
                 await asyncio.sleep(RETRY_S)
         else:
             return
+        self._assigning_since_s = None
         for partition, progress in progresses.items():
             self._consumer.seek(partition, progress.base)
             self._begin(self.ledger.assign(partition, progress))

@@ -23,6 +23,7 @@ class Parts(NamedTuple):
         commits: whether it commits.
         pauses: what is not read, and why.
         bases: which stand still.
+        assigning_since_s: when an assignment began that is not done, on the monotonic clock.
         deferral: where models have shares of the budget.
     """
 
@@ -38,6 +39,7 @@ class Parts(NamedTuple):
     bases: Bases
     last_contact_s: float
     deferral: Deferral | None
+    assigning_since_s: float | None
 
 
 def source_snapshot(parts: Parts) -> SourceSnapshot:
@@ -76,6 +78,8 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
             last_failure=parts.committer.last_failure,
         ),
         partitions=(*partitions, *companions),
+        stalled_s=parts.backlog.stall.for_s(now_s, parts.backlog.settled),
+        assigning_s=0.0 if parts.assigning_since_s is None else now_s - parts.assigning_since_s,
         model_bytes={} if parts.deferral is None else parts.deferral.shares.model_bytes(),
     )
 

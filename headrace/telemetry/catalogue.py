@@ -243,6 +243,18 @@ READING = (
         "Requests that are not run again, since their process ended each time.",
     ),
     Spec(
+        "headrace_stalled_seconds",
+        "gauge",
+        _TOPIC,
+        "For how long records have waited while none was answered; 0 while there is progress.",
+    ),
+    Spec(
+        "headrace_assigning_seconds",
+        "gauge",
+        _TOPIC,
+        "For how long partitions that the group has assigned could not be taken up; 0 otherwise.",
+    ),
+    Spec(
         "headrace_log_last_contact_seconds",
         "gauge",
         _TOPIC,

@@ -117,6 +117,8 @@ def _of_sources(sources: list[SourceSnapshot]) -> Iterator[GaugeMetricFamily]:
     yield each("backlog_records", "backlog_records")
     yield each("throughput_records_per_second", "throughput_per_s")
     yield each("time_to_drain_seconds", "time_to_drain_s")
+    yield each("stalled_seconds", "stalled_s")
+    yield each("assigning_seconds", "assigning_s")
     yield each("log_last_contact_seconds", "last_contact_s")
     held = [
         ((one.topic, model), size) for one in sources for model, size in one.model_bytes.items()

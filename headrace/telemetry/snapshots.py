@@ -79,6 +79,8 @@ class SourceSnapshot(NamedTuple):
     Attributes:
         last_contact_s: since the log was last heard of; 0 before the source is open.
         paused: why nothing is read: `budget` or `drain`; otherwise empty.
+        stalled_s: for how long records have been waiting while none was answered.
+        assigning_s: for how long partitions that the group has assigned could not be taken up.
         model_bytes: what each model holds of the budget; empty where models have no shares.
         oldest_age_s: of the oldest record that was read and is unanswered.
         throughput_per_s: learned; None before anything was.
@@ -98,6 +100,8 @@ class SourceSnapshot(NamedTuple):
     commit: CommitSnapshot
     partitions: tuple[PartitionSnapshot, ...]
     model_bytes: Mapping[str, int] = {}
+    stalled_s: float = 0.0
+    assigning_s: float = 0.0
 
 
 class DeviceSnapshot(NamedTuple):

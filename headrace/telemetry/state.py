@@ -48,6 +48,8 @@ class ProcessState:
         stages: that it has.
         health: its phase; watched here for activities that are stuck and brokers that are away.
         metrics: what it has counted.
+        max_unanswered_s: with records waiting, and none answered, for so long, it is not ready; 0
+            is never.
         models: the entries of its models, see `headrace.models.registry.Models.status`.
 
     Attributes:
@@ -62,6 +64,7 @@ class ProcessState:
         health: Health,
         metrics: Metrics,
         models: Callable[[], list[dict[str, Any]]],
+        max_unanswered_s: float = 0.0,
     ) -> None:
         self.stages = tuple(str(stage) for stage in stages)
         self.health = health
@@ -75,11 +78,14 @@ class ProcessState:
         self.loop_lag = LoopLag(metrics.loop_lag)
         self.place = Place()
         self.log_lines_suppressed: dict[str, int] = {}
+        self._max_unanswered_s = max_unanswered_s
         self._started_at = datetime.now(UTC)
         self._started_s = time.monotonic()
         health.watch_live(self._stuck)
         health.watch_ready(self._silence)
         health.watch_ready(self._stuck_base)
+        if max_unanswered_s:
+            health.watch_ready(self._no_progress)
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -102,6 +108,21 @@ class ProcessState:
             source = asked()
             if source.last_contact_s > BROKER_SILENCE_S:
                 return f"the broker was last heard of {source.last_contact_s:.0f} s ago"
+        return ""
+
+    def _no_progress(self) -> str:
+        for asked in self.sources:
+            source, limit_s = asked(), self._max_unanswered_s
+            if source.assigning_s > limit_s:
+                return (
+                    f"{source.topic}: its partitions could not be taken up for "
+                    f"{source.assigning_s:.0f} s; partitions.assignment_delayed in the log says why"
+                )
+            if source.stalled_s > limit_s:
+                return (
+                    f"{source.topic}: {source.backlog_records} records wait, and none was answered "
+                    f"for {source.stalled_s:.0f} s"
+                )
         return ""
 
     def _stuck_base(self) -> str:

@@ -10,10 +10,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.flow import backlog as backlog_module
+from headrace.flow.answered import Progress
+from headrace.flow.backlog import Stall
 from headrace.flow.source import Source
 from headrace.flow.source_settings import SourceSettings
 from headrace.log.memory import MemoryLog
-from headrace.log.port import TopicInfo, TopicPartition
+from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import SourceSnapshot
 from tests.support.conditions import eventually
@@ -112,3 +114,69 @@ async def test_a_commit_that_fails_grows_old() -> None:
         assert "unavailable" in commit.last_failure
         log.faults.bring_back()
         await eventually(lambda: source.snapshot().commit.age_s == 0, deadline_s=5.0)
+
+
+async def test_stall_grows_while_records_wait_and_none_is_answered() -> None:
+    """An answer ends it, as does an empty log."""
+    log = MemoryLog()
+    async with reading(log) as source:
+        await write_to(log, FIRST, b"1", b"2")
+        delivery = await source.receive()
+        assert delivery is not None
+        receipts = [delivery.assignment.admit(each.offset, 1) for each in delivery.records]
+        await eventually(lambda: source.snapshot().stalled_s > 0.05)
+        receipts[0].settle()
+        assert source.snapshot().stalled_s == 0
+        await eventually(lambda: source.snapshot().stalled_s > 0)
+        for receipt in receipts[1:]:
+            receipt.settle()
+        await eventually(lambda: source.snapshot().backlog_records == 0)
+        assert source.snapshot().stalled_s == 0
+
+
+async def test_what_is_void_is_no_answer() -> None:
+    """An owner that loses its partitions again and again does not count as one that gets on."""
+    log = MemoryLog()
+    async with reading(log) as source:
+        await write_to(log, FIRST, b"1")
+        delivery = await source.receive()
+        assert delivery is not None
+        receipt = delivery.assignment.admit(0, 1)
+        await eventually(lambda: source.snapshot().stalled_s > 0)
+        source.ledger.assign(FIRST, Progress(0))
+        receipt.settle()
+
+        assert source.snapshot().stalled_s > 0
+
+
+def test_stall_needs_something_that_waits() -> None:
+    """An idle source is not stalled, however long ago its last answer was."""
+    stall = Stall()
+    stall.look(100.0, 5, waits=False)
+    assert stall.for_s(1000.0, 5) == 0
+    stall.look(1000.0, 5, waits=True)
+    assert stall.for_s(1030.0, 5) == 30
+    stall.look(1031.0, 6, waits=True)
+    assert stall.for_s(1040.0, 6) == 9
+
+
+async def test_end_that_is_no_record_is_not_waited_for() -> None:
+    """The marker of a transaction takes an offset, and nobody will ever answer it."""
+    log = MemoryLog()
+    async with reading(log) as source:
+        async with log.transactional_producer("writer", "group of a caller") as producer:
+            await producer.seal({FIRST: [NewRecord(None, b"1")]}, {})
+        delivery = await source.receive()
+        assert delivery is not None
+        delivery.assignment.admit(delivery.records[0].offset, 1).settle()
+        (partition,) = (await seen(source, end=2)).partitions
+        looks: list[float] = []
+
+        def look_often() -> bool:
+            looks.append(source.snapshot().stalled_s)
+            return len(looks) > 5
+
+        await eventually(look_often)
+
+        assert partition.backlog_records == 1
+        assert not any(looks)

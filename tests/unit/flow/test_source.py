@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from headrace.flow import committing, source
 from headrace.flow.answered import Progress
 from headrace.flow.inflight import RECORD_OVERHEAD_BYTES
+from headrace.flow.origins import Origins
+from headrace.flow.source import Source
+from headrace.flow.source_settings import SourceSettings
+from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
+from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
+from headrace.telemetry.metrics import Metrics
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, write_to
 from tests.support.sources import (
@@ -435,3 +441,29 @@ async def test_draining_and_the_last_commit_share_one_deadline(
         await eventually(lambda: other.assignments, deadline_s=3)
         log.faults.release_commits()
         stage.receipts.clear()
+
+
+class ReluctantOrigins(Origins):
+    """Cannot be assigned partitions before it is told to."""
+
+    is_able = False
+
+    async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
+        if not self.is_able:
+            raise LogUnavailable("expected what is committed, got no answer")
+
+
+async def test_assignment_that_is_tried_again_shows_for_how_long(log: MemoryLog) -> None:
+    """Until the partitions are taken up, and not afterwards."""
+    origins = ReluctantOrigins(log, TOPIC)
+    settings = SourceSettings(TOPIC, GROUP, GROUP, True, 1_000_000, 5.0)
+    source = Source(log, settings, Metrics(CollectorRegistry()), origins)
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        await eventually(lambda: source.snapshot().assigning_s > 0)
+        origins.is_able = True
+        await source.assigned.wait()
+
+        assert source.snapshot().assigning_s == 0
+        await source.close_down(0)
+        await running
