@@ -85,3 +85,16 @@ class Rejected(HeadraceError):
     def mismatch(cls, code: Code, where: str, *, expected: str, got: str) -> Rejected:
         """The usual form: `inputs[0].shape: expected [-1, 64], got [1, 63]`."""
         return cls(code, f"{where}: expected {expected}, got {got}")
+
+
+def drop_tracebacks(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of its causes.
+
+    The frames of a traceback keep their local variables alive: the encoded records of a
+    transaction that failed, for as long as its error is handled, and until the next run of the
+    garbage collector where one of the frames refers to the error itself.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__

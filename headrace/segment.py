@@ -52,6 +52,7 @@ from headrace.services.ingest.reading import Rules
 from headrace.services.ingest.service import IngestService
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
+from headrace.services.responder.step_size import StepSizing
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import DeviceSnapshot, WaitingSnapshot
 from headrace.telemetry.watchdog import Activity
@@ -290,6 +291,10 @@ class Segment:
             lambda: self._models.versions(State.READY),
         )
 
+    def _step_sizing(self) -> StepSizing:
+        kafka = self._settings.kafka  # None for the embedded log
+        return StepSizing() if kafka is None else StepSizing(kafka.transaction_timeout_ms / 1000)
+
     async def _wire_responder(self, producer: Producer) -> _Edge:
         """Returns where the other stages send what has ended."""
         channel: Channel[Chunk] = Channel(join_lists)
@@ -307,6 +312,7 @@ class Segment:
                 self._origins,
                 self.source.sealing,
                 self._settings.delivery.order,
+                self._step_sizing(),
             ),
             self._instruments,
         )

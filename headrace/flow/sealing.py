@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
-from headrace.errors import HeadraceError, Rejected, Retriable
+from headrace.errors import HeadraceError, Rejected, Retriable, drop_tracebacks
 from headrace.flow.books import Books, Offsets, Outgoing, by_offset, requests_of
 from headrace.flow.endings import any_void
-from headrace.log.errors import Fenced, NoLeader
+from headrace.log.errors import Fenced, NoLeader, TransactionTimedOut
 from headrace.log.port import Consumer, Log, NewRecord, TopicPartition, TransactionalProducer
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -35,7 +35,15 @@ Compose = Callable[[Sequence[Outgoing]], Records]
 
 
 class Unsealed(Retriable):
-    """The transaction failed, a successor has taken the seat: what is not answered, seal again."""
+    """The transaction failed, a successor has taken the seat: what is not answered, seal again.
+
+    Attributes:
+        timed_out: the transaction took too long, as far as is known; a smaller one may not.
+    """
+
+    def __init__(self, message: str, *, timed_out: bool) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 class Lost(Retriable):
@@ -140,6 +148,7 @@ class Sealing:
             Unsealed: it was not sealed; what is left in the list is to be sealed again.
             Lost: what is left is void.
             NoLeader: a partition takes nothing for now; nothing has begun.
+            RecordsRefused: with all records that their topics never take; nothing has begun.
             Rejected: the log refuses one of the records, or all of them together.
         """
         seat = self._seats.get(number)
@@ -156,12 +165,10 @@ class Sealing:
             if source is None or not fitting:
                 return
             offsets = self._books.offsets(number, source, fitting)
-            try:
-                await self._transact(seat, compose(fitting), offsets)
-            except Unsealed:
-                # All of a transaction is visible, or nothing: here only its end was not heard of.
-                if not self._are_answered(number, fitting):
-                    raise
+            # No variable here refers to the failure: its traceback would refer to this frame.
+            await self._recover(
+                seat, await self._transact(seat, compose(fitting), offsets), fitting
+            )
             self._books.settle(requests_of(fitting))
             outgoing[:] = outgoing[len(fitting) :]
 
@@ -180,7 +187,7 @@ class Sealing:
                 await self._succeed(seat, None)
             offsets = self._books.unsealed(number)
             if offsets:
-                await self._transact(seat, {}, offsets)
+                await self._recover(seat, await self._transact(seat, {}, offsets), ())
 
     def _fresh(self, number: int, outgoing: Sequence[Outgoing]) -> Sequence[Outgoing]:
         """By rising offset, without those that are void or answered, which are settled."""
@@ -206,15 +213,27 @@ class Sealing:
         progress = self._books.progress(number)
         return progress is not None and all(each[0].offset in progress for each in outgoing)
 
-    async def _transact(self, seat: _Seat, records: Records, offsets: Offsets) -> None:
+    async def _transact(
+        self, seat: _Seat, records: Records, offsets: Offsets
+    ) -> Retriable | Rejected | None:
+        """Make one transaction.
+
+        Returns:
+            what ended it, without a traceback, so that the records are free before the recovery
+            begins, which can take as long as an outage of the brokers.
+
+        Raises:
+            NoLeader, Rejected: nothing has begun.
+            Lost: the partition was given up meanwhile.
+        """
         producer = seat.producer
         assert producer is not None
         try:
             with self._metrics.commit():
                 await producer.seal(records, offsets)
-        except NoLeader:
-            raise  # nothing has begun
         except BaseException as error:
+            if isinstance(error, NoLeader | Rejected) and producer.is_usable:
+                raise
             seat.spent = True
             if not isinstance(error, Exception):
                 raise
@@ -223,11 +242,32 @@ class Sealing:
             if not isinstance(error, Rejected | Retriable):
                 raise
             log.warning(Event.SEAL_FAILED, partition=seat.number, reason=str(error))
-            await self._succeed(seat, error)
-            if isinstance(error, Rejected):
-                raise
-            raise Unsealed(str(error)) from error
+            drop_tracebacks(error)
+            return error
         self._books.sealed(offsets)
+        return None
+
+    async def _recover(
+        self, seat: _Seat, failure: Retriable | Rejected | None, outgoing: Sequence[Outgoing]
+    ) -> None:
+        """Replace a producer that has failed, and learn whether its answers were committed.
+
+        Raises:
+            Unsealed: they were not, or the transaction had none.
+            Rejected: the log refuses one of the records.
+        """
+        if failure is None:
+            return
+        await self._succeed(seat, failure)
+        try:
+            if isinstance(failure, Rejected):
+                raise failure
+            # All of a transaction is visible, or nothing: here perhaps its end was not heard of.
+            if not (outgoing and self._are_answered(seat.number, outgoing)):
+                timed_out = isinstance(failure, TransactionTimedOut | Fenced)
+                raise Unsealed(str(failure), timed_out=timed_out)
+        finally:
+            del failure
 
     async def _succeed(self, seat: _Seat, error: HeadraceError | None) -> None:
         """Put a successor in the place of a producer that is spent, and learn what it sealed."""

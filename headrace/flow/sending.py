@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 
-from headrace.errors import Rejected, Retriable
+from headrace.errors import Rejected, Retriable, drop_tracebacks
 from headrace.log.errors import LogRefused, RecordTooLarge, TopicForbidden, UnknownPartition
 from headrace.log.port import NewRecord, Producer, TopicPartition
 from headrace.telemetry.logs import Event
@@ -155,6 +155,7 @@ class _InOrder:
                 await run.acknowledged
                 written += run.size
         except Rejected as error:
+            drop_tracebacks(error)
             return written, error
         return written, None
 
@@ -181,12 +182,19 @@ def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> lis
 
 
 def _say_so(state: RetryCallState) -> None:
-    reason = "" if state.outcome is None else str(state.outcome.exception())
+    error = None if state.outcome is None else state.outcome.exception()
+    reason = "" if error is None else str(error)
+    if error is not None:
+        drop_tracebacks(error)  # its frames refer to it, by way of the state, and to the records
     log.warning(Event.SEND_RETRIED, attempt=state.attempt_number, reason=reason)
 
 
 class _Delivery:
-    """The records of one `deliver`, and which of them were refused."""
+    """The records of one `deliver`, and which of them were refused.
+
+    Errors are kept without tracebacks, which refer back to this and to the errors themselves: the
+    records would stay until the next run of the garbage collector.
+    """
 
     def __init__(
         self, producer: Producer, partition: TopicPartition, records: Sequence[NewRecord]
@@ -204,6 +212,7 @@ class _Delivery:
         try:
             runs = await self._producer.send(self._partition, records)
         except (UnknownPartition, TopicForbidden) as error:
+            drop_tracebacks(error)
             self.refused |= dict.fromkeys(indexes, error)
             return []
         except Rejected as error:
@@ -219,16 +228,19 @@ class _Delivery:
             try:
                 await run.acknowledged
             except TopicForbidden as error:
+                drop_tracebacks(error)
                 self.refused |= dict.fromkeys(part, error)
             except Rejected as error:
                 again += await self._halve(part, error)
             except Retriable as error:
+                drop_tracebacks(error)
                 log.warning(Event.SEND_FAILED, partition=str(self._partition), reason=str(error))
                 again += part
         return again
 
     async def _halve(self, indexes: Sequence[int], error: Rejected) -> Sequence[int]:
         """What is refused is the batch, which may hold no record that is refused by itself."""
+        drop_tracebacks(error)
         if len(indexes) == 1:
             self.refused[indexes[0]] = error
             return []

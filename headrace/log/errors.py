@@ -20,6 +20,10 @@ class NoLeader(LogUnavailable):
         self.partition = partition
 
 
+class TransactionTimedOut(LogUnavailable):
+    """The transaction did not end within `transaction_timeout_ms`; its outcome is unknown."""
+
+
 class LogAuthenticationFailed(Fatal):
     """The broker refused our credentials, or we its certificate."""
 
@@ -40,6 +44,22 @@ class RecordRefused(Rejected):
 
     def __init__(self, message: str) -> None:
         super().__init__(Code.INVALID_REQUEST, message)
+
+
+class RecordsRefused(Rejected):
+    """Topics take some records of a transaction at no time; nothing of it has begun.
+
+    Args:
+        refused: the records by partition and index, and why each is refused.
+    """
+
+    def __init__(
+        self, refused: Mapping[TopicPartition, Mapping[int, RecordTooLarge | RecordRefused]]
+    ) -> None:
+        first = next(error for indexes in refused.values() for error in indexes.values())
+        count = sum(map(len, refused.values()))
+        super().__init__(first.code, f"{count} records are refused, the first: {first.message}")
+        self.refused = refused
 
 
 class UnknownPartition(Rejected):

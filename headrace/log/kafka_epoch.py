@@ -213,7 +213,7 @@ class ProducerEpoch:
         try:
             answer = await self._send(node, request)
         except KafkaError as unreached:
-            errors.append(unreached)
+            errors.append(unreached.with_traceback(None))  # its frames hold the batches
         else:
             for topic, acknowledged in answer.topics:
                 for number, code, *_ in acknowledged:
@@ -323,14 +323,30 @@ def _passes(error: KafkaError) -> bool:
 
 
 async def _side_by_side(steps: Mapping[str, Coroutine[Any, Any, Any]]) -> None:
-    """Run them together. The first that fails breaks off the others, and its error is raised."""
+    """Run them together. The first that fails breaks off the others, and its error is raised.
+
+    Unlike a task group this leaves no reference cycle through the error, which would keep the
+    records of a failed transaction until the next run of the garbage collector.
+    """
     if len(steps) == 1:
         (alone,) = steps.values()
         await alone
         return
+    tasks = [asyncio.create_task(step, name=f"transaction-{name}") for name, step in steps.items()]
+    if not tasks:
+        return
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for name, step in steps.items():
-                tasks.create_task(step, name=f"transaction-{name}")
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        errors = [task.exception() for task in tasks if not task.cancelled()]
+        tasks.clear()
+    failed = next(filter(None, errors), None)
+    errors.clear()
+    try:
+        if failed is not None:
+            raise failed
+    finally:
+        del failed

@@ -16,15 +16,17 @@ import aiokafka.errors as kafka_errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import KafkaError
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, Rejected, drop_tracebacks
 from headrace.log.errors import (
     Fenced,
     LogRefused,
     LogUnavailable,
     NoLeader,
     RecordRefused,
+    RecordsRefused,
     RecordTooLarge,
     TopicForbidden,
+    TransactionTimedOut,
 )
 from headrace.log.kafka_batch import Packed
 from headrace.log.kafka_connection import Connection
@@ -100,6 +102,11 @@ class KafkaTransactionalProducer:
 
     # Sealing
 
+    @property
+    def is_usable(self) -> bool:
+        """See the port."""
+        return self._epoch is not None
+
     async def seal(
         self,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
@@ -107,29 +114,36 @@ class KafkaTransactionalProducer:
     ) -> None:
         """See the port. Until `transaction_timeout_ms` has passed the outcome is waited for."""
         epoch = self._usable()
+        has_begun = False
         try:
             async with self._in_port_words():
                 lanes = await self._packed(epoch.client, records)
                 if not lanes and not offsets:
                     return
                 await require_leaders(epoch.client, records.keys())
+                has_begun = True
                 await epoch.write(lanes, self._group, offsets)
                 await epoch.commit()
-        except NoLeader:
-            raise  # nothing has begun
         except BaseException as error:
+            if not has_begun and isinstance(error, Rejected | NoLeader):
+                raise  # the epoch has no transaction, and its next one is as good as any
             self._epoch = None
             await epoch.close()  # once more, should it have been: a connection may be new
-            if isinstance(error, RecordTooLarge | RecordRefused):
+            if isinstance(error, RecordTooLarge | RecordRefused):  # by other rules than were known
                 for partition in records:
-                    self._topics.forget_rules(partition.topic)  # they may have changed
+                    self._topics.forget_rules(partition.topic)
             raise
 
     async def _packed(
         self, client: AIOKafkaClient, records: Mapping[TopicPartition, Sequence[NewRecord]]
     ) -> Sequence[Sequence[Packed]]:
-        """The batches of each partition, in order. Raises for a record that is not taken."""
+        """Return the batches of each partition, in order.
+
+        Raises:
+            RecordsRefused: with all records that their topics never take.
+        """
         lanes = []
+        refused: dict[TopicPartition, dict[int, RecordTooLarge | RecordRefused]] = {}
         for partition, chunk in records.items():
             if not chunk:
                 continue
@@ -139,10 +153,13 @@ class KafkaTransactionalProducer:
             while start < len(chunk):
                 packed = Packed(partition, rules, self._connection.codec, is_transactional=True)
                 start, refusal = packed.take(chunk, start)
-                if refusal is not None:
-                    raise refusal
+                while refusal is not None:
+                    refused.setdefault(partition, {})[start] = refusal
+                    start, refusal = packed.take(chunk, start + 1)
                 lane.append(packed)
             lanes.append(lane)
+        if refused:
+            raise RecordsRefused(refused)
         return lanes
 
     @asynccontextmanager
@@ -153,8 +170,13 @@ class KafkaTransactionalProducer:
             async with asyncio.timeout(self._deadline_s):
                 yield
         except TimeoutError as error:
-            raise LogUnavailable(f"{what}: not ended within {self._deadline_s:g} s") from error
+            drop_tracebacks(error)
+            raise TransactionTimedOut(
+                f"{what}: expected its end within {self._deadline_s:g} s "
+                "(kafka.transaction_timeout_ms), got none"
+            ) from error
         except (KafkaError, AssertionError, asyncio.InvalidStateError) as error:
+            drop_tracebacks(error)  # frames of its requests refer to it, and to the records
             raise _in_seal_words(error, what) from error
 
 

@@ -281,6 +281,11 @@ class TransactionalProducer(Entered, Protocol):
         LogRefused: the broker's access rules, or a broker without transactions.
     """
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it was entered, and has neither failed nor been closed since."""
+        ...
+
     async def seal(
         self,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
@@ -290,17 +295,17 @@ class TransactionalProducer(Entered, Protocol):
 
         Either may be empty. One call at a time.
 
-        After any exception but `NoLeader` the producer is of no more use: nothing of the
-        transaction will be visible, unless its outcome is unknown. Close it and enter a successor
-        with its id, which ends what is open; the committed offsets then say what became of it.
+        What is known to fail is refused before the transaction begins, and the producer stays
+        usable. One that does not is to be closed: nothing of its transaction will be visible,
+        unless the outcome is unknown. A successor with its id ends what is open; the committed
+        offsets then say what became of it.
 
         Raises:
-            RecordTooLarge: one of the records, or a batch that they made, is too large: one that
-                is sealed alone tells which.
-            RecordRefused: a record without a key, for a topic that is compacted.
+            RecordsRefused, NoLeader: before anything was begun.
+            RecordTooLarge, RecordRefused: the broker refuses a record, or a batch that they made.
             UnknownPartition: a topic was deleted, or never had the partition.
             TopicForbidden: the broker's access rules.
-            NoLeader: before anything was begun, with the first such partition.
+            TransactionTimedOut: not ended within `transaction_timeout_ms`.
             Fenced: another producer with this id was entered, or the broker ended the
                 transaction for taking too long; `Consumer.is_member` tells which.
             LogUnavailable: no answer in time; the outcome is unknown.

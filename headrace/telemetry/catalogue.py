@@ -174,6 +174,12 @@ ENDS = (
         "Requests whose answer topic takes not even an error record.",
     ),
     Spec(
+        "headrace_transaction_timeouts",
+        "counter",
+        (),
+        "Transactions that took too long: their answers are written again, half as many at a time.",
+    ),
+    Spec(
         "headrace_retries",
         "counter",
         ("operation",),

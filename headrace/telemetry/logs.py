@@ -84,6 +84,7 @@ class Event(StrEnum):
     COMMIT_REFUSED = "commit.refused"
     SEAL_FAILED = "seal.failed"
     SEAL_DELAYED = "seal.delayed"
+    TRANSACTION_TIMED_OUT = "transaction.timed_out"
     SEAT_LEFT_OPEN = "seal.left_open"
     LOST = "partitions.lost"
     SEND_FAILED = "send.failed"

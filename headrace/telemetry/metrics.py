@@ -48,7 +48,7 @@ class Metrics:
     Attributes:
         duplicates, void, bisections, unkept, unanswered, skipped: counters without labels.
         rebound: likewise, of requests that were bound to another version.
-        attempts, condemned: likewise; suspects, known_executors: gauges.
+        attempts, condemned, transaction_timeouts: likewise; suspects, known_executors: gauges.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures,
             trace_failures_unkept: likewise.
         loop_lag: see `headrace.telemetry.loop_lag`.
@@ -87,6 +87,7 @@ class Metrics:
         self.rebound = self._counter("rebound_requests")
         self.unkept = self._counter("unkept_dead_letters")
         self.unanswered = self._counter("unanswered")
+        self.transaction_timeouts = self._counter("transaction_timeouts")
         self.skipped = self._counter("skipped")
         self.known_executors = self._gauge("known_executors")
         self.suspects = self._gauge("suspects")

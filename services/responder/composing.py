@@ -80,15 +80,26 @@ class Composer:
         """Dead letters of those that can never succeed as they are."""
         found: dict[TopicPartition, list[NewRecord]] = {}
         for request in requests:
-            failure = request.failure
-            if failure is not None and Code(failure.code).is_dead_letter:
-                letter = NewRecord(
-                    request.key,
-                    None if request.value is None else bytes(request.value),
-                    dead_letter_headers(request, failure, self._routes.requests),
-                )
-                found.setdefault(self._routes.dead_letter(request), []).append(letter)
+            if (target := self.letter_target(request)) is not None:
+                found.setdefault(target, []).append(self.letter(request))
         return found
+
+    def letter_target(self, request: Request) -> TopicPartition | None:
+        """Where a request's dead letter is kept; None where it has none."""
+        failure = request.failure
+        if failure is None or not Code(failure.code).is_dead_letter:
+            return None
+        return self._routes.dead_letter(request)
+
+    def letter(self, request: Request) -> NewRecord:
+        """The dead letter of a request that has one."""
+        failure = request.failure
+        assert failure is not None
+        return NewRecord(
+            request.key,
+            None if request.value is None else bytes(request.value),
+            dead_letter_headers(request, failure, self._routes.requests),
+        )
 
     def misroute(self, request: Request, reason: str) -> TopicPartition:
         """Its answer cannot go where it asked: it fails, and says so on `responses`."""

@@ -1,7 +1,11 @@
 """The answering step for exactly once: answers, dead letters and offsets in one transaction.
 
-A transaction that the log refuses is taken apart until the answer that is at fault stands alone;
-that one gives way, by the same rules as without transactions, and the others go as they are.
+Records that their topics are known to refuse are found while the transaction is encoded: they give
+way before it begins, by the same rules as without transactions. A transaction that the brokers
+refuse all the same is taken apart until the answer that is at fault stands alone; that one gives
+way, and the others go as they are.
+
+A transaction that takes too long is halved; see `step_size`.
 
 The answers for a partition that has no leader are *stalled*: they are put aside, and tried again
 now and then, and the others go without them. A transaction that does not end in time may have met
@@ -18,17 +22,24 @@ from typing import NamedTuple
 
 import structlog
 
-from headrace.errors import Rejected
+from headrace.errors import Rejected, drop_tracebacks
 from headrace.flow.books import Outgoing, by_offset, requests_of
 from headrace.flow.inflight import LedgerReceipt
-from headrace.flow.sealing import Lost, Records, Sealing, Unsealed
-from headrace.log.errors import LogRefused, NoLeader, TopicForbidden, UnknownPartition
+from headrace.flow.sealing import Lost, Sealing, Unsealed
+from headrace.log.errors import (
+    LogRefused,
+    NoLeader,
+    RecordsRefused,
+    TopicForbidden,
+    UnknownPartition,
+)
 from headrace.log.port import TopicPartition
-from headrace.services.responder.composing import Addressed, Composer
+from headrace.services.responder.composing import Composer
+from headrace.services.responder.draft import Draft, sizes_of
 from headrace.services.responder.gathering import pause_s
+from headrace.services.responder.step_size import StepSize, StepSizing
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.span_attributes import Answering
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +75,7 @@ class SealedStep:
         responses: the topic; what is for one of its partitions is put aside only where that has
             no leader.
         in_order: nothing is put aside, since nothing may pass it.
+        sizing: the bounds of a transaction's size.
     """
 
     def __init__(
@@ -74,12 +86,15 @@ class SealedStep:
         responses: str,
         *,
         in_order: bool,
+        sizing: StepSizing,
     ) -> None:
         self._sealing = sealing
         self._composer = composer
         self._metrics = metrics
         self._responses = responses
         self._in_order = in_order
+        self._sizing = sizing
+        self._sizes: dict[int, StepSize] = {}
         self._stalls: dict[TopicPartition, _Stall] = {}
         self._last: dict[int, _Ended] = {}
 
@@ -105,62 +120,68 @@ class SealedStep:
         return [*aside, *await self._answer(number, by_offset(outgoing))]
 
     async def _answer(self, number: int, left: list[Outgoing]) -> Sequence[Outgoing]:
+        draft = Draft(self._composer)
         while left:
-            try:
-                await self._seal(number, left)
-            except (UnknownPartition, TopicForbidden) as error:
-                left = self._reroute(left, error)
-            except Rejected as error:
-                if len(left) == 1:
-                    await self._alone(number, left, error)
-                    return left
+            refusal = await self._seal(number, left, draft)
+            if refusal is None:
+                return left
+            if isinstance(refusal, UnknownPartition | TopicForbidden):
+                left = self._reroute(left, refusal)
+            elif len(left) == 1:
+                await self._answer_refused(number, left, draft, refusal)
+                return left
+            else:
                 middle = len(left) // 2
                 waiting = await self._answer(number, left[:middle])
                 left = left[middle:]
                 if waiting:  # then nothing that is above it has room either
                     return [*waiting, *left]
-            else:
-                return left
         return []
 
-    async def _seal(
-        self, number: int, outgoing: list[Outgoing], draft: _Draft | None = None
-    ) -> None:
-        """Until it is sealed, or void; what has to wait stays in the list.
+    async def _seal(self, number: int, outgoing: list[Outgoing], draft: Draft) -> Rejected | None:
+        """Commit transactions until all is sealed, or void; what has to wait stays in the list.
 
-        Raises:
-            Rejected: the log refuses a record.
+        Returns:
+            why the log refuses a record of what is left in the list; None where it does not.
         """
+        size = self._size(number)
         pause_s = RETRY_S
-        while not await self._try(number, outgoing, draft or _Draft(self._composer)):
-            away = any(target.topic != self._responses for _, target in outgoing)
-            if away and not self._in_order and await self._isolate(number, outgoing, draft):
-                return
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_RETRY_S)
+        while outgoing:
+            count = len(outgoing) if size.limit_bytes is None else size.count(sizes_of(outgoing))
+            part = outgoing[:count]
+            try:
+                done = await self._try(number, part, draft)
+                if not done and self._may_isolate(part):
+                    done = await self._isolate(number, part, draft)
+            except Rejected as error:
+                drop_tracebacks(error)
+                return error
+            finally:
+                outgoing[:count] = part
+            if done and part:
+                return None
+            if done:
+                pause_s = RETRY_S
+            elif part:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
+        return None
 
-    async def _try(self, number: int, outgoing: list[Outgoing], draft: _Draft) -> bool:
+    async def _try(self, number: int, outgoing: list[Outgoing], draft: Draft) -> bool:
         """One transaction; False when it failed. Void answers are settled without it, and those
         for partitions without leaders stay in the list.
         """
+        size = self._size(number)
+        size_bytes = 0 if size.limit_bytes is None else sum(sizes_of(outgoing))
         leaderless: list[Outgoing] = []
-        done = False
+        began_s = time.monotonic()
         try:
-            while outgoing and not done:
-                try:
-                    await self._sealing.seal(number, outgoing, draft.compose)
-                except NoLeader as error:
-                    here = [each for each in outgoing if each[1] == error.partition]
-                    if self._in_order or not here:
-                        return False
-                    self._stall(error.partition, STALLED_S)
-                    leaderless += here
-                    outgoing[:] = [each for each in outgoing if each[1] != error.partition]
-                else:
-                    draft.note()
-                    done = True
-        except Unsealed:
+            if not await self._commit(number, outgoing, draft, leaderless):
+                return False
+        except Unsealed as error:
             self._metrics.retried("send", len(outgoing))
+            if error.timed_out:
+                self._halve(number, outgoing)
             return False
         except Lost:
             self._metrics.void.inc(len(outgoing))
@@ -168,31 +189,85 @@ class SealedStep:
                 request.receipt.settle()
             outgoing.clear()
         finally:
+            draft.release()
             outgoing += leaderless
+        if size_bytes:
+            size.committed(size_bytes, time.monotonic() - began_s)
         return True
 
-    async def _isolate(self, number: int, outgoing: list[Outgoing], draft: _Draft | None) -> bool:
+    async def _commit(
+        self, number: int, outgoing: list[Outgoing], draft: Draft, leaderless: list[Outgoing]
+    ) -> bool:
+        """Commit one transaction, after what is refused before it begins has given way.
+
+        What goes to partitions without leaders is moved from `outgoing` to `leaderless`.
+
+        Returns:
+            False when a partition without a leader must not be passed over.
+        """
+        while outgoing:
+            try:
+                await self._sealing.seal(number, outgoing, draft.compose)
+            except RecordsRefused as error:
+                outgoing[:] = draft.replace_refused(outgoing, error)
+            except NoLeader as error:
+                here = [each for each in outgoing if each[1] == error.partition]
+                if self._in_order or not here:
+                    return False
+                self._stall(error.partition, STALLED_S)
+                leaderless += here
+                outgoing[:] = [each for each in outgoing if each[1] != error.partition]
+            else:
+                draft.note()
+                return True
+        return True
+
+    def _size(self, number: int) -> StepSize:
+        size = self._sizes.get(number)
+        if size is None:
+            size = self._sizes[number] = StepSize(self._sizing)
+        return size
+
+    def _halve(self, number: int, outgoing: Sequence[Outgoing]) -> None:
+        """Make the next transactions of a partition smaller than this one, which timed out."""
+        size, size_bytes = self._size(number), sum(sizes_of(outgoing))
+        size.timed_out(size_bytes, len(outgoing))
+        self._metrics.transaction_timeouts.inc()
+        log.warning(
+            Event.TRANSACTION_TIMED_OUT,
+            partition=number,
+            answers=len(outgoing),
+            size_bytes=size_bytes,
+            next_bytes=size.limit_bytes,
+        )
+
+    def _may_isolate(self, outgoing: Sequence[Outgoing]) -> bool:
+        away = any(target.topic != self._responses for _, target in outgoing)
+        return away and not self._in_order
+
+    async def _isolate(self, number: int, outgoing: list[Outgoing], draft: Draft) -> bool:
         """Seal the answers for each reply partition by themselves; what fails stays, as stalled.
-        A draft is of one answer, which is tried in another form.
 
         Returns:
             False when those for `responses` fail as well: no reply partition is at fault then.
         """
         targets = {target for _, target in outgoing if target.topic != self._responses}
         home = [each for each in outgoing if each[1] not in targets]
-        done = await self._try(number, home, _Draft(self._composer))
+        done = await self._try(number, home, draft)
         outgoing[:] = [*home, *(each for each in outgoing if each[1] in targets)]
         if not done:
             return False
         for target in sorted(targets):
-            part = [each for each in outgoing if each[1] == target]
-            if not await self._try(number, part, draft or _Draft(self._composer)):
+            theirs = [each for each in outgoing if each[1] == target]
+            count = self._size(number).count(sizes_of(theirs))
+            part, rest = theirs[:count], theirs[count:]
+            if not await self._try(number, part, draft):
                 before = self._stalls.get(target)
                 pause_s = STALLED_S if before is None else 2 * before.pause_s
                 self._stall(target, min(pause_s, MAX_STALLED_S))
             elif not part:
                 self._stalls.pop(target, None)
-            outgoing[:] = [*part, *(each for each in outgoing if each[1] != target)]
+            outgoing[:] = [*part, *rest, *(each for each in outgoing if each[1] != target)]
         return True
 
     def _stall(self, target: TopicPartition, pause_s: float) -> None:
@@ -220,70 +295,17 @@ class SealedStep:
             way[request] = found[0]
         return [(request, way.get(request, target)) for request, target in outgoing]
 
-    async def _alone(self, number: int, outgoing: list[Outgoing], error: Rejected) -> None:
-        """One answer that was refused gives way until something of it is taken.
+    async def _answer_refused(
+        self, number: int, outgoing: list[Outgoing], draft: Draft, refusal: Rejected | None
+    ) -> None:
+        """One answer that the brokers refused gives way until something of it is taken.
 
         A refusal does not say whether the answer is at fault or its dead letter. So each form of
         the answer is tried with the letter, and then without.
         """
-        (request, target), bare, with_letter, given_up = outgoing[0], False, True, False
-        while True:
-            letters = self._composer.letters([request])
-            with_letter = not (with_letter and letters)
-            if with_letter:
-                way = self._composer.give_way(request, target, error, bare=bare)
-                given_up = way is None
-                target, bare = way or (target, bare)
-            draft = _Draft(self._composer, bare=bare, letters=with_letter, answers=not given_up)
-            outgoing[:] = [(request, target)]
-            try:
-                await self._seal(number, outgoing, draft)
-            except Rejected as refusal:
-                error = refusal
-                continue
-            if not (with_letter or outgoing):  # what is left in there waits
-                for where in letters:
-                    self._composer.unkept(where, 1)
-            return
-
-
-class _Draft:
-    """The records of one transaction, and what is told of them once it is sealed."""
-
-    def __init__(
-        self, composer: Composer, *, bare: bool = False, letters: bool = True, answers: bool = True
-    ) -> None:
-        self._composer = composer
-        self._bare = bare
-        self._letters = letters
-        self._answers = answers
-        self._addressed: Addressed = {}
-        self._began_us = 0
-        self._encoded_us = 0
-
-    def compose(self, outgoing: Sequence[Outgoing]) -> Records:
-        """See `headrace.flow.sealing`."""
-        composer = self._composer
-        self._began_us = composer.clock()
-        self._addressed = {}
-        for request, target in outgoing:
-            if request.skipped:
-                continue
-            self._addressed.setdefault(target, []).append(request)
-        records = {
-            target: composer.answers(requests, self._began_us, bare=self._bare)
-            for target, requests in self._addressed.items()
-            if self._answers
-        }
-        self._encoded_us = composer.clock()
-        if self._letters:
-            failed = [request for request, _ in outgoing if request.failure is not None]
-            records |= composer.letters(failed)
-        return records
-
-    def note(self) -> None:
-        """It is sealed."""
-        if self._addressed:
-            now_us = self._composer.clock()
-            times = Answering(self._began_us, self._encoded_us, now_us, now_us)
-            self._composer.answered(self._addressed, times)
+        while refusal is not None:
+            request, target = outgoing[0]
+            if not draft.leave_letter_out(request):
+                draft.keep_letter(request)
+                outgoing[:] = [(request, draft.next_form(request, target, refusal))]
+            refusal = await self._seal(number, outgoing, draft)

@@ -25,6 +25,7 @@ from headrace.services.responder.in_order import OrderedStep
 from headrace.services.responder.overlapping import Overlapping
 from headrace.services.responder.routing import Routes, choose_partition
 from headrace.services.responder.sealed import SealedStep
+from headrace.services.responder.step_size import StepSizing
 from headrace.services.responder.turns import OrderBy, Turns
 from headrace.telemetry.instruments import Instruments
 
@@ -43,12 +44,14 @@ class Delivery(NamedTuple):
         origins: where the source topic is not read in this process; None where it is.
         sealing: for exactly once.
         order_by: within what the order of answers is kept.
+        step_sizing: how large a transaction may be, for exactly once.
     """
 
     books: Books
     origins: Origins | None = None
     sealing: Sealing | None = None
     order_by: OrderBy = "none"
+    step_sizing: StepSizing = StepSizing()
 
 
 class ResponderService:
@@ -85,6 +88,7 @@ class ResponderService:
                 metrics,
                 self._routes.responses,
                 in_order=delivery.order_by != "none",
+                sizing=delivery.step_sizing,
             )
         elif delivery.order_by != "none":
             step = OrderedStep(producer, self._composer, books, metrics)

@@ -31,12 +31,15 @@ class Bench:
     """One namespace on a broker: sends requests, and sees what a `read_committed` reader sees.
 
     Attributes:
+        value: what is sent: a request of digits.
         seen: how many visible answers each request has, by its partition and offset.
     """
 
     def __init__(self, bootstrap_servers: str, namespace: str, models: Path) -> None:
         self._bootstrap_servers = bootstrap_servers
         self._namespace = namespace
+        pixels = np.ones((1, 64), np.float32)
+        self.value = encode_request("application/msgpack", "digits", {"pixels": pixels})
         self.sent = 0
         self.seen: Answered = Counter()
         self.settings = environment(
@@ -49,12 +52,10 @@ class Bench:
 
     async def send(self, count: int) -> None:
         """So many requests, to all partitions in turn."""
-        pixels = np.ones((1, 64), np.float32)
-        value = encode_request("application/msgpack", "digits", {"pixels": pixels})
         topic = f"{self._namespace}.requests"
         async with AIOKafkaProducer(bootstrap_servers=self._bootstrap_servers) as producer:
             acknowledged = [
-                await producer.send(topic, value, partition=number % PARTITIONS)
+                await producer.send(topic, self.value, partition=number % PARTITIONS)
                 for number in range(self.sent, self.sent + count)
             ]
             await asyncio.gather(*acknowledged)

@@ -9,7 +9,7 @@ import pytest
 from headrace.log.errors import (
     Fenced,
     LogRefused,
-    RecordTooLarge,
+    RecordsRefused,
     UnknownPartition,
 )
 from headrace.log.port import (
@@ -186,19 +186,24 @@ async def test_entering_shows_what_was_sealed_last(
     assert seen == [None, *map(Committed, range(1, 100))]
 
 
-async def test_a_refused_record_hides_all(
+async def test_records_that_are_too_large_are_refused_before_the_transaction_begins(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
-    """With one record too large nothing of its seal is seen: no other record, and no offset."""
+    """All of them are named; nothing of the seal is seen, and its producer seals what is left."""
     answers, source = await make_topic(2, max_message_bytes="2000")
-    async with log.reader([answers]) as reader:
-        async with log.transactional_producer(unique_name, unique_name) as producer:
-            with pytest.raises(RecordTooLarge):
-                await producer.seal({answers: _news(b"small", b"x" * 5000)}, {source: Committed(7)})
-        async with log.transactional_producer(unique_name, unique_name) as successor:
-            assert await _committed(log, unique_name, source) is None
-            await successor.seal({answers: _news(b"after")}, {source: Committed(1)})
-        assert values(await read(reader, 1)) == [b"after"]
+    sent = _news(b"x" * 5000, b"small", b"x" * 6000)
+    async with (
+        log.reader([answers]) as reader,
+        log.transactional_producer(unique_name, unique_name) as producer,
+    ):
+        with pytest.raises(RecordsRefused) as refusal:
+            await producer.seal({answers: sent}, {source: Committed(7)})
+        assert list(refusal.value.refused) == [answers]
+        assert list(refusal.value.refused[answers]) == [0, 2]
+        assert producer.is_usable
+        await producer.seal({answers: sent[1:2]}, {source: Committed(1)})
+        assert values(await read(reader, 1)) == [b"small"]
+    assert await _after_a_successor(log, unique_name, source) == Committed(1)
 
 
 async def test_many_small_records_keep_within_the_topics_limit(
@@ -246,10 +251,11 @@ async def test_a_failed_producer_is_of_no_more_use(
     log: Log, make_topic: MakeTopic, unique_name: str
 ) -> None:
     """It says so itself, so that nobody seals after a failed seal by mistake."""
-    (answers,) = await make_topic(max_message_bytes="2000")
+    (answers,) = await make_topic()
     async with log.transactional_producer(unique_name, unique_name) as producer:
-        with pytest.raises(RecordTooLarge):
-            await producer.seal({answers: _news(b"x" * 5000)}, {})
+        with pytest.raises(LogRefused):
+            await producer.seal({}, {answers: Committed(7, "x" * 4097)})
+        assert not producer.is_usable
         with pytest.raises(RuntimeError):
             await producer.seal({answers: _news(b"small")}, {})
 

@@ -61,6 +61,8 @@ class Faults:
         self._acknowledgements_to_lose = 0
         self._forbidden: dict[str, bool] = {}
         self._leaderless: set[str] = set()
+        self._unannounced: set[str] = set()
+        self._transaction_bytes: int | None = None
 
     # The switches.
 
@@ -136,6 +138,25 @@ class Faults:
 
     def release_seals(self) -> None:
         self._seals_flow.set()
+
+    def slow_down_transactions(self, limit_bytes: int | None) -> None:
+        """Let transactions that write more bytes than this time out, as a producer quota does.
+
+        They stay open until a successor enters, and their callers get `TransactionTimedOut`, at
+        once. None undoes it.
+        """
+        self._transaction_bytes = limit_bytes
+
+    def keep_limits_from_producers(self, topic: str) -> None:
+        """Refuse what a topic does not take only once it is written in a transaction.
+
+        So it is when a topic's settings were changed a moment ago.
+        """
+        self._unannounced.add(topic)
+
+    def entered_producers(self, transactional_id: str) -> int:
+        """How many transactional producers of an id have been entered, and so fenced the last."""
+        return self._transactions.entered(transactional_id)
 
     def time_out_transaction(self, transactional_id: str) -> None:
         """Abort the open transaction of an id, as a broker does after the transaction timeout."""
@@ -219,6 +240,14 @@ class Faults:
         """Raises `NoLeader` where the partition has none."""
         if partition.topic in self._leaderless:
             raise NoLeader(partition)
+
+    def is_too_slow(self, size_bytes: int) -> bool:
+        """Whether a transaction that writes so much does not end in time."""
+        return self._transaction_bytes is not None and size_bytes > self._transaction_bytes
+
+    def knows_limits(self, topic: str) -> bool:
+        """Whether producers know what the topic takes before they write to it."""
+        return topic not in self._unannounced
 
     def down_for_s(self) -> float:
         """For how long no broker has answered; 0.0 when it does."""

@@ -116,7 +116,9 @@ class MemoryProducer:
         return future
 
 
-def refusal(topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]) -> Rejected | None:
+def refusal(
+    topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]
+) -> RecordTooLarge | RecordRefused | None:
     """Why a topic does not take a batch; only one of a single record can be too large."""
     size, limit = sizes[0] + FRAMING_BYTES, topic.max_message_bytes
     if len(batch) == 1 and size > limit:

@@ -7,7 +7,12 @@ from types import TracebackType
 from typing import Self
 
 from headrace.errors import Rejected
-from headrace.log.errors import LogUnavailable, NoLeader, TopicForbidden
+from headrace.log.errors import (
+    LogUnavailable,
+    RecordsRefused,
+    TopicForbidden,
+    TransactionTimedOut,
+)
 from headrace.log.memory.faults import Faults, SealFault
 from headrace.log.memory.partition import payload_bytes
 from headrace.log.memory.producer import MemoryProducer, batch_bounds, refusal
@@ -43,24 +48,44 @@ class MemoryTransactionalProducer:
         self._metadata = MemoryProducer(topics, faults, now_ms)
         self._epoch: int | None = None  # until it is entered, and after it was closed or failed
 
+    @property
+    def is_usable(self) -> bool:
+        """See the port."""
+        return self._epoch is not None
+
     async def seal(
         self,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
     ) -> None:
         """See the port."""
-        epoch, self._epoch = self._epoch, None
+        epoch = self._epoch
         if epoch is None:
             raise RuntimeError("the producer was not entered, has failed, or is closed")
-        for partition in records:
-            try:
-                self._faults.require_leader(partition)
-            except NoLeader:
-                self._epoch = epoch
-                raise
+        self._require_acceptable(records)
+        self._epoch = None
         if any(records.values()) or offsets:
             await self._seal(epoch, records, offsets)
         self._epoch = epoch
+
+    def _require_acceptable(self, records: Mapping[TopicPartition, Sequence[NewRecord]]) -> None:
+        """Raise where records are known to be refused, before anything has begun."""
+        refused = {}
+        for partition, chunk in records.items():
+            topic = self._topics.topic_of(partition)
+            if not self._faults.knows_limits(partition.topic):
+                continue
+            found = {
+                index: error
+                for index, record in enumerate(chunk)
+                if (error := refusal(topic, [record], [payload_bytes(record)])) is not None
+            }
+            if found:
+                refused[partition] = found
+        if refused:
+            raise RecordsRefused(refused)
+        for partition in records:
+            self._faults.require_leader(partition)
 
     async def _seal(
         self,
@@ -70,10 +95,12 @@ class MemoryTransactionalProducer:
     ) -> None:
         await self._faults.answered()
         transaction = self._transactions.begin(self._id, epoch)
-        self._write(transaction, records)
+        written_bytes = self._write(transaction, records)
         transaction.stage(offsets)
         await self._faults.seals_flow()
         await self._faults.answered()
+        if self._faults.is_too_slow(written_bytes):
+            raise TransactionTimedOut(f"transaction of {self._id}: {written_bytes} bytes in it")
         fault = self._faults.next_seal_fault()
         if fault is SealFault.TIMED_OUT:
             self._transactions.time_out(self._id)
@@ -84,9 +111,14 @@ class MemoryTransactionalProducer:
 
     def _write(
         self, transaction: Transaction, records: Mapping[TopicPartition, Sequence[NewRecord]]
-    ) -> None:
-        """Write what the topics take, and raise for the first that one does not."""
+    ) -> int:
+        """Write what the topics take, and raise for the first record that one does not.
+
+        Returns:
+            the bytes that were written.
+        """
         refused: list[Rejected] = []
+        written_bytes = 0
         for partition, chunk in records.items():
             sizes = [payload_bytes(record) for record in chunk]
             if self._faults.is_forbidden(partition.topic):
@@ -98,10 +130,12 @@ class MemoryTransactionalProducer:
                 error = refusal(topic, batch, batch_sizes)
                 if error is None:
                     transaction.write(where, batch, batch_sizes, self._now_ms())
+                    written_bytes += sum(batch_sizes)
                 else:
                     refused.append(error)
         if refused:
             raise refused[0]
+        return written_bytes
 
     async def partitions_for(self, topic: str) -> int | None:
         return await self._metadata.partitions_for(topic)

@@ -70,6 +70,10 @@ class Transactions:
         self._epochs[transactional_id] = self._epochs.get(transactional_id, -1) + 1
         return self._epochs[transactional_id]
 
+    def entered(self, transactional_id: str) -> int:
+        """How many producers of an id have been entered."""
+        return self._epochs.get(transactional_id, -1) + 1
+
     def begin(self, transactional_id: str, epoch: int) -> Transaction:
         """Open a transaction. Raises `Fenced`."""
         self.require_current(transactional_id, epoch)

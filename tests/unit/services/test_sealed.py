@@ -27,6 +27,7 @@ from headrace.messages import Failure, Request
 from headrace.services.responder import sealed, turns
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
+from headrace.services.responder.step_size import StepSizing
 from headrace.services.responder.turns import OrderBy
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
@@ -92,7 +93,11 @@ class Bench:
 
 @asynccontextmanager
 async def running(
-    order_by: OrderBy = "none", log: MemoryLog | None = None, *, exactly_once: bool = True
+    order_by: OrderBy = "none",
+    log: MemoryLog | None = None,
+    *,
+    exactly_once: bool = True,
+    sizing: StepSizing = StepSizing(),  # noqa: B008  # it is frozen
 ) -> AsyncIterator[Bench]:
     """Until the end of the context, when everything must be settled."""
     log = log or MemoryLog()
@@ -117,7 +122,7 @@ async def running(
     async with log.member("headrace", [SOURCE.topic], listener) as member, log.producer() as plain:
         await eventually(lambda: listener.held)
         await seals.fence(member, [0])
-        delivery = Delivery(books, None, seals if exactly_once else None, order_by)
+        delivery = Delivery(books, None, seals if exactly_once else None, order_by, sizing)
         responder = ResponderService(channel, plain, routes, delivery, bench.instruments)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(responder.run())

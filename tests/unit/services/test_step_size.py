@@ -1,0 +1,146 @@
+"""How many answers a transaction takes: fewer after a time-out, more while they are quick."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.services.responder.step_size import StepSize, StepSizing
+
+SIZING = StepSizing(timeout_s=10.0, quick_share=0.25, max_bytes=100_000)
+QUICK_S, SLOW_S = 1.0, 3.0
+ANSWER = 200
+
+
+def after_timeout(size_bytes: int) -> StepSize:
+    """A size of which a transaction of many answers has timed out."""
+    size = StepSize(SIZING)
+    size.timed_out(size_bytes, answers=100)
+    return size
+
+
+def quick_transactions_until(size: StepSize, limit_bytes: int | None) -> int:
+    """How many quick transactions it takes to grow to a limit; None is no limit at all."""
+    for transactions in range(10_000):
+        if size.limit_bytes is None or (limit_bytes and size.limit_bytes >= limit_bytes):
+            return transactions
+        size.committed(size.limit_bytes, QUICK_S)
+    raise AssertionError(f"{size.limit_bytes} after 10,000 quick transactions")
+
+
+def test_size_that_timed_out_is_tried_again_after_patience() -> None:
+    """What kept it from ending may have passed."""
+    assert quick_transactions_until(after_timeout(20_000), 20_000) == SIZING.patience
+
+
+def test_size_that_timed_out_again_is_tried_half_as_often() -> None:
+    """Each try costs a whole timeout; what worked below it goes on meanwhile."""
+    size = after_timeout(20_000)
+    quick_transactions_until(size, 20_000)
+    size.timed_out(20_500, answers=100)
+    assert 15_000 < (size.limit_bytes or 0) < 20_000
+    assert quick_transactions_until(size, 20_000) == 2 * SIZING.patience
+
+
+def test_what_worked_is_halved_when_it_times_out_itself() -> None:
+    """The quota was lowered, for instance."""
+    size = after_timeout(20_000)
+    size.committed(10_000, QUICK_S)
+    size.timed_out(9_000, answers=40)
+    assert size.limit_bytes == 4_500
+
+
+def test_size_before_any_timeout_is_unlimited() -> None:
+    """Nothing is known that would speak for less."""
+    size = StepSize(SIZING)
+    size.committed(10, SLOW_S)
+    assert size.limit_bytes is None
+    assert size.count([10**9] * 50) == 50
+
+
+def test_step_that_timed_out_is_halved() -> None:
+    """And halved again, where that was not enough."""
+    size = after_timeout(20_000)
+    assert size.limit_bytes == 10_000
+    assert size.count([ANSWER] * 100) == 50
+    size.timed_out(10_000, answers=50)
+    assert size.limit_bytes == 5_000
+
+
+def test_single_answer_that_timed_out_leaves_the_size() -> None:
+    """It cannot be divided, and says nothing of steps of several."""
+    size = after_timeout(20_000)
+    size.timed_out(30_000, answers=1)
+    assert size.limit_bytes == 10_000
+
+
+def test_size_that_worked_slowly_is_kept() -> None:
+    """A larger step could time out."""
+    size = after_timeout(20_000)
+    size.committed(10_000, SLOW_S)
+    assert size.limit_bytes == 10_000
+
+
+def test_step_that_was_small_by_itself_lets_the_size_be() -> None:
+    """That few answers were quickly written says nothing of more."""
+    size = after_timeout(20_000)
+    size.committed(400, QUICK_S)
+    assert size.limit_bytes == 10_000
+
+
+def test_size_near_the_one_that_timed_out_grows_by_an_eighth() -> None:
+    """Each further time-out would cost `transaction_timeout_ms`."""
+    size = after_timeout(20_000)
+    size.committed(10_000, QUICK_S)
+    assert size.limit_bytes == 11_251
+
+
+def test_size_far_below_the_one_that_timed_out_doubles() -> None:
+    """What was halved in an outage is large again after a few transactions."""
+    size = after_timeout(20_000)
+    size.timed_out(800, answers=4)
+    size.timed_out(400, answers=2)
+    assert quick_transactions_until(size, None) < SIZING.patience + 20
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 5_000), min_size=1, max_size=50), st.floats(0, 30)),
+        max_size=60,
+    ),
+    st.integers(5_000, 50_000),
+)
+def test_size_stays_within_its_bounds(
+    steps: list[tuple[list[int], float]], capacity_bytes: int
+) -> None:
+    """Whatever comes, a step has an answer, keeps to the limit, and shrinks with each time-out."""
+    size = StepSize(SIZING)
+    for sizes, took_s in steps:
+        limit, count = size.limit_bytes, size.count(sizes)
+        step_bytes = sum(sizes[:count])
+        assert count >= 1
+        assert count == 1 or limit is None or step_bytes <= limit
+        if step_bytes > capacity_bytes:
+            size.timed_out(step_bytes, count)
+            assert count == 1 or size.count(sizes[:count]) < count
+        else:
+            size.committed(step_bytes, took_s)
+            if limit is not None and size.limit_bytes is not None:
+                assert limit <= size.limit_bytes <= 2 * limit + 1
+        assert size.limit_bytes is None or size.limit_bytes >= 1
+
+
+@given(st.lists(st.integers(1, 5_000), min_size=1, max_size=200), st.integers(5_000, 50_000))
+def test_backlog_is_finished_where_each_answer_fits(sizes: list[int], capacity_bytes: int) -> None:
+    """With a time-out for each halving, and no more after that while transactions are slow."""
+    size = StepSize(SIZING)
+    left, timeouts = list(sizes), 0
+    while left:
+        step = left[: size.count(left)]
+        if sum(step) > capacity_bytes:
+            size.timed_out(sum(step), len(step))
+            timeouts += 1
+        else:
+            size.committed(sum(step), SLOW_S)
+            del left[: len(step)]
+    assert timeouts <= 8
