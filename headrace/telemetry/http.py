@@ -10,20 +10,25 @@ Kubernetes, `/metrics` is for Prometheus, `/status` is for people and programs t
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from headrace import __version__
+from headrace.codec.faults import DECODE_ERRORS
 from headrace.errors import Code, Fatal, Rejected
 from headrace.models.signature import TensorSpec
 from headrace.models.version import ModelVersion, State
 from headrace.telemetry.health import Health
+from headrace.telemetry.http_connections import Connections, HttpLimits
 from headrace.telemetry.page import load_page
 
 _MAX_BODY_BYTES = 64 * 1024
@@ -59,6 +64,10 @@ class HttpServer:
         models: of this process.
         metrics: what `/metrics` shows, in OpenMetrics to those who accept that.
         status: what `/status` shows.
+        limits: of connections.
+
+    On a loopback address requests are answered only where their `Host` is one as well: a page of
+    another site, whose name was made to lead here, must not read what this machine shows itself.
     """
 
     def __init__(
@@ -68,13 +77,17 @@ class HttpServer:
         models: Catalogue,
         metrics: CollectorRegistry,
         status: Callable[[], dict[str, Any]] = dict,
+        limits: HttpLimits | None = None,
     ) -> None:
         self._host, self._port = address
         self._health = health
         self._models = models
         self._metrics = metrics
         self._status = status
+        self._limits = limits or HttpLimits()
+        self._connections = Connections(self._limits)
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
 
     @property
     def port(self) -> int:
@@ -91,15 +104,19 @@ class HttpServer:
             self._application(), access_log=None, shutdown_timeout=_STOP_TIMEOUT_S
         )
         await runner.setup()
+        make = runner.server
+        assert make is not None
         try:
-            await web.TCPSite(runner, self._host, self._port).start()
+            listening = await asyncio.get_running_loop().create_server(
+                self._connections.bounded(make), self._host, self._port
+            )
         except OSError as error:
             await runner.cleanup()
             raise Fatal(
                 f"telemetry.http_port: cannot listen on {self._host}:{self._port}: {error.strerror}"
             ) from error
-        self._port = runner.addresses[0][1]
-        self._runner = runner
+        self._port = listening.sockets[0].getsockname()[1]
+        self._runner, self._listening = runner, listening
         return self
 
     async def __aexit__(
@@ -108,14 +125,19 @@ class HttpServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
     def _application(self) -> web.Application:
         application = web.Application(
-            client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json]
+            client_max_size=_MAX_BODY_BYTES, middlewares=[self._bounded, _errors_as_json]
         )
+        if _is_loopback(self._host):
+            application.middlewares.append(_refuse_other_hosts)
         router = application.router
         for prefix in ("/health", "/v2/health"):
             router.add_get(f"{prefix}/live", self._live)
@@ -129,6 +151,18 @@ class HttpServer:
         router.add_get("/status", self._show_status)
         router.add_get("/", self._show_page)
         return application
+
+    @web.middleware
+    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer within the time that a request may take."""
+        timeout_s = self._limits.request_timeout_s
+        with self._connections.answering(request.transport):
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await handler(request)
+            except TimeoutError:
+                body = {"error": f"request: expected all of it within {timeout_s:g} s, got a part"}
+                return web.json_response(body, status=408, headers={"Connection": "close"})
 
     async def _live(self, request: web.Request) -> web.Response:
         health = self._health
@@ -206,22 +240,54 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Rejected as error:
         status = _HTTP_STATUS.get(error.code, 500)
         return web.json_response({"error": error.message}, status=status)
+    except web.RequestPayloadError as error:
+        body = {"error": f"body: expected one that can be read, got {error}"}
+        return web.json_response(body, status=400)
     except web.HTTPException as error:
         headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
         body = {"error": f"{request.method} {request.path}: {error.reason}"}
         return web.json_response(body, status=error.status, headers=headers)
 
 
+@web.middleware
+async def _refuse_other_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
+    host = request.headers.get("Host")
+    if host is None or _is_loopback(_name_of(host)):
+        return await handler(request)
+    error = f"header Host: expected a loopback name or address, got {host!r}"
+    return web.json_response({"error": error}, status=421)
+
+
+def _name_of(host: str) -> str:
+    """The name or address in a `Host` header, without the port; empty where it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+class _IndexQuery(msgspec.Struct):
+    ready: bool = False
+
+
 async def _wants_only_ready(request: web.Request) -> bool:
-    if not await request.read():
+    body = await request.read()
+    if not body:
         return False
     try:
-        asked = await request.json()
-    except ValueError as error:
-        raise Rejected(Code.INVALID_REQUEST, f"body: expected JSON: {error}") from error
-    if not isinstance(asked, dict) or not isinstance(asked.get("ready", False), bool):
-        raise Rejected(Code.INVALID_REQUEST, 'body: expected {"ready": true or false}')
-    return bool(asked.get("ready", False))
+        return msgspec.json.decode(body, type=_IndexQuery).ready
+    except DECODE_ERRORS as error:
+        raise Rejected(
+            Code.INVALID_REQUEST,
+            f'body: expected {{"ready": true or false}} in UTF-8: {error}',
+        ) from error
 
 
 def _batching(version: ModelVersion) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from headrace.errors import Fatal
 from headrace.models.registry import Models
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.http import HttpServer
+from headrace.telemetry.http_connections import HttpLimits
 from tests.support.models import add_version, digits, settings_for
 
 HOST = "127.0.0.1"
@@ -144,7 +147,19 @@ async def test_index_of_the_ready_ones(session: ClientSession) -> None:
         assert [each["name"] for each in await response.json()] == ["digits", "digits"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'{"ready": 1}', b"\xff"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b'{"ready": 1}',
+        b"\xff",
+        '{"ready": true}'.encode("utf-16"),
+        b'{"ready": ' * 5_000,
+        b'{"other": ' + b"[" * 5_000,
+    ],
+    ids=["malformed", "array", "number", "no UTF-8", "UTF-16", "deep", "deep elsewhere"],
+)
 async def test_index_refuses_what_it_does_not_understand(
     session: ClientSession, body: bytes
 ) -> None:
@@ -152,6 +167,42 @@ async def test_index_refuses_what_it_does_not_understand(
     async with session.post("/v2/repository/index", data=body) as response:
         assert response.status == 400
         assert (await response.json())["error"].startswith("body: expected ")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Encoding": "gzip"},
+        {"Content-Encoding": "deflate"},
+        {"Content-Type": "application/json; charset=no-such"},
+    ],
+    ids=["gzip", "deflate", "charset"],
+)
+async def test_body_in_an_encoding_that_it_is_not_in_is_not_a_fault_of_the_server(
+    session: ClientSession, headers: dict[str, str]
+) -> None:
+    """What cannot be read is the client's fault; a charset changes nothing, JSON is UTF-8."""
+    body = b'{"ready": true}'
+    async with session.post("/v2/repository/index", data=body, headers=headers) as response:
+        assert response.status == (400 if "Content-Encoding" in headers else 200)
+        assert await response.json()
+
+
+@pytest.mark.parametrize("host", ["rebound.example", "rebound.example:80", "10.0.0.1", "[::1", ""])
+async def test_host_of_somebody_else_is_refused_on_loopback(
+    session: ClientSession, host: str
+) -> None:
+    """A page of another site cannot read it by a name that was made to lead here."""
+    async with session.get("/status", headers={"Host": host}) as response:
+        assert response.status == 421
+        assert "header Host" in (await response.json())["error"]
+
+
+@pytest.mark.parametrize("host", ["localhost:8080", "127.0.0.1", "[::1]:80", "LOCALHOST"])
+async def test_loopback_host_is_answered(session: ClientSession, host: str) -> None:
+    """Under any of its names."""
+    async with session.get("/health/live", headers={"Host": host}) as response:
+        assert response.status == 200
 
 
 async def test_metrics_are_shown(session: ClientSession) -> None:
@@ -168,3 +219,54 @@ async def test_taken_port_is_refused(tmp_path: Path, health: Health) -> None:
         second = HttpServer((HOST, first.port), health, models, metrics)
         with pytest.raises(Fatal, match=rf"telemetry\.http_port: cannot listen on {HOST}:\d+"):
             await second.__aenter__()
+
+
+LIMITS = HttpLimits(most_connections=3, head_timeout_s=0.05, request_timeout_s=0.05)
+HALF_A_HEAD = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@asynccontextmanager
+async def limited(tmp_path: Path, health: Health, limits: HttpLimits) -> AsyncIterator[int]:
+    """A server with these limits; its port."""
+    models = Models(settings_for(tmp_path))
+    async with HttpServer((HOST, 0), health, models, CollectorRegistry(), limits=limits) as server:
+        yield server.port
+
+
+async def test_connection_without_a_whole_head_is_closed(tmp_path: Path, health: Health) -> None:
+    """After the time that it has for it."""
+    async with limited(tmp_path, health, LIMITS) as port:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        writer.write(HALF_A_HEAD)
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_request_without_its_whole_body_is_refused(tmp_path: Path, health: Health) -> None:
+    """The client is told why, and the connection is of no more use."""
+    async with limited(tmp_path, health, LIMITS) as port:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        head = b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+        writer.write(head + b"{")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+async def test_half_open_connections_do_not_keep_health_checks_out(
+    tmp_path: Path, health: Health
+) -> None:
+    """The one that has waited longest gives way, so that a new one always has a place."""
+    limits = LIMITS._replace(head_timeout_s=3600.0, request_timeout_s=3600.0)
+    async with limited(tmp_path, health, limits) as port, AsyncExitStack() as stack:
+        half_open = []
+        for _ in range(limits.most_connections * 3):
+            reader, writer = await asyncio.open_connection(HOST, port)
+            stack.callback(writer.close)
+            writer.write(HALF_A_HEAD)
+            half_open.append(reader)
+        async with ClientSession(f"http://{HOST}:{port}") as client:
+            assert (await get(client, "/health/live"))[0] == 200
+        for reader in half_open[: -limits.most_connections]:
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""

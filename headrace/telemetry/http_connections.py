@@ -1,0 +1,125 @@
+"""The connections of the HTTP server: how many there may be, and how long each may take.
+
+aiohttp waits for the head of a request as long as the client likes, and takes any number of
+connections. So clients that open connections and say nothing would keep health checks out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, cast
+
+
+class HttpLimits(NamedTuple):
+    """What a client is granted.
+
+    Attributes:
+        most_connections: further ones take the place of the one that has waited for a request
+            longest, or are closed at once where all of them are being answered.
+        head_timeout_s: from the connection to the end of its first request's head.
+        idle_timeout_s: from an answer to the end of the next request's head.
+        request_timeout_s: from a request's head to its answer, its body included.
+    """
+
+    most_connections: int = 100
+    head_timeout_s: float = 10.0
+    idle_timeout_s: float = 75.0
+    request_timeout_s: float = 10.0
+
+
+class Connections:
+    """The open connections of a server."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._open: dict[asyncio.BaseTransport, asyncio.Transport] = {}
+        self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
+        """Of connections that wait for a request, those that have waited longest first."""
+
+    def bounded(self, make: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
+        """Return a factory of protocols that keep to the limits, around those of another one."""
+        return lambda: _Bounded(self, make())
+
+    def opened(self, transport: asyncio.Transport) -> bool:
+        """Count a new connection; False where there are too many, and it was closed."""
+        if len(self._open) >= self._limits.most_connections:
+            longest_waiting = next(iter(self._timers), None)
+            if longest_waiting is None:
+                transport.abort()
+                return False
+            self._close(longest_waiting)
+        self._open[transport] = transport
+        self._wait(transport, self._limits.head_timeout_s)
+        return True
+
+    def closed(self, transport: asyncio.BaseTransport) -> None:
+        """Forget a connection."""
+        self._open.pop(transport, None)
+        timer = self._timers.pop(transport, None)
+        if timer is not None:
+            timer.cancel()
+
+    @contextmanager
+    def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+        """Let a connection be while the context lasts: a whole request head has come."""
+        if transport is None or transport not in self._open:
+            yield  # closed meanwhile
+            return
+        timer = self._timers.pop(transport, None)
+        if timer is not None:
+            timer.cancel()
+        try:
+            yield
+        finally:
+            if transport in self._open:
+                self._wait(transport, self._limits.idle_timeout_s)
+
+    def _wait(self, transport: asyncio.BaseTransport, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers[transport] = loop.call_later(timeout_s, self._close, transport)
+
+    def _close(self, transport: asyncio.BaseTransport) -> None:
+        open_one = self._open.get(transport)
+        self.closed(transport)
+        if open_one is not None:
+            open_one.abort()
+
+
+class _Bounded(asyncio.Protocol):
+    """Hands on what happens to a connection, unless it is one too many."""
+
+    def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
+        self._connections = connections
+        self._inner: asyncio.Protocol | None = inner
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        # uvloop's transports have the methods of asyncio.Transport, and are not made from it.
+        if not self._connections.opened(cast("asyncio.Transport", transport)):
+            self._inner = None
+        if self._inner is not None:
+            self._inner.connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._transport is not None:
+            self._connections.closed(self._transport)
+        if self._inner is not None:
+            self._inner.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self._inner is not None:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._inner is None else self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
