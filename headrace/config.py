@@ -143,6 +143,10 @@ class LimitSettings(_Group):
     """Of `max_in_flight_bytes`, for one model while no other holds any of it; 1 is no limit."""
     tenant_share: Annotated[Real, Field(gt=0, le=1), NOT_BOOL] = 0.5
     """The same for one tenant (`x-tenant`)."""
+    max_decompressed_bytes: Annotated[int, Field(ge=0, le=_KAFKA_INT), NOT_BOOL] = 0
+    """Of the records of one compressed batch; 0 is 16 times the largest record, and the bytes in
+    flight are a bound to either.
+    """
     default_timeout_ms: Annotated[int, Field(ge=0, le=31 * _DAY_S * 1000), NOT_BOOL] = 0
     """Counted from the record's timestamp; 0 means none."""
     drain_timeout_s: Annotated[Real, Field(gt=0, le=_DAY_S), NOT_BOOL] = 10.0
@@ -239,6 +243,14 @@ class Settings(BaseSettings):
             except re.error as error:
                 raise ValueError(f"topics.reply_allowed: {pattern!r}: {error}") from error
         return self
+
+    @property
+    def decompressed_bytes(self) -> int:
+        """How large the records of one compressed batch may be once decompressed."""
+        limits = self.limits
+        largest_record_bytes = max(limits.max_request_bytes, self.topics.max_message_bytes)
+        allowed = limits.max_decompressed_bytes or 16 * largest_record_bytes
+        return min(allowed, limits.max_in_flight_bytes)
 
     def topic(self, topic: Topic) -> str:
         """The full name of one of Headrace's topics."""

@@ -33,6 +33,9 @@ BY_CORRELATION = ("", -1, -1)
 MAX_HEADER_BYTES = 512
 """Of each header that is parsed; those that are only passed on may be longer."""
 
+MAX_SHOWN_NAME = 80
+"""Characters of a header's name in an error's text."""
+
 _CLOUDEVENTS = "application/cloudevents"
 _MAX_COUNT = 4  # digits of a number of attempts
 _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
@@ -64,6 +67,7 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
     for name, value in headers:
         rule = rule_of(name)
         if rule is None:
+            fault = fault or name_fault(name)
             continue
         position, parse = rule
         if value is None:
@@ -88,6 +92,22 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
     fields[_FAULT] = fault
     # A third of the cost of calling a NamedTuple's class.
     return tuple.__new__(Envelope, fields)
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a header's name came as UTF-8; the log decodes others with `surrogateescape`."""
+    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def name_fault(name: str) -> str | None:
+    """Return what is wrong with a header's name, if anything is."""
+    return None if is_utf8(name) else f"header {shown_name(name)}: expected a name in UTF-8"
+
+
+def shown_name(name: str) -> str:
+    """Return the beginning of a header's name as text that can be written anywhere."""
+    raw = name[:MAX_SHOWN_NAME].encode("utf-8", "surrogateescape")
+    return raw.decode("utf-8", "backslashreplace") + ("..." if len(name) > MAX_SHOWN_NAME else "")
 
 
 def _distinct(headers: Headers) -> Headers:
@@ -310,14 +330,25 @@ def _first_two(request_content_type: str, status: str) -> tuple[Header, Header]:
     return ("content-type", content_type.encode()), ("x-status", status.encode())
 
 
-@lru_cache(maxsize=1024)
 def travels(name: str) -> bool:
-    """Whether a header of a request is copied to its answer."""
+    """Whether a header of a request is copied to its answer.
+
+    One whose name is not UTF-8 is not: most clients cannot read it.
+    """
+    # Callers choose names, so the cache has a bound in bytes, and not only in number.
+    return _travels(name) if len(name) <= MAX_NAME_LENGTH else _may_travel(name)
+
+
+def _may_travel(name: str) -> bool:
     return not (
         name in _STAY
         or name.startswith(_STAYING_PREFIXES)
         or (name.startswith("__") and name.endswith("__"))
+        or not is_utf8(name)
     )
+
+
+_travels = lru_cache(maxsize=1024)(_may_travel)
 
 
 def dead_letter_headers(

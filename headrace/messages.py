@@ -193,8 +193,9 @@ class WireFailure(Struct, kw_only=True, omit_defaults=True):
 class ResultRecord(Struct, kw_only=True, omit_defaults=True):
     """The value of a `results` record: a request with its outcome, of either kind.
 
-    `value` is there only where a dead letter may be made of it. One that is `skipped` stands for a
-    range of the source that was never read, from after `origin.previous` up to `origin.offset`.
+    `value` is there only where a dead letter may be made of it. A header whose name is not UTF-8
+    has none in `headers`; `raw_names` has its place and its name. One that is `skipped` stands for
+    a range of the source that was never read, from after `origin.previous` up to `origin.offset`.
     """
 
     origin: WireOrigin
@@ -211,6 +212,7 @@ class ResultRecord(Struct, kw_only=True, omit_defaults=True):
     batch_id: str = ""
     trace: WireTrace | None = None
     skipped: bool = False
+    raw_names: list[tuple[int, bytes]] = []
 
 
 # --- inside a process -------------------------------------------------------------------------

@@ -32,4 +32,4 @@ def _adapter(settings: Settings) -> Log:
         return MemoryLog()
     from headrace.log.kafka import KafkaLog
 
-    return KafkaLog(settings.kafka)
+    return KafkaLog(settings.kafka, decompressed_bytes=settings.decompressed_bytes)

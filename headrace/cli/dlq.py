@@ -23,7 +23,7 @@ from headrace.cli.dlq_options import (
 )
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
-from headrace.cli.output import say
+from headrace.cli.output import say, say_gap
 from headrace.cli.progress import Progress, progress
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
@@ -172,7 +172,10 @@ async def _redrive(settings: Settings, order: Order, shown: Progress) -> Tally:
         shown.show(part, next(tally_lines(tally, order)))
 
     async with _open(settings) as log:
-        return await Redrive(log, settings, order, advanced=advanced).run()
+        tally = await Redrive(log, settings, order, advanced=advanced).run()
+    for gap in tally.gaps:
+        say_gap(gap)
+    return tally
 
 
 def _tally(tally: Tally, order: Order) -> dict[str, Any]:
@@ -269,7 +272,7 @@ async def _letters(
         partitions = await partitions_of(log, topic)
         async with log.reader(partitions) as reader:
             done = await recall(log, settings, await spans_of(reader, partitions))
-        async with aclosing(read_letters(log, topic, selection)) as letters:
+        async with aclosing(read_letters(log, topic, selection, say_gap)) as letters:
             async for letter in letters:
                 yield letter, letter.record.offset in done[letter.partition]
 

@@ -12,7 +12,7 @@ import click
 from headrace.cli.event_loop import run
 from headrace.cli.lazy_group import LazyGroup
 from headrace.cli.options import options_as
-from headrace.cli.output import say
+from headrace.cli.output import say, say_gap
 from headrace.cli.progress import watching
 from headrace.cli.selection_options import (
     as_json,
@@ -270,6 +270,7 @@ def _telling(watch: Watch) -> Watch:
     def telling(recording: Recording) -> Any:
         if recording.notice:
             say(f"headrace: {recording.notice}", err=True)
+        recording.passed_over = say_gap
         return watch(recording)
 
     return telling

@@ -279,8 +279,9 @@ async def simulated(settings: Settings, job: SimulationJob, shown: Progress) -> 
     async with open_log(settings) as log:
         async with open_recording(log, job.source.origin, job.source.selection) as recording:
             shown.show(0.0, f"reading {recording.name}")
-            recorded = await read_arrivals(recording, settings.limits.default_timeout_ms)
             notices = [recording.notice] if recording.notice else []
+            recording.passed_over = lambda gap: notices.append(str(gap))
+            recorded = await read_arrivals(recording, settings.limits.default_timeout_ms)
             name = recording.name
         models = latest_models(settings, job.models)
         arrivals = resolved(recorded.arrivals, models)

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from headrace.codec.faults import DECODE_ERRORS
-from headrace.envelope import NO_HEADERS, parse_envelope
+from headrace.envelope import NO_HEADERS, Headers, is_utf8, parse_envelope
 from headrace.errors import Code, Rejected
 from headrace.messages import (
     Batch,
@@ -50,6 +50,7 @@ class _RawBatchRecord(Struct, kw_only=True, omit_defaults=True):
     items: list[msgspec.Raw]
 
 
+_Headers = list[tuple[str, bytes | None]]
 _CODES = frozenset(Code)
 _MAX_HEADS = 256
 _heads: dict[tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[Head, ...]] = {}
@@ -139,7 +140,7 @@ def _item(request: Request) -> ItemRecord:
 
 
 def _request_of_item(record: ItemRecord, receipt: Receipt) -> Request:
-    request = _request(record, receipt)
+    request = _request(record, receipt, record.headers)
     value = record.value
     size_bytes = 0
     inputs: list[Tensor] = []
@@ -165,11 +166,12 @@ def encode_result(request: Request) -> bytes:
     failure = request.failure
     keep_value = failure is not None and Code(failure.code).is_dead_letter
     value = request.value if keep_value else None
+    raw_names = _raw_names(request.headers)
     return _encode(
         ResultRecord(
             origin=_origin(request),
             key=request.key,
-            headers=list(request.headers),
+            headers=_without_names(request.headers, raw_names),
             value=None if value is None else memoryview(value),
             deadline_ms=request.envelope.deadline_ms,
             model=request.model,
@@ -181,6 +183,7 @@ def encode_result(request: Request) -> bytes:
             batch_id=request.batch_id,
             trace=_trace(request),
             skipped=request.skipped,
+            raw_names=raw_names,
         )
     )
 
@@ -192,7 +195,7 @@ def decode_result(value: bytes, receipt: Receipt) -> Request:
         Rejected: `INTERNAL`: the record is none of Headrace's.
     """
     record = _decoded(_result_decoder, value)
-    request = _request(record, receipt)
+    request = _request(record, receipt, _with_names(record.headers, record.raw_names))
     request.batch_id = record.batch_id
     failure = record.failure
     if record.skipped:
@@ -206,6 +209,29 @@ def decode_result(value: bytes, receipt: Receipt) -> Request:
         code = failure.code if failure.code in _CODES else Code.INTERNAL
         request.failure = Failure(code, failure.message, failure.stage, failure.retry_after_ms)
     return request
+
+
+def _raw_names(headers: Headers) -> list[tuple[int, bytes]]:
+    """Return places and names of headers whose names are not UTF-8, which no text can hold."""
+    return [
+        (place, name.encode("utf-8", "surrogateescape"))
+        for place, (name, _) in enumerate(headers)
+        if not is_utf8(name)
+    ]
+
+
+def _without_names(headers: Headers, places: Sequence[tuple[int, bytes]]) -> _Headers:
+    changed = list(headers)
+    for place, _ in places:
+        changed[place] = ("", changed[place][1])
+    return changed
+
+
+def _with_names(headers: _Headers, names: Sequence[tuple[int, bytes]]) -> _Headers:
+    for place, name in names:
+        if 0 <= place < len(headers):
+            headers[place] = (name.decode("utf-8", "surrogateescape"), headers[place][1])
+    return headers
 
 
 def _outputs(request: Request) -> list[WireTensor]:
@@ -231,8 +257,8 @@ def _shared_heads(tensors: Sequence[Tensor]) -> tuple[Head, ...]:
 # --- parts of all -----------------------------------------------------------------------------
 
 
-def _request(record: ItemRecord | ResultRecord, receipt: Receipt) -> Request:
-    origin, timings, headers = record.origin, record.timings, record.headers
+def _request(record: ItemRecord | ResultRecord, receipt: Receipt, headers: Headers) -> Request:
+    origin, timings = record.origin, record.timings
     envelope = parse_envelope(headers, origin.timestamp_ms, 0) if headers else NO_HEADERS
     if envelope.deadline_ms != record.deadline_ms:
         envelope = envelope._replace(deadline_ms=record.deadline_ms)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
 from headrace.deadletters.letter import Letter, Selection, parse_letter
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogUnavailable, OffsetOutOfRange
-from headrace.log.port import Consumer, Log, Record, TopicPartition
+from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
 
 POLL_TIMEOUT_S = 0.2
 POLL_MAX_RECORDS = 200
@@ -56,9 +56,16 @@ async def spans_of(
 
 
 async def read_spans(
-    consumer: Consumer, spans: Mapping[TopicPartition, Span]
+    consumer: Consumer,
+    spans: Mapping[TopicPartition, Span],
+    passed_over: Callable[[Gap], object] | None = None,
 ) -> AsyncGenerator[Sequence[Record], None]:
     """The records of the spans, in offset order per partition; the partitions are assigned.
+
+    Args:
+        consumer: of the partitions.
+        spans: what is read.
+        passed_over: called with what cannot be read.
 
     Raises:
         LogUnavailable: nobody has answered for 30 seconds.
@@ -73,6 +80,9 @@ async def read_spans(
         except OffsetOutOfRange as error:
             await _skip_what_is_gone(consumer, error.positions)
             continue
+        for gap in consumer.gaps():
+            if passed_over is not None and gap.first < left.get(gap.partition, 0):
+                passed_over(gap)
         for partition, records in polled.items():
             end = left.get(partition)
             if end is not None:
@@ -105,8 +115,19 @@ async def _skip_what_is_gone(consumer: Consumer, partitions: Iterable[TopicParti
         consumer.seek(partition, offset)
 
 
-async def read_letters(log: Log, topic: str, selection: Selection) -> AsyncGenerator[Letter, None]:
+async def read_letters(
+    log: Log,
+    topic: str,
+    selection: Selection,
+    passed_over: Callable[[Gap], object] | None = None,
+) -> AsyncGenerator[Letter, None]:
     """The letters that are meant, in offset order per partition.
+
+    Args:
+        log: where they are.
+        topic: of dead letters.
+        selection: which of them are meant.
+        passed_over: called with what cannot be read.
 
     Raises:
         ConfigurationError, LogUnavailable: see `partitions_of`, `read_spans`.
@@ -115,7 +136,7 @@ async def read_letters(log: Log, topic: str, selection: Selection) -> AsyncGener
     async with log.reader(partitions) as reader:
         spans = await spans_of(reader, partitions, selection.since_ms)
         spans = {name: narrowed(span, name, selection) for name, span in spans.items()}
-        async with aclosing(read_spans(reader, spans)) as chunks:
+        async with aclosing(read_spans(reader, spans, passed_over)) as chunks:
             async for records in chunks:
                 for letter in map(parse_letter, records):
                     if selection.takes(letter):

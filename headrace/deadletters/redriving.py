@@ -32,7 +32,16 @@ from headrace.deadletters.sending import send_once
 from headrace.deadletters.transforming import Transform
 from headrace.flow.answered import Progress
 from headrace.log.partitioner import partition_for_key
-from headrace.log.port import Committed, Consumer, Log, NewRecord, Producer, Record, TopicPartition
+from headrace.log.port import (
+    Committed,
+    Consumer,
+    Gap,
+    Log,
+    NewRecord,
+    Producer,
+    Record,
+    TopicPartition,
+)
 from headrace.topics import Topic
 
 CHUNK = 100
@@ -69,6 +78,7 @@ class Tally:
         left: letters that the transform gave None for.
         deadlines_dropped: requests whose deadline had passed and was left out.
         refused: letters that the topic of requests does not take, and why.
+        gaps: what cannot be read of the dead letters.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -76,6 +86,7 @@ class Tally:
     left: int = 0
     deadlines_dropped: int = 0
     refused: list[tuple[Identity, str]] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
 
 
 class _Chosen(NamedTuple):
@@ -166,7 +177,7 @@ class Redrive:
             await self._commit(consumer, committable(self._done) | await self._marks(OPEN))
         self._begun_s = time.monotonic()
         offsets = sum(span.end - span.start for span in spans.values())
-        async with aclosing(read_spans(consumer, spans)) as chunks:
+        async with aclosing(read_spans(consumer, spans, self.tally.gaps.append)) as chunks:
             async for records in chunks:
                 for chunk in self._chunks(self._choose(records)):
                     await self._redrive(consumer, producer, chunk)

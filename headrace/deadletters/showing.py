@@ -12,7 +12,7 @@ import numpy as np
 from headrace.codec import decode_request
 from headrace.config import LimitSettings
 from headrace.deadletters.letter import Letter
-from headrace.envelope import DECODED_TYPES, parse_envelope
+from headrace.envelope import DECODED_TYPES, parse_envelope, shown_name
 from headrace.errors import Rejected
 from headrace.messages import Envelope, InputTensor, Tensor
 from headrace.tensors import to_array
@@ -77,7 +77,7 @@ def paragraphs(letter: Letter, redriven: bool) -> Iterator[str]:
     yield f"key      {'none' if record.key is None else _text(record.key)}"
     yield "headers"
     for name, value in record.headers:
-        yield f"  {name}: {_header(name, value)}"
+        yield f"  {shown_name(name)}: {_header(name, value)}"
     yield "value"
     for line in _value(letter):
         yield f"  {line}"

@@ -43,7 +43,7 @@ from headrace.flow.source_settings import SourceSettings
 from headrace.flow.stuck import Bases
 from headrace.flow.view import Parts, partition_snapshots, source_snapshot
 from headrace.log.errors import OffsetOutOfRange
-from headrace.log.port import Consumer, Log, Record, TopicPartition
+from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import SourceSnapshot
@@ -257,6 +257,8 @@ class Source:
                     delivery = Delivery(assignment, *self.probation.let_in(partition, records))
                 if delivery.records:
                     self._arrive(delivery)
+            for gap in self._consumer.gaps():
+                self._pass_over(gap, polled.get(gap.partition, ()))
             if self._ready:
                 self._ready.tell()
                 await self._ready.let_work(self.ledger.budget)
@@ -270,6 +272,31 @@ class Source:
     def _is_wanted(self, partition: TopicPartition) -> bool:
         """What is about to be given up stays in the log, for its next owner."""
         return not self._stopping and partition not in self._leaving
+
+    def _pass_over(self, gap: Gap, polled: Sequence[Record]) -> None:
+        """Count what cannot be read, and let the base move past it.
+
+        Args:
+            gap: what the last poll has passed over.
+            polled: what it returned of the same partition.
+        """
+        assignment = self.ledger.get(gap.partition)
+        if assignment is None or not self._is_wanted(gap.partition):
+            return  # the next owner meets it
+        if gap.end - 1 in assignment.progress:
+            return
+        self._metrics.passed_over(gap)
+        log.error(
+            Event.RECORDS_UNREADABLE,
+            partition=str(gap.partition),
+            first=gap.first,
+            count=gap.end - gap.first,
+            code=gap.code,
+            reason=gap.reason,
+        )
+        # A record behind the gap closes it. One that was not let in is read again, as the gap is.
+        if not polled or gap.end > polled[-1].offset == assignment.last_read:
+            self._ready.put(Delivery(assignment, (), skipped=gap.end - 1))
 
     async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
         if self.probation.active:

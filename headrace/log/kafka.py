@@ -24,6 +24,7 @@ from headrace.log.kafka_consumer import KafkaReader
 from headrace.log.kafka_errors import answered
 from headrace.log.kafka_member import KafkaMember
 from headrace.log.kafka_producer import KafkaProducer
+from headrace.log.kafka_records import DEFAULT_DECOMPRESSED_BYTES
 from headrace.log.kafka_topics import KnownTopics
 from headrace.log.kafka_transactions import KafkaTransactionalProducer
 from headrace.log.port import (
@@ -43,12 +44,20 @@ class KafkaLog:
 
     Nothing is connected before it is needed. Entering reads the files that the settings name.
 
+    Args:
+        settings: how to reach the brokers.
+        decompressed_bytes: how large the records of one batch may be once decompressed; a batch
+            that is larger is passed over, see `Gap`.
+
     Raises:
         ConfigurationError: (on entering, or on the first use) such a file cannot be read.
     """
 
-    def __init__(self, settings: KafkaSettings) -> None:
+    def __init__(
+        self, settings: KafkaSettings, *, decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES
+    ) -> None:
         self._settings = settings
+        self._decompressed_bytes = decompressed_bytes
         self._made: Connection | None = None
         self._client: AIOKafkaClient | None = None
         self._connecting = asyncio.Lock()
@@ -60,8 +69,11 @@ class KafkaLog:
     @property
     def _connection(self) -> Connection:
         if self._made is None:
-            self._made = Connection(self._settings)
+            self._made = self._connect()
         return self._made
+
+    def _connect(self) -> Connection:
+        return Connection(self._settings, self._decompressed_bytes)
 
     def member(
         self, group: str, topics: Sequence[str], listener: RebalanceListener, *, kind: str = ""
@@ -153,7 +165,7 @@ class KafkaLog:
             await close_client(client)
 
     async def __aenter__(self) -> Self:
-        self._made = Connection(self._settings)
+        self._made = self._connect()
         return self
 
     async def __aexit__(

@@ -8,11 +8,12 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 from aiokafka.producer.message_accumulator import BatchBuilder
+from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy
 
 from headrace.errors import HeadraceError
 from headrace.log.errors import RecordRefused, RecordTooLarge
 from headrace.log.kafka_topics import Rules
-from headrace.log.port import NewRecord, TopicPartition
+from headrace.log.port import Headers, NewRecord, TopicPartition
 
 MAX_BATCH_BYTES: Final = 256 * 1024
 """One batch is under way per partition, so this over the round trip is a partition's throughput."""
@@ -73,6 +74,7 @@ class Packed:
         append, offset = builder._builder.append, builder._relative_offset
         now_ms = time.time_ns() // 1_000_000
         left = records[start:] if start else records
+        index = start
         try:
             for index, (key, value, headers, timestamp_ms) in enumerate(left, start):
                 if key is None and needs_key:
@@ -92,6 +94,13 @@ class Packed:
                     builder = self.builder = self._new_builder()
                     return index, self._too_large(size)
                 offset += 1
+        except UnicodeEncodeError:
+            if not offset:
+                self.builder = self._new_builder(takes_any_name=True)
+                return self.take(records, index)
+            # It begins the next batch, which takes such names.
+            self.full = True
+            return index, None
         finally:
             builder._relative_offset = offset
         return len(records), None
@@ -108,12 +117,72 @@ class Packed:
             f"in a batch (max.message.bytes), got a record that makes {size}"
         )
 
-    def _new_builder(self) -> BatchBuilder:
-        return BatchBuilder(
+    def _new_builder(self, *, takes_any_name: bool = False) -> BatchBuilder:
+        builder_class = AnyNameBuilder if takes_any_name else BatchBuilder
+        return builder_class(
             min(MAX_BATCH_BYTES, self._rules.limit_bytes),
             self._codec,
             is_transactional=self._is_transactional,
         )
+
+
+class AnyNameBuilder(BatchBuilder):  # type: ignore[misc]  # aiokafka publishes no types
+    """Builds a batch whose headers may have names that are not UTF-8, as dead letters may.
+
+    aiokafka's builder in C encodes names itself, strictly. Its builder in Python, which is slower,
+    calls their `encode`, and so takes names that have one of their own.
+    """
+
+    def __init__(self, batch_bytes: int, codec: int, *, is_transactional: bool) -> None:
+        super().__init__(batch_bytes, codec, is_transactional=is_transactional)
+        self._builder = _AnyNameRecords(
+            2,
+            codec,
+            is_transactional=is_transactional,
+            producer_id=-1,
+            producer_epoch=-1,
+            base_sequence=0,
+            batch_size=batch_bytes,
+        )
+
+    def _set_producer_state(self, producer_id: int, producer_epoch: int, sequence: int) -> None:
+        """Without the check of the builder's class."""
+        self._builder.set_producer_state(producer_id, producer_epoch, sequence)
+
+
+class _AnyNameRecords:
+    """The part of aiokafka's builder in Python that `Packed` and `BatchBuilder` use."""
+
+    def __init__(self, *args: int, **options: int) -> None:
+        self._records = _DefaultRecordBatchBuilderPy(*args, **options)
+        self.size = self._records.size
+        self.build = self._records.build
+        self.set_producer_state = self._records.set_producer_state
+
+    def append(
+        self,
+        offset: int,
+        timestamp_ms: int,
+        key: bytes | None,
+        value: bytes | None,
+        headers: Headers,
+    ) -> Any:
+        """None where the batch is full."""
+        raw = [(_RawName(name), content) for name, content in headers]
+        return self._records.append(offset, timestamp_ms, key, value, raw)
+
+
+class _RawName:
+    """A header's name that encodes to the bytes as which it was read."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, name: str) -> None:
+        self._raw = name.encode("utf-8", "surrogateescape")
+
+    def encode(self, _encoding: str) -> bytes:
+        """As `str.encode` is called."""
+        return self._raw
 
 
 class Batch(Packed):

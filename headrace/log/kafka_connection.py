@@ -23,6 +23,7 @@ from headrace.log.kafka_closing import close_client, hang_up
 from headrace.log.kafka_errors import answered
 from headrace.log.kafka_reading import DirectConnection
 from headrace.log.kafka_reconnect import Address, ReconnectBackoff
+from headrace.log.kafka_records import DEFAULT_DECOMPRESSED_BYTES
 from headrace.log.kafka_security import security_options, tls_error, tls_reason
 
 RETRY_BACKOFF_S: Final = 0.1
@@ -36,12 +37,19 @@ _FIRST_ANSWER_S: Final = 5.0
 class Connection:
     """The options that every client of one log shares. Its text shows no secret.
 
+    Args:
+        settings: how to reach the brokers.
+        decompressed_bytes: how large the records of one batch may be once decompressed.
+
     Raises:
         ConfigurationError: a file that the settings name cannot be read or used.
     """
 
-    def __init__(self, settings: KafkaSettings) -> None:
+    def __init__(
+        self, settings: KafkaSettings, decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES
+    ) -> None:
         self.settings = settings
+        self.decompressed_bytes = decompressed_bytes
         self._security = security_options(settings)
         self._backoff = ReconnectBackoff()
 

@@ -25,10 +25,10 @@ from headrace.log.errors import (
 from headrace.log.kafka_closing import close_consumer
 from headrace.log.kafka_connection import Connection
 from headrace.log.kafka_errors import answered, in_port_words
-from headrace.log.kafka_fetched import fetched_records
+from headrace.log.kafka_fetched import Reading, fetched_records
 from headrace.log.kafka_fetching import Fetching
 from headrace.log.kafka_requests import partition_counts
-from headrace.log.port import Committed, Record, TopicPartition
+from headrace.log.port import MAX_POLL_BYTES, Committed, Gap, Record, TopicPartition
 
 REBALANCE_TIMEOUT_MS: Final = 30_000
 """How long the group waits for a member to finish `on_revoked` and join again."""
@@ -56,6 +56,7 @@ class KafkaConsumer:
         self._diagnosed = self._contact
         self._closed = False
         self._fetching = Fetching()
+        self._reading = Reading(connection.decompressed_bytes)
 
     # Starting and closing
 
@@ -123,10 +124,11 @@ class KafkaConsumer:
     # Reading
 
     async def poll(
-        self, timeout_s: float, max_records: int
+        self, timeout_s: float, max_records: int, max_bytes: int = MAX_POLL_BYTES
     ) -> Mapping[TopicPartition, Sequence[Record]]:
         """See the port. During a rebalance that begins within a poll it lasts as long as that."""
         consumer = self._consumer
+        self._reading.gaps = []
         self._raise_failure()
         try:
             if not self._open.is_set() and not await self._opened(consumer, timeout_s):
@@ -135,7 +137,9 @@ class KafkaConsumer:
             self._raise_failure()
             consumer._coordinator.check_errors()
             with consumer._subscription.fetch_context():
-                found = await fetched_records(consumer._fetcher, timeout_s, max_records)
+                found = await fetched_records(
+                    consumer._fetcher, timeout_s, max_records, max_bytes, self._reading
+                )
         except KafkaError as error:
             self._poll_failed(consumer, error)
             return {}
@@ -143,6 +147,10 @@ class KafkaConsumer:
         if not found:
             self._watch(consumer)
         return found
+
+    def gaps(self) -> Sequence[Gap]:
+        """See the port."""
+        return self._reading.gaps
 
     async def _opened(self, consumer: AIOKafkaConsumer, timeout_s: float) -> bool:
         """Wait for an assignment whose listener has returned, up to the timeout."""

@@ -19,9 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
 Headers: TypeAlias = Sequence[tuple[str, bytes | None]]
+"""Names and values. A name that is not UTF-8 is decoded with `surrogateescape` when it is read, and
+the same bytes are written where such a name is sent.
+"""
+
+MAX_POLL_BYTES: Final = 16 * 1024 * 1024
+"""A poll returns no more than this, and one record, unless it is called with another limit."""
 
 
 class TopicPartition(NamedTuple):
@@ -53,6 +59,29 @@ class Record(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: Sequence[tuple[str, bytes | None]]
+
+
+class Gap(NamedTuple):
+    """Offsets that a poll has passed over, because the log holds nothing there that can be read.
+
+    Attributes:
+        first, end: from the one up to, and without, the other.
+        code: `TOO_LARGE` for a batch that exceeds the bound once decompressed, and otherwise
+            `INVALID_REQUEST`.
+        reason: what was expected, and what there was.
+    """
+
+    partition: TopicPartition
+    first: int
+    end: int
+    code: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.partition}: passed over the offsets from {self.first} to {self.end - 1}, "
+            f"{self.code}: {self.reason}"
+        )
 
 
 class NewRecord(NamedTuple):
@@ -119,16 +148,22 @@ class Consumer(Entered, Protocol):
     """A member of a consumer group (with a listener), or a free reader of given partitions."""
 
     async def poll(
-        self, timeout_s: float, max_records: int
+        self, timeout_s: float, max_records: int, max_bytes: int = MAX_POLL_BYTES
     ) -> Mapping[TopicPartition, Sequence[Record]]:
         """Records in offset order per partition; empty when none came within the timeout.
 
-        Never raises because a broker is away: that shows as silence (see `last_contact_s`).
+        The limit of bytes is for keys, values and headers; the last record may exceed it. Never
+        raises because a broker is away: that shows as silence (see `last_contact_s`). Nor because
+        records cannot be read: see `gaps`.
 
         Raises:
             OffsetOutOfRange: a position is below what retention has kept, or beyond the end.
             LogAuthenticationFailed: the broker refuses us.
         """
+        ...
+
+    def gaps(self) -> Sequence[Gap]:
+        """Return what the last `poll` has passed over, in offset order per partition."""
         ...
 
     def assignment(self) -> frozenset[TopicPartition]:

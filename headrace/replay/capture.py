@@ -189,5 +189,6 @@ def _without_partition(totals: PartitionTotals) -> dict[str, Any]:
 
 
 def _packed(content: object) -> bytes:
-    packed: bytes = msgpack.packb(content)
+    # A header's name that is not UTF-8 is written, and read again, as the bytes that it has.
+    packed: bytes = msgpack.packb(content, unicode_errors="surrogateescape")
     return packed

@@ -277,4 +277,5 @@ def _unpacker(file: BinaryIO | None, most_bytes: int) -> Any:
         max_buffer_size=most_bytes,
         max_array_len=max(_MAX_HEADERS, most_bytes // 64),
         max_map_len=64,
+        unicode_errors="surrogateescape",
     )

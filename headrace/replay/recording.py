@@ -24,11 +24,11 @@ leaves them there. No consumer group is joined, asked or moved.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from headrace.log.port import Record, TopicPartition
+from headrace.log.port import Gap, Record, TopicPartition
 
 CHUNK_RECORDS = 500
 """A chunk has at most so many records."""
@@ -66,11 +66,13 @@ class Recording(ABC):
         name: the topic or the file, for people.
         spans: what is read of each partition, in the order of partitions; it does not change.
         notice: what one should know about it, a file that is cut off, say; empty otherwise.
+        passed_over: called, where it is set, with what cannot be read of a topic.
     """
 
     name: str
     spans: Sequence[Span]
     notice: str = ""
+    passed_over: Callable[[Gap], object] | None = None
 
     @abstractmethod
     def chunks(self) -> AsyncGenerator[list[Record], None]:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogUnavailable
-from headrace.log.port import Consumer, Log, Record, TopicPartition
+from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
 from headrace.replay.recording import CHUNK_RECORDS, Recording, Span
 from headrace.replay.selection import Selection, Window
 from headrace.replay.timeline import Timeline
@@ -49,7 +49,9 @@ class TopicRecording(Recording):
                 most = CHUNK_RECORDS if left is None else min(left, CHUNK_RECORDS)
                 chunk = reading.timeline.take(most)
                 if not chunk:
-                    await reading.advance()
+                    for gap in await reading.advance():
+                        if self.passed_over is not None:
+                            self.passed_over(gap)
                     continue
                 yield chunk
                 if left is not None:
@@ -72,14 +74,16 @@ class _Reading:
             if span.partition in self._ends:
                 reader.seek(span.partition, span.begin)
 
-    async def advance(self) -> None:
-        """Poll once, and see which partitions have ended."""
+    async def advance(self) -> list[Gap]:
+        """Poll once, see which partitions have ended, and return what cannot be read."""
         polled = await self._reader.poll(POLL_S, POLL_RECORDS)
         for partition, records in polled.items():
             if not self.timeline.is_finished(partition):
                 self._take(partition, records)
+        gaps = [gap for gap in self._reader.gaps() if gap.first < self._ends[gap.partition]]
         await self._look_for_ends()
         self._hold_back()
+        return gaps
 
     def _take(self, partition: TopicPartition, records: Sequence[Record]) -> None:
         end = self._ends[partition]

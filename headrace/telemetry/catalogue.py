@@ -231,6 +231,12 @@ READING = (
     Spec("headrace_rebalances", "counter", (), "Assignments received."),
     Spec("headrace_skipped", "counter", (), "Records that retention took before they were read."),
     Spec(
+        "headrace_unreadable",
+        "counter",
+        ("code",),
+        "Offsets passed over because nothing there can be read, `TOO_LARGE` or `INVALID_REQUEST`.",
+    ),
+    Spec(
         "headrace_suspects",
         "gauge",
         (),

@@ -69,6 +69,7 @@ class Event(StrEnum):
     SEEK_DELAYED = "partitions.seek_delayed"
     RECORDS_SKIPPED = "records.skipped"
     REREADING_DELAYED = "records.rereading_delayed"
+    RECORDS_UNREADABLE = "records.unreadable"
     SUSPECTS_FOUND = "suspects.found"
     SUSPECTS_CLEARED = "suspects.cleared"
     MARK_DELAYED = "mark.delayed"

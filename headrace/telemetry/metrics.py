@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from headrace.errors import Code, Retriable
 from headrace.log.errors import Fenced
+from headrace.log.port import Gap
 from headrace.messages import Batch, Request
 from headrace.telemetry.bulk import BulkCounter, BulkHistogram
 from headrace.telemetry.catalogue import CATALOGUE, ROWS, SECONDS
@@ -89,6 +90,7 @@ class Metrics:
         self.unanswered = self._counter("unanswered")
         self.transaction_timeouts = self._counter("transaction_timeouts")
         self.skipped = self._counter("skipped")
+        self._unreadable = self._counter("unreadable")
         self.known_executors = self._gauge("known_executors")
         self.suspects = self._gauge("suspects")
         self.attempts = self._counter("suspect_attempts")
@@ -116,6 +118,10 @@ class Metrics:
         histogram = BulkHistogram(CATALOGUE[f"headrace_{name}"], bounds)
         self.registry.register(histogram)
         return histogram
+
+    def passed_over(self, gap: Gap) -> None:
+        """Nothing there can be read."""
+        self._unreadable.labels(gap.code).inc(gap.end - gap.first)
 
     # --- requests and batches -------------------------------------------------------------------
 

@@ -25,8 +25,19 @@ MEBIBYTE = 1024 * 1024
         NewRecord(b"k", b"v", (("null", None), ("empty", b""), ("bytes", b"\x00\x01"))),
         NewRecord(b"k", b"v", (("twice", b"1"), ("other", b"2"), ("twice", b"3"))),
         NewRecord(b"k", b"v", (("größe", b"utf-8 name"), ("", b"empty name"))),
+        NewRecord(b"k", b"v", (("größe", b"1"), ("gr\udcf6\udcdfe", b"latin-1 name"), ("n", None))),
     ],
-    ids=["plain", "null-key", "tombstone", "empty", "binary", "headers", "repeated", "names"],
+    ids=[
+        "plain",
+        "null-key",
+        "tombstone",
+        "empty",
+        "binary",
+        "headers",
+        "repeated",
+        "names",
+        "names-of-any-bytes",
+    ],
 )
 async def test_a_record_comes_back_as_it_was(
     log: Log, make_topic: MakeTopic, record: NewRecord
@@ -49,6 +60,33 @@ async def test_a_record_knows_where_it_stands(log: Log, make_topic: MakeTopic) -
         (*partitions[2], 0),
         (*partitions[2], 1),
     ]
+
+
+async def test_records_around_a_name_that_is_not_utf8_keep_their_order(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """They travel together or not, but none is lost, and each has its own headers."""
+    (partition,) = await make_topic()
+    names = ["good", "gr\udcf6\udcdfe", "other", "\udcff", "last"]
+    sent = [NewRecord(b"k", b"%d" % place, [(name, b"")]) for place, name in enumerate(names)]
+    async with log.reader([partition]) as reader, log.producer() as producer:
+        await write(producer, partition, *sent)
+        found = await read(reader, len(sent))
+    assert [(each.value, each.headers[0][0]) for each in found] == [
+        (b"%d" % place, name) for place, name in enumerate(names)
+    ]
+
+
+async def test_a_poll_is_limited_by_bytes(log: Log, make_topic: MakeTopic) -> None:
+    """The record that meets the limit is the last of its poll, and the others follow."""
+    (partition,) = await make_topic()
+    async with log.reader([partition]) as reader:
+        await write_to(log, partition, *[bytes(100_000)] * 8)
+        sizes: list[int] = []
+        while sum(sizes) < 8:
+            polled = await reader.poll(0.2, 500, 150_000)
+            sizes += [len(records) for records in polled.values()]
+    assert max(sizes) <= 2
 
 
 async def test_order_is_kept_over_many_chunks(log: Log, make_topic: MakeTopic) -> None:

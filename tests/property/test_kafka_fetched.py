@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 from aiokafka import TopicPartition
 from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
-from aiokafka.record.memory_records import MemoryRecords
 from aiokafka.record.util import calc_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.log.kafka_fetched import Unread
+from headrace.log.kafka_fetched import Reading, Unread
+from headrace.log.kafka_records import RecordSet, UnreadableBatch, decompressed
+from headrace.log.port import MAX_POLL_BYTES
+from tests.support.raw_records import RawRecord, compressed, encoded_record, framed_batch
 
 PARTITION = TopicPartition("t", 3)
 CONTROL = 0x20
@@ -73,7 +75,7 @@ def encoded(batch: Batch, base: int) -> tuple[bytes, int]:
 
 def fetched(content: bytes, aborted: list[tuple[int, int]], offset: int) -> PartitionRecords:
     """As aiokafka makes it of a response."""
-    records = MemoryRecords(content)
+    records = RecordSet(content)
     return PartitionRecords(
         PARTITION, records, list(aborted), offset, None, None, True, READ_COMMITTED
     )
@@ -97,9 +99,14 @@ def told(record: Any) -> tuple[Any, ...]:
     st.lists(st.tuples(st.sampled_from([7, 8]), st.integers(0, 30)), max_size=4),
     st.integers(0, 12),
     st.integers(1, 9),
+    st.sampled_from([1, 20, MAX_POLL_BYTES]),
 )
 def test_taking_by_batches_is_reading_by_records(
-    given_batches: list[Batch], aborted: list[tuple[int, int]], offset: int, most: int
+    given_batches: list[Batch],
+    aborted: list[tuple[int, int]],
+    offset: int,
+    most: int,
+    most_bytes: int,
 ) -> None:
     """Transactions, markers, gaps, compression, a fetch from amid a batch; any size of a poll."""
     content, base = b"", 0
@@ -108,39 +115,83 @@ def test_taking_by_batches_is_reading_by_records(
         content += part
     by_record = fetched(content, aborted, offset)
     expected = [told(each) for each in by_record]
-    unread = Unread(fetched(content, aborted, offset))
+    reading = Reading()
+    unread = Unread(fetched(content, aborted, offset), reading)
     found: list[tuple[Any, ...]] = []
     while not unread.is_empty:
-        taken = unread.take(most)
-        assert unread.failure is None
+        taken, _ = unread.take(most, most_bytes)
         assert len(taken) <= most
         assert not taken or unread.next_fetch_offset > taken[-1].offset
         found += [told(each) for each in taken]
 
     assert found == expected
+    assert not reading.gaps
     assert unread.next_fetch_offset == by_record.next_fetch_offset
 
 
 @given(st.lists(batches, min_size=1, max_size=5), st.data(), st.integers(1, 9))
-def test_nothing_behind_a_corrupt_batch_is_taken(
+def test_damaged_batch_is_fetched_again_and_then_passed_over(
     given_batches: list[Batch], data: st.DataObject, most: int
 ) -> None:
-    """What was taken before it is all there is, and reading would go on where the batch begins."""
+    """Nothing else is lost, and the gap ends where the next batch begins."""
     content, base, starts = b"", 0, []
     for each in given_batches:
         starts.append((len(content), base))
-        part, base = encoded(each._replace(producer=-1), base)
+        part, base = encoded(each._replace(producer=-1, spare=0), base)
         content += part
     bad, begins = data.draw(st.sampled_from(starts))
     broken = bytearray(content)
     broken[bad + 30] ^= 0xFF  # in the timestamp, which the checksum covers
-    expected = [told(each) for each in fetched(content[:bad], [], 0)]
-    unread = Unread(fetched(bytes(broken), [], 0))
-    found: list[tuple[Any, ...]] = []
-    while taken := unread.take(most):
-        found += [told(each) for each in taken]
+    expected = [told(each) for each in fetched(content, [], 0)]
+    following = next((first for at, first in starts if at > bad), base)
+    reading = Reading()
 
-    assert unread.failure is not None
-    assert unread.take(most) == []
-    assert found == expected
-    assert unread.next_fetch_offset == begins
+    found = [told(each) for each in taken_of(bytes(broken), 0, reading, most)]
+    assert not reading.gaps
+    assert all(each[2] < begins for each in found)
+    found += [told(each) for each in taken_of(bytes(broken[bad:]), begins, reading, most)]
+
+    assert found == [each for each in expected if not begins <= each[2] < following]
+    assert [gap.first for gap in reading.gaps] == [begins]
+    # Without a batch behind it, a damaged head may say less than the truth, and never more.
+    assert reading.gaps[0].end == following or (following == base and reading.gaps[0].end <= base)
+
+
+def taken_of(content: bytes, offset: int, reading: Reading, most: int) -> list[Any]:
+    """All that one response gives from an offset on."""
+    unread = Unread(fetched(content, [], offset), reading)
+    found: list[Any] = []
+    while not unread.is_empty:
+        found += unread.take(most, MAX_POLL_BYTES)[0]
+    return found
+
+
+@given(st.sampled_from([1, 2, 3, 4]), st.binary(max_size=400), st.integers(0, 400))
+def test_damaged_frame_is_refused_or_stays_within_the_bound(
+    codec: int, noise: bytes, cut: int
+) -> None:
+    """Whatever the bytes are, no more than the bound comes of them, and nothing else is raised."""
+    whole = compressed(codec, noise * 50)
+    for content in (noise, whole[:cut] + noise[cut:], whole[: len(whole) - 1]):
+        try:
+            found = decompressed(codec, memoryview(content), 10_000)
+        except UnreadableBatch:
+            continue
+        assert len(found) <= 10_000
+
+
+@given(st.sampled_from([0, 1, 2, 3, 4]), st.data())
+def test_noise_in_a_batch_ends_no_reading(codec: int, data: st.DataObject) -> None:
+    """With a right checksum, as a producer of such bytes sends it: records, gaps, and the end."""
+    good = encoded_record(RawRecord(b"value", b"key", [(b"n\xff", b"x")]), 0)
+    content = bytearray(good + encoded_record(RawRecord(), 1))
+    for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):
+        content[at] = data.draw(st.integers(0, 255))
+    reading = Reading()
+
+    found = taken_of(framed_batch(compressed(codec, bytes(content)), 2, codec), 0, reading, 9)
+
+    covered = [each.offset for each in found]
+    for gap in reading.gaps:
+        covered += range(gap.first, gap.end)
+    assert {0, 1} <= set(covered) or not reading.gaps

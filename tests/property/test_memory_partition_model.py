@@ -31,5 +31,5 @@ def test_a_read_gives_exactly_what_is_held(
         else:
             partition.trim(min(partition.begin + count, partition.end))
     start = partition.begin + int((partition.end - partition.begin) * read_from)
-    found = {record.offset: record.value for record in partition.read(start, 10_000)}
+    found = {record.offset: record.value for record in partition.read(start, 10_000)[0]}
     assert found == {offset: value for offset, value in held.items() if offset >= start}

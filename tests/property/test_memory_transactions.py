@@ -82,5 +82,5 @@ def test_readers_see_what_is_committed_below_the_first_open_transaction(
         elif model.end(step):
             partition.end_transaction(step.transaction, commit=step.commit)
     assert (partition.end, partition.stable_end) == (len(model.fates), model.stable_end)
-    found = [record.offset for record in partition.read(start, most)]
+    found = [record.offset for record in partition.read(start, most)[0]]
     assert found == [offset for offset in model.readable if offset >= start][:most]

@@ -181,8 +181,8 @@ def environment(
     }
 
 
-async def headrace(arguments: Sequence[str], settings: dict[str, str]) -> None:
-    """Run a command of the CLI to its end, which must be good."""
+async def headrace(arguments: Sequence[str], settings: dict[str, str]) -> str:
+    """Run a command of the CLI to its end, which must be good; return what it printed."""
     process = await asyncio.create_subprocess_exec(
         HEADRACE,
         *arguments,
@@ -192,3 +192,4 @@ async def headrace(arguments: Sequence[str], settings: dict[str, str]) -> None:
     )
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()
+    return output.decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 
 import pytest
 
@@ -262,6 +263,36 @@ def test_a_dead_letter_keeps_its_headers_and_says_what_happened() -> None:
         ("x-stage", b"ingest"),
         ("x-attempt", b"1"),
     ]
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "x-model\udcff", "\udc80" * 500])
+def test_header_name_that_is_not_utf8_is_a_fault(name: str) -> None:
+    """It says which name, in characters that can be written anywhere, and not all of a long one."""
+    fault = parse((name, b"x"), ("x-tenant", b"t")).fault
+
+    assert fault is not None
+    assert "expected a name in UTF-8" in fault
+    assert fault.isascii()
+    assert len(fault) < 500
+
+
+def test_header_name_outside_of_ascii_is_no_fault() -> None:
+    """UTF-8 is."""
+    assert parse(("größe", b"x")).fault is None
+    assert travels("größe")
+
+
+def test_names_of_headers_are_not_remembered_without_a_bound() -> None:
+    """Callers choose them, and they may be as long as a record."""
+    tracemalloc.start()
+    try:
+        for number in range(200):
+            assert travels(f"{number}" * 50_000)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert held_bytes < 1_000_000
 
 
 def test_a_letter_that_fails_again_does_not_pile_up_headers() -> None:

@@ -12,11 +12,26 @@ from typing import Any
 import pytest
 from aiokafka import TopicPartition
 from aiokafka.consumer.fetcher import READ_COMMITTED, FetchError, FetchResult, PartitionRecords
-from aiokafka.errors import CorruptRecordException, OffsetOutOfRangeError
+from aiokafka.errors import OffsetOutOfRangeError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
-from aiokafka.record.memory_records import MemoryRecords
 
-from headrace.log.kafka_fetched import fetched_records
+from headrace.errors import Code
+from headrace.log.kafka_fetched import Reading, fetched_records
+from headrace.log.kafka_records import RecordSet
+from headrace.log.port import MAX_POLL_BYTES, Gap, Record
+from tests.support.raw_records import (
+    CODECS,
+    GZIP,
+    LZ4,
+    SNAPPY,
+    ZSTD,
+    RawRecord,
+    bomb,
+    checked,
+    compressed,
+    framed_batch,
+    raw_batch,
+)
 
 ONE, TWO = TopicPartition("t", 0), TopicPartition("t", 1)
 
@@ -58,7 +73,7 @@ class Fetcher:
                 self._records[partition] = FetchError(error=found, backoff=0)
                 continue
             records = PartitionRecords(
-                partition, MemoryRecords(found), None, 0, None, None, True, READ_COMMITTED
+                partition, RecordSet(found), None, 0, None, None, True, READ_COMMITTED
             )
             self._records[partition] = FetchResult(
                 partition, assignment=assignment, partition_records=records, backoff=0
@@ -85,19 +100,6 @@ async def test_an_error_behind_records_is_left_for_the_next_call() -> None:
     with pytest.raises(OffsetOutOfRangeError):
         await take(fetcher)
     assert await take(fetcher) == {}
-
-
-async def test_what_cannot_be_read_is_left_for_the_next_call_and_fetched_again() -> None:
-    """First the records before it, of all partitions; then the error, and the result is gone."""
-    broken = bytearray(batch(2, 2))
-    broken[30] ^= 0xFF
-    fetcher = Fetcher(one=batch(0, 1), two=batch(0, 2) + bytes(broken))
-
-    assert await take(fetcher) == {ONE: [0], TWO: [0, 1]}
-    with pytest.raises(CorruptRecordException):
-        await take(fetcher)
-    assert fetcher.states[TWO].position == 2
-    assert not fetcher._records
 
 
 async def test_a_poll_has_a_bound_over_all_partitions() -> None:
@@ -136,3 +138,159 @@ async def test_a_response_is_let_go_of_when_it_is_read() -> None:
         assert response() is None
     finally:
         gc.enable()
+
+
+# --- what cannot be read ------------------------------------------------------------------------
+
+
+async def read_all(fetcher: Fetcher, reading: Reading) -> tuple[list[Record], list[Gap]]:
+    """What polls return and pass over, until nothing is left of what was fetched."""
+    found: list[Record] = []
+    gaps: list[Gap] = []
+    while fetcher._records:
+        reading.gaps = []
+        for records in (await fetched_records(fetcher, 0, 100, MAX_POLL_BYTES, reading)).values():
+            found += records
+        gaps += reading.gaps
+    return found, gaps
+
+
+def places(gaps: list[Gap]) -> list[tuple[int, int, str]]:
+    """Where they are, and why."""
+    return [(gap.first, gap.end, gap.code) for gap in gaps]
+
+
+@pytest.mark.parametrize("codec", [0, GZIP, SNAPPY, LZ4, ZSTD])
+async def test_header_name_that_is_not_utf8_is_read_without_loss(codec: int) -> None:
+    """Its bytes come back with `surrogateescape`; the records beside it are as they were."""
+    records = [
+        RawRecord(b"1", b"k", [(b"good", b"x")]),
+        RawRecord(b"2", None, [(b"caf\xe9", b"y"), (b"none", None)]),
+        RawRecord(None, b"k"),
+    ]
+    reading = Reading()
+
+    found, gaps = await read_all(Fetcher(one=raw_batch(records, codec=codec)), reading)
+
+    assert [(r.offset, r.key, r.value) for r in found] == [
+        (0, b"k", b"1"),
+        (1, None, b"2"),
+        (2, b"k", None),
+    ]
+    assert list(found[1].headers) == [("caf\udce9", b"y"), ("none", None)]
+    assert "caf\udce9".encode("utf-8", "surrogateescape") == b"caf\xe9"
+    assert not gaps
+
+
+async def test_such_a_name_behind_what_was_taken_repeats_nothing() -> None:
+    """A batch is taken in parts; the careful parser goes on behind the last one."""
+    records = [RawRecord(b"%d" % number) for number in range(6)]
+    records.append(RawRecord(b"6", None, [(b"\xff", b"")]))
+    fetcher, reading = Fetcher(one=raw_batch(records)), Reading()
+    found: list[int] = []
+    while fetcher._records:
+        for taken in (await fetched_records(fetcher, 0, 4, MAX_POLL_BYTES, reading)).values():
+            found += [each.offset for each in taken]
+
+    assert found == list(range(7))
+
+
+async def test_damaged_batch_is_fetched_again_before_it_is_passed_over() -> None:
+    """First the records before it, of all partitions; the position stays at the batch."""
+    broken = bytearray(batch(2, 2))
+    broken[30] ^= 0xFF
+    reading = Reading()
+    fetcher = Fetcher(one=batch(0, 1), two=batch(0, 2) + bytes(broken))
+    found, gaps = await read_all(fetcher, reading)
+    assert [each.offset for each in found] == [0, 0, 1]
+    assert not gaps
+    assert fetcher.states[TWO].position == 2
+
+    again = Fetcher(one=batch(0, 1), two=bytes(broken) + batch(4, 1))
+    again.states[TWO].position = 2
+    again._records[TWO]._partition_records.next_fetch_offset = 2
+    found, gaps = await read_all(again, reading)
+
+    assert [each.offset for each in found] == [0, 4]
+    assert places(gaps) == [(2, 4, Code.INVALID_REQUEST)]
+
+
+@pytest.mark.parametrize("name", CODECS)
+async def test_batch_over_the_bound_is_passed_over_as_too_large(name: str) -> None:
+    """Those before and behind it are read."""
+    bad = bytearray(bomb(CODECS[name], 3_000_000, 3))
+    bad[:8] = (1).to_bytes(8, "big")
+    content = batch(0, 1) + bytes(bad) + batch(4, 1)
+
+    found, gaps = await read_all(Fetcher(one=content), Reading(1_000_000))
+
+    assert [each.offset for each in found] == [0, 4]
+    assert places(gaps) == [(1, 4, Code.TOO_LARGE)]
+    assert "1000000" in gaps[0].reason
+
+
+@pytest.mark.parametrize("name", CODECS)
+async def test_batch_within_the_bound_is_read_however_well_it_compresses(name: str) -> None:
+    """The bound is for what comes of it, and not for the ratio."""
+    found, gaps = await read_all(Fetcher(one=bomb(CODECS[name], 900_000, 3)), Reading(1_000_000))
+
+    assert [len(each.value or b"") for each in found] == [300_000] * 3
+    assert not gaps
+
+
+@pytest.mark.parametrize("codec", [5, 6, 7])
+async def test_batch_of_an_unknown_compression_is_passed_over(codec: int) -> None:
+    """It names what it got."""
+    content = framed_batch(b"whatever", 3, codec) + batch(3, 1)
+
+    found, gaps = await read_all(Fetcher(one=content), Reading())
+
+    assert [each.offset for each in found] == [3]
+    assert places(gaps) == [(0, 3, Code.INVALID_REQUEST)]
+    assert f"got {codec}" in gaps[0].reason
+
+
+async def test_batch_of_an_unknown_format_is_passed_over() -> None:
+    """Up to the next batch."""
+    unknown = bytearray(batch(0, 3))
+    unknown[16] = 3
+
+    found, gaps = await read_all(Fetcher(one=bytes(unknown) + batch(3, 1)), Reading())
+
+    assert [each.offset for each in found] == [3]
+    assert places(gaps) == [(0, 3, Code.INVALID_REQUEST)]
+
+
+async def test_records_before_a_damaged_one_are_read() -> None:
+    """From there on nothing of the batch is, since nothing says where the next record begins."""
+    good = raw_batch([RawRecord(b"1"), RawRecord(b"2"), RawRecord(b"3")])
+    damaged = bytearray(good)
+    damaged[good.index(b"2") - 1] = 0x7F  # the length of the second value
+
+    content = checked(bytes(damaged)) + batch(3, 1)
+    found, gaps = await read_all(Fetcher(one=content), Reading())
+
+    assert [each.offset for each in found] == [0, 3]
+    assert places(gaps) == [(1, 3, Code.INVALID_REQUEST)]
+
+
+async def test_frame_that_announces_less_than_it_holds_is_bounded_as_well() -> None:
+    """Two frames of zstd, of which only the first says how large it is."""
+    content = compressed(ZSTD, bytes(10)) + compressed(ZSTD, bytes(3_000_000))
+
+    _, gaps = await read_all(Fetcher(one=framed_batch(content, 2, ZSTD)), Reading(1_000_000))
+
+    assert places(gaps) == [(0, 2, Code.TOO_LARGE)]
+
+
+async def test_a_poll_is_limited_by_bytes() -> None:
+    """The record that meets the limit is its last; the rest comes with the next ones."""
+    content = raw_batch([RawRecord(bytes(400_000))] * 5)
+    fetcher, reading = Fetcher(one=content, two=content), Reading()
+    polls = []
+    while fetcher._records:
+        polled = await fetched_records(fetcher, 0, 100, 1_000_000, reading)
+        polls.append({partition: len(records) for partition, records in polled.items()})
+
+    assert polls[:2] == [{ONE: 3}, {ONE: 2}]
+    assert sum(sum(each.values()) for each in polls) == 10

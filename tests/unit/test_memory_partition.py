@@ -23,7 +23,7 @@ def _partition(count: int = 0) -> Partition:
 
 
 def _offsets(partition: Partition, offset: int, max_records: int = 100) -> list[int]:
-    return [record.offset for record in partition.read(offset, max_records)]
+    return [record.offset for record in partition.read(offset, max_records)[0]]
 
 
 def test_offsets_count_from_zero() -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 
+from headrace.errors import Code
 from headrace.log.errors import LogUnavailable, NoLeader
 from headrace.log.memory.group import Group
 from headrace.log.memory.topics import Topics
@@ -221,6 +222,17 @@ class Faults:
     def skip_offsets(self, partition: TopicPartition, offsets: int) -> None:
         """Leave a gap at the end of a partition, as transaction markers and compaction do."""
         self._topics.partition(partition).skip(offsets)
+
+    def write_unreadable(
+        self,
+        partition: TopicPartition,
+        offsets: int,
+        *,
+        code: str = Code.INVALID_REQUEST,
+        reason: str = "made unreadable",
+    ) -> None:
+        """Put a batch that cannot be read at the end of a partition, as a client may on Kafka."""
+        self._topics.partition(partition).write_unreadable(offsets, code, reason)
 
     # What the faces ask.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from operator import attrgetter
 
-from headrace.log.port import NewRecord, Record, TopicPartition
+from headrace.log.port import MAX_POLL_BYTES, Gap, NewRecord, Record, TopicPartition
 
 # What a record takes beside its key, value and headers: in Kafka's format at most 61 bytes of
 # batch header and 21 of its own (https://kafka.apache.org/documentation/#messageformat), here
@@ -62,6 +63,7 @@ class Partition:
         self._held_bytes = 0
         self._watchers: set[Callable[[], None]] = set()
         self._open: dict[Hashable, list[tuple[int, int]]] = {}  # offsets, by transaction
+        self._unreadable: list[Gap] = []
 
     @property
     def stable_end(self) -> int:
@@ -117,15 +119,24 @@ class Partition:
         self.skip(1)
         self._wake()
 
-    def read(self, offset: int, max_records: int) -> Sequence[Record]:
-        """Up to `max_records` from `offset` on, below the stable end; `offset` must not be
-        below `begin`.
+    def read(
+        self, offset: int, max_records: int, max_bytes: int = MAX_POLL_BYTES
+    ) -> tuple[Sequence[Record], int]:
+        """Return records from `offset` on, below the stable end, and their bytes.
+
+        `offset` must not be below `begin`. The last record may exceed the limit of bytes.
         """
         start = self._index(offset)
         stop = start + max_records
         if self._open:
             stop = min(stop, self._index(self.stable_end))
-        return self._records[start:stop]
+        sizes = self._sizes[start:stop]
+        size_bytes = sum(sizes)
+        if size_bytes > max_bytes:
+            totals = list(accumulate(sizes))
+            count = bisect_left(totals, max_bytes) + 1
+            return self._records[start : start + count], totals[count - 1]
+        return self._records[start:stop], size_bytes
 
     def trim(self, before_offset: int) -> None:
         """Drop what lies below `before_offset`, as retention does.
@@ -159,6 +170,21 @@ class Partition:
     def skip(self, offsets: int) -> None:
         """Leave a gap: the next record's offset is higher by `offsets`."""
         self.end += offsets
+
+    def write_unreadable(self, offsets: int, code: str, reason: str) -> None:
+        """Add a batch at the end that no reader can read, and wake the watchers."""
+        gap = Gap(self.name, self.end, self.end + offsets, code, reason)
+        self._unreadable.append(gap)
+        self.end = gap.end
+        self._wake()
+
+    def gaps_between(self, first: int, end: int) -> list[Gap]:
+        """Return what cannot be read from `first` up to, and without, `end`."""
+        return [
+            gap._replace(first=max(gap.first, first))
+            for gap in self._unreadable
+            if gap.end > first and gap.first < end
+        ]
 
     def offset_at(self, timestamp_ms: int) -> int | None:
         """The first offset whose timestamp is at or after the given one."""

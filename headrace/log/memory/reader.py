@@ -11,7 +11,7 @@ from headrace.log.errors import Fenced, LogRefused, OffsetOutOfRange
 from headrace.log.memory.faults import Faults
 from headrace.log.memory.partition import Partition
 from headrace.log.memory.topics import Topics
-from headrace.log.port import Committed, Record, TopicPartition
+from headrace.log.port import MAX_POLL_BYTES, Committed, Gap, Record, TopicPartition
 
 
 class MemoryReader:
@@ -33,12 +33,13 @@ class MemoryReader:
         self._positions: dict[TopicPartition, int] = {}
         self._paused: set[TopicPartition] = set()
         self._turns: list[TopicPartition] = []
+        self._gaps: list[Gap] = []
         self._gate_is_open = False
         self._is_closed = False
         self._news = asyncio.Event()
 
     async def poll(
-        self, timeout_s: float, max_records: int
+        self, timeout_s: float, max_records: int, max_bytes: int = MAX_POLL_BYTES
     ) -> Mapping[TopicPartition, Sequence[Record]]:
         """See the port. Partitions take turns, so that a busy one does not starve the others."""
         loop = asyncio.get_running_loop()
@@ -47,14 +48,17 @@ class MemoryReader:
         while True:
             self._raise_what_ended_it()
             self._news.clear()
-            found = self._take(max_records)
-            if found or loop.time() >= deadline:
+            found = self._take(max_records, max_bytes)
+            if found or self._gaps or loop.time() >= deadline:
                 return found
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._news.wait()
             except TimeoutError:
                 return {}
+
+    def gaps(self) -> Sequence[Gap]:
+        return self._gaps
 
     def assignment(self) -> frozenset[TopicPartition]:
         return frozenset(self._reading)
@@ -155,8 +159,9 @@ class MemoryReader:
         self._reading, self._positions, self._turns = {}, {}, []
         self._paused.clear()
 
-    def _take(self, max_records: int) -> dict[TopicPartition, Sequence[Record]]:
+    def _take(self, max_records: int, max_bytes: int) -> dict[TopicPartition, Sequence[Record]]:
         found: dict[TopicPartition, Sequence[Record]] = {}
+        self._gaps = []
         if not self._gate_is_open or self._faults.is_down:
             return found
         turns = [name for name in self._turns if name not in self._paused]
@@ -166,14 +171,16 @@ class MemoryReader:
             stable_end = partition.stable_end
             if position >= stable_end:
                 continue
-            records = partition.read(position, max_records)
+            records, size_bytes = partition.read(position, max_records, max_bytes)
             if records:
                 found[name] = records
                 self._positions[name] = records[-1].offset + 1
                 max_records -= len(records)
+                max_bytes -= size_bytes
             else:
                 self._positions[name] = stable_end  # what is left is a gap
-            if not max_records:
+            self._gaps += partition.gaps_between(position, self._positions[name])
+            if not max_records or max_bytes <= 0:
                 break
         if found:
             self._turns = [name for name in self._turns if name not in found] + list(found)

@@ -1,0 +1,412 @@
+"""Record batches as bytes: decompressed within a bound, and parsed with care where that is needed.
+
+aiokafka's parser is in C and takes most batches. Three things it does not do. It decompresses
+without a bound, so that 20 kB in the log can become gigabytes; so every compressed batch is
+decompressed here, and handed to it as if it had never been compressed. It raises at a header name
+that is not UTF-8, which any client may send; and it gives up a whole batch where one record in it
+is damaged. `careful_records` reads such a batch in Python, slowly, as far as it can be read.
+
+Source of the layouts: "Message Format" in Kafka's documentation, RFC 8878 (zstd), and the frame
+formats of LZ4, snappy-java (xerial) and gzip.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import cramjam
+from aiokafka.consumer import fetcher as aiokafka_fetcher
+from aiokafka.errors import CorruptRecordException
+from aiokafka.record.default_records import DefaultRecordBatch
+from aiokafka.record.legacy_records import LegacyRecordBatch
+from aiokafka.record.memory_records import MemoryRecords
+
+from headrace.errors import Code
+
+DEFAULT_DECOMPRESSED_BYTES: Final = 128 * 1024 * 1024
+"""The bound of a batch where the settings name none."""
+
+_FRAME = struct.Struct(">qi")  # base offset, and how many bytes follow
+_HEAD = struct.Struct(">qiibIhiqqqhii")
+_LENGTH_AT, _MAGIC_AT, _ATTRIBUTES_AT = 8, 16, 21
+_CODEC, _LOG_APPEND_TIME = 0x07, 0x08
+_NONE, _GZIP, _SNAPPY, _LZ4, _ZSTD = range(5)
+_LEGACY_MIN_BYTES = 26
+_FIRST_GUESS_BYTES: Final = 64 * 1024
+_GROWTH: Final = 4
+_MAX_GZIP_MEMBERS: Final = 16
+"""Producers write one. What is left is copied for each, so that many would take very long."""
+_XERIAL, _XERIAL_HEAD_BYTES = b"\x82SNAPPY\x00", 16
+_ZSTD_MAGIC, _LZ4_MAGIC = b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18"
+_BUFFER_IS_FULL = "failed to write whole buffer"
+"""The text of `std::io::ErrorKind::WriteZero`, by which cramjam says that the output is full."""
+
+
+class UnreadableBatch(CorruptRecordException):  # type: ignore[misc]  # aiokafka publishes no types
+    """A batch, or the rest of one, that cannot be read and has to be passed over.
+
+    Attributes:
+        code: `TOO_LARGE` for one that exceeds the bound once decompressed, else `INVALID_REQUEST`.
+        reason: what was expected, and what there was.
+    """
+
+    def __init__(self, reason: str, code: Code = Code.INVALID_REQUEST) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+class Head(NamedTuple):
+    """The fixed part of a batch of format 2."""
+
+    base_offset: int
+    length: int
+    leader_epoch: int
+    magic: int
+    crc: int
+    attributes: int
+    last_offset_delta: int
+    first_timestamp: int
+    max_timestamp: int
+    producer_id: int
+    producer_epoch: int
+    base_sequence: int
+    records: int
+
+
+class CarefulRecord(NamedTuple):
+    """A record, as far as aiokafka's has the same attributes."""
+
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: list[tuple[str, bytes | None]]
+
+
+class RecordSet:
+    """A partition's part of a fetch response; gives each batch's bytes beside aiokafka's object.
+
+    It takes the place of aiokafka's `MemoryRecords`, which is in C and shows no bytes.
+
+    Attributes:
+        content: the bytes of the batch that `next_batch` returned, or failed at, last.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.content = memoryview(b"")
+        self._all = memoryview(content)
+        self._at = 0
+
+    def size_in_bytes(self) -> int:
+        """Of all, including a last batch that came in part."""
+        return len(self._all)
+
+    def has_next(self) -> bool:
+        """Whether another batch came whole."""
+        return self.following_offset() is not None
+
+    def following_offset(self) -> int | None:
+        """The base offset of the next batch; None where none came whole."""
+        left = len(self._all) - self._at
+        if left < _FRAME.size:
+            return None
+        offset, length = _FRAME.unpack_from(self._all, self._at)
+        is_whole = length < 0 or _FRAME.size + length <= left
+        return int(offset) if is_whole else None
+
+    def next_batch(self) -> Any:
+        """Return aiokafka's object for the next batch; None where there is none.
+
+        Raises:
+            UnreadableBatch: it has no format that is known.
+        """
+        if not self.has_next():
+            return None
+        _, length = _FRAME.unpack_from(self._all, self._at)
+        end = self._at + _FRAME.size + length if length >= 0 else len(self._all)
+        self.content = content = self._all[self._at : end]
+        self._at = end
+        magic = content[_MAGIC_AT] if len(content) > _MAGIC_AT else -1
+        if magic == 2 and len(content) >= _HEAD.size:
+            return DefaultRecordBatch(content)
+        if magic in (0, 1) and len(content) >= _LEGACY_MIN_BYTES:
+            return LegacyRecordBatch(content, magic)
+        raise UnreadableBatch(
+            f"expected a batch of format 0, 1 or 2, got format {magic} in {len(content)} bytes"
+        )
+
+
+# aiokafka's fetcher makes one of what each fetch response has of a partition. For every other
+# consumer in the process it behaves as the class that it replaces.
+assert aiokafka_fetcher.MemoryRecords is MemoryRecords
+aiokafka_fetcher.MemoryRecords = RecordSet
+
+
+def plain_batch(batch: Any, content: memoryview, most_bytes: int) -> tuple[Any, memoryview]:
+    """Return a batch, and its bytes, as they would be if it had not been compressed.
+
+    Args:
+        batch: aiokafka's object for it, whose checksum is right.
+        content: its bytes.
+        most_bytes: how large its records may be once decompressed.
+
+    Raises:
+        UnreadableBatch: they are larger, or cannot be decompressed.
+    """
+    is_legacy = content[_MAGIC_AT] < 2
+    codec = content[_MAGIC_AT + 1] & _CODEC if is_legacy else batch.attributes & _CODEC
+    if codec == _NONE:
+        return batch, content
+    if is_legacy:
+        # aiokafka decompresses such a batch itself, after it is known that it may.
+        decompressed(codec, _legacy_value(content), most_bytes)
+        return batch, content
+    records = decompressed(codec, content[_HEAD.size :], most_bytes, _HEAD.size)
+    records[: _HEAD.size] = content[: _HEAD.size]
+    struct.pack_into(">i", records, _LENGTH_AT, len(records) - _FRAME.size)
+    struct.pack_into(">h", records, _ATTRIBUTES_AT, batch.attributes & ~_CODEC)
+    plain = memoryview(records)
+    return DefaultRecordBatch(plain), plain
+
+
+def _legacy_value(content: memoryview) -> memoryview:
+    """The messages inside a compressed message of format 0 or 1."""
+    at = _MAGIC_AT + (10 if content[_MAGIC_AT] else 2)
+    try:
+        (key_size,) = struct.unpack_from(">i", content, at)
+        at += 4 + max(key_size, 0)
+        (size,) = struct.unpack_from(">i", content, at)
+    except struct.error as error:
+        raise UnreadableBatch(f"damaged message: {error}") from None
+    return content[at + 4 : at + 4 + max(size, 0)]
+
+
+# --- decompressing ----------------------------------------------------------------------------
+
+
+def decompressed(
+    codec: int, content: memoryview, most_bytes: int, reserved_bytes: int = 0
+) -> bytearray:
+    """Decompress into so many reserved bytes and what follows them.
+
+    A size that the frame announces is compared with the bound before anything is allocated. Where
+    none is announced, or a wrong one, the memory grows with what is found, up to the bound.
+
+    Raises:
+        UnreadableBatch: it is larger than the bound, damaged, or of an unknown codec.
+    """
+    decompress = _DECOMPRESS.get(codec)
+    if decompress is None:
+        raise UnreadableBatch(f"expected compression 0 to 4, got {codec}")
+    return decompress(content, most_bytes, reserved_bytes)
+
+
+def _gzip(content: memoryview, most_bytes: int, reserved_bytes: int) -> bytearray:
+    out = bytearray(reserved_bytes)
+    left: Any = content
+    try:
+        for _ in range(_MAX_GZIP_MEMBERS):
+            member = zlib.decompressobj(wbits=31)
+            out += member.decompress(left, most_bytes + reserved_bytes - len(out) + 1)
+            if len(out) > most_bytes + reserved_bytes:
+                raise _too_large("gzip", most_bytes)
+            if not member.eof:
+                raise UnreadableBatch("damaged gzip: it ends too early")
+            left = member.unused_data.lstrip(b"\0")
+            if not left:
+                return out
+    except zlib.error as error:
+        raise UnreadableBatch(f"damaged gzip: {error}") from None
+    raise UnreadableBatch(f"expected at most {_MAX_GZIP_MEMBERS} gzip members, got more")
+
+
+def _snappy(content: memoryview, most_bytes: int, reserved_bytes: int) -> bytearray:
+    """Every block announces its size, and decompressing checks it."""
+    announce = cramjam.snappy.decompress_raw_len
+    try:
+        # The blocks are looked at twice, since a list of many small ones takes more than they do.
+        announced = sum(announce(block) for block in _snappy_blocks(content))
+        if announced > most_bytes:
+            raise _too_large("snappy", most_bytes, announced)
+        out = bytearray(reserved_bytes + announced)
+        at = reserved_bytes
+        for block in _snappy_blocks(content):
+            end = at + announce(block)
+            cramjam.snappy.decompress_raw_into(block, memoryview(out)[at:end])
+            at = end
+    except cramjam.DecompressionError as error:
+        raise UnreadableBatch(f"damaged snappy: {error}") from None
+    return out
+
+
+def _snappy_blocks(content: memoryview) -> Iterator[memoryview]:
+    if content[: len(_XERIAL)] != _XERIAL:
+        yield content
+        return
+    at = _XERIAL_HEAD_BYTES
+    while at < len(content):
+        if len(content) - at < 4:
+            raise UnreadableBatch("damaged snappy: it ends too early")
+        (size,) = struct.unpack_from(">i", content, at)
+        at += 4
+        if not 0 <= size <= len(content) - at:
+            raise UnreadableBatch(f"damaged snappy: a block of {size} bytes")
+        yield content[at : at + size]
+        at += size
+
+
+def _lz4(content: memoryview, most_bytes: int, reserved_bytes: int) -> bytearray:
+    announced = None
+    if content[:4] == _LZ4_MAGIC and len(content) >= 14 and content[4] & 0x08:
+        announced = int.from_bytes(content[6:14], "little")
+    into = cramjam.lz4.decompress_into
+    return _grown("lz4", into, content, announced, most_bytes, reserved_bytes)
+
+
+def _zstd(content: memoryview, most_bytes: int, reserved_bytes: int) -> bytearray:
+    announced = _zstd_announced(content)
+    into = cramjam.zstd.decompress_into
+    return _grown("zstd", into, content, announced, most_bytes, reserved_bytes)
+
+
+def _zstd_announced(content: memoryview) -> int | None:
+    """`Frame_Content_Size` of the first frame; None where it has none."""
+    if content[:4] != _ZSTD_MAGIC or len(content) < 5:
+        return None
+    descriptor = content[4]
+    is_single_segment = bool(descriptor & 0x20)
+    size = (1 if is_single_segment else 0, 2, 4, 8)[descriptor >> 6]
+    at = 5 + (not is_single_segment) + (0, 1, 2, 4)[descriptor & 0x03]
+    if not size or len(content) < at + size:
+        return None
+    return int.from_bytes(content[at : at + size], "little") + (256 if size == 2 else 0)
+
+
+def _grown(
+    name: str,
+    decompress_into: Callable[[Any, Any], int],
+    content: memoryview,
+    announced: int | None,
+    most_bytes: int,
+    reserved_bytes: int,
+) -> bytearray:
+    """Decompress into memory that is made larger until all fits, or the bound is met."""
+    if announced is not None and announced > most_bytes:
+        raise _too_large(name, most_bytes, announced)
+    guess = max(_FIRST_GUESS_BYTES, _GROWTH * len(content)) if announced is None else announced
+    while True:
+        guess = min(guess, most_bytes)
+        out = bytearray(reserved_bytes + guess)
+        try:
+            size = decompress_into(content, memoryview(out)[reserved_bytes:])
+        except cramjam.DecompressionError as error:
+            if _BUFFER_IS_FULL not in str(error):
+                raise UnreadableBatch(f"damaged {name}: {error}") from None
+        else:
+            del out[reserved_bytes + size :]
+            return out
+        if guess >= most_bytes:
+            raise _too_large(name, most_bytes)
+        guess = max(guess * _GROWTH, _FIRST_GUESS_BYTES)
+
+
+def _too_large(name: str, most_bytes: int, announced: int | None = None) -> UnreadableBatch:
+    got = "more" if announced is None else f"{announced}"
+    return UnreadableBatch(
+        f"expected at most {most_bytes} bytes once decompressed ({name}), got {got}", Code.TOO_LARGE
+    )
+
+
+_DECOMPRESS: Final = {_GZIP: _gzip, _SNAPPY: _snappy, _LZ4: _lz4, _ZSTD: _zstd}
+
+
+# --- parsing with care ------------------------------------------------------------------------
+
+
+def read_head(content: memoryview) -> Head | None:
+    """Return the fixed part of a batch of format 2; None where it is cut off."""
+    return Head(*_HEAD.unpack_from(content)) if len(content) >= _HEAD.size else None
+
+
+def careful_records(content: memoryview) -> Iterator[CarefulRecord]:
+    """Yield the records of a batch of format 2 that is not compressed.
+
+    A header's name that is not UTF-8 is decoded with `surrogateescape`, so that nothing of it is
+    lost, and the producer writes the same bytes again.
+
+    Raises:
+        UnreadableBatch: at the first record that is damaged; at once in an older format, which has
+            no headers, so that aiokafka's parser can read all that is right.
+    """
+    if content[_MAGIC_AT] < 2:
+        raise UnreadableBatch("damaged messages of format 0 or 1")
+    head = Head(*_HEAD.unpack_from(content))
+    stamp = head.max_timestamp if head.attributes & _LOG_APPEND_TIME else None
+    cursor = _Cursor(content, _HEAD.size)
+    for _ in range(head.records):
+        yield _careful_record(cursor, head, stamp)
+
+
+def _careful_record(cursor: _Cursor, head: Head, stamp: int | None) -> CarefulRecord:
+    length = cursor.varint()
+    end = cursor.at + length
+    cursor.skip(1)  # attributes, which have no meaning yet
+    timestamp = head.first_timestamp + cursor.varint()
+    offset = head.base_offset + cursor.varint()
+    key, value = cursor.nullable(), cursor.nullable()
+    headers: list[tuple[str, bytes | None]] = []
+    for _ in range(cursor.count()):
+        name = cursor.nullable()
+        if name is None:
+            raise UnreadableBatch("damaged record: a header without a name")
+        headers.append((name.decode("utf-8", "surrogateescape"), cursor.nullable()))
+    if cursor.at != end:
+        raise UnreadableBatch(f"damaged record: expected its end at byte {end}, got {cursor.at}")
+    return CarefulRecord(offset, timestamp if stamp is None else stamp, key, value, headers)
+
+
+class _Cursor:
+    """A place in the bytes of a batch, beyond whose end nothing is read."""
+
+    def __init__(self, content: memoryview, at: int) -> None:
+        self.at = at
+        self._content = content
+
+    def varint(self) -> int:
+        """A zigzag varint of up to ten bytes."""
+        number = shift = 0
+        while True:
+            if self.at >= len(self._content) or shift > 63:
+                raise UnreadableBatch(f"damaged record: no number at byte {self.at}")
+            byte = self._content[self.at]
+            self.at += 1
+            number |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return (number >> 1) ^ -(number & 1)
+            shift += 7
+
+    def count(self) -> int:
+        """A number of parts, none of which takes less than two bytes."""
+        number = self.varint()
+        if not 0 <= 2 * number <= len(self._content) - self.at:
+            raise UnreadableBatch(f"damaged record: {number} headers")
+        return number
+
+    def nullable(self) -> bytes | None:
+        """Bytes after their length; None where that is negative."""
+        size = self.varint()
+        if size < 0:
+            return None
+        start = self.at
+        self.skip(size)
+        return bytes(self._content[start : self.at])
+
+    def skip(self, size: int) -> None:
+        """Go on by so many bytes."""
+        if size > len(self._content) - self.at:
+            raise UnreadableBatch(f"damaged record: {size} bytes at byte {self.at} are missing")
+        self.at += size
