@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.flow.lifecycle import Stop, stop_on_signals
+from headrace.heap import trimming
 from headrace.log.port import Log
 from headrace.models.registry import Models
 from headrace.models.user_code import on_daemon_thread
@@ -250,8 +252,14 @@ async def run(
         if announce is not None:
             announce(server.port)
         await stack.enter_async_context(_reloading(pipeline))
+        in_flight_bytes = partial(_in_flight_bytes, pipeline.state)
+        await stack.enter_async_context(trimming(in_flight_bytes, metrics))
         await pipeline.run(stop)
     return 0
+
+
+def _in_flight_bytes(state: ProcessState) -> int:
+    return sum(asked().in_flight_bytes for asked in state.sources)
 
 
 @asynccontextmanager

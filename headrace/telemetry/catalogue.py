@@ -383,6 +383,12 @@ PROCESS = (
         (),
         "How late a timer of the event loop ran, measured ten times a second.",
     ),
+    Spec(
+        "headrace_heap_trimmed_bytes",
+        "counter",
+        (),
+        "Memory that was free in the process and was given back to the system.",
+    ),
     Spec("headrace_live", "gauge", (), "1 while /health/live answers 200."),
     Spec("headrace_ready", "gauge", (), "1 while /health/ready answers 200."),
     Spec(

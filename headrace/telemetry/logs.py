@@ -35,6 +35,7 @@ class Event(StrEnum):
     STOPPED = "process.stopped"
     FAILED = "process.failed"
     STUCK = "process.stuck"
+    HEAP_TRIMMED = "heap.trimmed"
     DRAIN_INCOMPLETE = "drain.incomplete"
 
     REQUEST = "request"

@@ -47,7 +47,8 @@ class Metrics:
         registry: where they are registered; a process has one, a test makes its own.
 
     Attributes:
-        duplicates, void, bisections, unkept, unanswered, skipped: counters without labels.
+        duplicates, void, bisections, unkept, unanswered, skipped,
+            heap_trimmed: counters without labels.
         rebound: likewise, of requests that were bound to another version.
         attempts, condemned, transaction_timeouts: likewise; suspects, known_executors: gauges.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures,
@@ -91,6 +92,7 @@ class Metrics:
         self.transaction_timeouts = self._counter("transaction_timeouts")
         self.skipped = self._counter("skipped")
         self._unreadable = self._counter("unreadable")
+        self.heap_trimmed = self._counter("heap_trimmed_bytes")
         self.known_executors = self._gauge("known_executors")
         self.suspects = self._gauge("suspects")
         self.attempts = self._counter("suspect_attempts")

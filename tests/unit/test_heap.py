@@ -1,0 +1,76 @@
+"""Memory that was freed goes back to the system."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from headrace.heap import (
+    TrimRule,
+    TrimSettings,
+    find_trim,
+    resident_bytes,
+    trim_now_and_then,
+)
+from headrace.telemetry.metrics import Metrics
+from tests.support.conditions import eventually
+
+MIB = 1024 * 1024
+SETTINGS = TrimSettings(look_s=0.01, growth_bytes=32 * MIB, idle_bytes=MIB, busy_s=60.0)
+
+
+def rule_at(resident: int) -> TrimRule:
+    """A rule that has seen the process this large, at 0 s."""
+    rule = TrimRule(SETTINGS)
+    assert not rule.is_due(0.0, resident, 0)
+    return rule
+
+
+def test_idle_process_that_has_grown_is_trimmed() -> None:
+    """Not before it is idle, and not for a little."""
+    rule = rule_at(100 * MIB)
+
+    assert not rule.is_due(1.0, 120 * MIB, 0)
+    assert not rule.is_due(1.0, 200 * MIB, 2 * MIB)
+    assert rule.is_due(1.0, 200 * MIB, MIB)
+
+
+def test_busy_process_is_trimmed_once_a_minute() -> None:
+    """One that is never idle would grow without a bound."""
+    rule = rule_at(100 * MIB)
+
+    assert rule.is_due(61.0, 200 * MIB, 50 * MIB)
+    rule.trimmed(61.0, 110 * MIB)
+    assert not rule.is_due(62.0, 200 * MIB, 50 * MIB)
+    assert rule.is_due(121.0, 200 * MIB, 50 * MIB)
+
+
+def test_memory_in_use_is_not_trimmed_for_again() -> None:
+    """What stayed after the last time is what it has to grow from."""
+    rule = rule_at(100 * MIB)
+    rule.trimmed(1.0, 300 * MIB)
+
+    assert not rule.is_due(100.0, 310 * MIB, 0)
+
+
+@pytest.mark.skipif(find_trim() is None or resident_bytes() is None, reason="needs glibc on Linux")
+async def test_fragmented_heap_is_given_back() -> None:
+    """Blocks that stay keep the allocator from giving back all that lies between them."""
+    metrics = Metrics(CollectorRegistry())
+    trimming = asyncio.create_task(trim_now_and_then(lambda: 0, metrics, SETTINGS))
+    await asyncio.sleep(0)  # the first look
+    blocks = [bytes(64 * 1024 + place % 999) for place in range(3000)]
+    kept = blocks[::50]
+    del blocks
+    gc.collect()
+
+    def released_bytes() -> float:
+        return metrics.registry.get_sample_value("headrace_heap_trimmed_bytes_total") or 0.0
+
+    await eventually(lambda: released_bytes() > 100 * MIB)
+    assert len(kept) == 60
+    trimming.cancel()
+    await asyncio.wait([trimming])
