@@ -47,6 +47,9 @@ RETRY_S = 0.1
 MAX_RETRY_S = 5.0
 STALLED_S = 2.0
 MAX_STALLED_S = 60.0
+FORBIDDEN_S = 30.0
+"""So long answers for a topic that we may not write to go to `responses` without another try."""
+MAX_FORBIDDEN = 10_000
 FOLLOWS_WITHIN_S = 0.01
 """A step that begins so soon after the last one tells how quickly requests are answered. A burst
 after some silence does not.
@@ -96,6 +99,7 @@ class SealedStep:
         self._sizing = sizing
         self._sizes: dict[int, StepSize] = {}
         self._stalls: dict[TopicPartition, _Stall] = {}
+        self._forbidden: dict[str, float] = {}  # until when, in monotonic seconds
         self._last: dict[int, _Ended] = {}
 
     async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
@@ -117,6 +121,8 @@ class SealedStep:
         aside = [each for each in outgoing if self._is_stalled(each[1], now_s)]
         if aside:
             outgoing = [each for each in outgoing if not self._is_stalled(each[1], now_s)]
+        if self._forbidden:
+            outgoing = self._reroute_forbidden(outgoing, now_s)
         return [*aside, *await self._answer(number, by_offset(outgoing))]
 
     async def _answer(self, number: int, left: list[Outgoing]) -> Sequence[Outgoing]:
@@ -127,6 +133,8 @@ class SealedStep:
                 return left
             if isinstance(refusal, UnknownPartition | TopicForbidden):
                 left = self._reroute(left, refusal)
+                if isinstance(refusal, TopicForbidden):
+                    self._remember(refusal)
             elif len(left) == 1:
                 await self._answer_refused(number, left, draft, refusal)
                 return left
@@ -277,6 +285,20 @@ class SealedStep:
     def _is_stalled(self, target: TopicPartition, now_s: float) -> bool:
         stall = self._stalls.get(target)
         return stall is not None and now_s < stall.until_s
+
+    def _remember(self, refusal: TopicForbidden) -> None:
+        """A caller who names such a topic again must not cost everybody else a producer again."""
+        if len(self._forbidden) >= MAX_FORBIDDEN:
+            self._forbidden.clear()
+        self._forbidden[refusal.topic] = time.monotonic() + FORBIDDEN_S
+
+    def _reroute_forbidden(self, outgoing: list[Outgoing], now_s: float) -> list[Outgoing]:
+        for topic in {target.topic for _, target in outgoing} & self._forbidden.keys():
+            if now_s < self._forbidden[topic]:
+                outgoing = self._reroute(outgoing, TopicForbidden(topic))
+            else:
+                del self._forbidden[topic]
+        return outgoing
 
     def _reroute(
         self, outgoing: Sequence[Outgoing], error: UnknownPartition | TopicForbidden

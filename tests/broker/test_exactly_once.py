@@ -32,6 +32,7 @@ class Bench:
 
     Attributes:
         value: what is sent: a request of digits.
+        partitions: of each topic.
         seen: how many visible answers each request has, by its partition and offset.
     """
 
@@ -40,6 +41,7 @@ class Bench:
         self._namespace = namespace
         pixels = np.ones((1, 64), np.float32)
         self.value = encode_request("application/msgpack", "digits", {"pixels": pixels})
+        self.partitions = PARTITIONS
         self.sent = 0
         self.seen: Answered = Counter()
         self.settings = environment(
@@ -55,7 +57,7 @@ class Bench:
         topic = f"{self._namespace}.requests"
         async with AIOKafkaProducer(bootstrap_servers=self._bootstrap_servers) as producer:
             acknowledged = [
-                await producer.send(topic, self.value, partition=number % PARTITIONS)
+                await producer.send(topic, self.value, partition=number % self.partitions)
                 for number in range(self.sent, self.sent + count)
             ]
             await asyncio.gather(*acknowledged)
@@ -73,7 +75,9 @@ class Bench:
             ) as consumer,
             asyncio.TaskGroup() as tasks,
         ):
-            consumer.assign([aiokafka.TopicPartition(topic, each) for each in range(PARTITIONS)])
+            consumer.assign(
+                [aiokafka.TopicPartition(topic, each) for each in range(self.partitions)]
+            )
             ending = asyncio.Event()
 
             async def read() -> None:
@@ -104,7 +108,9 @@ class Bench:
 
     def each_once(self) -> Answered:
         """What is to be seen in the end."""
-        return Counter((number % PARTITIONS, number // PARTITIONS) for number in range(self.sent))
+        return Counter(
+            (number % self.partitions, number // self.partitions) for number in range(self.sent)
+        )
 
 
 def _source_of(headers: dict[str, bytes]) -> tuple[int, int]:

@@ -26,10 +26,12 @@ async def bench(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> AsyncIte
     add_version(tmp_path, "wide", 1, identity("FP32", ("batch", FLOATS)))
     bench = Bench(kafka.bootstrap_servers, unique_name, tmp_path)
     x = np.ones((1, FLOATS), np.float32)
+    bench.partitions = 1
     bench.value = encode_request("application/msgpack", "wide", {"x": x})
     bench.settings |= {
         "HEADRACE_KAFKA__CLIENT_ID": unique_name,
         "HEADRACE_KAFKA__TRANSACTION_TIMEOUT_MS": "4000",
+        "HEADRACE_TOPICS__PARTITIONS": "1",
     }
     await headrace(["topics", "create"], bench.settings)
     await limit_producers(kafka.bootstrap_servers, unique_name, BYTES_PER_S)

@@ -167,6 +167,21 @@ async def test_what_its_reply_topic_refuses_is_answered_on_responses(topic: str)
         )
 
 
+async def test_forbidden_reply_topic_costs_one_producer() -> None:
+    """Who names it again and again does not slow down the others of the partition."""
+    transactional_id = "headrace.headrace.requests.0"
+    async with running() as bench:
+        await bench.log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
+        bench.log.faults.forbid("headrace.mine")
+        entered = bench.log.faults.entered_producers(transactional_id)
+        for _ in range(10):
+            requests = [bench.request(kafka_replyTopic=b"headrace.mine"), bench.request()]
+            await bench.inlet.send(requests)
+            await bench.settled()
+        assert list((await bench.statuses()).values()) == ["INVALID_REQUEST", "ok"] * 10
+        assert bench.log.faults.entered_producers(transactional_id) == entered + 1
+
+
 async def test_an_error_that_does_not_fit_goes_bare() -> None:
     """A key or headers that fill a record must not keep an answer from being given."""
     async with running() as bench:
