@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from headrace.config import describe_fault
-from headrace.errors import ConfigurationError, HeadraceError
+from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.models.backend import Arrays, ModelFailed, WarmUp
 from headrace.models.config import DeclaredTensor, ModelConfig
 from headrace.models.outputs import check_outputs, check_shapes, check_texts
@@ -128,7 +128,10 @@ class PythonBackend:
         return WarmUp()
 
     def run(self, inputs: Arrays) -> Arrays:
-        outputs = self._model.run(dict(inputs))
+        try:
+            outputs = self._model.run(dict(inputs))
+        except Fatal as error:  # which would end the process, and is not for a model to say
+            raise ModelFailed(describe(error)) from error
         if not isinstance(outputs, dict) or not all(
             isinstance(array, np.ndarray) for array in outputs.values()
         ):

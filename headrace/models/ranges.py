@@ -86,7 +86,7 @@ def limits_of(datatype: str, allowed: Sequence[float] | None) -> tuple[Any, Any]
     largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]  # no stubs
     if low > largest or high < -largest:
         return None
-    return max(float(low), -largest), min(float(high), largest)
+    return max(low, -largest), min(high, largest)
 
 
 def finite_checks(signature: Signature) -> tuple[FiniteCheck, ...]:
@@ -116,10 +116,11 @@ def range_checks(
         datatype = signature.inputs[positions[name]].datatype
         if datatype in ("BYTES", "BOOL"):
             raise ConfigurationError(f"range.{name}: expected an input of numbers, got {datatype}")
-        if limits_of(datatype, (low, high)) is None:
+        limits = limits_of(datatype, (low, high))
+        if limits is None:
             raise ConfigurationError(
                 f"range.{name}: expected a range with values of {datatype} in it, "
                 f"got [{low}, {high}]"
             )
-        checks.append(RangeCheck(positions[name], low, high, DATATYPES[datatype].dtype))
+        checks.append(RangeCheck(positions[name], *limits, DATATYPES[datatype].dtype))
     return tuple(checks)

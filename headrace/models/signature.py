@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.errors import ConfigurationError
-from headrace.messages import MAX_RANK
+from headrace.messages import MAX_NAME_LENGTH, MAX_RANK
 from headrace.tensors import DATATYPES
 
 if TYPE_CHECKING:
@@ -172,11 +172,14 @@ def _read(value: onnx.ValueInfoProto, kind: str) -> TensorSpec:
 def _check_name(name: str | bytes, kind: str) -> None:
     """Refuse a name that requests could not have: they are UTF-8. protobuf lets any bytes pass."""
     try:
-        readable = bool(name) and isinstance(name, str) and bool(name.encode())
+        readable = isinstance(name, str) and bool(name.encode())
     except UnicodeEncodeError:
         readable = False
-    if not readable:
-        raise ConfigurationError(f"{kind}: expected a name in UTF-8, got {name!r}")
+    if not readable or len(name) > MAX_NAME_LENGTH:
+        raise ConfigurationError(
+            f"{kind}: expected a name in UTF-8 of 1 to {MAX_NAME_LENGTH} characters, "
+            f"got {name[:40]!r} of {len(name)}"
+        )
 
 
 def _element_type_name(element_type: int) -> str:

@@ -23,7 +23,7 @@ import structlog
 from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.messages import Request
 from headrace.models.backend import Arrays, Backend
-from headrace.models.user_code import describe
+from headrace.models.user_code import describe, interrupt
 from headrace.services.executor.blocks import TURNS, HostBlock
 from headrace.services.executor.gather import gather
 from headrace.telemetry.logs import Event
@@ -170,6 +170,8 @@ class Instance:
         done, _ = await asyncio.wait([call.done], timeout=self.max_load_s)
         if not done:
             self._backend.cancel()
+            # What is written in Python would otherwise hold the interpreter lock from now on.
+            interrupt(self._thread)
             done, _ = await asyncio.wait([call.done], timeout=CANCEL_GRACE_S)
             self._hangs = not done
             raise ConfigurationError(

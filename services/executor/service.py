@@ -22,6 +22,7 @@ from headrace.models.backend import Arrays
 from headrace.models.cores import Cores
 from headrace.models.preparing import Preparation
 from headrace.models.registry import Change, Models
+from headrace.models.user_code import describe
 from headrace.models.version import ModelVersion, State
 from headrace.services.executor.again import divide, pause_after
 from headrace.services.executor.comparing import Comparison
@@ -40,7 +41,6 @@ from headrace.topics import Stage
 log = structlog.get_logger(__name__)
 
 ModelKey = tuple[str, str]
-MAX_MESSAGE_LENGTH = 2000
 
 
 class ExecutorService:
@@ -209,7 +209,7 @@ class ExecutorService:
             # Another one may have been begun meanwhile, and goes first.
             return ended, [Batch(batch.batch_id, wanted, batch.reason)]
         except Retriable as error:
-            run.failure = Failure(Code.INTERNAL, _told(error), Stage.EXECUTOR)
+            run.failure = Failure(Code.INTERNAL, describe(error), Stage.EXECUTOR)
             late = self._put_off(intake, run, run.failure)
             if late is not None:
                 return ended + late, []
@@ -287,7 +287,7 @@ class ExecutorService:
         except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends as an answer
             return Failure(
                 Code.MODEL_FAILED,
-                f"model {version.name} version {version.version}: {_told(error)}",
+                f"model {version.name} version {version.version}: {describe(error)}",
                 Stage.EXECUTOR,
             )
         return None
@@ -390,14 +390,3 @@ def _tell(version: ModelVersion) -> None:
     ):
         if reason:
             log.warning(event, model=version.name, version=version.version, reason=reason)
-
-
-def _told(error: Exception) -> str:
-    """An error of a model's in words that fit into any answer, whatever it is."""
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - an error may even fail to say what it is
-        text = type(error).__name__
-    if len(text) > MAX_MESSAGE_LENGTH:
-        text = f"{text[:MAX_MESSAGE_LENGTH]}..."
-    return text.encode("utf-8", "replace").decode()

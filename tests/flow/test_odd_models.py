@@ -79,6 +79,21 @@ def halves() -> onnx.ModelProto:
     )
 
 
+UNSPEAKABLE = """
+class Unspeakable(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+
+class Model:
+    inputs = [("X", "FP32", (-1, 4))]
+    outputs = [("y", "FP32", (-1, 2))]
+
+    def run(self, inputs):
+        raise Unspeakable
+"""
+
+
 class Served(dict[str, Any]):
     """What came of requests: answers or refusals by the request's id, and the verdict before."""
 
@@ -165,13 +180,14 @@ async def test_model_that_fails_with_made_up_rows_is_served(tmp_path: Path) -> N
     [
         (NUMBERS_AS_TEXTS, "output label: expected bytes or str, got int at element 0"),
         (WRONG_SHAPE, "output y: expected shape [-1, 2], got [1, 4]"),
+        (UNSPEAKABLE, "Unspeakable"),
     ],
-    ids=["element", "shape"],
+    ids=["element", "shape", "error"],
 )
 async def test_fault_of_a_python_model_is_called_its_own(
     tmp_path: Path, code: str, message: str
 ) -> None:
-    """What it returns is no fault of the request."""
+    """What it returns or raises is no fault of the request, and ends nothing else."""
     add_python(tmp_path, "model", code)
 
     served = await serve(tmp_path, "model", [{"X": np.ones((1, 4), np.float32)}])

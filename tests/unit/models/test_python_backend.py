@@ -197,3 +197,11 @@ def test_import_that_does_not_end_is_refused_after_max_load_s(tmp_path: Path) ->
         python_signature(path, config)
     caught.value.thread.join(10)
     assert not caught.value.thread.is_alive()
+
+
+def test_fatal_error_of_the_model_is_its_failure(make: Make) -> None:
+    """It would end the process, which is not for a model to say."""
+    backend = make(model("from headrace.errors import Fatal; raise Fatal('no more')"))
+    backend.load()
+    with pytest.raises(ModelFailed, match="Fatal: no more"):
+        backend.run({"x": np.ones((1, 2), np.float32)})

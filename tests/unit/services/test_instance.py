@@ -266,3 +266,23 @@ async def test_unload_that_raises_is_logged() -> None:
             "reason": "RuntimeError: SystemExit: 3",
         }
     ]
+
+
+async def test_load_that_does_not_end_is_interrupted() -> None:
+    """A loop in Python would hold the interpreter lock, and slow every other model down."""
+    ended = threading.Event()
+
+    class Endless(Sleeper):
+        def load(self) -> None:
+            try:
+                while True:
+                    threading.Event().wait(0.001)
+            finally:
+                ended.set()
+
+    instance = make(Endless())
+    instance.max_load_s = 0.05
+    with pytest.raises(ConfigurationError, match=r"max_load_s = 0\.05 s, got no end"):
+        async with instance:
+            pass
+    assert ended.wait(10)
