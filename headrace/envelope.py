@@ -37,6 +37,7 @@ MAX_SHOWN_NAME = 80
 """Characters of a header's name in an error's text."""
 
 _CLOUDEVENTS = "application/cloudevents"
+_LOOKED_AT_BYTES = 64
 _MAX_COUNT = 4  # digits of a number of attempts
 _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
 _INT32 = struct.Struct(">i")
@@ -216,6 +217,12 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
+def _content_encoding(value: bytes) -> NoReturn:
+    raise ValueError(
+        f"expected no such header, as values are read as they are, got {_shown(value)}"
+    )
+
+
 def _too_long(value: bytes) -> NoReturn:
     raise ValueError(f"expected at most {MAX_HEADER_BYTES} bytes, got {len(value)}")
 
@@ -241,6 +248,7 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     "x-cancel": (12, _cancelled),
     "x-timeout-ms": (13, _milliseconds(0)),
     "x-model": (14, _model),
+    "content-encoding": (11, _content_encoding),  # always a fault
 }
 _DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
 _BLANK: list[Any] = [*NO_HEADERS, None, ("", "")]
@@ -276,6 +284,22 @@ def answer_content_type(request_content_type: str) -> str:
     return JSON
 
 
+def begins_as_json(value: bytes | memoryview | None) -> bool:
+    """Return whether a value can only be a JSON object: no MessagePack map begins with a brace."""
+    return value is not None and bytes(value[:_LOOKED_AT_BYTES]).lstrip()[:1] == b"{"
+
+
+def error_content_type(request: Request) -> str:
+    """Return what the error of a request is written in.
+
+    JSON that came without its content type is answered in JSON: its caller reads nothing else.
+    """
+    content_type = request.envelope.content_type
+    if content_type in MSGPACK_TYPES and begins_as_json(request.value):
+        return JSON
+    return answer_content_type(content_type)
+
+
 def answer_headers(request: Request, status: str, request_topic: str) -> list[Header]:
     """The headers of a response record.
 
@@ -295,8 +319,9 @@ def answers_headers(
     first, second = _first_two(content_type, status)
     for request in requests:
         envelope = request.envelope
-        if envelope.content_type != content_type:
-            content_type = envelope.content_type
+        own_type = envelope.content_type if status == "ok" else error_content_type(request)
+        if own_type != content_type:
+            content_type = own_type
             first, second = _first_two(content_type, status)
         if request.partition != partition:
             partition = request.partition

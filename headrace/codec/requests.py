@@ -8,6 +8,7 @@ with the place and the reason. A payload of any other type is not decoded here: 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +17,7 @@ from headrace.codec import faults
 from headrace.codec.faults import DECODE_ERRORS, refusal
 from headrace.codec.json_data import ENCODING, data_to_bytes
 from headrace.config import LimitSettings
-from headrace.envelope import JSON, MSGPACK_TYPES
+from headrace.envelope import JSON, MSGPACK_TYPES, begins_as_json
 from headrace.errors import Code, Rejected
 from headrace.messages import (
     MAX_INPUTS,
@@ -25,6 +26,7 @@ from headrace.messages import (
     InferenceRequest,
     InputTensor,
     Name,
+    Parameter,
     Parameters,
     RequestedOutput,
     Shape,
@@ -103,7 +105,7 @@ def decode_request(
     value = check_value(value, limits)
     content_type = envelope.content_type
     if content_type in MSGPACK_TYPES:
-        request = _from_msgpack(value)
+        request = _from_msgpack(value, content_type)
     elif content_type == JSON:
         request = _from_json(value, limits)
     else:
@@ -113,6 +115,7 @@ def decode_request(
             expected="application/msgpack or application/json for this model",
             got=content_type,
         )
+    _check_parameters(request)
     if len(request.inputs) != 1:
         _check_inputs(request)
     if request.outputs is not None:
@@ -122,10 +125,17 @@ def decode_request(
     return request
 
 
-def _from_msgpack(value: bytes | memoryview) -> InferenceRequest:
+def _from_msgpack(value: bytes | memoryview, content_type: str) -> InferenceRequest:
     try:
         request = _decode_msgpack(value)
     except DECODE_ERRORS as error:
+        if begins_as_json(value):
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST,
+                "header content-type",
+                expected=f"{JSON} for a value that begins with {{",
+                got=content_type or "none, which means MessagePack",
+            ) from error
         raise refusal(error, value, faults.MSGPACK) from error
     for tensor, where in zip(request.inputs, _PLACES, strict=False):
         check_tensor(tensor.datatype, tensor.shape, tensor.data, where)
@@ -163,6 +173,54 @@ def _from_json(value: bytes | memoryview, limits: LimitSettings) -> InferenceReq
         inputs=inputs,
         outputs=body.outputs,
     )
+
+
+_NO_STATE = "none: no state is kept between requests"
+_NO_EXTENSION = "none: tensors are in the value, as the content type has them"
+_OF_REQUESTS = {
+    "timeout": "none; the header x-timeout-ms says it, in milliseconds",
+    "priority": "none; the header x-priority says it, larger goes first",
+    "sequence_id": _NO_STATE,
+    "sequence_start": _NO_STATE,
+    "sequence_end": _NO_STATE,
+    "binary_data_output": _NO_EXTENSION,
+}
+_OF_TENSORS = {
+    "binary_data": _NO_EXTENSION,
+    "binary_data_size": _NO_EXTENSION,
+    "shared_memory_region": _NO_EXTENSION,
+    "shared_memory_offset": _NO_EXTENSION,
+    "shared_memory_byte_size": _NO_EXTENSION,
+    "classification": "none; postprocess in the model's model.toml does it",
+}
+
+
+def _check_parameters(request: InferenceRequest) -> None:
+    """Refuse parameters that change what other servers of the protocol do, and nothing here.
+
+    0, false and the empty string ask for nothing.
+    """
+    if request.parameters:
+        _refuse_known(request.parameters, "parameters", _OF_REQUESTS)
+    for number, tensor in enumerate(request.inputs):
+        if tensor.parameters:
+            _refuse_known(tensor.parameters, f"inputs[{number}].parameters", _OF_TENSORS)
+    for number, output in enumerate(request.outputs or ()):
+        if output.parameters:
+            _refuse_known(output.parameters, f"outputs[{number}].parameters", _OF_TENSORS)
+
+
+def _refuse_known(
+    parameters: Mapping[str, Parameter], where: str, known: Mapping[str, str]
+) -> None:
+    for name in parameters.keys() & known.keys():
+        if parameters[name]:
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST,
+                f"{where}.{name}",
+                expected=known[name],
+                got=faults.shown(parameters[name]),
+            )
 
 
 def _check_inputs(request: InferenceRequest) -> None:
@@ -219,7 +277,8 @@ def _too_large(where: str, size: int, limits: LimitSettings) -> Rejected:
 
 def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | None:
     """The `id` in a value that `decode_request` refused, where it can be read all the same."""
-    decode = _decode_id_json if envelope.content_type == JSON else _decode_id_msgpack
+    is_json = envelope.content_type == JSON or begins_as_json(value)
+    decode = _decode_id_json if is_json else _decode_id_msgpack
     if value is None or envelope.content_type not in MSGPACK_TYPES | {JSON}:
         return None
     try:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.codec.json_data import bytes_to_data
-from headrace.envelope import MSGPACK_TYPES
+from headrace.envelope import MSGPACK_TYPES, error_content_type
 from headrace.errors import Code
 from headrace.messages import (
     ErrorDetails,
@@ -270,6 +270,6 @@ def encode_error(request: Request, failure: Failure) -> bytes:
             retry_after_ms=failure.retry_after_ms,
         ),
     )
-    if request.envelope.content_type in MSGPACK_TYPES:
+    if error_content_type(request) in MSGPACK_TYPES:
         return _encode_msgpack(response)
     return _encode_json(response)

@@ -220,7 +220,10 @@ def _request_headers() -> _Node:
 
 def _response_headers() -> _Node:
     return {
-        "content-type": _text(f"As the request's; {JSON} for a raw payload."),
+        "content-type": _text(
+            f"As the request's; {JSON} for a raw payload, and for the error of a value that begins "
+            "with a brace."
+        ),
         "x-status": {"type": "string", "enum": ["ok", *map(str, Code)]},
         "x-request": _text("The request record, as topic/partition/offset."),
         **_passed_on(),

@@ -294,6 +294,21 @@ def test_a_caller_can_write_no_other_content_type() -> None:
         encode_request("image/jpeg", "m", {})
 
 
+@pytest.mark.parametrize("content_type", ["", MSGPACK])
+def test_error_of_json_that_is_said_to_be_messagepack_is_in_json(content_type: str) -> None:
+    """Its caller reads nothing else; the header says the same, and the `id` is echoed."""
+    request = answered(content_type)
+    request.value = b' {"model_name": "digits", "id": "mine", "inputs": []}'
+    request.id = callers_id(request.value, request.envelope)
+
+    value = encode_error(request, Failure(Code.INVALID_REQUEST, "no content type", "ingest"))
+    headers = dict(answer_headers(request, "INVALID_REQUEST", "t"))
+
+    assert headers["content-type"] == b"application/json"
+    assert json.loads(value)["id"] == "mine"
+    assert json.loads(value)["error"] == "no content type"
+
+
 @pytest.mark.parametrize("content_type", [MSGPACK, JSON])
 def test_a_caller_gets_the_error(content_type: str) -> None:
     """With its code."""

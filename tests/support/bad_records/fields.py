@@ -70,6 +70,18 @@ def _lists(form: _Form) -> _Faults:
     yield "too many parameters", form.request(parameters=many), "parameters: "
     yield "a list as a parameter", form.request(parameters={"a": [1]}), "parameters"
     yield "null as a parameter", form.request(parameters={"a": None}), "parameters"
+    for name, value in {
+        "timeout": 1000, "priority": 1, "sequence_id": "mine", "sequence_start": True,
+        "sequence_end": True, "binary_data_output": True,
+    }.items():  # fmt: skip
+        asked = form.request(parameters={"mine": 1, name: value})
+        yield f"the parameter {name}", asked, f"parameters.{name}: expected none"
+    for name, value in {"shared_memory_region": "mine", "binary_data_size": 256}.items():
+        asked = form.with_input(parameters={name: value})
+        yield f"an input's parameter {name}", asked, f"inputs[0].parameters.{name}: expected none"
+    for name, value in {"classification": 3, "binary_data": True}.items():
+        asked = form.request(outputs=[{"name": "label", "parameters": {name: value}}])
+        yield f"an output's parameter {name}", asked, f"outputs[0].parameters.{name}: expected none"
     long = {"x" * 257: 1}
     yield "a parameter with too long a name", form.request(parameters=long), "parameters (a key)"
 

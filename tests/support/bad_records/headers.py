@@ -77,6 +77,12 @@ def _content_types() -> Iterator[BadRecord]:
     raw = (("content-type", b"image/jpeg"), ("x-model", b"digits"))
     yield refused("a null payload", None, "value: ", raw)
     yield refused("a payload for a model without a transform", DATA, "content-type", raw)
+    yield refused("JSON behind spaces", b"\n  " + as_json(), "application/json for a value that be")
+    msgpack_type = (("content-type", b"application/msgpack"),)
+    yield refused("JSON as MessagePack", as_json(), "header content-type: ", msgpack_type)
+    for encoding in (b"gzip", b"zstd", b"identity", b""):
+        header = (("content-encoding", encoding),)
+        yield refused(f"{encoding!r} as encoding", packed(), "header content-encoding: ", header)
 
 
 def _models() -> Iterator[BadRecord]:

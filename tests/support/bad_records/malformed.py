@@ -48,7 +48,7 @@ def malformed_msgpack() -> Iterator[BadRecord]:
         refused("a model's name that is not UTF-8", b"\x81\xaamodel_name\xa2\xff\xfe", "UTF-8"),
         refused("Avro's first bytes", b"\x00\x00\x00\x00\x01digits", "value: "),
         refused("text", b"hello, world", "value: "),
-        refused("JSON without its header", as_json(), "value: "),
+        refused("JSON without its header", as_json(), "header content-type: "),
         refused("gzip", b"\x1f\x8b\x08\x00\x00\x00\x00\x00", "value: "),
     )
 
