@@ -28,12 +28,17 @@ from headrace.log.kafka_records import (
     RecordSet,
     UnreadableBatch,
     careful_records,
+    guarded_records,
     plain_batch,
     read_head,
 )
 from headrace.log.port import MAX_POLL_BYTES, Gap, Record, TopicPartition
 
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
+HEADER_OVERHEAD_BYTES: Final = 128
+"""Charged for each header against the bytes of a poll: as an object it takes more than its text."""
+_SMALL_BATCH_BYTES: Final = 512 * 1024
+_MAGIC_AT: Final = 16
 _MAX_GAPS: Final = 100
 """A poll that has found so many takes no more, so that what it reports is bounded."""
 
@@ -140,6 +145,8 @@ class Unread:
             return
         # A batch lets itself be iterated once; several slices are taken of a chain.
         self._batch, self._content, self._records = batch, content, chain(batch)
+        if len(content) > _SMALL_BATCH_BYTES and content[_MAGIC_AT] >= 2:
+            self._records = guarded_records(self._records, content)
 
     def _is_for_readers(self, batch: Any) -> bool:
         """Neither a marker nor of an aborted transaction; for readers of what is committed."""
@@ -201,7 +208,8 @@ class Unread:
 
     def _next_records(self, most: int, most_bytes: int) -> tuple[list[Any], bool]:
         """Return the next records of the present batch, and whether they were its last."""
-        if len(self._content) <= most_bytes:  # so no record has to be measured
+        # No record of a small batch has to be measured.
+        if len(self._content) <= min(most_bytes, _SMALL_BATCH_BYTES):
             records = list(islice(self._records, most))
             return records, len(records) < most
         records = []
@@ -248,7 +256,7 @@ def _size_bytes(record: Any) -> int:
     """What a record is charged with against the bytes of a poll."""
     size = len(record.key or b"") + len(record.value or b"") + 1
     for name, value in record.headers:
-        size += len(name) + len(value or b"")
+        size += len(name) + len(value or b"") + HEADER_OVERHEAD_BYTES
     return size
 
 

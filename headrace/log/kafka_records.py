@@ -29,6 +29,11 @@ from headrace.errors import Code
 DEFAULT_DECOMPRESSED_BYTES: Final = 128 * 1024 * 1024
 """The bound of a batch where the settings name none."""
 
+MAX_HEADERS: Final = 100_000
+"""A record with more is not read."""
+_LARGE_RECORD_BYTES: Final = 2 * MAX_HEADERS
+"""A record that is smaller cannot have so many."""
+
 _FRAME = struct.Struct(">qi")  # base offset, and how many bytes follow
 _HEAD = struct.Struct(">qiibIhiqqqhii")
 _LENGTH_AT, _MAGIC_AT, _ATTRIBUTES_AT = 8, 16, 21
@@ -369,6 +374,35 @@ def _careful_record(cursor: _Cursor, head: Head, stamp: int | None) -> CarefulRe
     return CarefulRecord(offset, timestamp if stamp is None else stamp, key, value, headers)
 
 
+def guarded_records(records: Iterator[Any], content: memoryview) -> Iterator[Any]:
+    """Yield the records of aiokafka's parser, each after a look at how many headers it has.
+
+    A header takes two bytes in the batch and dozens as an object, so that one large record could
+    become gigabytes.
+
+    Raises:
+        UnreadableBatch: at a record with more than `MAX_HEADERS`, before it is parsed.
+    """
+    cursor = _Cursor(content, _HEAD.size)
+    while True:
+        if cursor.at < len(content):
+            length = cursor.varint()
+            end = cursor.at + length
+            if length > _LARGE_RECORD_BYTES:
+                cursor.skip(1)
+                cursor.varint()
+                cursor.varint()
+                for _ in range(2):  # the key and the value
+                    cursor.skip(max(cursor.varint(), 0))
+                cursor.count()
+            cursor.at = end
+        try:
+            record = next(records)
+        except StopIteration:
+            return
+        yield record
+
+
 class _Cursor:
     """A place in the bytes of a batch, beyond whose end nothing is read."""
 
@@ -392,6 +426,10 @@ class _Cursor:
     def count(self) -> int:
         """A number of parts, none of which takes less than two bytes."""
         number = self.varint()
+        if number > MAX_HEADERS:
+            raise UnreadableBatch(
+                f"expected at most {MAX_HEADERS} headers in a record, got {number}", Code.TOO_LARGE
+            )
         if not 0 <= 2 * number <= len(self._content) - self.at:
             raise UnreadableBatch(f"damaged record: {number} headers")
         return number

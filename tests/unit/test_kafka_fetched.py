@@ -283,6 +283,34 @@ async def test_frame_that_announces_less_than_it_holds_is_bounded_as_well() -> N
     assert places(gaps) == [(0, 2, Code.TOO_LARGE)]
 
 
+async def test_record_with_too_many_headers_is_passed_over_before_it_is_parsed() -> None:
+    """One of two bytes becomes an object of dozens; the records before it are read."""
+    many = RawRecord(b"2", None, [(b"", None)] * 300_000)
+    content = raw_batch([RawRecord(b"1"), many], codec=ZSTD) + batch(2, 1)
+
+    found, gaps = await read_all(Fetcher(one=content), Reading())
+
+    assert [each.offset for each in found] == [0, 2]
+    assert places(gaps) == [(1, 2, Code.TOO_LARGE)]
+    assert "got 300000" in gaps[0].reason
+
+
+async def test_large_batch_is_read_as_a_small_one_is() -> None:
+    """Whatever its records hold, and in however many polls."""
+    records = [
+        RawRecord(bytes(300_000), b"k", [(b"a", b"1")] * 10),
+        RawRecord(None),
+        RawRecord(b"", bytes(400_000)),
+        RawRecord(b"v", None, [(b"", None)] * 90_000),
+    ]
+    found, gaps = await read_all(Fetcher(one=raw_batch(records)), Reading())
+
+    assert [(each.value, each.key, len(each.headers)) for each in found] == [
+        (each.value, each.key, len(each.headers)) for each in records
+    ]
+    assert not gaps
+
+
 async def test_a_poll_is_limited_by_bytes() -> None:
     """The record that meets the limit is its last; the rest comes with the next ones."""
     content = raw_batch([RawRecord(bytes(400_000))] * 5)
