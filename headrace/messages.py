@@ -288,6 +288,8 @@ class Request(Struct, eq=False):
         partition, offset, previous, timestamp_ms, after: its origin, see `WireOrigin`.
         key, value, headers: its source record's, untouched.
         ingested_us, formed_us: when it was read, and when its batch closed; epoch microseconds.
+        came_us, due_us: when it came to the batcher, and its deadline, 0 where it has none; both on
+            the batcher's steady clock.
         inputs: in the order of the model's signature.
         rows: the size of the batch dimension; 1 where the model has none.
         shape_class: requests of one model may share a batch when these are equal.
@@ -324,6 +326,8 @@ class Request(Struct, eq=False):
     wanted: tuple[str, ...] | None = None
     id: str | None = None
     after: int = -1
+    came_us: int = 0
+    due_us: int = 0
     formed_us: int = 0
     compute_us: int = 0
     batch_rows: int = 0

@@ -231,13 +231,13 @@ class Segment:
         beside = Stage.BATCHER in self._stages
         return Rules(self._models, self._settings.limits, self._refusal if beside else None)
 
-    def _refusal(self, envelope: Envelope, now_us: int) -> Failure | None:
+    def _refusal(self, envelope: Envelope) -> Failure | None:
         assert self._batcher is not None
-        return self._batcher.refusal(envelope, now_us)
+        return self._batcher.refusal(envelope)
 
-    def _deferred_refusal(self, envelope: Envelope, now_us: int, rows: int) -> Failure | None:
+    def _deferred_refusal(self, envelope: Envelope, _now_us: int, rows: int) -> Failure | None:
         assert self._batcher is not None
-        return self._batcher.refusal(envelope, now_us, rows)
+        return self._batcher.refusal(envelope, rows)
 
     def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> PullChannel[ModelKey, Batch]:
         prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # no two processes make the same ids

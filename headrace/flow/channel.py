@@ -131,8 +131,8 @@ class Ask(NamedTuple):
 
     Attributes:
         at_once: it will not come again, so that nothing must be held back.
-        close_at_us: it is busy, and can take nothing before this moment (epoch microseconds);
-            until then a piece that can still grow is held back. 0: it is idle.
+        close_at_us: it is busy, and can take nothing before this moment (on its
+            supplier's clock); until then a piece that can still grow is held back. 0: it is idle.
     """
 
     at_once: bool = False

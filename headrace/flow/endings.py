@@ -22,7 +22,11 @@ def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None
     deadline_ms = request.envelope.deadline_ms
     if not deadline_ms or now_us < deadline_ms * 1000:
         return None
-    late_ms = now_us / 1000 - deadline_ms
+    return expiry(deadline_ms, now_us / 1000 - deadline_ms, stage)
+
+
+def expiry(deadline_ms: int, late_ms: float, stage: str) -> Failure:
+    """The failure of a request that is so late."""
     return Failure(
         Code.DEADLINE_EXCEEDED,
         f"deadline: expected an answer by {deadline_ms} (epoch milliseconds), got to the "

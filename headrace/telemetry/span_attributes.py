@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from headrace.clock import Clock, wall_clock_us
 from headrace.errors import Code
 from headrace.messages import Batch, Failure, Request
 from headrace.topics import Stage
@@ -87,6 +88,8 @@ class Run:
         gathered_us: when the inputs stood together; 0 if it did not come to that.
         attempts: how often the backend was called.
         failure: why it failed, for all of them.
+        clock: of its stamps.
+        ended_steady_us: when it ended, on the steady clock that the batcher's predictions have.
     """
 
     batch: Batch
@@ -97,6 +100,8 @@ class Run:
     compute_us: int = 0
     attempts: int = 0
     failure: Failure | None = None
+    clock: Clock = wall_clock_us
+    ended_steady_us: int = 0
 
 
 def common(stage: Stage, request: Request, requests_topic: str, now_us: int) -> Attributes:

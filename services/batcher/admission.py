@@ -75,7 +75,7 @@ class Pace:
             run_us: what its run will take; where that is not known, how many rows it has.
             best_row_us: the same for each row of a batch of the best size.
             left: how many rows still wait.
-            now_us: epoch microseconds.
+            now_us: microseconds of a steady clock.
         """
         if self._since_us:
             elapsed_us = float(max(0, now_us - self._since_us))
@@ -131,18 +131,18 @@ class Pace:
         return int(under_way_us + rows * self.row_us)
 
 
-def too_late(deadline_ms: int, end_us: int, now_us: int, stage: str) -> Failure | None:
+def too_late(due_us: int, end_us: int, now_us: int, stage: str) -> Failure | None:
     """The refusal of a request that would be answered after its deadline; None if it would not.
 
     The caller may try again when so much of the backlog has gone that the same time to the
     deadline would be enough.
     """
-    late_us = end_us - deadline_ms * 1000
+    late_us = end_us - due_us
     if late_us <= 0:
         return None
     return Failure(
         Code.OVERLOADED,
-        f"deadline: expected an answer within {deadline_ms - now_us / 1000:.0f} ms, got a backlog "
+        f"deadline: expected an answer within {(due_us - now_us) / 1000:.0f} ms, got a backlog "
         f"by which it would take {(end_us - now_us) / 1000:.0f} ms",
         stage,
         max(1, -(-late_us // 1000)),

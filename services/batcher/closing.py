@@ -60,9 +60,9 @@ def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
         return Size(rows, 0, 0, "full")
     has_time = group.rows <= rows and not queue.pace.has_backlog
     lane = group.first_lane() if has_time else None
-    deadline_ms = 0 if lane is None else lane.earliest_deadline_ms()
-    slack_us = deadline_ms * 1000 - starts_us
-    if deadline_ms and slack_us < run_us:
+    due_us = 0 if lane is None else lane.earliest_due_us()
+    slack_us = due_us - starts_us
+    if due_us and slack_us < run_us:
         fitting = latency.best_rows(group.shape_class, group.rows, slack_us)
         fitting_us = latency.predict_us(group.shape_class, fitting) or 0
         if fitting_us <= slack_us:
@@ -79,14 +79,18 @@ class Closing:
     Args:
         queue, group: what the requests wait in.
         size: see `size_of`.
-        now_us: epoch microseconds.
+        now_us: microseconds of a steady clock.
+        formed_us: the same moment, in epoch microseconds.
     """
 
-    def __init__(self, queue: ModelQueue, group: Group, size: Size, now_us: int) -> None:
+    def __init__(
+        self, queue: ModelQueue, group: Group, size: Size, now_us: int, formed_us: int
+    ) -> None:
         self._queue = queue
         self._group = group
         self._size = size
         self._now_us = now_us
+        self._formed_us = formed_us
         self._rows = 0
         self._size_bytes = 0
         self._requests: list[Request] = []
@@ -103,7 +107,7 @@ class Closing:
         if not self._requests and self._late:
             # Without a run nothing would show that the prediction was wrong.
             request, _ = self._late.pop()
-            request.formed_us = self._now_us
+            request.formed_us = self._formed_us
             self._requests.append(request)
         for request, failure in self._late:
             request.fail(failure)
@@ -122,7 +126,7 @@ class Closing:
 
     def _take(self, lane: Lane, fifo: Fifo, most: int) -> str:
         """Take up to so many requests; returns why nothing more fits, or ""."""
-        queue, requests, now_us = self._queue, self._requests, self._now_us
+        queue, requests, formed_us = self._queue, self._requests, self._formed_us
         max_rows, max_bytes = self._size.rows, self._group.limits.max_batch_bytes
         joined_rows, joined_bytes = self._rows, self._size_bytes
         count = rows = size_bytes = 0
@@ -146,9 +150,9 @@ class Closing:
             count += 1
             rows += row_count
             size_bytes += byte_count
-            judged = request.envelope.deadline_ms or request.receipt.assignment.void
+            judged = request.due_us or request.receipt.assignment.void
             if not judged or self._joins(request):
-                request.formed_us = now_us
+                request.formed_us = formed_us
                 requests.append(request)
                 joined_rows += row_count
                 joined_bytes += byte_count
@@ -163,10 +167,10 @@ class Closing:
             request.fail(VOID)
             self._ended.append(request)
             return False
-        deadline_ms, end_us = request.envelope.deadline_ms, self._size.sure_us
-        if not deadline_ms or deadline_ms * 1000 >= end_us:
+        due_us, end_us = request.due_us, self._size.sure_us
+        if not due_us or due_us >= end_us:
             return True
-        failure = too_late(deadline_ms, end_us, self._now_us, Stage.BATCHER)
+        failure = too_late(due_us, end_us, self._now_us, Stage.BATCHER)
         assert failure is not None
         self._late.append((request, failure))
         return False

@@ -9,6 +9,10 @@ A request whose deadline has passed, or will have by the time that it could be a
 partition is gone, or that was cancelled, leaves instead of joining; the caller collects those from
 `ended`. Which requests go first: `headrace.services.batcher.groups`; how large batches get:
 `headrace.services.batcher.closing`; what is refused: `headrace.services.batcher.admission`.
+
+Every moment here is of a steady clock, which nobody sets: `came_us` and `due_us` of a request,
+`now_us` of a call. A deadline comes as wall-clock time and is turned into a moment of that clock
+when its request comes; if the wall clock is set later, what waits has the time that it had left.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import TypeAlias
 from headrace.envelope import BY_CORRELATION
 from headrace.errors import Code, Rejected
 from headrace.flow.channel import IDLE, Ask
-from headrace.flow.endings import deadline_passed, rejection
+from headrace.flow.endings import expiry, rejection
 from headrace.flow.rebinding import Rebind, refuse_to_rebind
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.admission import too_late
@@ -111,6 +115,7 @@ class Forming:
         rebind: binds a request whose version has gone to another one, or raises `Rejected`.
 
     Attributes:
+        wall_ahead_us: the wall clock less the steady one; its owner keeps it up to date.
         ended: requests that have ended while they waited.
         cancellations: records that cancel others, for `cancel`; they do not wait.
         draining: nothing more comes, so nothing is waited for.
@@ -130,6 +135,7 @@ class Forming:
         self._queues: dict[ModelKey, ModelQueue] = {}
         self._deadlines: list[_Deadline] = []
         self._keep_deadlines = _TOLERATED
+        self.wall_ahead_us = 0
         self.ended: list[Request] = []
         self.cancellations: list[Request] = []
         self.draining = False
@@ -147,6 +153,7 @@ class Forming:
             request: that can run.
             now_us: when; that it was read, if not given.
         """
+        request.came_us = request.ingested_us if now_us is None else now_us
         key = (request.model, request.version)
         queue = self._queues.get(key)
         if queue is None or not queue.count:
@@ -155,14 +162,14 @@ class Forming:
                 return
         deadline_ms = request.envelope.deadline_ms
         if deadline_ms:
+            request.due_us = self._due_us(deadline_ms)
             if queue.pace.row_us and queue.count:
-                now_us = request.ingested_us if now_us is None else now_us
-                failure = self._refusal(queue, request, now_us)
+                failure = self._refusal(queue, request, request.came_us)
                 if failure is not None:
                     request.fail(failure)
                     self.ended.append(request)
                     return
-            self._note_deadline((deadline_ms * 1000, next(self._order), request))
+            self._note_deadline((request.due_us, next(self._order), request))
         queue.add(request)
 
     def add_all(self, requests: Sequence[Request], now_us: int) -> None:
@@ -196,7 +203,7 @@ class Forming:
         if len(found) != 1 or not envelope.deadline_ms or not found[0].pace.row_us:
             return None
         end_us = _end_us(found[0], envelope, None, now_us, rows)
-        return too_late(envelope.deadline_ms, end_us, now_us, stage)
+        return too_late(self._due_us(envelope.deadline_ms), end_us, now_us, stage)
 
     def cancel(self) -> tuple[list[Request], int]:
         """End the waiting requests that `cancellations` name.
@@ -231,7 +238,7 @@ class Forming:
 
         Args:
             key: the model's name and version.
-            now_us: epoch microseconds.
+            now_us: microseconds of a steady clock, as everywhere here.
             ask: of an instance that is idle, or will be at a certain time, or asks for the last
                 time, when nothing may wait any longer.
         """
@@ -249,9 +256,9 @@ class Forming:
         while self._deadlines and self._deadlines[0][0] <= now_us:
             entry = heapq.heappop(self._deadlines)
             if not _has_left(entry):
-                failure = deadline_passed(entry[2], now_us, Stage.BATCHER)
-                assert failure is not None
-                self._end(entry[2], failure)
+                due_us, _, request = entry
+                late_ms = (now_us - due_us) / 1000
+                self._end(request, expiry(request.envelope.deadline_ms, late_ms, Stage.BATCHER))
 
     # --- what is asked ------------------------------------------------------------------------
 
@@ -275,6 +282,9 @@ class Forming:
         return self._deadlines[0][0] if self._deadlines else None
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _due_us(self, deadline_ms: int) -> int:
+        return deadline_ms * 1000 - self.wall_ahead_us or 1  # 0 would be none
 
     def _opened(
         self, key: ModelKey, known: ModelQueue | None, request: Request
@@ -313,15 +323,17 @@ class Forming:
         queue = self._queues.get((first.model, first.version))
         if queue is None or not queue.count or first.envelope.cancels is not None:
             return False
-        rows = sum([request.rows for request in requests])
+        rows = 0
+        for request in requests:
+            request.came_us = now_us
+            rows += request.rows
         entries: list[_Deadline] = []
         if dated:
             order = self._order
-            entries = [
-                (deadline_ms * 1000, next(order), one)
-                for one in requests
-                if (deadline_ms := one.envelope.deadline_ms)
-            ]
+            for one in requests:
+                if deadline_ms := one.envelope.deadline_ms:
+                    due_us = one.due_us = self._due_us(deadline_ms)
+                    entries.append((due_us, next(order), one))
         if entries:
             if queue.pace.row_us and not _is_sure(queue, rows, min(entries)[0] - now_us):
                 return False
@@ -333,11 +345,10 @@ class Forming:
 
     def _refusal(self, queue: ModelQueue, request: Request, now_us: int) -> Failure | None:
         """Because of what waits before it and what its own run takes."""
-        deadline_ms = request.envelope.deadline_ms
-        if _is_sure(queue, 0, deadline_ms * 1000 - now_us):
+        if _is_sure(queue, 0, request.due_us - now_us):
             return None
         end_us = _end_us(queue, request.envelope, request, now_us)
-        return too_late(deadline_ms, end_us, now_us, Stage.BATCHER)
+        return too_late(request.due_us, end_us, now_us, Stage.BATCHER)
 
     def _note_deadline(self, entry: _Deadline) -> None:
         self._clear_deadlines()
@@ -375,7 +386,9 @@ class Forming:
 
     def _close(self, queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Batch | None:
         size = size_of(queue, group, now_us, ask)
-        closed = Closing(queue, group, size, now_us).run(self._otherwise(group, ask))
+        closed = Closing(queue, group, size, now_us, now_us + self.wall_ahead_us).run(
+            self._otherwise(group, ask)
+        )
         self.ended += closed.ended
         if not closed.requests:
             return None

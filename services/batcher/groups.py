@@ -69,7 +69,7 @@ class ModelQueue:
         if fifo.priority != priority:
             fifo = lane.fifo_of(priority)
         fifo.requests.append(request)
-        if envelope.deadline_ms:
+        if request.due_us:
             fifo.note_deadlines((request,))
             if self._delay_us:
                 self._shorten_delay(group, request)
@@ -83,7 +83,7 @@ class ModelQueue:
         if self._lanes > 1:
             if lane.count == 1:
                 self._rank(lane)
-            elif len(lane.tenant.lanes) > 1 and (envelope.deadline_ms or priority):
+            elif len(lane.tenant.lanes) > 1 and (request.due_us or priority):
                 lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))  # it may be more urgent
         if group.rows >= group.best_rows or group.size_bytes >= group.max_bytes:
             self._list_full(group)
@@ -203,7 +203,7 @@ class ModelQueue:
         latency, run_us = self.limits.latency, None
         if latency is not None:
             run_us = latency.predict_us(group.shape_class, group.best_rows)
-        begin_by_us = request.envelope.deadline_ms * 1000 - (run_us or 0) - TIMER_US
+        begin_by_us = request.due_us - (run_us or 0) - TIMER_US
         self._begin_by_us = max(1, min(begin_by_us, self._begin_by_us or begin_by_us))
 
     def _next_tenant(self) -> Tenant:

@@ -57,14 +57,11 @@ class Fifo:
     def note_deadlines(self, requests: Sequence[Request]) -> None:
         """The requests that came last have deadlines."""
         deadlines = self.deadlines
-        last_ms = deadlines[-1].envelope.deadline_ms if deadlines else 0
         for request in requests:
-            deadline_ms = request.envelope.deadline_ms
-            while last_ms >= deadline_ms:
+            due_us = request.due_us
+            while deadlines and deadlines[-1].due_us >= due_us:
                 deadlines.pop()
-                last_ms = deadlines[-1].envelope.deadline_ms if deadlines else 0
             deadlines.append(request)
-            last_ms = deadline_ms
 
     def first(self) -> Request | None:
         """The one that has waited longest and has not ended meanwhile."""
@@ -90,19 +87,19 @@ class Fifo:
             self.deadlines = deque(one for one in self.deadlines if one.failure is None)
             self.ended = 0
 
-    def earliest_deadline_ms(self) -> int:
-        """Of those that wait; 0 where none of them has one."""
+    def earliest_due_us(self) -> int:
+        """Of those that wait; 0 where none of them has a deadline."""
         deadlines = self.deadlines
         while deadlines and deadlines[0].failure is not None:
             deadlines.popleft()
-        return deadlines[0].envelope.deadline_ms if deadlines else 0
+        return deadlines[0].due_us if deadlines else 0
 
     def urgency_us(self, first: Request) -> int:
         """The moment by which its most urgent request should be done, for comparison."""
-        moment_us = first.ingested_us + PATIENCE_US
-        deadline_ms = self.earliest_deadline_ms()
-        if deadline_ms:
-            moment_us = min(moment_us, deadline_ms * 1000)
+        moment_us = first.came_us + PATIENCE_US
+        due_us = self.earliest_due_us()
+        if due_us:
+            moment_us = min(moment_us, due_us)
         return moment_us - self.head_start_us
 
 
@@ -146,7 +143,7 @@ class Lane:
         for fifo in fifos:
             first = fifo.first()
             if first is not None:
-                moment_us = first.ingested_us - fifo.head_start_us
+                moment_us = first.came_us - fifo.head_start_us
                 if best is None or moment_us < best_us:
                     best, best_us = fifo, moment_us
         assert best is not None
@@ -154,7 +151,7 @@ class Lane:
 
     def came_us(self) -> int:
         """When the one that has waited longest came."""
-        return min(first.ingested_us for first in map(Fifo.first, self.fifos) if first is not None)
+        return min(first.came_us for first in map(Fifo.first, self.fifos) if first is not None)
 
     def urgency_us(self) -> int:
         """See `Fifo.urgency_us`; of the most urgent one."""
@@ -162,9 +159,9 @@ class Lane:
             fifo.urgency_us(first) for fifo in self.fifos if (first := fifo.first()) is not None
         )
 
-    def earliest_deadline_ms(self) -> int:
-        """Of those that wait; 0 where none of them has one."""
-        found = [fifo.earliest_deadline_ms() for fifo in self.fifos]
+    def earliest_due_us(self) -> int:
+        """Of those that wait; 0 where none of them has a deadline."""
+        found = [fifo.earliest_due_us() for fifo in self.fifos]
         return min(filter(None, found), default=0)
 
     def waiting(self) -> list[Request]:

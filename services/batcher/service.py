@@ -37,7 +37,7 @@ class BatcherService:
     ) -> None:
         self._inlet = inlet
         self._answers = answers
-        self._metrics, self._tracing, self._clock = instruments
+        self._metrics, self._tracing, self._clock, self._steady = instruments
         self._forming = Forming(limits, prefix, rebind)
         self._changed = asyncio.Event()
         self._alarm_us: int | None = None
@@ -46,14 +46,14 @@ class BatcherService:
     def waiting(self) -> WaitingSnapshot:
         """What waits for a batch now."""
         deadline_us = self._forming.earliest_deadline_us()
-        slack_s = None if deadline_us is None else max(0, deadline_us - self._clock()) / 1e6
+        slack_s = None if deadline_us is None else max(0, deadline_us - self._steady()) / 1e6
         return WaitingSnapshot(len(self._forming), slack_s)
 
-    def refusal(self, envelope: Envelope, now_us: int, rows: int = 0) -> Failure | None:
+    def refusal(self, envelope: Envelope, rows: int = 0) -> Failure | None:
         """Whether a request with these headers would be late, behind all that waits and so many
         rows more.
         """
-        return self._forming.refusal(envelope, now_us, Stage.INGEST, rows)
+        return self._forming.refusal(envelope, self._now_us(), Stage.INGEST, rows)
 
     async def run(self) -> None:
         """Until the inlet ends and everything that waited has been pulled or has expired."""
@@ -66,10 +66,16 @@ class BatcherService:
         self.pulls.close()
         self._answers.close()
 
+    def _now_us(self) -> int:
+        """The steady time, for durations; deadlines are compared with the wall clock of now."""
+        now_us = self._steady()
+        self._forming.wall_ahead_us = self._clock() - now_us
+        return now_us
+
     async def _collect(self) -> None:
         forming = self._forming
         while (chunk := await self._inlet.receive()) is not None:
-            now_us = self._clock()
+            now_us = self._now_us()
             forming.add_all(chunk, now_us)
             if forming.cancellations:
                 self._cancel()
@@ -84,12 +90,12 @@ class BatcherService:
         self._metrics.cancelled(len(cancelling), ended)
 
     def _supply(self, key: ModelKey | None, ask: Ask) -> Batch | None:
-        now_us = self._clock()
+        now_us = self._now_us()
         batch = self._forming.next(key, now_us, ask)
         if batch is not None:
             self._metrics.formed(batch)
             if self._tracing is not None:
-                self._tracing.formed(batch, now_us)
+                self._tracing.formed(batch, batch.requests[0].formed_us)
         self._rouse(now_us, ask.close_at_us if batch is None else 0)
         return batch
 
@@ -115,13 +121,13 @@ class BatcherService:
         now_us = 0
         while True:
             await self._wait_changed(now_us)
-            now_us = self._clock()
+            now_us = self._now_us()
             self._forming.expire(now_us)
             self.pulls.kick()
             ended, self._forming.ended = self._forming.ended, []
             if ended:
                 if self._tracing is not None:
-                    self._tracing.ended_waiting(ended, now_us)
+                    self._tracing.ended_waiting(ended, self._clock())
                 await self._answers.send(ended)
             if self._forming.draining and not self._forming:
                 return
@@ -132,7 +138,7 @@ class BatcherService:
         """
         moments = (self._forming.next_event_us(looked_us), self.pulls.due_us(looked_us))
         alarm_us = self._alarm_us = min((one for one in moments if one is not None), default=None)
-        timeout_s = None if alarm_us is None else max(0, alarm_us - self._clock()) / 1e6
+        timeout_s = None if alarm_us is None else max(0, alarm_us - self._steady()) / 1e6
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
+from headrace.clock import Clock
 from headrace.flow.channel import Puller
 from headrace.messages import Batch, Request
 from headrace.models.backend import Arrays
@@ -33,6 +34,7 @@ class Taken(NamedTuple):
         requests: the others.
         arrays: their rows; None while they are not gathered.
         began_us, gathered_us: when gathering began and ended, in epoch microseconds.
+        clock: of these stamps, and of those of its run; None where gathering has not begun.
         fresh: it has not run before.
         attempts: how often these requests have run together.
         started: its run was begun behind the one before it.
@@ -44,6 +46,7 @@ class Taken(NamedTuple):
     arrays: Arrays | None = None
     began_us: int = 0
     gathered_us: int = 0
+    clock: Clock | None = None
     fresh: bool = True
     started: bool = False
     attempts: int = 0

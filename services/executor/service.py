@@ -67,7 +67,9 @@ class ExecutorService:
         self._answers = answers
         self._models = models
         self._announcer = announcer
-        self._metrics, self._tracing, self._clock = instruments
+        self._metrics, self._tracing = instruments.metrics, instruments.tracing
+        self._clock, self._steady = instruments.clock, instruments.steady
+        self._anchored = instruments.anchored
         self._loading: set[ModelVersion] = set()
         self._activities: dict[Instance, Activity] = {}
         self._comparisons: dict[ModelVersion, Comparison] = {}
@@ -173,7 +175,8 @@ class ExecutorService:
 
     def _gather_ahead(self, version: ModelVersion, instance: Instance, batch: Batch) -> Taken:
         """Gather a batch while another one computes, and have it begin when that one ends."""
-        began_us = self._clock()
+        clock = self._anchored()
+        began_us = clock()
         ended, wanted = self._sort_out(batch.requests)
         together = len(wanted) == 1 or (bool(wanted) and not version.batching_off)
         arrays: Arrays | None = None
@@ -182,7 +185,7 @@ class ExecutorService:
         except Exception:  # noqa: BLE001 - it comes again when it is the batch's turn, and is told
             arrays = None
         started = arrays is not None and instance.start_ahead(arrays, self._while_in_time(wanted))
-        return Taken(batch, ended, wanted, arrays, began_us, self._clock(), started=started)
+        return Taken(batch, ended, wanted, arrays, began_us, clock(), clock=clock, started=started)
 
     async def _run(
         self, version: ModelVersion, instance: Instance, intake: Intake, taken: Taken
@@ -201,7 +204,8 @@ class ExecutorService:
             return ended, _apart(batch, wanted)
         if len(wanted) != len(taken.requests):
             taken = taken._replace(requests=wanted, arrays=None)
-        run = Run(batch, wanted, taken.began_us or self._clock(), taken.gathered_us)
+        clock = taken.clock or self._anchored()
+        run = Run(batch, wanted, taken.began_us or clock(), taken.gathered_us, clock=clock)
         run.attempts = taken.attempts + 1
         try:
             run.failure = await self._compute(version, instance, intake, run, taken)
@@ -220,7 +224,7 @@ class ExecutorService:
     def _conclude(self, version: ModelVersion, run: Run) -> tuple[list[Request], list[Batch]]:
         """What is done with a run; the halves of one that failed are to be run apart."""
         batch, wanted, failure = run.batch, run.requests, run.failure
-        run.ended_us = self._clock()
+        run.ended_us, run.ended_steady_us = run.clock(), self._steady()
         if self._tracing is not None:
             self._tracing.ran(run)
         if failure is None:
@@ -269,13 +273,13 @@ class ExecutorService:
             arrays = taken.arrays
             if arrays is None:
                 arrays = instance.gather(run.requests, fresh=taken.fresh)
-                run.gathered_us = self._clock()
+                run.gathered_us = run.clock()
             # Of several instances, another one takes what comes: nothing waits behind a slow run.
             if version.config.instances == 1 and not instance.is_quick:
                 predicted_us = version.latency.predict_us(
                     run.requests[0].shape_class, sum([request.rows for request in run.requests])
                 )
-                intake.look_ahead(self._clock(), predicted_us)
+                intake.look_ahead(self._steady(), predicted_us)
             outputs = await self._watched(instance, arrays)
             scatter(run.requests, version.signature, outputs)
             if version.config.finite_outputs:
@@ -358,11 +362,11 @@ class ExecutorService:
         version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
         self._models.note_use(version.name, version.version)
         if run.batch.end_us:
-            version.latency.slipped(run.ended_us - run.batch.end_us)
+            version.latency.slipped(run.ended_steady_us - run.batch.end_us)
         self._metrics.ran(
             (version.name, version.version),
             rows,
-            wait_us=run.began_us - run.requests[0].formed_us,
+            wait_us=max(0, run.began_us - run.requests[0].formed_us),
             copy_us=run.gathered_us - run.began_us,
             compute_us=run.compute_us,
         )

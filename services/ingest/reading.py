@@ -65,7 +65,7 @@ class ModelLookup(Protocol):
 class Admission(Protocol):
     """The part of a batcher beside it that ingest asks."""
 
-    def __call__(self, envelope: Envelope, now_us: int) -> Failure | None:
+    def __call__(self, envelope: Envelope) -> Failure | None:
         """Why a request with these headers is refused; None if it is not, as far as they say."""
         ...
 
@@ -229,7 +229,7 @@ def _read(
     if envelope.deadline_ms:
         request.failure = deadline_passed(request, now_us, Stage.INGEST)
         if request.failure is None and envelope.model and rules.admission is not None:
-            request.failure = rules.admission(envelope, now_us)
+            request.failure = rules.admission(envelope)
         if request.failure is not None:
             request.value = None
             request.version = ""

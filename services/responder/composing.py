@@ -33,7 +33,8 @@ class Composer:
 
     def __init__(self, routes: Routes, instruments: Instruments) -> None:
         self._routes = routes
-        self._metrics, self._tracing, self.clock = instruments
+        self._metrics, self._tracing = instruments.metrics, instruments.tracing
+        self.clock, self.anchored = instruments.clock, instruments.anchored
 
     def answers(
         self, requests: Sequence[Request], now_us: int, *, bare: bool = False

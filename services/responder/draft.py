@@ -40,13 +40,15 @@ class Draft:
         self._addressed: Addressed = {}
         self._answers: Addressed = {}
         self._letters: Addressed = {}
+        self._clock = composer.anchored()
         self._began_us = 0
         self._encoded_us = 0
 
     def compose(self, outgoing: Sequence[Outgoing]) -> Records:
         """Return the answers and dead letters of one transaction; see `headrace.flow.sealing`."""
         composer = self._composer
-        self._began_us = composer.clock()
+        self._clock = composer.anchored()
+        self._began_us = self._clock()
         self._addressed, self._letters = {}, {}
         for request, target in outgoing:
             if not request.skipped:
@@ -60,7 +62,7 @@ class Draft:
         self._records = {
             target: self._encode(requests) for target, requests in self._answers.items()
         }
-        self._encoded_us = composer.clock()
+        self._encoded_us = self._clock()
         for request, _ in outgoing:
             if request.failure is not None and request not in self._letterless:
                 where = composer.letter_target(request)
@@ -131,7 +133,7 @@ class Draft:
             return
         if self._letterless:
             self._note_letterless()
-        now_us = self._composer.clock()
+        now_us = self._clock()
         times = Answering(self._began_us, self._encoded_us, now_us, now_us)
         self._composer.answered(self._addressed, times)
 

@@ -51,9 +51,10 @@ class OrderedStep:
 
     async def _answer(self, target: TopicPartition, requests: list[Request]) -> None:
         composer = self._composer
-        began_us = composer.clock()
+        clock = composer.anchored()
+        began_us = clock()
         records = composer.answers(requests, began_us)
-        encoded_us = composer.clock()
+        encoded_us = clock()
         start = 0
 
         def is_ours() -> bool:
@@ -70,12 +71,12 @@ class OrderedStep:
             start += index + 1
         if not is_ours():
             return
-        acknowledged_us = composer.clock()
+        acknowledged_us = clock()
         for where, letters in composer.letters(requests).items():
             refused_letters = await deliver(self._producer, where, letters, self._metrics)
             if unkept := too_large(where, refused_letters):
                 composer.unkept(where, len(unkept))
-        times = Answering(began_us, encoded_us, acknowledged_us, composer.clock())
+        times = Answering(began_us, encoded_us, acknowledged_us, clock())
         composer.answered({target: requests}, times)
 
     async def _answer_refused(

@@ -156,9 +156,10 @@ class Overlapping:
 
     async def _answer_partition(self, target: TopicPartition, requests: list[Request]) -> None:
         composer = self._composer
-        began_us = composer.clock()
+        clock = composer.anchored()
+        began_us = clock()
         records = composer.answers(requests, began_us)
-        encoded_us = composer.clock()
+        encoded_us = clock()
         refused = await deliver(
             self._producer,
             target,
@@ -174,12 +175,12 @@ class Overlapping:
                     if not requests[index].receipt.void
                 ]
             )
-        acknowledged_us = composer.clock()
+        acknowledged_us = clock()
         requests = self._still_ours(requests)
         failed = [request for request in requests if request.failure is not None]
         if failed:
             await self._keep(composer.letters(failed))
-        times = Answering(began_us, encoded_us, acknowledged_us, composer.clock())
+        times = Answering(began_us, encoded_us, acknowledged_us, clock())
         composer.answered({target: requests}, times)
         self._books.settle(requests)
 

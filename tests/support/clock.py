@@ -1,6 +1,8 @@
-"""A clock that stands still until it is told to move."""
+"""Clocks in the hands of a test: one that stands still, and one that is set while it goes."""
 
 from __future__ import annotations
+
+from headrace.clock import wall_clock_us
 
 
 class ManualClock:
@@ -24,3 +26,22 @@ class ManualClock:
         if by_ms < 0:
             raise ValueError(f"expected 0 ms or more, got {by_ms}")
         self._now_ms += by_ms
+
+
+class SettableClock:
+    """A wall clock that goes on by itself and can be set, back as well as forward."""
+
+    def __init__(self) -> None:
+        self._ahead_us = 0
+
+    def __call__(self) -> int:
+        """The time in microseconds since the epoch."""
+        return wall_clock_us() + self._ahead_us
+
+    def now_ms(self) -> int:
+        """The same in milliseconds, as the embedded log wants it."""
+        return self() // 1000
+
+    def set_by(self, seconds: float) -> None:
+        """Set it by so much; back where that is negative."""
+        self._ahead_us += round(seconds * 1e6)

@@ -31,7 +31,7 @@ def filled(limits: Limits, *requests: Request) -> Forming:
     """With these waiting."""
     forming = forming_of(limits)
     for request in requests:
-        forming.add(request, NOW_US)
+        forming.add(request)
     return forming
 
 

@@ -36,9 +36,12 @@ class StillClock:
         return self.now_us
 
 
-def make_instruments(clock: StillClock | None = None) -> Instruments:
-    """With a registry of their own, and no traces."""
-    return Instruments(Metrics(CollectorRegistry()), None, clock or StillClock())
+def make_instruments(
+    clock: StillClock | None = None, steady: StillClock | None = None
+) -> Instruments:
+    """With a registry of their own and no traces; unless there are two, one clock is for all."""
+    clock = clock or StillClock()
+    return Instruments(Metrics(CollectorRegistry()), None, clock, steady or clock)
 
 
 def counted(instruments: Instruments, name: str, **labels: str) -> float:

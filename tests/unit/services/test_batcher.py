@@ -24,20 +24,28 @@ KEY = ("digits", "1")
 class Bench:
     """A running batcher, its inlet and its answers."""
 
-    def __init__(self, limits: Any, clock: StillClock | None = None) -> None:
+    def __init__(
+        self, limits: Any, clock: StillClock | None = None, steady: StillClock | None = None
+    ) -> None:
         self.clock = clock or StillClock()
-        self.instruments = make_instruments(self.clock)
+        self.instruments = make_instruments(self.clock, steady)
         self.answers = Tray()
         self._inlet: Channel[list[Request]] = Channel()
         self.items: ChannelWriter[list[Request]] = self._inlet.writer()
         self.batcher = BatcherService(self._inlet, self.answers, limits, "test", self.instruments)
         self.pulls = self.batcher.pulls
 
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return self.batcher.waiting().requests
+
 
 @asynccontextmanager
-async def running(limits: Any, clock: StillClock | None = None) -> AsyncIterator[Bench]:
+async def running(
+    limits: Any, clock: StillClock | None = None, steady: StillClock | None = None
+) -> AsyncIterator[Bench]:
     """Until the end of the context, when its inlet is closed."""
-    bench = Bench(limits, clock)
+    bench = Bench(limits, clock, steady)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.batcher.run())
         yield bench
@@ -79,6 +87,42 @@ async def test_a_delay_wakes_who_waits() -> None:
 
     assert batch is not None
     assert batch.reason == "delay"
+
+
+async def test_wall_clock_set_back_delays_no_batch() -> None:
+    """The delay of what waits, and of what comes next, is of a clock that nobody sets."""
+    wall, steady = StillClock(), StillClock(1_000_000)
+    async with running(limited(Limits(max_queue_delay_ms=20)), wall, steady) as bench:
+        batches = []
+        for _ in range(2):
+            waiting = asyncio.create_task(bench.pulls.puller(KEY).pull())
+            await bench.items.send([make_request(ingested_us=wall.now_us)])
+            await eventually(lambda: bench.waiting() == 1, deadline_s=5)
+            wall.now_us -= 120_000_000
+            steady.now_us += 20_000
+            batches.append(await asyncio.wait_for(waiting, 5))
+
+    assert [batch and batch.reason for batch in batches] == ["delay", "delay"]
+
+
+async def test_wall_clock_set_back_leaves_time_to_deadline_as_it_was() -> None:
+    """What waits expires when the time that it had is over; what comes next is in time."""
+    wall, steady = StillClock(), StillClock(1_000_000)
+    async with running(limited(Limits(max_queue_delay_ms=1000)), wall, steady) as bench:
+        early = make_request(deadline_ms=wall.now_us // 1000 + 20)
+        await bench.items.send([early])
+        await eventually(lambda: bench.waiting() == 1, deadline_s=5)
+        wall.now_us -= 120_000_000
+        steady.now_us += 20_000
+        await eventually(lambda: bench.answers.requests == [early], deadline_s=5)
+        later = make_request(deadline_ms=wall.now_us // 1000 + 20)
+        await bench.items.send([later])
+        await eventually(lambda: bench.waiting() == 1, deadline_s=5)
+        steady.now_us += 19_000
+        batch = await bench.pulls.puller(KEY).pull()
+
+    assert batch is not None
+    assert batch.requests == [later]
 
 
 class SteppingClock(StillClock):
@@ -129,6 +173,7 @@ async def test_it_sleeps_while_what_is_due_waits_for_an_executor() -> None:
     """With every instance busy a batch that is due is no reason to look at the clock."""
     async with running(limited(Limits(max_queue_delay_ms=1))) as bench:
         await bench.items.send([make_request(ingested_us=NOW_US)])
+        await eventually(lambda: bench.waiting() == 1, deadline_s=5)
         bench.clock.now_us += 10_000
         await bench.items.send([make_request(ingested_us=NOW_US)])
         for _ in range(10):

@@ -229,7 +229,7 @@ async def test_what_would_be_late_is_refused_by_its_headers(models: Models) -> N
     """The batcher beside is asked before the value is read or charged."""
     asked: list[str] = []
 
-    def full(envelope: Envelope, now_us: int) -> Failure:
+    def full(envelope: Envelope) -> Failure:
         asked.append(envelope.model)
         return Failure(Code.OVERLOADED, "full", "ingest", 7)
 
