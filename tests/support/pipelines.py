@@ -14,7 +14,7 @@ import numpy as np
 from headrace.codec import Answer, decode_response, encode_request
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
-from headrace.log.port import NewRecord, Record, TopicPartition
+from headrace.log.port import Log, NewRecord, Record, TopicPartition
 from headrace.pipeline import Pipeline, running
 from headrace.topic_plan import plan_topics
 from headrace.topics import STAGES, Stage, Topic
@@ -66,7 +66,7 @@ async def log_for(settings: Settings) -> MemoryLog:
 
 @asynccontextmanager
 async def serving(
-    settings: Settings, log: MemoryLog, grouping: Grouping
+    settings: Settings, log: Log, grouping: Grouping
 ) -> AsyncIterator[list[Pipeline]]:
     """A pipeline for each group of stages, ready; drained when the context is left.
 
