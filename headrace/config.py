@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -36,9 +37,22 @@ from pydantic_settings import (
 )
 
 from headrace.errors import ConfigurationError
-from headrace.topics import Topic
+from headrace.topics import GROUP_SUFFIXES, Topic
 
-Namespace = Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,100}$")]
+
+def _refuse_name_of_group(namespace: str) -> str:
+    first, dot, last = namespace.rpartition(".")
+    if dot and last in GROUP_SUFFIXES:
+        raise ValueError(
+            f"expected a name that does not end in .{last}, got {namespace}: the namespace {first} "
+            "has a consumer group of that name"
+        )
+    return namespace
+
+
+Namespace = Annotated[
+    str, Field(pattern=r"^[a-zA-Z0-9._-]{1,100}$"), AfterValidator(_refuse_name_of_group)
+]
 _DAY_S = 24 * 3600
 _HOUR_MS = 3600 * 1000
 _KAFKA_INT = 2**31 - 1
@@ -263,7 +277,9 @@ def check_namespace(namespace: str) -> str:
         return _check_namespace(namespace)
     except ValidationError as error:
         (fault,) = error.errors(include_url=False)
-        raise ConfigurationError(f"namespace: {fault['msg']}, got {namespace!r}") from error
+        reason = fault["msg"].removeprefix("Value error, ")
+        got = "" if fault["type"] == "value_error" else f", got {namespace!r}"
+        raise ConfigurationError(f"namespace: {reason}{got}") from error
 
 
 _check_namespace = TypeAdapter(Namespace).validate_python

@@ -27,6 +27,9 @@ class Stage(StrEnum):
 
 STAGES = tuple(Stage)
 
+GROUP_SUFFIXES = frozenset({*STAGES, "marks", "redrive"})
+"""Consumer groups of a namespace are called after it; what stands behind the dot in their names."""
+
 
 class Topic(StrEnum):
     """Headrace's own topics, by their part of the name."""

@@ -52,6 +52,7 @@ class Kind(NamedTuple):
 ENDED_HERE = (
     Code.DEADLINE_EXCEEDED,
     Code.UNKNOWN_MODEL,
+    Code.MODEL_NOT_READY,
     Code.OVERLOADED,
     Code.CANCELLED,
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import load_settings
+from headrace.config import check_namespace, load_settings, make_settings
 from headrace.errors import ConfigurationError
 
 
@@ -89,6 +89,22 @@ def test_variable_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert line.startswith("environment: ")
     assert '"topics"' in line
+
+
+@pytest.mark.parametrize("suffix", ["ingest", "batcher", "executor", "marks", "redrive"])
+def test_namespace_with_name_of_group_is_refused(suffix: str) -> None:
+    """The batcher of a namespace `prod` is in the group `prod.batcher`."""
+    reason = f"namespace: expected a name that does not end in .{suffix}, got prod.{suffix}: "
+    with pytest.raises(ConfigurationError, match=reason):
+        make_settings({"namespace": f"prod.{suffix}"})
+    with pytest.raises(ConfigurationError, match=reason):
+        check_namespace(f"prod.{suffix}")
+
+
+@pytest.mark.parametrize("namespace", ["prod.eu", "batcher", "prod.batcher2", "prod.batcher.eu"])
+def test_namespace_with_dots_is_taken(namespace: str) -> None:
+    """As long as no group is called so."""
+    assert make_settings({"namespace": namespace}).namespace == namespace
 
 
 def test_misspelled_section_gets_a_suggestion(tmp_path: Path) -> None:
