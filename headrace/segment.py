@@ -235,7 +235,7 @@ class Segment:
         assert self._batcher is not None
         return self._batcher.refusal(envelope)
 
-    def _deferred_refusal(self, envelope: Envelope, _now_us: int, rows: int) -> Failure | None:
+    def _deferred_refusal(self, envelope: Envelope, rows: int) -> Failure | None:
         assert self._batcher is not None
         return self._batcher.refusal(envelope, rows)
 

@@ -30,7 +30,7 @@ from headrace.flow.inflight import Assignment, Deferred, LedgerReceipt
 from headrace.log.port import TopicPartition
 from headrace.messages import Envelope, Failure, Request
 
-Refusal: TypeAlias = Callable[[Envelope, int, int], Failure | None]
+Refusal: TypeAlias = Callable[[Envelope, int], Failure | None]
 """Why a request with this envelope, behind so many deferred rows, would be late; see
 `headrace.services.batcher.forming.Forming.refusal`."""
 
@@ -142,7 +142,6 @@ class Deferral:
         self, requests: Sequence[Request], refusal: Refusal
     ) -> tuple[list[Request], list[Request]]:
         """Fail those that would be late behind all that is deferred before them."""
-        now_us = self._clock()
         able: list[Request] = []
         ended: list[Request] = []
         ahead: dict[Claim, int] = {}
@@ -152,7 +151,7 @@ class Deferral:
                 ahead[claim] = sum([each.rows for each in self._waiting.get(claim, ())])
             failure = None
             if request.envelope.deadline_ms:
-                failure = refusal(_asked(request), now_us, ahead[claim])
+                failure = refusal(_asked(request), ahead[claim])
             if failure is None:
                 ahead[claim] += request.rows
                 able.append(request)
@@ -260,7 +259,7 @@ class Deferral:
         picked = self._pick_due(now_us)
         if self._refusal is not None and now_s - self._predicted_s >= self._times.predict_s:
             self._predicted_s = now_s
-            picked += self._pick_late(now_us, self._refusal)
+            picked += self._pick_late(self._refusal)
         for deferred in picked:
             self._waiting[deferred.claim].remove(deferred)
         for claim, waiting in self._waiting.items():
@@ -301,7 +300,7 @@ class Deferral:
                 due.append(deferred)
         return due
 
-    def _pick_late(self, now_us: int, refusal: Refusal) -> list[Deferred]:
+    def _pick_late(self, refusal: Refusal) -> list[Deferred]:
         """Pick those that would be late behind all that is deferred before them."""
         late: list[Deferred] = []
         left_bytes = self.shares.limit_bytes // DUE_PART
@@ -314,7 +313,7 @@ class Deferral:
                     continue
                 failure = None
                 if deferred.envelope.deadline_ms:
-                    failure = refusal(deferred.envelope, now_us, rows)
+                    failure = refusal(deferred.envelope, rows)
                 if failure is None:
                     rows += deferred.rows
                     continue
