@@ -146,9 +146,9 @@ async def test_pinned_instances_run_on_cores_of_their_own(tmp_path: Path) -> Non
 
 async def test_more_pinned_instances_than_cores_are_refused(tmp_path: Path) -> None:
     """The version fails to load, and says how many cores there are."""
-    config = "instances = 2\npinned = true\nintra_op_threads = 1000"
+    config = "instances = 2\npinned = true\nintra_op_threads = 256"
     add_python_model(tmp_path, "", config=config)
     async with running(tmp_path) as bench:
         [version] = bench.models.versions()
     assert version.state is State.FAILED
-    assert version.reason.startswith("pinned: expected 1000 cores for each instance")
+    assert version.reason.startswith("pinned: expected 256 cores for each instance")

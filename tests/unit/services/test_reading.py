@@ -54,6 +54,12 @@ def records(turns: int) -> list[Record]:
     ]
 
 
+def records_of_one_layout() -> list[Record]:
+    """Return three records that follow each other and differ in nothing else."""
+    (first,) = records(1)[:1]
+    return [first._replace(offset=offset) for offset in range(3)]
+
+
 def told(request: Request) -> dict[str, Any]:
     """All that a request says, its receipt as well."""
     said = {name: getattr(request, name) for name in request.__struct_fields__}
@@ -116,7 +122,7 @@ class Gone:
 
 def test_values_of_a_known_layout_are_refused_when_their_model_is_gone(models: Models) -> None:
     """Each by the reason that holds now."""
-    some = records(1)[:1] * 3
+    some = records_of_one_layout()
     read_requests(some, make_assignment(), Rules(models, LimitSettings()), NOW_US)
 
     read = read_requests(some, make_assignment(), Rules(Gone(), LimitSettings()), NOW_US)
@@ -126,7 +132,7 @@ def test_values_of_a_known_layout_are_refused_when_their_model_is_gone(models: M
 
 def test_a_reloaded_version_binds_for_itself(models: Models, tmp_path: Path) -> None:
     """What was found with one set of files does not hold for another."""
-    some = records(1)[:1] * 3
+    some = records_of_one_layout()
     rules = Rules(models, LimitSettings())
     read_requests(some, make_assignment(), rules, NOW_US)
     (tmp_path / "other").mkdir()
