@@ -140,6 +140,7 @@ class Segment:
             exactly_once=settings.delivery.guarantee == "exactly_once"
             and (answers or reads_requests),
             shares=reads_requests and settings.delivery.order != "none",
+            runs=Stage.EXECUTOR in stages,
             model_share=settings.limits.model_share if has_shares else 1.0,
             tenant_share=settings.limits.tenant_share if has_shares else 1.0,
             kept_s=0.0 if answers else settings.topics.internal_retention_ms / 1000,
@@ -275,7 +276,12 @@ class Segment:
             self._runs["announce"] = announcer.run
             pulls = feed.pulls
         executor = ExecutorService(
-            pulls, answers.writer(), self._models, self._instruments, announcer
+            pulls,
+            answers.writer(),
+            self._models,
+            self._instruments,
+            announcer,
+            self.source.probation,
         )
         self._runs["executor"] = executor.run
         self._executor = executor
@@ -317,7 +323,6 @@ class Segment:
             self._instruments,
         )
         self.source.when_revoked(responder.revoked)
-        self.source.probation.aside.unacknowledged = responder.unacknowledged
         self._runs["responder"] = responder.run
         return channel
 

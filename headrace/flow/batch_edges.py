@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 
 from headrace.codec import decode_batch, encode_batch
 from headrace.errors import Rejected
 from headrace.flow.announcing import Announcer
-from headrace.flow.batch_trial import try_batch
 from headrace.flow.channel import Ask, Outlet, PullChannel
-from headrace.flow.edges import decoded, refuse
-from headrace.flow.endings import rejection
+from headrace.flow.edges import admitted, decoded, refuse
+from headrace.flow.endings import ran_alone, rejection
 from headrace.flow.fleet import ModelKey
 from headrace.flow.inflight import (
     RECORD_OVERHEAD_BYTES,
     Assignment,
     beside_bytes,
-    record_bytes,
     settle_all,
 )
+from headrace.flow.isolation import Isolation
 from headrace.flow.rebinding import Rebind, refuse_to_rebind
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
@@ -132,14 +130,13 @@ class BatchFeed:
         while (delivery := await self._source.receive()) is not None:
             refused: list[Request] = []
             for record in delivery.records:
-                batch = self._admit(delivery.assignment, record)
+                batch = self._admit(delivery.assignment, record, delivery.isolation)
                 if batch is None:
                     continue
                 if self._announcer is not None:
                     self._announcer.received(batch)
-                if delivery.trial is not None:
-                    end = partial(self._end, batch.batch_id)
-                    await try_batch(batch, record.offset, delivery.trial, self._offer, end)
+                if delivery.isolation is not None:
+                    refused += self._take_carefully(batch, record.offset, delivery.isolation)
                 else:
                     refused += self._take(batch)
             self.pulls.kick()
@@ -182,22 +179,38 @@ class BatchFeed:
         ]
         return batches, refused
 
-    async def _offer(self, batch: Batch) -> None:
-        refused = self._take(batch)
-        self.pulls.kick()
-        if refused:
-            await self._answers.send(refused)
+    def _take_carefully(self, batch: Batch, offset: int, isolation: Isolation) -> list[Request]:
+        """Take a batch without those of its requests that are condemned; if its record is isolated,
+        each of the others by itself, before all that wait.
+        """
+        places = enumerate(batch.requests)
+        condemned = [one for place, one in places if (offset, place) in isolation.condemned]
+        for request in condemned:
+            request.fail(ran_alone(Stage.EXECUTOR))
+        if condemned and self._announcer is not None:
+            self._announcer.finished(batch.batch_id, condemned)
+        left = [request for request in batch.requests if request.failure is None]
+        if left and isolation.isolated is None:
+            return condemned + self._take(Batch(batch.batch_id, left, batch.reason))
+        try:
+            self._check(batch.model, batch.version)
+        except Rejected:
+            return condemned + (
+                self._take(Batch(batch.batch_id, left, batch.reason)) if left else []
+            )
+        isolation.isolate(batch.requests)
+        for place, request in enumerate(batch.requests):
+            if request.failure is None:
+                one = Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
+                self.pulls.put_first((batch.model, batch.version), one)
+        return condemned
 
-    async def _end(self, batch_id: str, requests: list[Request]) -> None:
-        if self._announcer is not None:
-            self._announcer.finished(batch_id, requests)
-        await self._answers.send(requests)
-
-    def _admit(self, assignment: Assignment, record: Record) -> Batch | None:
-        if record.offset in assignment.progress:
-            assignment.skip(record.offset)
+    def _admit(
+        self, assignment: Assignment, record: Record, isolation: Isolation | None
+    ) -> Batch | None:
+        receipt = admitted(assignment, record, isolation)
+        if receipt is None:
             return None
-        receipt = assignment.admit(record.offset, record_bytes(record))
         batch = decoded(record, receipt, decode_batch)
         if batch is not None:
             receipt.parts = len(batch.requests)

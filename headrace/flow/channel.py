@@ -155,6 +155,7 @@ class PullChannel(Generic[K, T]):
 
     def __init__(self, supply: Supply[K, T]) -> None:
         self._supply = supply
+        self._first: dict[K, deque[T]] = {}
         self._waiting: deque[tuple[Puller[K, T], asyncio.Future[T | None]]] = deque()
         self._closed = asyncio.Event()
 
@@ -164,7 +165,20 @@ class PullChannel(Generic[K, T]):
 
     def take(self, puller: Puller[K, T]) -> T | None:
         """What there is now, without waiting."""
-        return self._supply(puller.key, puller.ask)
+        return self._next(puller.key, puller.ask)
+
+    def put_first(self, key: K, piece: T) -> None:
+        """Hand out a piece for this key before anything that the supply gives."""
+        self._first.setdefault(key, deque()).append(piece)
+        self.kick()
+
+    def _next(self, key: K | None, ask: Ask) -> T | None:
+        if self._first and key is not None and (pieces := self._first.get(key)):
+            piece = pieces.popleft()
+            if not pieces:
+                del self._first[key]
+            return piece
+        return self._supply(key, ask)
 
     async def wait(self, puller: Puller[K, T]) -> T | None:
         """Called by pullers."""
@@ -191,7 +205,7 @@ class PullChannel(Generic[K, T]):
             if waiter.done():  # its puller was cancelled
                 continue
             asked = (puller.key, puller.ask)
-            piece = None if asked in empty else self._supply(*asked)
+            piece = None if asked in empty else self._next(*asked)
             if piece is None:
                 empty.add(asked)
             if piece is None and not self._closed.is_set() and not puller.ask.at_once:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from headrace.flow.budget import Budget
 from headrace.flow.inflight import Assignment, record_bytes
-from headrace.flow.suspects import Unit
+from headrace.flow.isolation import Isolation
 from headrace.log.port import Record, TopicPartition
 
 MAX_JOINED_RECORDS = 512
@@ -24,29 +24,17 @@ MANY_BYTES = 128 * 1024
 """Who reads so much at a time need not wait for more to come."""
 
 
-class Trial(NamedTuple):
-    """What the first stage has to know of records that are suspect.
-
-    Attributes:
-        condemned: to be answered without being run.
-        run_place: given where one record runs alone: before each of its requests, if it has
-            several, to be called with the request's place.
-    """
-
-    condemned: frozenset[Unit]
-    run_place: Callable[[int], Awaitable[None]] | None
-
-
 class Delivery(NamedTuple):
-    """Records of one partition, in offset order, not yet admitted; on trial while suspect.
+    """Records of one partition, in offset order, not yet admitted.
 
     With `skipped`, no records: all up to this offset are gone unread. With `again`, records that
-    were deferred and are read a second time (`headrace.flow.deferring`).
+    were deferred and are read a second time (`headrace.flow.deferring`). With `isolation`, the
+    process is careful, since there were unclean ends.
     """
 
     assignment: Assignment
     records: Sequence[Record]
-    trial: Trial | None = None
+    isolation: Isolation | None = None
     skipped: int | None = None
     again: bool = False
 
@@ -66,7 +54,7 @@ class _Waiting:
         mine = self.delivery
         return (
             mine.assignment is delivery.assignment
-            and mine.trial is delivery.trial is None
+            and mine.isolation is delivery.isolation is None
             and mine.skipped is delivery.skipped is None
             and not (mine.again or delivery.again)
             and len(self.records) + len(delivery.records) <= MAX_JOINED_RECORDS
@@ -82,6 +70,7 @@ class Arrivals:
 
     Attributes:
         waiting_bytes: of all of it.
+        awaits_isolated: parked records will be delivered again, even after the end.
     """
 
     def __init__(self) -> None:
@@ -89,7 +78,9 @@ class Arrivals:
         self._last: dict[TopicPartition, _Waiting] = {}
         self._arrived = asyncio.Event()
         self._ended = False
+        self._isolated: deque[Delivery] = deque()
         self.waiting_bytes = 0
+        self.awaits_isolated = False
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -110,17 +101,26 @@ class Arrivals:
         self._last[partition] = waiting = _Waiting(delivery, size_bytes)
         self._waiting.append(waiting)
 
+    def put_isolated(self, delivery: Delivery) -> None:
+        """Add a record that was parked. It is admitted, and so it is not dropped: a drain waits for
+        it, and answers behind it may be held until it is answered.
+        """
+        self._isolated.append(delivery)
+        self._arrived.set()
+
     def tell(self) -> None:
         """Wake the first stage."""
         self._arrived.set()
 
     async def next(self) -> Delivery | None:
         """The oldest; None after the end, when nothing is left."""
-        while not self._waiting:
-            if self._ended:
+        while not (self._waiting or self._isolated):
+            if self._ended and not self.awaits_isolated:
                 return None
             self._arrived.clear()
             await self._arrived.wait()
+        if self._isolated:  # one at a time, so that the others come between
+            return self._isolated.popleft()
         taken = self._waiting.popleft()
         partition = taken.delivery.assignment.partition
         if self._last[partition] is taken:

@@ -25,6 +25,7 @@ from headrace.flow.inflight import (
     record_bytes,
     settle_all,
 )
+from headrace.flow.isolation import Isolation
 from headrace.flow.pacing import Pace
 from headrace.flow.sending import deliver, too_large
 from headrace.flow.source import Source
@@ -80,21 +81,23 @@ class TopicInlet:
                 return requests
 
     async def _read(self, delivery: Delivery) -> list[Request]:
-        condemned = delivery.trial.condemned if delivery.trial is not None else None
+        isolation = delivery.isolation
         requests: list[Request] = []
         ended: list[Request] = []
         for record in delivery.records:
-            request = self._admit(delivery.assignment, record)
+            request = self._admit(delivery.assignment, record, isolation)
             if request is None:
                 continue
-            if condemned and (record.offset, 0) in condemned:
+            if isolation is not None and (record.offset, 0) in isolation.condemned:
                 request.fail(ran_alone(Stage.BATCHER))
                 ended.append(request)
             else:
                 requests.append(request)
+        if isolation is not None:
+            isolation.isolate(requests)
         deferral = self._source.deferral
         if deferral is not None and requests:
-            on_trial = delivery.trial is not None
+            on_trial = isolation is not None and isolation.isolated is not None
             requests, self._over, late = deferral.sort_out(
                 requests, again=delivery.again, on_trial=on_trial
             )
@@ -103,17 +106,35 @@ class TopicInlet:
             await self._ended.send(ended)
         return requests
 
-    def _admit(self, assignment: Assignment, record: Record) -> Request | None:
-        """Return the request of a record; None if it is answered already, or is not one of ours."""
-        if record.offset in assignment.progress:
-            assignment.skip(record.offset)
+    def _admit(
+        self, assignment: Assignment, record: Record, isolation: Isolation | None
+    ) -> Request | None:
+        """Return the request of a record; None if it is answered already, or is not one of ours, or
+        was set aside.
+        """
+        receipt = admitted(assignment, record, isolation)
+        if receipt is None:
             return None
-        receipt = assignment.admit(record.offset, record_bytes(record))
         request = decoded(record, receipt, self._decode)
         if request is not None and (request.key is not None or request.headers):
             # Decoding copies these out of the record's value, which is kept as well.
             receipt.resize(receipt.size_bytes + beside_bytes(request.key, request.headers))
         return request
+
+
+def admitted(
+    assignment: Assignment, record: Record, isolation: Isolation | None
+) -> LedgerReceipt | None:
+    """Return the receipt of a record that is to be decoded now; None if it is not to be."""
+    if isolation is not None and isolation.isolated is not None:
+        return isolation.isolated.receipt
+    if record.offset in assignment.progress:
+        assignment.skip(record.offset)
+        return None
+    if isolation is not None and isolation.is_accused(record.offset):
+        isolation.set_aside(assignment, record)
+        return None
+    return assignment.admit(record.offset, record_bytes(record))
 
 
 def decoded(

@@ -7,8 +7,12 @@ never an answer.
 
 The text is JSON, since people read it when they look for a culprit:
 
-    {"v": 1, "open": true, "stop": 900, "running": [17, 18], "alone": 0, "attempts": [[17, 0, 2]],
-     "member": "headrace-5e1f…", "process": "gpu-1/8d2c6f1e/4026531840/9f3cba10d24e7f68"}
+    {"v": 2, "open": true, "stop": 900, "ends": 2, "running": "17:1rAAE", "alone": 0,
+     "attempts": [[17, 0, 2]], "accused": "17:1rAAM", "member": "headrace-5e1f…",
+     "process": "gpu-1/8d2c6f1e/4026531840/9f3cba10d24e7f68"}
+
+`attempts` are offset, place and count; ranges of offsets are written as in the metadata of answers
+(`headrace.flow.answered`), behind the first offset.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
+from headrace.flow.answered import Range, UnknownMetadata, decode_ranges, encode_ranges
 from headrace.flow.predecessor import is_gone
 from headrace.flow.suspects import CLEAN, Mark
 from headrace.log.port import Committed, Log, TopicPartition
@@ -27,8 +32,11 @@ from headrace.telemetry.logs import Event
 
 log = structlog.get_logger(__name__)
 
-MOST_ATTEMPTS = 100
+VERSION = 2
+MOST_ATTEMPTS = 16
 """So many requests with attempts fit into the metadata; each one has cost a restart or more."""
+MOST_CHARACTERS = 1400
+"""So long may the text of what is running be, and that of what is accused: about 250 ranges."""
 
 
 class Owner(NamedTuple):
@@ -125,16 +133,17 @@ def _read(partition: TopicPartition, committed: Committed | None) -> tuple[Mark,
 
 
 def encode_mark(mark: Mark, owner: Owner = NOBODY) -> str:
-    """A mark as text, within the bounds of a commit's metadata."""
+    """Return a mark as text, within the bounds of a commit's metadata."""
     worst = sorted(mark.attempts.items(), key=lambda item: (-item[1], item[0]))[:MOST_ATTEMPTS]
     fields: dict[str, Any] = {
-        "v": 1,
+        "v": VERSION,
         "open": mark.is_open,
         "stop": mark.stop,
-        "running": mark.running,
+        "ends": mark.ends,
+        "running": _ranges_text(mark.running),
         "alone": mark.alone,
         "attempts": [[offset, place, count] for (offset, place), count in worst],
-        "accused": mark.accused,
+        "accused": _ranges_text(mark.accused),
         "member": owner.member,
         "process": owner.process,
     }
@@ -145,31 +154,55 @@ def encode_mark(mark: Mark, owner: Owner = NOBODY) -> str:
 
 
 def decode_mark(text: str) -> tuple[Mark, Owner]:
-    """The inverse of `encode_mark`. Raises `ValueError`."""
+    """Return what `encode_mark` was given. Raises `ValueError`."""
     fields = json.loads(text)
-    if not isinstance(fields, dict) or fields.get("v") != 1:
-        raise ValueError(f"mark: expected version 1, got {text[:40]!r}")
-    running = fields.get("running")
-    accused = fields.get("accused")
+    if not isinstance(fields, dict) or fields.get("v") != VERSION:
+        raise ValueError(f"mark: expected version {VERSION}, got {text[:40]!r}")
     alone = fields.get("alone")
     try:
         mark = Mark(
             is_open=bool(fields["open"]),
             stop=int(fields["stop"]),
-            running=None if running is None else _range(running),
+            ends=int(fields["ends"]),
+            running=_ranges(fields.get("running", "")),
             alone=None if alone is None else int(alone),
             attempts=_attempts(fields.get("attempts", [])),
-            accused=None if accused is None else _range(accused),
+            accused=_ranges(fields.get("accused", "")),
         )
         owner = Owner(str(fields.get("member", "")), str(fields.get("process", "")))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, UnknownMetadata) as error:
         raise ValueError(f"mark: expected its fields, got {text[:40]!r}") from error
     return mark, owner
 
 
-def _range(value: Sequence[Any]) -> tuple[int, int]:
-    start, stop = value
-    return int(start), int(stop)
+def _ranges_text(ranges: Sequence[Range]) -> str:
+    """Return ranges as text of a bounded length; where they do not fit, with what lies between the
+    nearest of them: a record that is accused without cause runs alone, one that is left out never
+    would.
+    """
+    if not ranges:
+        return ""
+    kept = list(ranges)
+    while len(text := f"{kept[0][0]}:{encode_ranges(kept[0][0], kept)}") > MOST_CHARACTERS:
+        kept = _nearest_joined(kept, len(kept) * 3 // 4)
+    return text
+
+
+def _nearest_joined(ranges: Sequence[Range], count: int) -> list[Range]:
+    """Return at most so many ranges with all offsets of these, and as few others as can be."""
+    gaps = sorted(range(1, len(ranges)), key=lambda at: ranges[at - 1][1] - ranges[at][0])
+    cuts = sorted(gaps[: count - 1])
+    starts, stops = [0, *cuts], [*cuts, len(ranges)]
+    return [
+        (ranges[start][0], ranges[stop - 1][1]) for start, stop in zip(starts, stops, strict=True)
+    ]
+
+
+def _ranges(text: str) -> tuple[Range, ...]:
+    if not text:
+        return ()
+    base, _, encoded = text.partition(":")
+    return tuple(decode_ranges(int(base), encoded))
 
 
 def _attempts(value: Iterable[Sequence[Any]]) -> dict[tuple[int, int], int]:

@@ -6,7 +6,6 @@ holds so much that reading of it has to wait, while the others go on:
 - `metadata`: an answered offset that does not fit into the commit's metadata would be answered
   again by the next owner (at least once), or could not be sealed (exactly once). Well before it
   comes to that, nothing more is read of the partition.
-- `suspects`: after an unclean end, what is not in the part that is running (`probation.py`).
 - `share`: so many of its requests are deferred, since their model holds its share of the budget
   (`deferring.py`), that it is not read further ahead of them.
 - `order`: answers that wait for an earlier one are held, and one record that is stuck could fill
@@ -48,7 +47,6 @@ class Pauses:
 
     Attributes:
         paused: the partitions that are.
-        held: partitions of which nothing may be let in for now.
         reason: why, while all of them are; otherwise empty.
         reasons: why, of partitions that are paused alone.
     """
@@ -59,7 +57,6 @@ class Pauses:
         self._shares = shares
         self._elsewhere: dict[TopicPartition, Progress] = {}
         self.paused: frozenset[TopicPartition] = frozenset()
-        self.held: frozenset[TopicPartition] = frozenset()
         self.reason = ""
         self.reasons: Mapping[TopicPartition, str] = {}
 
@@ -112,7 +109,6 @@ class Pauses:
         elif self._shares:
             found |= {each.partition: "order" for each in assignments if self._exceeds(each)}
         found |= {each.partition: "share" for each in assignments if self._defers_many(each)}
-        found |= dict.fromkeys(self.held, "suspects")
         return found
 
     def _defers_many(self, assignment: Assignment) -> bool:

@@ -102,8 +102,9 @@ class Source:
         )
         self.deferral = _deferral(self.ledger.budget, settings, refusal)
         self._bases = Bases(self.ledger, settings.kept_s)
+        self._ready = Arrivals()
         self.probation = Probation(
-            Marks(log_, settings.group), self.ledger, metrics, settings.max_attempts
+            Marks(log_, settings.group), self.ledger, metrics, settings, self._ready
         )
         self._revocations: list[Callable[[], None]] = []
         if self.deferral is not None:
@@ -111,7 +112,6 @@ class Source:
         self._reads_requests = requests == settings.topic
         self._identity = TopicIdentity(log_, settings.topic)
         self._behind: dict[TopicPartition, int] = {}
-        self._ready = Arrivals()
         self._settled = Signal()
         self._committer = Committer(self.ledger, companion, metrics, self._settled, self.sealing)
         self._backlog = Backlog(self._unanswered, self._is_working)
@@ -175,9 +175,16 @@ class Source:
 
     async def receive(self) -> Delivery | None:
         """The next records of some partition; None when reading has stopped and none are left."""
+        self.probation.is_done()
         while (delivery := await self._ready.next()) is not None:
-            if delivery.assignment.void:
+            is_isolated = delivery.isolation is not None and delivery.isolation.isolated is not None
+            if delivery.assignment.void and not is_isolated:
                 continue
+            if delivery.skipped is None and (is_isolated or self.probation.gate.is_marking):
+                delivery = await self.probation.let_in(delivery)
+                if delivery.assignment.void or not delivery.records:
+                    self.probation.is_done()
+                    continue
             if delivery.skipped is None or self._reads_requests:
                 return delivery
             delivery.assignment.admit(delivery.skipped, 0).settle()
@@ -252,10 +259,7 @@ class Source:
                 assignment = self.ledger.get(partition)
                 if assignment is None or not self._is_wanted(partition):
                     continue
-                delivery = Delivery(assignment, records)
-                if self.probation.active:
-                    delivery = Delivery(assignment, *self.probation.let_in(partition, records))
-                if delivery.records:
+                for delivery in self.probation.divided(Delivery(assignment, records)):
                     self._arrive(delivery)
             for gap in self._consumer.gaps():
                 self._pass_over(gap, polled.get(gap.partition, ()))
@@ -299,14 +303,12 @@ class Source:
             self._ready.put(Delivery(assignment, (), skipped=gap.end - 1))
 
     async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
-        if self.probation.active:
-            await self.probation.look(self._consumer, waiting=bool(self._ready))
-        self._pauses.held = self.probation.held
+        if self.probation.is_active:
+            await self.probation.look(self._consumer)
         if not self._pauses.regulate(
             self._consumer, self._ready.waiting_bytes, stopping=self._stopping
         ):
-            quick = self._pauses.paused or self.probation.active
-            timeout_s = PAUSED_POLL_S if quick else POLL_TIMEOUT_S
+            timeout_s = PAUSED_POLL_S if self._pauses.paused else POLL_TIMEOUT_S
             return await self._consumer.poll(timeout_s, MAX_POLL_RECORDS)
         await self._settled.wait(PAUSED_POLL_S)
         return await self._consumer.poll(0, MAX_POLL_RECORDS)

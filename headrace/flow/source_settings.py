@@ -22,7 +22,8 @@ class SourceSettings:
         kept_s: how long what is passed on is kept, where another process answers.
         model_share, tenant_share: what one model, or one tenant, may hold of the budget while no
             other holds anything; see `headrace.flow.budget.Shares`. 1 is no limit.
-        max_attempts: so many deaths condemn a record that ran alone; 0 suspects none.
+        max_attempts: so many ends while it ran alone condemn a record; 0 suspects none.
+        runs: models run in this process, of what is read here.
     """
 
     topic: str
@@ -39,4 +40,5 @@ class SourceSettings:
     model_share: float = 1.0
     tenant_share: float = 1.0
     max_attempts: int = 0
+    runs: bool = False
     kept_s: float = 0.0

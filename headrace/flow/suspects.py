@@ -1,36 +1,31 @@
-"""Which records may have ended a process, and in which parts they run until the culprit is found.
+"""Crash isolation: which records may have ended a process, and what follows from each unclean end.
 
-After an unclean end every record that may have been in flight is a suspect. Suspects run in parts,
-and while one runs nothing else does in its process; that it runs was marked in the log before. So
-whoever comes after the next unclean end knows which part was running. A part that ran when its
-process died is cut into pieces; a part that is answered is innocent. A record that ran alone and
-marked, and whose process died, has one attempt against it; at `max_attempts` it is condemned, and
-is answered without being run. Nothing else counts against a record.
+Synchronous, and without a log: `headrace.flow.probation` drives it, `headrace.flow.marks` keeps the
+marks. What one unclean end after the other means for a partition:
 
-- The first part is all suspects at once: most processes are killed from outside, and one mark is
-  then all that an unclean end costs.
-- A death costs a restart, a part that survives only a mark. So a part is cut into many pieces
-  (group testing with tests of unequal cost) instead of two.
-- When all pieces but one have survived, the last is guilty by elimination and is cut without
-  being run.
-- Parts run in the order of their offsets, so that a partition is read in one direction.
+1. The first one accuses nothing. Most processes are killed from outside, and all that was admitted
+   may be a backlog of hours. It is only noted which offsets were unanswered (`stop`, `ends`).
+2. If they are still unanswered at the next one, they may have caused both. From here on the process
+   is *careful*: what is read or run is marked before, so that the next end shows what was running.
+3. What was running at an end of a careful process is *accused*. Each accused record runs alone, and
+   is marked to run alone; everything else goes on between. One that survives is innocent.
+4. An end while one request ran alone is one attempt against it. At `max_attempts` it is condemned:
+   it is answered without being run. Nothing else counts against a request.
 
-All of it is synchronous and knows no log; `headrace.flow.probation` drives it, and
-`headrace.flow.marks` keeps the marks.
+So four unclean ends single out one culprit of any number, and `max_attempts - 1` more condemn it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from headrace.flow.answered import Progress, Range
 from headrace.log.port import TopicPartition
 
-PIECES = 16
-"""Into how many pieces a part is cut: one among 10,000 is alone after four deaths, not fourteen."""
+CAREFUL_FROM = 2
+"""Unclean ends in a row that the same records survived unanswered."""
 
 Unit: TypeAlias = tuple[int, int]
 """What can run alone: an offset, and a place within its record, which is 0 unless it is a batch."""
@@ -42,84 +37,61 @@ class Mark(NamedTuple):
     """What is kept of one partition.
 
     Attributes:
-        is_open: records are let in. Who finds this at an assignment follows an unclean end.
-        stop: suspects lie below this offset; 0 where none are known.
-        running: the part that was let in, from its first offset up to, and without, its last.
-        alone: it was one request and nothing else ran: its place in its record; otherwise None.
-        attempts: how often a request ran alone and marked when its process died.
-        accused: where the culprit has to be, when the partition was given up in good order while
-            that was known; without it each rebalance would begin the search anew.
+        is_open: the partition is read. Who finds this at an assignment follows an unclean end.
+        stop: what is unanswered below this offset was unanswered at an unclean end.
+        ends: how many unclean ends in a row that was; 0 where there is none.
+        running: what was being read or run when this was written; empty unless careful.
+        alone: `running` is one request and nothing else ran: its place in its record.
+        attempts: how often a request ran alone when its process ended.
+        accused: what was running at an unclean end and has not survived alone yet.
     """
 
     is_open: bool = False
     stop: int = 0
-    running: Range | None = None
+    ends: int = 0
+    running: tuple[Range, ...] = ()
     alone: int | None = None
     attempts: Mapping[Unit, int] = _NONE
-    accused: Range | None = None
+    accused: tuple[Range, ...] = ()
 
 
 CLEAN = Mark()
 
 
-class Span(NamedTuple):
-    """Suspects of one partition, from `start` up to, and without, `stop`."""
+class Alone(NamedTuple):
+    """The one request that runs."""
 
     partition: TopicPartition
-    start: int
-    stop: int
+    offset: int
+    place: int
 
 
-Part: TypeAlias = tuple[Span, ...]
-"""What runs at once, in the order of partitions and offsets."""
+class _History:
+    """One partition's part in past unclean ends."""
 
+    __slots__ = ("accused", "answered", "attempts", "ends", "stop")
 
-def weight(part: Iterable[Span]) -> int:
-    """How many offsets a part has."""
-    return sum(span.stop - span.start for span in part)
-
-
-def cut(part: Part, pieces: int = PIECES) -> list[Part]:
-    """Cut a part into so many pieces of about the same weight, or into single offsets."""
-    size = max(1, -(-weight(part) // pieces))
-    found: list[Part] = []
-    piece: list[Span] = []
-    room = size
-    for span in part:
-        start = span.start
-        while start < span.stop:
-            stop = min(span.stop, start + room)
-            piece.append(Span(span.partition, start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                found.append(tuple(piece))
-                piece, room = [], size
-    if piece:
-        found.append(tuple(piece))
-    return found
+    def __init__(self) -> None:
+        self.stop = 0
+        self.ends = 0
+        self.attempts: dict[Unit, int] = {}
+        self.accused: set[int] = set()
+        self.answered: set[Unit] = set()
 
 
 class Suspects:
-    """The suspects of the partitions of one process.
+    """The suspects among the records of the partitions of one process.
 
     Args:
-        max_attempts: so many deaths, alone and marked, condemn a request.
+        max_attempts: so many ends while it ran alone condemn a request.
     """
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
-        self._attempts: dict[TopicPartition, dict[Unit, int]] = {}
-        self._cleared: Part = ()
-        self._accused: deque[Part] = deque()
-        self._on_trial = False
-        self._survivors = False
-        self._waiting: Part = ()
-        self._running: Part = ()
-        self._place = 0
+        self._histories: dict[TopicPartition, _History] = {}
 
     def take_up(self, partition: TopicPartition, mark: Mark, progress: Progress, end: int) -> None:
-        """A partition is assigned.
+        """Conclude from the mark of a partition that is assigned.
 
         Args:
             partition: which one.
@@ -127,128 +99,150 @@ class Suspects:
             progress: what is answered of it.
             end: the offset that its next record will get: nothing above was ever delivered.
         """
-        self.give_up(partition)
-        stop = end if mark.is_open and not mark.stop else min(mark.stop, end)
-        attempts = {unit: n for unit, n in mark.attempts.items() if unit[0] not in progress}
-        if mark.running is not None and mark.alone is not None and mark.running[0] not in progress:
-            unit = (mark.running[0], mark.alone)
-            attempts[unit] = attempts.get(unit, 0) + 1
-        self._attempts[partition] = attempts
-        suspects = progress.unanswered(stop)
-        first, last = mark.running or mark.accused or (0, 0)
-        cleared = _within(partition, suspects, 0, first)
-        accused = _within(partition, suspects, first, last)
-        waiting = _within(partition, suspects, last, stop)
-        self._cleared = _joined(self._cleared, cleared)
-        self._waiting = _joined(self._waiting, waiting)
-        if accused:
-            everyone = _joined(tuple(span for piece in self._accused for span in piece), accused)
-            self._accuse(everyone)
+        history = self._histories[partition] = _History()
+        if mark.is_open:
+            # Only what was unanswered at both ends can have caused both.
+            was_there = bool(progress.unanswered(min(mark.stop, end)))
+            history.ends = (mark.ends if was_there else 0) + 1
+            history.stop = end
+        else:
+            history.ends, history.stop = mark.ends, min(mark.stop, end)
+        if not progress.unanswered(history.stop):
+            history.ends = history.stop = 0
+        for unit, count in mark.attempts.items():
+            if unit[0] < end and unit[0] not in progress:
+                history.attempts[unit] = count
+        if mark.alone is not None and mark.running:
+            unit = (mark.running[0][0], mark.alone)
+            if unit[0] < end and unit[0] not in progress:
+                history.attempts[unit] = history.attempts.get(unit, 0) + 1
+        suspects = progress.unanswered(end)
+        for accused in (*mark.accused, *mark.running):
+            history.accused.update(_offsets_within(accused, suspects))
 
     def give_up(self, partition: TopicPartition) -> None:
-        """A partition is not ours any more."""
-        self._attempts.pop(partition, None)
-        self._cleared = _without(self._cleared, partition)
-        self._waiting = _without(self._waiting, partition)
-        self._running = _without(self._running, partition)
-        pieces = (_without(piece, partition) for piece in self._accused)
-        self._accused = deque(piece for piece in pieces if piece)
-
-    def next(self) -> Part:
-        """The part to be run next, alone; empty when there are no suspects left.
-
-        A part that has not survived yet, since its trial was interrupted, comes again.
-        """
-        if self._running:
-            return self._running
-        self._on_trial = not self._cleared and bool(self._accused)
-        if self._cleared:
-            # They were answered before the last end, though nobody could commit that any more.
-            self._running, self._cleared = self._cleared, ()
-        elif self._on_trial:
-            while self._survivors and len(self._accused) == 1 and weight(self._accused[0]) > 1:
-                self._accuse(self._accused[0])
-            self._running = self._accused.popleft()
-        else:
-            self._running, self._waiting = self._waiting, ()
-        self._place = 0
-        return self._running
-
-    def runs_alone(self, place: int) -> None:
-        """Of the one record that is running, the request at this place runs now, and no other."""
-        self._place = place
-
-    def survived(self) -> None:
-        """All that was running is answered."""
-        self._survivors = self._survivors or self._on_trial
-        for span in self._running:
-            attempts = self._attempts.get(span.partition, {})
-            for unit in [unit for unit in attempts if self._is_innocent(span, unit)]:
-                del attempts[unit]
-        self._running = ()
-
-    def _is_innocent(self, span: Span, unit: Unit) -> bool:
-        return (
-            span.start <= unit[0] < span.stop
-            and self._attempts[span.partition][unit] < self._max_attempts
-        )
-
-    def _accuse(self, part: Part) -> None:
-        self._accused = deque(cut(part))
-        self._survivors = False
+        """Forget a partition that is not ours any more."""
+        self._histories.pop(partition, None)
 
     @property
-    def is_alone(self) -> bool:
-        """Whether what is running is one record."""
-        return weight(self._running) == 1
+    def is_active(self) -> bool:
+        """Whether anything is left of an unclean end."""
+        return any(each.ends or _is_searched(each) for each in self._histories.values())
+
+    @property
+    def is_careful(self) -> bool:
+        """Whether what is read or run has to be marked before."""
+        histories = self._histories.values()
+        return any(each.ends >= CAREFUL_FROM or _is_searched(each) for each in histories)
 
     @property
     def count(self) -> int:
-        """How many offsets are suspect, running ones included."""
-        parts = (self._cleared, *self._accused, self._waiting, self._running)
-        return sum(weight(part) for part in parts)
+        """How many offsets are accused."""
+        return sum(len(each.accused) for each in self._histories.values())
+
+    def accused(self, partition: TopicPartition) -> frozenset[int]:
+        """Return the offsets that are to run alone."""
+        history = self._histories.get(partition)
+        return frozenset() if history is None else frozenset(history.accused)
 
     def condemned(self, partition: TopicPartition) -> frozenset[Unit]:
-        """What shall be answered without being run; kept as long as the partition is ours."""
-        attempts = self._attempts.get(partition, {})
+        """Return the requests that are answered without being run, while the partition is ours."""
+        history = self._histories.get(partition)
+        attempts = {} if history is None else history.attempts
         return frozenset(unit for unit, n in attempts.items() if n >= self._max_attempts)
 
-    def mark(self, partition: TopicPartition) -> Mark:
-        """What is true of a partition now; open for good once there are no suspects anywhere."""
-        running = [span for span in self._running if span.partition == partition]
-        stop = self._stop(partition)
-        attempts = dict(self._attempts.get(partition, {}))
-        if not running:
-            return Mark(not self.count, stop, attempts=attempts)
-        alone = self._place if self.is_alone else None
-        return Mark(True, stop, (running[0].start, running[-1].stop), alone, attempts)
+    def survived(self, partition: TopicPartition, offset: int) -> None:
+        """Acquit a record that ran alone to its end."""
+        history = self._histories.get(partition)
+        if history is None:
+            return
+        history.accused.discard(offset)
+        for unit in [unit for unit in history.attempts if unit[0] == offset]:
+            # A batch record survives without those of its requests that are condemned.
+            if history.attempts[unit] < self._max_attempts:
+                del history.attempts[unit]
+
+    def look(
+        self,
+        partition: TopicPartition,
+        progress: Progress,
+        committed: int,
+        passed: int,
+        parked: Collection[int],
+    ) -> None:
+        """Forget what is answered meanwhile, or was never there.
+
+        Args:
+            partition: which one.
+            progress: what is answered of it.
+            committed: below this offset that is known to the log as well.
+            passed: all below this offset was admitted, as far as it is there.
+            parked: offsets of accused records that wait for their turn, or have it.
+        """
+        history = self._histories.get(partition)
+        if history is None:
+            return
+        for offset in list(history.accused):
+            if offset in progress or (offset < passed and offset not in parked):
+                history.accused.discard(offset)
+        for unit in [unit for unit in history.attempts if unit[0] in progress]:
+            # Marked until that is committed: the next owner would run it once more.
+            history.answered.add(unit)
+            if unit[0] < committed:
+                del history.attempts[unit]
+                history.answered.discard(unit)
+        if history.ends and not progress.unanswered(history.stop):
+            history.ends = history.stop = 0
+
+    def mark(
+        self, partition: TopicPartition, running: Iterable[int] = (), alone: Alone | None = None
+    ) -> Mark:
+        """Return what is true of a partition while it is read.
+
+        Args:
+            partition: which one.
+            running: the offsets of it that are being read or run.
+            alone: the request that runs alone, of whatever partition.
+        """
+        history = self._histories[partition]
+        place = None
+        if alone is not None:
+            running = (alone.offset,) if alone.partition == partition else ()
+            place = alone.place if alone.partition == partition else None
+        return Mark(
+            is_open=True,
+            stop=history.stop,
+            ends=history.ends,
+            running=ranges_of(running) if self.is_careful else (),
+            alone=place,
+            attempts=dict(history.attempts),
+            accused=ranges_of(history.accused),
+        )
 
     def closing_mark(self, partition: TopicPartition) -> Mark:
-        """What is true of a partition that is given up in good order."""
-        attempts = dict(self._attempts.get(partition, {}))
-        pieces = (*self._accused, self._running if self._on_trial else ())
-        accused = sorted(span for piece in pieces for span in piece if span.partition == partition)
-        range_ = (accused[0].start, accused[-1].stop) if accused else None
-        return Mark(False, self._stop(partition), attempts=attempts, accused=range_)
+        """Return what is true of a partition that is given up in good order.
 
-    def _stop(self, partition: TopicPartition) -> int:
-        parts = (self._cleared, *self._accused, self._waiting, self._running)
-        return max((s.stop for part in parts for s in part if s.partition == partition), default=0)
+        What the search has found stays, so that it outlives a rebalance. What merely runs is no
+        suspect: this is not an unclean end.
+        """
+        return self.mark(partition)._replace(is_open=False)
 
 
-def _within(
-    partition: TopicPartition, ranges: Sequence[Range], start: int, stop: int
-) -> list[Span]:
-    return [
-        Span(partition, max(first, start), min(last, stop))
-        for first, last in ranges
-        if first < stop and last > start
-    ]
+def ranges_of(offsets: Iterable[int]) -> tuple[Range, ...]:
+    """Return offsets as ranges, in order."""
+    found: list[Range] = []
+    for offset in sorted(offsets):
+        if found and found[-1][1] == offset:
+            found[-1] = (found[-1][0], offset + 1)
+        else:
+            found.append((offset, offset + 1))
+    return tuple(found)
 
 
-def _joined(part: Part, more: Sequence[Span]) -> Part:
-    return tuple(sorted((*part, *more)))
+def _is_searched(history: _History) -> bool:
+    return bool(history.accused or history.attempts.keys() - history.answered)
 
 
-def _without(part: Part, partition: TopicPartition) -> Part:
-    return tuple(span for span in part if span.partition != partition)
+def _offsets_within(one: Range, ranges: Iterable[Range]) -> Iterable[int]:
+    for start, stop in ranges:
+        yield from range(max(start, one[0]), min(stop, one[1]))

@@ -240,7 +240,7 @@ READING = (
         "headrace_suspects",
         "gauge",
         (),
-        "Offsets that may have ended a process and are not answered yet; 0 but after such an end.",
+        "Offsets that ran when a process ended, and that have not run alone since.",
     ),
     Spec(
         "headrace_suspect_attempts",
@@ -343,8 +343,8 @@ PARTITIONS = (
         "headrace_partition_paused",
         "gauge",
         ("topic", "partition", "reason"),
-        "1 while the partition is not read, by reason: ahead, budget, drain, metadata, order, "
-        "share or suspects.",
+        "1 while the partition is not read, by reason: ahead, budget, drain, metadata, order or "
+        "share.",
     ),
 )
 

@@ -25,7 +25,7 @@ from headrace.telemetry.state import ProcessState
 Value: TypeAlias = float | None
 Series: TypeAlias = tuple[tuple[str, ...], Value]
 
-PAUSES = ("ahead", "budget", "drain", "metadata", "order", "share", "suspects")
+PAUSES = ("ahead", "budget", "drain", "metadata", "order", "share")
 _OURS = frozenset(str(event) for event in Event)
 
 

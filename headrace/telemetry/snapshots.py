@@ -20,7 +20,7 @@ class PartitionSnapshot(NamedTuple):
         span_records: offsets from the base up to the last one read.
         answered_records: how many offsets above the base are answered, in how many ranges.
         metadata_characters: length of the metadata committed last.
-        paused: why it alone is not read: `metadata`, `order`, `share` or `suspects`; else empty.
+        paused: why it alone is not read: `metadata`, `order` or `share`; otherwise empty.
         base_age_s: for how long the base stands, though its request was passed on to the process
             that answers; 0 where the process itself does.
         is_stuck: that is longer than what is passed on is kept.

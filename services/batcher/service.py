@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from headrace.flow.channel import Ask, Inlet, Outlet, PullChannel
+from headrace.flow.isolation import is_isolated
 from headrace.flow.rebinding import Rebind, refuse_to_rebind
 from headrace.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.forming import Forming, ModelKey
@@ -39,6 +40,7 @@ class BatcherService:
         self._answers = answers
         self._metrics, self._tracing, self._clock, self._steady = instruments
         self._forming = Forming(limits, prefix, rebind)
+        self._prefix = prefix
         self._changed = asyncio.Event()
         self._alarm_us: int | None = None
         self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._supply)
@@ -76,11 +78,24 @@ class BatcherService:
         forming = self._forming
         while (chunk := await self._inlet.receive()) is not None:
             now_us = self._now_us()
+            if chunk and is_isolated(chunk[0]):
+                self._form_alone(chunk[0], now_us)
+                continue
             forming.add_all(chunk, now_us)
             if forming.cancellations:
                 self._cancel()
             self.pulls.kick()
             self._rouse(now_us)
+
+    def _form_alone(self, request: Request, now_us: int) -> None:
+        """Supply an isolated request before all that wait, so that nothing waits for its turn."""
+        request.formed_us = now_us
+        batch_id = f"{self._prefix}-alone-{request.partition}-{request.offset}"
+        batch = Batch(batch_id, [request], "alone")
+        self._metrics.formed(batch)
+        if self._tracing is not None:
+            self._tracing.formed(batch, now_us)
+        self.pulls.put_first((request.model, request.version), batch)
 
     def _cancel(self) -> None:
         """End what is cancelled. The records that say so are no requests: nobody answers them."""

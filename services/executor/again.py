@@ -33,3 +33,11 @@ def divide(requests: Sequence[Request], at_us: int) -> tuple[list[Request], list
     """
     late = [one for one in requests if 0 < one.envelope.deadline_ms * 1000 <= at_us]
     return [one for one in requests if one not in late] if late else list(requests), late
+
+
+def apart(batch: Batch, requests: Sequence[Request]) -> list[Batch]:
+    """Each request as a batch of its own."""
+    return [
+        Batch(f"{batch.batch_id}.{place}", [request], "apart")
+        for place, request in enumerate(requests)
+    ]

@@ -1,8 +1,10 @@
-"""Which kind of instance a version runs on."""
+"""Which kind of instance a version runs on, and what is logged when it is ready."""
 
 from __future__ import annotations
 
 from functools import partial
+
+import structlog
 
 from headrace.device.cpu import CpuDevice
 from headrace.device.port import Device
@@ -12,6 +14,9 @@ from headrace.models.repository import files_of
 from headrace.models.version import ModelVersion
 from headrace.services.executor.device_instance import DeviceInstance, OnDevice
 from headrace.services.executor.instance import Instance, Room
+from headrace.telemetry.logs import Event
+
+log = structlog.get_logger(__name__)
 
 
 def make_instance(version: ModelVersion, number: int, preparation: Preparation) -> Instance:
@@ -76,3 +81,19 @@ def open_device(name: str) -> Device:
     from headrace.device.cuda import CudaDevice
 
     return CudaDevice(int(name.removeprefix("cuda:")))
+
+
+def tell_ready(version: ModelVersion) -> None:
+    """Log that a version is ready, and what was found out about it."""
+    log.info(
+        Event.MODEL_READY,
+        model=version.name,
+        version=version.version,
+        batching=version.verdict and version.verdict.told,
+    )
+    for event, reason in (
+        (Event.MODEL_NOT_WARMED_UP, version.warm_up_omitted),
+        (Event.MODEL_CONTRADICTED, version.contradiction),
+    ):
+        if reason:
+            log.warning(event, model=version.name, version=version.version, reason=reason)

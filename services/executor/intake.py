@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from headrace.clock import Clock
 from headrace.flow.channel import Puller
+from headrace.flow.run_gate import Entry
 from headrace.messages import Batch, Request
 from headrace.models.backend import Arrays
 
@@ -37,7 +38,7 @@ class Taken(NamedTuple):
         clock: of these stamps, and of those of its run; None where gathering has not begun.
         fresh: it has not run before.
         attempts: how often these requests have run together.
-        started: its run was begun behind the one before it.
+        entry: of its run, if that was begun behind the one before it.
     """
 
     batch: Batch
@@ -48,8 +49,13 @@ class Taken(NamedTuple):
     gathered_us: int = 0
     clock: Clock | None = None
     fresh: bool = True
-    started: bool = False
+    entry: Entry | None = None
     attempts: int = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether its run was begun already."""
+        return self.entry is not None
 
 
 class _Later(NamedTuple):

@@ -8,8 +8,9 @@ only that request fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 import structlog
 
@@ -24,11 +25,12 @@ from headrace.models.preparing import Preparation
 from headrace.models.registry import Change, Models
 from headrace.models.user_code import describe
 from headrace.models.version import ModelVersion, State
-from headrace.services.executor.again import divide, pause_after
+from headrace.services.executor.again import apart, divide, pause_after
 from headrace.services.executor.comparing import Comparison
+from headrace.services.executor.entering import Isolating, NotIsolating, enter_and_run
 from headrace.services.executor.finite import refuse_nonfinite
 from headrace.services.executor.gather import scatter
-from headrace.services.executor.hosting import make_instance
+from headrace.services.executor.hosting import make_instance, tell_ready
 from headrace.services.executor.instance import Instance, TooLate
 from headrace.services.executor.intake import Intake, Taken
 from headrace.telemetry.instruments import Instruments
@@ -50,6 +52,7 @@ class ExecutorService:
         pulls: where batches come from.
         answers: takes requests with their outputs or failures.
         announcer: told of requests that have ended, where the batcher is in another process.
+        isolating: says how runs begin, and is told of those that ran alone.
 
     Attributes:
         loaded: set when every version that was there at the start has loaded or failed.
@@ -62,7 +65,10 @@ class ExecutorService:
         models: Models,
         instruments: Instruments,
         announcer: Announcer | None = None,
+        isolating: Isolating | None = None,
     ) -> None:
+        self._isolating = isolating or NotIsolating()
+        self._gate = self._isolating.gate
         self._pulls = pulls
         self._answers = answers
         self._models = models
@@ -127,7 +133,7 @@ class ExecutorService:
                     for number in range(len(pullers))
                 ]
                 self._models.mark_ready(version, preparation.verdict)
-                _tell(version)
+                tell_ready(version)
                 self._settled(version)
                 async with asyncio.TaskGroup() as tasks:
                     for instance, puller in zip(instances, pullers, strict=True):
@@ -164,7 +170,8 @@ class ExecutorService:
                 puller, lambda batch: self._gather_ahead(version, instance, batch), tasks
             )
             while (taken := await intake.next()) is not None:
-                finished, halves = await self._run(version, instance, intake, taken)
+                run = partial(self._run, version, instance, intake, taken)
+                finished, halves = await enter_and_run(self._isolating, taken, run)
                 intake.put_aside(halves)
                 if finished:
                     if self._tracing is not None:
@@ -184,8 +191,14 @@ class ExecutorService:
             arrays = instance.gather(wanted) if together else None
         except Exception:  # noqa: BLE001 - it comes again when it is the batch's turn, and is told
             arrays = None
-        started = arrays is not None and instance.start_ahead(arrays, self._while_in_time(wanted))
-        return Taken(batch, ended, wanted, arrays, began_us, clock(), clock=clock, started=started)
+        # What has to be marked, or to run alone, does not begin behind another run.
+        started = (
+            arrays is not None
+            and not self._gate.is_marking
+            and instance.start_ahead(arrays, self._while_in_time(wanted))
+        )
+        entry = self._gate.begin() if started else None
+        return Taken(batch, ended, wanted, arrays, began_us, clock(), clock=clock, entry=entry)
 
     async def _run(
         self, version: ModelVersion, instance: Instance, intake: Intake, taken: Taken
@@ -201,7 +214,7 @@ class ExecutorService:
         if version.batching_off and len(wanted) > 1 and not taken.started:
             if version.is_undecided:
                 await self._try_together(version, instance, wanted)
-            return ended, _apart(batch, wanted)
+            return ended, apart(batch, wanted)
         if len(wanted) != len(taken.requests):
             taken = taken._replace(requests=wanted, arrays=None)
         clock = taken.clock or self._anchored()
@@ -370,27 +383,3 @@ class ExecutorService:
             copy_us=run.gathered_us - run.began_us,
             compute_us=run.compute_us,
         )
-
-
-def _apart(batch: Batch, requests: Sequence[Request]) -> list[Batch]:
-    """Each request as a batch of its own."""
-    return [
-        Batch(f"{batch.batch_id}.{place}", [request], "apart")
-        for place, request in enumerate(requests)
-    ]
-
-
-def _tell(version: ModelVersion) -> None:
-    """Log that a version is ready, and what was found out about it."""
-    log.info(
-        Event.MODEL_READY,
-        model=version.name,
-        version=version.version,
-        batching=version.verdict and version.verdict.told,
-    )
-    for event, reason in (
-        (Event.MODEL_NOT_WARMED_UP, version.warm_up_omitted),
-        (Event.MODEL_CONTRADICTED, version.contradiction),
-    ):
-        if reason:
-            log.warning(event, model=version.name, version=version.version, reason=reason)

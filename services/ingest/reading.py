@@ -198,21 +198,38 @@ def _is_plain(envelope: Envelope, now_us: int) -> bool:
     return in_time and envelope.content_type in MSGPACK_TYPES
 
 
-def read_request(record: Record, assignment: Assignment, rules: Rules, now_us: int) -> Request:
+def read_request(
+    record: Record,
+    assignment: Assignment,
+    rules: Rules,
+    now_us: int,
+    receipt: LedgerReceipt | None = None,
+) -> Request:
     """Admit a record and make a request of it.
 
     What cannot run comes back with its failure set: a request is never refused by an exception,
     because it has to be answered. A request that is late already, or would be, by its headers,
     is charged nothing for its value. A record that cancels a request is not admitted: it goes on
-    to where that request may wait, as one without a model and with nothing owed for it.
+    to where that request may wait, as one without a model and with nothing owed for it. With a
+    receipt, the record was admitted before.
     """
     timeout_ms = rules.limits.default_timeout_ms
     envelope = parse_envelope(record.headers, record.timestamp, timeout_ms)
-    return _read(record, envelope, assignment, rules, now_us)
+    return _read(record, envelope, assignment, rules, now_us, receipt)
+
+
+def cancels_another(record: Record) -> bool:
+    """Return whether a record asks for the cancellation of a request instead of being one."""
+    return parse_envelope(record.headers, record.timestamp, 0).cancels is not None
 
 
 def _read(
-    record: Record, envelope: Envelope, assignment: Assignment, rules: Rules, now_us: int
+    record: Record,
+    envelope: Envelope,
+    assignment: Assignment,
+    rules: Rules,
+    now_us: int,
+    receipt: LedgerReceipt | None = None,
 ) -> Request:
     if envelope.cancels is not None and envelope.fault is None:
         fault = _misdirected(record, envelope, envelope.cancels)
@@ -221,7 +238,7 @@ def _read(
         envelope = envelope._replace(fault=fault)
     value = record.value
     size_bytes = record_bytes(record)
-    receipt = assignment.admit(record.offset, size_bytes)
+    receipt = receipt or assignment.admit(record.offset, size_bytes)
     origin = (record.partition, record.offset, receipt.previous, record.timestamp)
     request = Request(receipt, *origin, record.key, value, record.headers, envelope)
     request.ingested_us = now_us

@@ -10,15 +10,16 @@ from itertools import islice
 from headrace.flow.channel import Outlet
 from headrace.flow.delivery import Delivery
 from headrace.flow.inflight import Assignment
+from headrace.flow.isolation import Isolation
 from headrace.flow.ordering import KeyChains
 from headrace.flow.skipping import skipped_range
 from headrace.flow.source import Source
-from headrace.flow.suspects import Unit
 from headrace.log.port import Record
 from headrace.messages import Request
 from headrace.services.ingest.reading import (
     NOTHING_OWED,
     Rules,
+    cancels_another,
     read_condemned,
     read_request,
     read_requests,
@@ -39,7 +40,6 @@ QUICK_S = 0.001
 """Until so much time has passed, twice as many records are read each time before the next look at
 the clock."""
 MAX_AT_ONCE = 128
-_NOBODY: frozenset[Unit] = frozenset()
 
 
 class IngestService:
@@ -73,11 +73,13 @@ class IngestService:
             assignment, records = delivery.assignment, iter(delivery.records)
             if delivery.skipped is not None:
                 await self._answers.send([skipped_range(assignment, delivery.skipped)])
-            condemned = delivery.trial.condemned if delivery.trial is not None else _NOBODY
+            isolation = delivery.isolation
             while not assignment.void:
-                able, ended = self._read(delivery, records, condemned)
+                able, ended = self._read(delivery, records)
                 if self._deferred:
                     able, ended = await self._transform(able, ended)
+                if isolation is not None:
+                    isolation.isolate(able)
                 if not (able or ended):
                     break
                 await self._pass_on(delivery, able, ended)
@@ -91,7 +93,8 @@ class IngestService:
         """Hand on what was read, as far as its models are within their shares of the budget."""
         deferral, over = self._source.deferral, list[Request]()
         if deferral is not None and able:
-            on_trial = delivery.trial is not None
+            isolation = delivery.isolation
+            on_trial = isolation is not None and isolation.isolated is not None
             able, over, late = deferral.sort_out(able, again=delivery.again, on_trial=on_trial)
             ended += late
         if ended:
@@ -119,20 +122,24 @@ class IngestService:
         )
 
     def _read(
-        self, delivery: Delivery, records: Iterator[Record], condemned: frozenset[Unit]
+        self, delivery: Delivery, records: Iterator[Record]
     ) -> tuple[list[Request], list[Request]]:
         """Admit and check records, for a moment; both lists are empty when there are no more.
 
         What was answered before this assignment is passed over.
         """
-        assignment = delivery.assignment
+        assignment, isolation = delivery.assignment, delivery.isolation
         now_us = self._clock()
         began_s = time.perf_counter()
         read: list[Request] = []
         at_once = 1
         while some := list(islice(records, at_once)):
-            if condemned or delivery.again or some[0].offset < assignment.progress.highest:
-                read += self._read_singly(some, assignment, condemned, now_us)
+            if (
+                isolation is not None
+                or delivery.again
+                or some[0].offset < assignment.progress.highest
+            ):
+                read += self._read_singly(some, assignment, isolation, now_us)
             else:
                 read += read_requests(some, assignment, self._rules, now_us)
             elapsed_s = time.perf_counter() - began_s
@@ -140,7 +147,7 @@ class IngestService:
                 break
             if elapsed_s < QUICK_S:
                 at_once = min(2 * at_once, MAX_AT_ONCE)
-        if assignment.chains is not None:
+        if assignment.chains is not None and (isolation is None or isolation.isolated is None):
             _chain(read, assignment.chains)
         able = [one for one in read if one.failure is None]
         ended = [] if len(able) == len(read) else [one for one in read if one.failure is not None]
@@ -156,16 +163,29 @@ class IngestService:
         self,
         records: Sequence[Record],
         assignment: Assignment,
-        condemned: frozenset[Unit],
+        isolation: Isolation | None,
         now_us: int,
     ) -> list[Request]:
-        """Records among which some may be answered already, or are not to be run."""
+        """Read records some of which may be answered, condemned or accused."""
+        if isolation is not None and isolation.isolated is not None:
+            isolated = isolation.isolated
+            request = read_request(
+                isolated.record, assignment, self._rules, now_us, isolated.receipt
+            )
+            request.after = isolated.after
+            return [request]
         read: list[Request] = []
         for record in records:
             if record.offset in assignment.progress:
                 assignment.skip(record.offset)
-            elif (record.offset, 0) in condemned:
+            elif isolation is not None and (record.offset, 0) in isolation.condemned:
                 read.append(read_condemned(record, assignment, self._rules, now_us))
+            elif (
+                isolation is not None
+                and isolation.is_accused(record.offset)
+                and not cancels_another(record)
+            ):
+                isolation.set_aside(assignment, record)
             else:
                 read.append(read_request(record, assignment, self._rules, now_us))
         return read

@@ -8,8 +8,7 @@ its answers wait at the side, and hold up nobody else's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -98,10 +97,6 @@ class Overlapping:
         """Receipts have become void: let go of what stands at the side."""
         for target, waiting in self._stalled.items():
             self._stalled[target] = self._still_ours(waiting)
-
-    def unacknowledged(self) -> Iterable[Request]:
-        """Which requests are being answered, or stand at the side."""
-        return chain.from_iterable((*self._writing.values(), *self._stalled.values()))
 
     def _still_ours(self, requests: list[Request]) -> list[Request]:
         if not any_void(requests):

@@ -110,10 +110,6 @@ class ResponderService:
         """Receipts have become void: let go of what waits for them."""
         self._answers.revoked()
 
-    def unacknowledged(self) -> Iterable[Request]:
-        """Which requests are being answered, or wait for that, as far as they are not settled."""
-        return self._answers.unacknowledged()
-
     async def _ours(self, chunk: list[Request]) -> list[Request]:
         """Without those that are another owner's now, or answered already."""
         ours, repeated = self._sort_out(chunk)

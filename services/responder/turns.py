@@ -8,7 +8,7 @@ transaction (see `sealed`), otherwise it writes and waits (see `in_order`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
@@ -45,13 +45,8 @@ class _Lane:
         self.order: Order[Outgoing] = Order(progress)
         self.queue: list[Outgoing] = []
         self.waiting: list[Outgoing] = []
-        self.in_hand: list[Outgoing] = []
         self.more = Signal()
         self.task: asyncio.Task[None] | None = None
-
-    def unacknowledged(self) -> list[Outgoing]:
-        """All that is not settled yet; of what a step has in hand some may be."""
-        return [*self.in_hand, *self.queue, *self.waiting, *self.order.waiting()]
 
 
 class Turns:
@@ -123,10 +118,6 @@ class Turns:
             if lane.progress is not self._books.progress(number):
                 self._end(lane)
 
-    def unacknowledged(self) -> Iterable[Request]:
-        """Which requests are being answered, or wait for that."""
-        return (request for lane in self._lanes.values() for request, _ in lane.unacknowledged())
-
     # --- lanes -------------------------------------------------------------------------------
 
     def _lane(self, number: int) -> _Lane | None:
@@ -175,12 +166,11 @@ class Turns:
 
     async def _take_turn(self, lane: _Lane) -> None:
         taken, lane.queue = lane.queue[:STEP_ANSWERS], lane.queue[STEP_ANSWERS:]
-        lane.in_hand, lane.waiting = lane.waiting + taken, []
+        in_hand, lane.waiting = lane.waiting + taken, []
         size_bytes = _size(taken)
         try:
-            lane.waiting += await self._step(lane.number, lane.in_hand)
+            lane.waiting += await self._step(lane.number, in_hand)
         finally:
-            lane.in_hand = []
             self._room.leave(size_bytes)
         # Recovering may have found answers that another owner gave.
         self._queue(lane, lane.order.look_again())

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from headrace.config import Settings, make_settings
+from headrace.flow.lifecycle import Stop
+from headrace.flow.marks import NOBODY, Marks
+from headrace.flow.suspects import Mark
 from headrace.log.memory import MemoryLog
+from headrace.log.port import TopicPartition
 from headrace.pipeline import Pipeline
-from headrace.topics import Stage
+from headrace.topics import Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.dying import FUSED, number_value, outcomes, send_values
 from tests.support.pipelines import PARTITIONS, Grouping, log_for, name_of, serving
-from tests.support.python_models import GATE, WAITS_AT_THE_GATE, add_python_model
+from tests.support.python_models import GATE, STEPS, WAITS_AT_THE_GATE, add_python_model
 
 BACKLOG = 40
 FAST = range(1000, 1000 + PARTITIONS)
@@ -111,3 +117,62 @@ async def test_fast_request_after_a_join_is_answered_before_the_backlog(
         async with serving(settings, log, grouping):
             await _fast_goes_first(settings, log)
             await _all_answered(settings, log)
+
+
+async def _die(settings: Settings, log: MemoryLog, grouping: Grouping) -> None:
+    """Serve until the whole backlog has been read, and end without a drain."""
+    pipelines = [Pipeline(settings, log, stages) for stages in grouping]
+    killed = [asyncio.create_task(each.run(Stop())) for each in pipelines]
+    await _backlog_is_read(pipelines)
+    for each in killed:
+        each.cancel()
+    await asyncio.wait(killed)
+
+
+@pytest.mark.parametrize("ends", [1, 2])
+@pytest.mark.parametrize("guarantee", GUARANTEES)
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
+async def test_fast_request_after_unclean_ends_is_answered_before_the_backlog(
+    tmp_path: Path, grouping: Grouping, guarantee: str, ends: int
+) -> None:
+    """Nothing waits for what a process that was killed had merely read."""
+    settings = _settings(tmp_path, guarantee)
+    log = await log_for(settings)
+    await _send(settings, log, "slow", range(BACKLOG))
+    for _ in range(ends):
+        await _die(settings, log, grouping)
+
+    async with serving(settings, log, grouping):
+        await _fast_goes_first(settings, log)
+        await _all_answered(settings, log)
+
+
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=name_of)
+async def test_fast_request_during_a_search_is_answered_before_the_accused(
+    tmp_path: Path, grouping: Grouping
+) -> None:
+    """Other models and partitions go on between the requests that run alone."""
+    settings = _settings(tmp_path, "at_least_once")
+    log = await log_for(settings)
+    await _send(settings, log, "slow", range(BACKLOG))
+    await _send(settings, log, "fast", FAST)
+    topic, group = settings.topic(Topic.REQUESTS), settings.namespace
+    if grouping != [FUSED]:
+        group = f"{group}.{Stage.INGEST}"
+    accused = Mark(is_open=True, accused=((0, BACKLOG // PARTITIONS),))
+    marks = {TopicPartition(topic, number): accused for number in range(PARTITIONS)}
+    await Marks(log, group).write(marks, NOBODY)
+
+    async with serving(settings, log, grouping):
+        slow_answered = 0
+        while not set(await outcomes(settings, log)) >= set(FAST):
+            STEPS.release()  # one of the accused runs to its end
+            slow_answered += 1
+            await eventually(partial(_has_answered, settings, log, slow_answered))
+        await _all_answered(settings, log)
+
+    assert slow_answered < BACKLOG // 2
+
+
+async def _has_answered(settings: Settings, log: MemoryLog, count: int) -> bool:
+    return len(set(await outcomes(settings, log)) - set(FAST)) >= count

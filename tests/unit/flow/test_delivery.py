@@ -16,10 +16,10 @@ from headrace.flow.delivery import (
     TURNS_TO_ANSWER,
     Arrivals,
     Delivery,
-    Trial,
     waiting_bytes,
 )
 from headrace.flow.inflight import Assignment, Ledger
+from headrace.flow.isolation import Isolation
 from headrace.log.port import Record, TopicPartition
 
 ONE, TWO = TopicPartition("requests", 0), TopicPartition("requests", 1)
@@ -34,13 +34,15 @@ class Reader:
         self.arrivals = Arrivals()
         self._offsets = {ONE: 0, TWO: 0}
 
-    def read(self, partition: TopicPartition, count: int, trial: Trial | None = None) -> None:
+    def read(
+        self, partition: TopicPartition, count: int, isolation: Isolation | None = None
+    ) -> None:
         first = self._offsets[partition]
         self._offsets[partition] = first + count
         records = [
             Record(*partition, first + place, 0, None, b"value", ()) for place in range(count)
         ]
-        self.arrivals.put(Delivery(self.assignments[partition], records, trial))
+        self.arrivals.put(Delivery(self.assignments[partition], records, isolation))
 
     async def taken(self) -> list[tuple[int, list[int]]]:
         """All that waits: of each delivery its partition and its offsets."""
@@ -84,11 +86,11 @@ async def test_a_delivery_has_no_more_than_a_poll() -> None:
     assert sizes == [MAX_JOINED_RECORDS, MAX_JOINED_RECORDS // 2]
 
 
-async def test_records_on_trial_stay_by_themselves() -> None:
+async def test_records_read_carefully_stay_by_themselves() -> None:
     """What is known of them holds for none of the others."""
     reader = Reader()
-    trial = Trial(frozenset(), None)
-    for each in (None, trial, trial, None):
+    isolation = Isolation(frozenset(), frozenset(), lambda _: None)
+    for each in (None, isolation, isolation, None):
         reader.read(ONE, 1, each)
 
     assert await reader.taken() == [(0, [0]), (0, [1]), (0, [2]), (0, [3])]

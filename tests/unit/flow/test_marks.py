@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.flow.marks import NOBODY, Marks, Owner, decode_mark, encode_mark
-from headrace.flow.suspects import CLEAN, Mark
+from headrace.flow.suspects import CLEAN, Mark, ranges_of
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
 
 ONE = TopicPartition("requests", 0)
 OFFSETS = st.integers(0, 2**62)
+SCATTERED = tuple((2**40 * place, 2**40 * place + 1) for place in range(1000))
+RANGES = st.sets(OFFSETS | st.integers(0, 99), max_size=20).map(ranges_of)
 MARKS = st.builds(
     Mark,
     is_open=st.booleans(),
     stop=OFFSETS,
-    running=st.none() | st.tuples(OFFSETS, OFFSETS),
-    accused=st.none() | st.tuples(OFFSETS, OFFSETS),
+    ends=st.integers(0, 99),
+    running=RANGES,
+    accused=RANGES,
     alone=st.none() | st.integers(0, 10_000),
     attempts=st.dictionaries(
         st.tuples(OFFSETS, st.integers(0, 10_000)), st.integers(1, 9), max_size=5
@@ -43,14 +49,27 @@ def test_a_mark_is_read_as_it_was_written(mark: Mark, owner: Owner) -> None:
 def test_many_attempts_fit_into_a_commit() -> None:
     """Of more than fit, those with the most deaths are kept."""
     attempts = {(2**62 + offset, 9999): 1 + offset % 3 for offset in range(500)}
+    mark = Mark(True, 2**62, 99, SCATTERED, 0, attempts, SCATTERED)
 
-    text = encode_mark(Mark(True, 2**62, (0, 2**62), 0, attempts), Owner("m" * 80, "p" * 80))
+    text = encode_mark(mark, Owner("m" * 80, "p" * 80))
 
     assert len(text) <= 4096
     assert set(decode_mark(text)[0].attempts.values()) == {3}
 
 
-@pytest.mark.parametrize("text", ["no json", "{}", '{"v":2}', '{"v":1}', "[]", '{"v":1,"open":1}'])
+@pytest.mark.parametrize("count", [300, 1000, 5000])
+def test_ranges_that_do_not_fit_are_joined(count: int) -> None:
+    """None is left out, and those that are farthest apart stay apart."""
+    ranges = ranges_of(Random(count).sample(range(100_000), count))
+
+    running = decode_mark(encode_mark(Mark(True, running=ranges)))[0].running
+
+    assert all(any(one[0] <= start and stop <= one[1] for one in running) for start, stop in ranges)
+    widest = max(after[0] - before[1] for before, after in pairwise(ranges))
+    assert any(after[0] - before[1] == widest for before, after in pairwise(running))
+
+
+@pytest.mark.parametrize("text", ["no json", "{}", '{"v":1}', '{"v":2}', "[]", '{"v":2,"open":1}'])
 async def test_a_text_that_is_no_mark_counts_for_nothing(text: str) -> None:
     """Another version's, or somebody else's: a hint that nobody can read is none."""
     log = await made()
