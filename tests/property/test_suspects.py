@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 
@@ -84,16 +84,19 @@ class World:
         accused: list[Record] = []
         others: list[Record] = []
         for partition in self.counts:
+            among = set(suspects.accused(partition))
             for start, stop in progress[partition].unanswered(self.counts[partition]):
                 for offset in range(start, stop):
-                    is_accused = offset in suspects.accused(partition)
-                    (accused if is_accused else others).append((partition, offset))
+                    (accused if offset in among else others).append((partition, offset))
+        unread = {each: deque(o for p, o in others if p == each) for each in self.counts}
+        read: set[Record] = set()
         self.random.shuffle(others)
         while accused or others:
             if accused and (not others or self.random.random() < 0.5):
                 self._run_alone(suspects, progress, accused.pop(0))
             else:
                 batch, others = others[:BATCH], others[BATCH:]
+                read.update(batch)
                 self._run(suspects, progress, batch)
             if self.rebalances and self.random.random() < 0.1:
                 self._hand_over(suspects, progress)
@@ -101,7 +104,10 @@ class World:
                 self._commit(progress)
             for partition in self.counts:
                 parked = {offset for each, offset in accused if each == partition}
-                passed = min((o for each, o in others if each == partition), default=ALL)
+                waiting = unread[partition]
+                while waiting and (partition, waiting[0]) in read:
+                    waiting.popleft()
+                passed = waiting[0] if waiting else ALL
                 base = self.committed[partition].base
                 suspects.look(partition, progress[partition], base, passed, parked)
         assert not suspects.is_active

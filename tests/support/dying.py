@@ -1,7 +1,7 @@
 """Pipelines that a record ends, and a parent that starts them again, all in one process.
 
-A model that raises `Fatal` ends its pipeline at once: nothing is drained, committed or marked as
-clean, just as if the process had died.
+A `Fatal` from a backend, such as an error of a device, ends its pipeline at once: nothing is
+drained, committed or marked as clean, just as if the process had died.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
 from headrace.codec import Answer, decode_response, encode_request
 from headrace.config import Settings
+from headrace.errors import Fatal
 from headrace.flow.lifecycle import Stop
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, TopicPartition
@@ -27,10 +29,21 @@ POISON = 666.0
 MOST_RESTARTS = 40
 
 FATAL = """
-from headrace.errors import Fatal
+from tests.support.dying import Deadly
 if (x == 666.0).any():
-    raise Fatal("a record has ended this process")
+    return {"y": x.view(Deadly)}
 """
+
+
+class Deadly(np.ndarray):
+    """An output whose copying raises `Fatal` inside the backend.
+
+    What a model itself raises is only its request's failure.
+    """
+
+    def copy(self, order: Any = "C") -> NoReturn:
+        """End the pipeline."""
+        raise Fatal("a record has ended this process")
 
 
 def add_dying_model(repository: Path, run: str = FATAL, config: str = "") -> None:
