@@ -2,7 +2,8 @@
 
 The rules, for requests that the log holds and answers that a `read_committed` reader saw:
 
-- *lost*: a request without an answer.
+- *lost*: a request without an answer. A record that cannot be read has none.
+- *unkept*: a request whose answer says that it can never succeed, without a dead letter.
 - *doubled*: a request with more answers than the guarantee allows. Exactly once allows one. At
   least once allows a further one only where a fault explains it: between the timestamps of two
   consecutive answers (both included) lies some part of a fault that can take a partition from
@@ -12,7 +13,8 @@ The rules, for requests that the log holds and answers that a `read_committed` r
   because of what befell it before, may it leave behind what was answered and not yet committed.
 - *invented*: an answer to a request that nobody sent.
 - *crossed*: an answer with another request's outputs, correlation id or partition.
-- *wrong*: an answer whose status is none of those that the request may have.
+- *wrong*: an answer whose status is none of those that the request may have, or an answer to a
+  record that cannot be read.
 - *overtaken*: where order is asked for, a first answer that stands behind that of a later request
   of its partition, or of its partition and key.
 - *unfinished*: a commit that covers a request which had no answer by then.
@@ -43,6 +45,7 @@ Guarantee: TypeAlias = Literal["at_least_once", "exactly_once"]
 Order: TypeAlias = Literal["none", "key", "partition"]
 
 OK = "ok"
+KEPT = frozenset({"INVALID_REQUEST", "INVALID_TENSOR", "UNKNOWN_MODEL"})
 RESPONDER = "responder"
 EXPLAINING = frozenset(
     {
@@ -62,6 +65,7 @@ class Breach(StrEnum):
     """Which rule was broken."""
 
     LOST = "lost"
+    UNKEPT = "unkept"
     DOUBLED = "doubled"
     INVENTED = "invented"
     CROSSED = "crossed"
@@ -95,6 +99,7 @@ def check(history: History, promise: Promise) -> list[Finding]:
         answers[answer.identity].append(answer)
     found = [
         *_lost(sent, answers),
+        *_unkept(history),
         *_doubled(history.faults, answers, promise),
         *_misaddressed(sent, history.answered),
         *_overtaken(sent, history.answered, promise),
@@ -120,9 +125,16 @@ def explains(fault: Fault, first_ms: int, second_ms: int) -> bool:
 
 
 def _lost(sent: dict[Identity, Sent], answers: dict[Identity, list[Answered]]) -> Iterator[Finding]:
-    for identity in sent:
-        if identity not in answers:
+    for identity, request in sent.items():
+        if request.statuses and identity not in answers:
             yield Finding(Breach.LOST, (identity,), f"request {identity} has no answer")
+
+
+def _unkept(history: History) -> Iterator[Finding]:
+    kept = {letter.identity for letter in history.kept}
+    refused = {answer.identity for answer in history.answered if answer.status in KEPT}
+    for identity in refused - kept:
+        yield Finding(Breach.UNKEPT, (identity,), f"request {identity} has no dead letter")
 
 
 def _doubled(
@@ -154,7 +166,7 @@ def _misaddressed(sent: dict[Identity, Sent], answered: Sequence[Answered]) -> I
             sentence = f"the answer to request {identity} has {foreign}"
             yield Finding(Breach.CROSSED, (identity,), sentence)
         if answer.status not in request.statuses:
-            expected = " or ".join(request.statuses)
+            expected = " or ".join(request.statuses) or "no answer"
             sentence = f"request {identity} expected {expected}, got {answer.status}"
             yield Finding(Breach.WRONG, (identity,), sentence)
 
@@ -200,8 +212,9 @@ def _unfinished(
 ) -> Iterator[Finding]:
     """The first commit that covers a request, against its first answer."""
     waiting: dict[int, list[Identity]] = defaultdict(list)
-    for identity in sent:
-        waiting[identity.partition].append(identity)
+    for identity, request in sent.items():
+        if request.statuses:
+            waiting[identity.partition].append(identity)
     for commit in sorted(committed):
         left = []
         for identity in waiting[commit.partition]:

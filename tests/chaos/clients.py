@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka import TopicPartition as KafkaPartition
-from aiokafka.errors import KafkaError, KafkaTimeoutError
+from aiokafka.errors import KafkaError
 
 from headrace.config import KafkaSettings
+from headrace.deadletters.reading import Span, read_spans, spans_of
 from headrace.errors import Retriable
 from headrace.flow.answered import Progress
 from headrace.log.kafka import KafkaLog
-from headrace.log.port import TopicPartition
+from headrace.log.port import Gap, Record, TopicPartition
 from tests.chaos.history import (
     NO_NUMBER,
     Answered,
@@ -30,11 +33,12 @@ from tests.chaos.history import (
     Fault,
     FaultKind,
     History,
+    Kept,
     Sent,
 )
-from tests.chaos.members import now_ms
-from tests.chaos.nemeses import AFTERMATH_MS
-from tests.chaos.workload import PARTITIONS, Question, number_told
+from tests.chaos.members import AFTERMATH_MS, now_ms
+from tests.chaos.workload import DECOMPRESSED_BYTES, PARTITIONS, Question, number_told
+from tests.support.raw_records import NONE, RawRecord, produce_raw, raw_batch
 
 BURST = 400
 LOOK_AGAIN_S = 0.25
@@ -44,6 +48,8 @@ POLL_MS = 100
 SEND_DEADLINE_S = 45.0
 CLOSE_DEADLINE_S = 3.0
 READ_BACK_DEADLINE_S = 60.0
+KEY_CHARACTERS = 32
+"""So much of a key is written down, which tells it from all others."""
 
 
 class Sender:
@@ -126,38 +132,115 @@ class Sender:
         return future
 
 
+class RawSender:
+    """Sends batches that no client library writes, each once.
+
+    Where a batch is not acknowledged, the log may hold it: that is read back.
+
+    Attributes:
+        questions: those that were in the batches.
+        acknowledged: the numbers of those that the broker said it has.
+    """
+
+    def __init__(self, bootstrap: str, topic: str, first_number: int) -> None:
+        self._bootstrap = bootstrap
+        self._topic = topic
+        self._first_number = first_number
+        self.questions: list[Question] = []
+        self.acknowledged: set[int] = set()
+
+    async def send(
+        self, partition: int, asked: Sequence[Callable[[int], Question]], codec: int = NONE
+    ) -> None:
+        """Send one batch of questions, each made from the number that it gets."""
+        first = self._first_number + len(self.questions)
+        questions = [
+            ask(number)._replace(partition=partition) for number, ask in enumerate(asked, first)
+        ]
+        self.questions += questions
+        if await self.send_records(partition, [_raw(each) for each in questions], codec):
+            self.acknowledged |= {each.number for each in questions}
+
+    async def send_records(self, partition: int, records: Sequence[RawRecord], codec: int) -> bool:
+        """Send one batch of any records; whether the broker said that it has it."""
+        make = partial(raw_batch, records, codec=codec, timestamp_ms=now_ms())
+        place = TopicPartition(self._topic, partition)
+        try:
+            await produce_raw(self._bootstrap, place, await asyncio.to_thread(make))
+        except (KafkaError, TimeoutError):
+            return False
+        return True
+
+
+def _raw(question: Question) -> RawRecord:
+    correlation = (b"kafka_correlationId", b"%d" % question.number)
+    return RawRecord(question.value, question.key.encode(), [correlation, *question.headers])
+
+
 async def read_back(
     bootstrap: str, topic: str, questions: Sequence[Question], acknowledged: set[int]
 ) -> list[Sent]:
-    """What the log holds of the questions.
+    """What the log holds of the questions, and which of its records cannot be read.
 
     Raises:
         AssertionError: the log lost an acknowledged record or holds one twice; not our fault.
     """
     by_number = {question.number: question for question in questions}
     found: list[Sent] = []
-    async with reading(bootstrap, [topic]) as consumer, asyncio.timeout(READ_BACK_DEADLINE_S):
-        ends = await _ends(consumer)
-        while sum(ends.values()) > len(found):
-            polled = await consumer.getmany(timeout_ms=POLL_MS)
-            for record in (record for records in polled.values() for record in records):
-                number = int(dict(record.headers)["kafka_correlationId"])
-                question = by_number[number]
-                where = (record.partition, record.offset)
-                found.append(
-                    Sent(record.timestamp, number, *where, question.key, question.statuses)
-                )
+    records, gaps = await _stored(bootstrap, topic)
+    for record in records:
+        question = by_number[int(dict(record.headers)["kafka_correlationId"] or b"")]
+        key = question.key[:KEY_CHARACTERS]
+        where = (record.partition, record.offset)
+        found.append(Sent(record.timestamp, question.number, *where, key, question.statuses))
+    unreadable = [
+        Sent(now_ms(), NO_NUMBER, gap.partition.partition, offset, "", ())
+        for gap in gaps
+        for offset in range(gap.first, gap.end)
+    ]
     numbers = {each.number for each in found}
     assert numbers >= acknowledged, f"the broker lost {sorted(acknowledged - numbers)[:5]}"
     assert len(numbers) == len(found), "the broker holds a request twice"
-    return found
+    return found + unreadable
 
 
-async def _ends(consumer: AIOKafkaConsumer) -> dict[KafkaPartition, int]:
-    """Once the broker, which may just have been restarted, leads its partitions again."""
-    while True:
-        with suppress(KafkaTimeoutError):  # the caller has a deadline
-            return dict(await consumer.end_offsets(list(consumer.assignment())))
+async def read_kept(bootstrap: str, topic: str) -> list[Kept]:
+    """The requests of which the log holds a dead letter."""
+    letters, _ = await _stored(bootstrap, topic)
+    return [_kept(letter) for letter in letters]
+
+
+def _kept(letter: Record) -> Kept:
+    headers = dict(letter.headers)
+    (partition,) = struct.unpack(">i", headers["kafka_dlt-original-partition"] or b"")
+    (offset,) = struct.unpack(">q", headers["kafka_dlt-original-offset"] or b"")
+    return Kept(partition, offset)
+
+
+async def _stored(bootstrap: str, topic: str) -> tuple[list[Record], list[Gap]]:
+    """All that a topic holds now, and what of it cannot be read.
+
+    aiokafka's own consumer raises an error at the names of headers that this reader takes.
+    """
+    found: list[Record] = []
+    gaps: list[Gap] = []
+    partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
+    async with (
+        KafkaLog(_settings(bootstrap), decompressed_bytes=DECOMPRESSED_BYTES) as log,
+        log.reader(partitions) as reader,
+        asyncio.timeout(READ_BACK_DEADLINE_S),
+    ):
+        spans: dict[TopicPartition, Span] = {}
+        while not spans:
+            with suppress(Retriable):  # a broker that was restarted does not lead partitions yet
+                spans = await spans_of(reader, partitions)
+        async for records in read_spans(reader, spans, gaps.append):
+            found += records
+    return found, gaps
+
+
+def _settings(bootstrap: str) -> KafkaSettings:
+    return KafkaSettings(bootstrap_servers=bootstrap, request_timeout_ms=3000)
 
 
 def unheld(questions: Sequence[Question], held: Sequence[Sent]) -> list[Question]:
@@ -217,9 +300,8 @@ async def watch_commits(bootstrap: str, group: str, topic: str, history: History
     machine that is short of cores it may be silent although nobody struck it.
     """
     partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
-    settings = KafkaSettings(bootstrap_servers=bootstrap, request_timeout_ms=3000)
     known: dict[TopicPartition, Progress] = {}
-    async with KafkaLog(settings) as log:
+    async with KafkaLog(_settings(bootstrap)) as log:
         heard_ms = now_ms()
         while True:
             try:

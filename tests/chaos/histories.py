@@ -16,6 +16,7 @@ from tests.chaos.history import (
     FaultKind,
     History,
     Identity,
+    Kept,
     Sent,
 )
 
@@ -43,6 +44,8 @@ def draw(rng: random.Random, requests: int, promise: Promise) -> History:
         history.add(
             Sent(number, number, partition, offsets[partition], rng.choice(KEYS), (status,))
         )
+        if status != "ok":
+            history.add(Kept(partition, offsets[partition]))
         offsets[partition] += rng.choice((1, 1, 1, 2))
     _answer(history, rng, promise)
     _repeat(history, rng, promise)
@@ -181,6 +184,15 @@ def plant_wrong(history: History, rng: random.Random) -> Planted:
     return Planted(_with(history, place, answer), answer.identity)
 
 
+def plant_unkept(history: History, rng: random.Random) -> Planted:
+    """A request that is refused has no dead letter."""
+    place = rng.randrange(len(history.answered))
+    answer = history.answered[place]._replace(status="INVALID_TENSOR", output=NO_NUMBER)
+    kept = [letter for letter in history.kept if letter.identity != answer.identity]
+    changed = dataclasses.replace(_with(history, place, answer), kept=kept)
+    return Planted(changed, answer.identity)
+
+
 def plant_unfinished(history: History, rng: random.Random) -> Planted:
     """A commit covers a request a moment before its first answer."""
     victim = rng.choice(history.sent).identity
@@ -236,6 +248,7 @@ def _with(history: History, place: int, answer: Answered) -> History:
 
 PLANTS: dict[Breach, Plant] = {
     Breach.LOST: plant_lost,
+    Breach.UNKEPT: plant_unkept,
     Breach.DOUBLED: plant_doubled,
     Breach.INVENTED: plant_invented,
     Breach.CROSSED: plant_crossed,

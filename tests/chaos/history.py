@@ -1,7 +1,7 @@
 """What clients, readers and nemeses saw of one run, as plain events that can be kept in a file.
 
-All times are epoch milliseconds of one machine's clock: those of answers are the timestamps that
-their records carry, so that they can be laid beside what the nemeses did.
+All times are epoch milliseconds of one machine's clock: those of answers are when the broker wrote
+them, so that they can be laid beside what the nemeses did, which set clocks of processes back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Sent(NamedTuple):
 
     Attributes:
         number: the caller's name for it; its input, and so its right output, follow from it.
-        statuses: what its answer's `x-status` may say.
+        statuses: what its answer's `x-status` may say; empty for a record that cannot be read, and
+            gets no answer.
     """
 
     at_ms: int
@@ -74,7 +75,7 @@ class Answered(NamedTuple):
 
 
 class FaultKind(StrEnum):
-    """What befell the system; the last three are orderly, and excuse nothing."""
+    """What befell the system; `checker.EXPLAINING` has those that excuse a repeated answer."""
 
     KILLED = "killed"
     CRASHED = "crashed"
@@ -87,6 +88,8 @@ class FaultKind(StrEnum):
     JOINED = "joined"
     LEFT = "left"
     REDEPLOYED = "redeployed"
+    CLOCK_SET_BACK = "its clock was set back"
+    THROTTLED = "producers were throttled"
 
 
 class Fault(NamedTuple):
@@ -102,6 +105,17 @@ class Fault(NamedTuple):
     ended_ms: int
     kind: FaultKind
     stages: tuple[str, ...]
+
+
+class Kept(NamedTuple):
+    """A dead letter of the request with this partition and offset."""
+
+    partition: int
+    offset: int
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.partition, self.offset)
 
 
 class Committed(NamedTuple):
@@ -122,7 +136,7 @@ class Committed(NamedTuple):
         return offset < self.base or any(start <= offset < stop for start, stop in self.answered)
 
 
-Happening: TypeAlias = Sent | Answered | Fault | Committed
+Happening: TypeAlias = Sent | Answered | Kept | Fault | Committed
 
 
 @dataclass
@@ -133,6 +147,7 @@ class History:
     answered: list[Answered] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     committed: list[Committed] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
 
     def add(self, happening: Happening) -> None:
         """Append to the list of its kind."""
@@ -142,6 +157,8 @@ class History:
             self.answered.append(happening)
         elif isinstance(happening, Fault):
             self.faults.append(happening)
+        elif isinstance(happening, Kept):
+            self.kept.append(happening)
         else:
             self.committed.append(happening)
 
@@ -150,6 +167,7 @@ class History:
         yield from self.answered
         yield from self.faults
         yield from self.committed
+        yield from self.kept
 
     def save(self, path: Path) -> None:
         """One line of JSON for each event: its kind, then its fields in order."""
@@ -178,6 +196,8 @@ def _happening(kind: str, *fields: Any) -> Happening:
         return Sent(*fields)._replace(statuses=tuple(fields[5]))
     if kind == "Fault":
         return Fault(fields[0], fields[1], FaultKind(fields[2]), tuple(fields[3]))
+    if kind == "Kept":
+        return Kept(*fields)
     if kind == "Committed":
         ranges = tuple((start, stop) for start, stop in fields[3])
         return Committed(*fields)._replace(answered=ranges)

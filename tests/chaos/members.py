@@ -26,6 +26,14 @@ STOP_DEADLINE_S = 20.0
 RESTART_AFTER_S = 0.2
 DRAIN_S = 3.0
 """What a process has to finish what it began, when it is told to stop."""
+SESSION_TIMEOUT_S = 4.0
+AFTERMATH_MS = int(SESSION_TIMEOUT_S * 1000)
+"""For so long after a frozen process goes on, or a broker is back, somebody may not know yet that
+its partitions are another's: a member learns of it with its next heartbeat, or is expelled.
+"""
+UNDER_WAY_MS = 1000
+"""For so long after a process was killed, or stopped, the broker may write what it had sent."""
+SHIFTED_CLOCK = Path(__file__).with_name("shifted_clock")
 
 
 def now_ms() -> int:
@@ -55,7 +63,11 @@ class Member:
             **{name: value for name, value in os.environ.items() if "HEADRACE" not in name},
             **environment,
             "HEADRACE_TELEMETRY__HTTP_PORT": "0",
+            "PYTHONPATH": str(SHIFTED_CLOCK),
+            "CHAOS_CLOCK": str(output.with_name(f"{output.name}.clock")),
         }
+        self._clock_shift_ns = 0
+        self._shift_clock()
         self._output = output
         self._history = history
         self._process: asyncio.subprocess.Process | None = None
@@ -99,7 +111,7 @@ class Member:
         if self._ended_by_us or not began:
             return
         at_ms = now_ms()
-        self._history.add(Fault(at_ms, at_ms, FaultKind.CRASHED, self.stages))
+        self._history.add(Fault(at_ms, at_ms + UNDER_WAY_MS, FaultKind.CRASHED, self.stages))
         self.crashes.append(f"{','.join(self.stages)} ended with {code}: see {self._log}")
 
     @property
@@ -126,7 +138,8 @@ class Member:
         began_ms = now_ms()
         if self._process is not None and self._process.returncode is None:
             await self._end(signal.SIGKILL)
-            self._history.add(Fault(began_ms, now_ms(), FaultKind.KILLED, self.stages))
+            ended_ms = now_ms() + UNDER_WAY_MS
+            self._history.add(Fault(began_ms, ended_ms, FaultKind.KILLED, self.stages))
 
     async def redeploy(self) -> None:
         """Ask it to end (SIGTERM); the supervisor starts the next life."""
@@ -141,6 +154,21 @@ class Member:
     def thaw(self) -> None:
         """Let it go on (SIGCONT), unaware of what happened meanwhile."""
         self._send(signal.SIGCONT)
+
+    def set_clock_back(self, by_s: float) -> None:
+        """Set its wall clock back, and that of its later lives: they run on the same machine."""
+        began_ms = now_ms()
+        self._clock_shift_ns -= int(by_s * 1e9)
+        self._shift_clock()
+        self._history.add(Fault(began_ms, now_ms(), FaultKind.CLOCK_SET_BACK, self.stages))
+
+    def _shift_clock(self) -> None:
+        # Never truncated: the process has it mapped.
+        file = os.open(self._environment["CHAOS_CLOCK"], os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(file, self._clock_shift_ns.to_bytes(8, "little", signed=True), 0)
+        finally:
+            os.close(file)
 
     async def stop(self) -> None:
         """End it for good, cleanly."""
@@ -165,7 +193,8 @@ class Member:
             async with asyncio.timeout(STOP_DEADLINE_S):
                 await process.wait()
             if now_ms() - began_ms >= DRAIN_S * 1000:
-                cut = Fault(began_ms, now_ms(), FaultKind.DRAIN_CUT_SHORT, self.stages)
+                ended_ms = now_ms() + UNDER_WAY_MS
+                cut = Fault(began_ms, ended_ms, FaultKind.DRAIN_CUT_SHORT, self.stages)
                 self._history.add(cut)
         except TimeoutError:
             self.crashes.append(f"{','.join(self.stages)} did not end: see {self._log}")

@@ -1,5 +1,7 @@
 """What is done to a running system. Each nemesis strikes once, and leaves everything whole again.
 
+Only a clock that was set back stays so, as it does where somebody puts a wrong one right.
+
 What they choose, they choose with the seed's generator, so that a seed always draws the same.
 """
 
@@ -7,31 +9,46 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
+from aiokafka.errors import KafkaError
+
+from tests.chaos.clients import RawSender
 from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
 from tests.chaos.history import Fault, FaultKind, History
-from tests.chaos.members import Member, now_ms
+from tests.chaos.members import AFTERMATH_MS, SESSION_TIMEOUT_S, Member, now_ms
+from tests.chaos.workload import DECOMPRESSED_BYTES, PARTITIONS, Question, ask, ask_slow
+from tests.support.quotas import limit_producers
+from tests.support.raw_records import CODECS, NONE, RawRecord
 
-SESSION_TIMEOUT_S = 4.0
 LONGER_THAN_SESSION_S = SESSION_TIMEOUT_S + 1.5
-AFTERMATH_MS = int(SESSION_TIMEOUT_S * 1000)
-"""For so long after a frozen process goes on, or a broker is back, somebody may not know yet that
-its partitions are another's: a member learns of it with its next heartbeat, or is expelled.
-"""
+QUOTA_DEADLINE_S = 60.0
+BACKLOG = 2400
+BATCHES = 4
+ANY_CODEC = (NONE, *CODECS.values())
+NOT_UTF8 = (b"caf\xe9", b"\xff\xfe", b"x-model\xc3", b"\xed\xa0\x80", b"\x80" * 300)
+"""Names of headers: Latin-1, no text at all, cut short, a lone surrogate, and a long one."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a nemesis may lay hands on."""
+    """What a nemesis may lay hands on.
+
+    Attributes:
+        raw: writes requests, and what is none, as batches of any form.
+        client_id: of all processes of the system, and of nobody else.
+    """
 
     deployment: Deployment
     cluster: Cluster
     history: History
     rng: random.Random
+    raw: RawSender
+    client_id: str
 
     def victim(self) -> Member:
         """One process."""
@@ -176,18 +193,111 @@ async def change_form(target: Target) -> None:
     target.history.add(Fault(began_ms, now_ms(), FaultKind.REDEPLOYED, ()))
 
 
+async def raw_names(target: Target) -> None:
+    """Requests come whose headers have names that are not UTF-8, between others that are right."""
+    rng = target.rng
+    for _ in range(BATCHES):
+        asked = []
+        for _ in range(rng.randint(5, 40)):
+            own = random.Random(rng.random())
+            asked.append(partial(_ask_oddly if rng.random() < 0.5 else ask, rng=own))
+        await target.raw.send(rng.randrange(PARTITIONS), asked, rng.choice(ANY_CODEC))
+        await asyncio.sleep(rng.uniform(0.0, 0.5))
+
+
+def _ask_oddly(number: int, rng: random.Random) -> Question:
+    headers = ((rng.choice(NOT_UTF8), b"x"),)
+    return ask(number, rng)._replace(statuses=("INVALID_REQUEST",), headers=headers)
+
+
+async def bombs(target: Target) -> None:
+    """Compressed batches come that are small, and large once they are decompressed."""
+    rng = target.rng
+    for _ in range(BATCHES):
+        size_bytes = int(DECOMPRESSED_BYTES * rng.uniform(1.1, 8.0))
+        records = rng.randint(1, 4)
+        zeros = RawRecord(bytes(size_bytes // records))
+        codec = rng.choice(list(CODECS.values()))
+        await target.raw.send_records(rng.randrange(PARTITIONS), [zeros] * records, codec)
+        await asyncio.sleep(rng.uniform(0.0, 0.5))
+
+
+async def large_keys(target: Target) -> None:
+    """Requests come whose keys are much larger than their values, for more than the budget."""
+    rng = target.rng
+    for _ in range(10 * BATCHES):
+        asked = [
+            partial(
+                _ask_with_large_key,
+                size=rng.randrange(100_000, 700_000),
+                rng=random.Random(rng.random()),
+            )
+            for _ in range(rng.randint(1, 4))
+        ]
+        await target.raw.send(rng.randrange(PARTITIONS), asked, rng.choice(ANY_CODEC))
+
+
+def _ask_with_large_key(number: int, size: int, rng: random.Random) -> Question:
+    return ask(number, rng)._replace(key=f"large-{number}-".ljust(size, "x"))
+
+
+async def quota(target: Target) -> None:
+    """The broker slows the system's producers down for a while, by a quota of bytes a second."""
+    began_ms = now_ms()
+    bytes_per_s = round(10 ** target.rng.uniform(4.5, 5.5))
+    await _limit(target, bytes_per_s)
+    try:
+        await asyncio.sleep(target.rng.uniform(3.0, 8.0))
+    finally:
+        await _limit(target, None)
+    target.history.add(Fault(began_ms, now_ms(), FaultKind.THROTTLED, ()))
+
+
+async def _limit(target: Target, bytes_per_s: float | None) -> None:
+    """Change the quota, as soon as the broker, which another nemesis may have killed, is there."""
+    async with asyncio.timeout(QUOTA_DEADLINE_S):
+        while True:
+            try:
+                return await limit_producers(target.cluster.direct, target.client_id, bytes_per_s)
+            except KafkaError:
+                await asyncio.sleep(0.25)
+
+
+async def handover(target: Target) -> None:
+    """In the middle of a backlog a second instance joins, and one of the two leaves: in order."""
+    rng = target.rng
+    for partition in range(PARTITIONS):
+        asked = [partial(ask_slow, partition=partition)] * (BACKLOG // PARTITIONS)
+        await target.raw.send(partition, asked)
+    victim = target.victim()
+    twin = await target.deployment.join(victim.stages)
+    await asyncio.sleep(rng.uniform(0.0, 1.0))
+    await target.deployment.leave(rng.choice([victim, twin]))
+
+
+async def clock_back(target: Target) -> None:
+    """The wall clock of one process, or of all, is set back by minutes, and stays there."""
+    by_s = target.rng.uniform(120.0, 3600.0)
+    alone = target.rng.random() < 0.5
+    for member in [target.victim()] if alone else target.deployment.members:
+        member.set_clock_back(by_s)
+    await asyncio.sleep(target.rng.uniform(0.5, 1.5))
+
+
 class Nemesis(NamedTuple):
     """Something to strike with.
 
     Attributes:
         takes_s: about how long, which paces the load.
         alone: it replaces processes, so that no other may strike at the same time.
+        weight: how often it is drawn, compared with others.
     """
 
     name: str
     strike: Callable[[Target], Awaitable[None]]
     takes_s: float
     alone: bool = False
+    weight: int = 1
 
 
 NEMESES = (
@@ -203,6 +313,12 @@ NEMESES = (
     Nemesis("crowd", crowd, 6.0, alone=True),
     Nemesis("redeploy", redeploy, 4.0),
     Nemesis("change-form", change_form, 5.0, alone=True),
+    Nemesis("raw-names", raw_names, 2.0, weight=2),
+    Nemesis("bombs", bombs, 2.0, weight=2),
+    Nemesis("large-keys", large_keys, 4.0, weight=2),
+    Nemesis("quota", quota, 6.0, weight=2),
+    Nemesis("handover", handover, 6.0, alone=True, weight=2),
+    Nemesis("clock-back", clock_back, 1.5, weight=2),
 )
 
 Plan = list[tuple[Nemesis, ...]]
@@ -213,12 +329,16 @@ def draw_plan(rng: random.Random, budget_s: float) -> Plan:
     """Rounds that together take about so long; at times two that go together strike at once."""
     plan: Plan = []
     while budget_s > 0:
-        first = rng.choice(NEMESES)
+        first = _draw(rng, NEMESES)
         together = [each for each in NEMESES if not each.alone and each is not first]
         pair = not first.alone and rng.random() < 0.4
-        plan.append((first, rng.choice(together)) if pair else (first,))
+        plan.append((first, _draw(rng, together)) if pair else (first,))
         budget_s -= max(each.takes_s for each in plan[-1])
     return plan
+
+
+def _draw(rng: random.Random, nemeses: Sequence[Nemesis]) -> Nemesis:
+    return rng.choices(nemeses, [each.weight for each in nemeses])[0]
 
 
 async def strike(target: Target, plan: Plan) -> str:

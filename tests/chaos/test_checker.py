@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.chaos.checker import Breach, Promise, check, duplicates
 from tests.chaos.histories import PLANTS, Planted, draw
-from tests.chaos.history import Answered, Committed, Fault, FaultKind, History, Sent
+from tests.chaos.history import NO_NUMBER, Answered, Committed, Fault, FaultKind, History, Sent
 from tests.chaos.story import tell
 
 PROMISES = [
@@ -114,6 +114,17 @@ def test_every_repetition_wants_a_fault_of_its_own_time() -> None:
 
     assert [each.breach for each in check(history, Promise())] == [Breach.DOUBLED]
     assert duplicates(history) == 2
+
+
+def test_unreadable_record_needs_no_answer_and_gets_none() -> None:
+    """Nothing is found without an answer, and an answer is."""
+    unreadable = Sent(0, NO_NUMBER, 0, 0, "", ())
+    committed = Committed(20, 0, 1, ())
+    answer = Answered(10, "responses", 0, 0, 0, 0, NO_NUMBER, NO_NUMBER, "ok")
+
+    assert check(History.of([unreadable, committed]), Promise()) == []
+    answered = check(History.of([unreadable, answer, committed]), Promise())
+    assert Breach.WRONG in {each.breach for each in answered}
 
 
 def test_the_story_of_a_lost_request_is_short_and_in_order() -> None:

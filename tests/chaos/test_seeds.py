@@ -26,4 +26,4 @@ async def test_a_few_seeds_keep_every_promise(kafka_installed: None, tmp_path: P
             outcome = await run_trial(trial, cluster, tmp_path / f"seed-{trial.seed}")
             stories = [tell(outcome.history, finding) for finding in outcome.findings[:3]]
             assert outcome.passed, "\n".join([str(outcome), *stories])
-            assert len(outcome.history.sent) == trial.requests
+            assert len(outcome.history.sent) >= trial.requests

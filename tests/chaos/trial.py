@@ -12,17 +12,24 @@ from typing import NamedTuple, get_args
 
 from headrace.config import KafkaSettings, Settings, make_settings
 from headrace.log.kafka import KafkaLog
-from headrace.log.port import TopicInfo
 from headrace.topic_plan import plan_topics
 from headrace.topics import Topic
 from tests.chaos.checker import Finding, Guarantee, Order, Promise, check, duplicates
-from tests.chaos.clients import Sender, read_answers, read_back, unheld, watch_commits
+from tests.chaos.clients import (
+    RawSender,
+    Sender,
+    read_answers,
+    read_back,
+    read_kept,
+    unheld,
+    watch_commits,
+)
 from tests.chaos.cluster import Cluster
 from tests.chaos.deployment import FORMS, Deployment
-from tests.chaos.history import FaultKind, History, Identity
-from tests.chaos.members import DRAIN_S
-from tests.chaos.nemeses import SESSION_TIMEOUT_S, Plan, Target, draw_plan, strike
-from tests.chaos.workload import PARTITIONS, REPLIES, add_models, ask
+from tests.chaos.history import FaultKind, History, Identity, Sent
+from tests.chaos.members import DRAIN_S, SESSION_TIMEOUT_S
+from tests.chaos.nemeses import Plan, Target, draw_plan, strike
+from tests.chaos.workload import DECOMPRESSED_BYTES, PARTITIONS, REPLIES, add_models, ask
 from tests.support.conditions import eventually
 
 GUARANTEES: tuple[Guarantee, ...] = get_args(Guarantee)
@@ -32,6 +39,9 @@ COMMITTED_DEADLINE_S = 20.0
 LATECOMERS_S = 1.0
 """How long answers are still read after each request has one: a repetition may follow."""
 STRIKES_S = 10.0
+IN_FLIGHT_BYTES = 16 * 1024 * 1024
+"""Less than the large keys of one strike."""
+STAMPED_BY_BROKER = {"message.timestamp.type": "LogAppendTime"}
 REQUEST_TIMEOUT_S = 2.0
 TRANSACTION_TIMEOUT_S = 3.0
 """Both are less than nemeses hold a network up for, so that outcomes become unknown."""
@@ -118,10 +128,13 @@ async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
         deployment = Deployment(_environment(settings), directory, history, supervisors)
         try:
             await deployment.start(trial.form)
-            target = Target(deployment, cluster, history, rng)
+            topic = settings.topic(Topic.REQUESTS)
+            raw = RawSender(cluster.direct, topic, first_number=trial.requests)
+            target = Target(deployment, cluster, history, rng, raw, settings.namespace)
             stuck = await _load_and_strike(trial, target, plan, settings)
             stuck = stuck or await _come_to_rest(history)
             await deployment.stop()
+            history.kept += await read_kept(cluster.direct, settings.topic(Topic.DEAD_LETTERS))
         finally:
             deployment.abandon()
     return Outcome(
@@ -136,18 +149,24 @@ async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
 
 
 def _settings(trial: Trial, cluster: Cluster, directory: Path) -> Settings:
+    name = trial.name
     return make_settings(
         {
-            "namespace": trial.name,
+            "namespace": name,
             "kafka": {
                 "bootstrap_servers": cluster.proxied,
+                "client_id": name,
                 "session_timeout_ms": int(SESSION_TIMEOUT_S * 1000),
                 "request_timeout_ms": int(REQUEST_TIMEOUT_S * 1000),
                 "transaction_timeout_ms": int(TRANSACTION_TIMEOUT_S * 1000),
             },
             "topics": {"partitions": PARTITIONS},
             "delivery": {"guarantee": trial.promise.guarantee, "order": trial.promise.order},
-            "limits": {"drain_timeout_s": DRAIN_S},
+            "limits": {
+                "drain_timeout_s": DRAIN_S,
+                "max_decompressed_bytes": DECOMPRESSED_BYTES,
+                "max_in_flight_bytes": IN_FLIGHT_BYTES,
+            },
             "models": {"repository": directory / "models"},
         }
     )
@@ -168,10 +187,14 @@ def _environment(settings: Settings) -> dict[str, str]:
 async def _watched(cluster: Cluster, settings: Settings, history: History) -> AsyncIterator[None]:
     """The topics are there, and answers and commits are written down."""
     topics = plan_topics(settings)
-    replies = TopicInfo(f"{settings.namespace}.{REPLIES}", PARTITIONS, {})
+    # The checker goes by the stamps of answers, and processes may have clocks that were set back.
+    responses = topics[Topic.RESPONSES]
+    responses = responses._replace(config={**responses.config, **STAMPED_BY_BROKER})
+    topics[Topic.RESPONSES] = responses
+    replies = responses._replace(name=f"{settings.namespace}.{REPLIES}")
     async with KafkaLog(KafkaSettings(bootstrap_servers=cluster.direct)) as log:
         await log.create_topics([*topics.values(), replies], replication_factor=1)
-    answers = [topics[Topic.RESPONSES].name, replies.name]
+    answers = [responses.name, replies.name]
     requests = topics[Topic.REQUESTS].name
     async with asyncio.TaskGroup() as tasks:
         watching = [
@@ -195,13 +218,20 @@ async def _load_and_strike(trial: Trial, target: Target, plan: Plan, settings: S
     topic = settings.topic(Topic.REQUESTS)
     sender = Sender(target.cluster.direct, topic, f"{settings.namespace}.{REPLIES}")
     sending = sender.send(questions, trial.requests / takes_s, random.Random(trial.seed))
+    raw = target.raw
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(sending, name="chaos-sender")
         striking = tasks.create_task(strike(target, plan), name="chaos-strikes")
-    held = await read_back(target.cluster.direct, topic, questions, sender.acknowledged)
+
+    async def held_now() -> list[Sent]:
+        acknowledged = sender.acknowledged | raw.acknowledged
+        asked = [*questions, *raw.questions]
+        return await read_back(target.cluster.direct, topic, asked, acknowledged)
+
+    held = await held_now()
     if lost := unheld(questions, held):  # with a producer that was given up
         await sender.send(lost, trial.requests / takes_s, random.Random(trial.seed))
-        held = await read_back(target.cluster.direct, topic, questions, sender.acknowledged)
+        held = await held_now()
     target.history.sent += held
     return striking.result()
 
@@ -209,9 +239,10 @@ async def _load_and_strike(trial: Trial, target: Target, plan: Plan, settings: S
 async def _come_to_rest(history: History) -> str:
     """Until each request has its answer and the commits say so; what is amiss if they never do."""
     sent = {request.identity for request in history.sent}
+    readable = {request.identity for request in history.sent if request.statuses}
 
     def unanswered() -> set[Identity]:
-        return sent - {answer.identity for answer in history.answered}
+        return readable - {answer.identity for answer in history.answered}
 
     def uncommitted() -> set[Identity]:
         last = {commit.partition: commit for commit in history.committed}

@@ -21,6 +21,8 @@ from tests.support.models import add_version, digits
 PARTITIONS = 4
 KEYS = 40
 REPLIES = "replies"
+DECOMPRESSED_BYTES = 4 * 1024 * 1024
+"""The bound of a compressed batch."""
 QUICK, SLOW = "digits", "slow"
 SLOW_MODEL = '''"""Gives back a number, after a sleep that depends on it."""
 
@@ -46,6 +48,7 @@ class Question(NamedTuple):
     Attributes:
         statuses: what its answer may say.
         replies: its answer goes to a topic that it names.
+        headers: those that it has besides; only a raw batch can hold them.
     """
 
     number: int
@@ -54,6 +57,7 @@ class Question(NamedTuple):
     value: bytes
     statuses: tuple[str, ...]
     replies: bool
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 def add_models(repository: Path) -> None:
@@ -62,7 +66,7 @@ def add_models(repository: Path) -> None:
     directory = repository / SLOW / "1"
     directory.mkdir(parents=True)
     (directory / "model.py").write_text(SLOW_MODEL)
-    config = 'backend = "python"\nmax_batch_size = 8\n'
+    config = 'backend = "python"\nmax_batch_size = 8\nmax_queue_delay_ms = 20\n'
     (repository / SLOW / "model.toml").write_text(config)
 
 
@@ -71,7 +75,7 @@ def ask(number: int, rng: random.Random) -> Question:
     kind = rng.random()
     statuses = ("ok",)
     if kind < 0.3:
-        value = _request(SLOW, "x", np.array([[number]], np.float64))
+        value = _slow_request(number)
     elif kind < 0.95:
         pixels = np.zeros((1, 64), np.float32)
         pixels[0, 0] = number
@@ -85,6 +89,16 @@ def ask(number: int, rng: random.Random) -> Question:
     key = f"key-{rng.randrange(KEYS)}"
     partition = rng.randrange(PARTITIONS)
     return Question(number, partition, key, value, statuses, rng.random() < 0.1)
+
+
+def ask_slow(number: int, partition: int) -> Question:
+    """A question to the slow model."""
+    key = f"key-{number % KEYS}"
+    return Question(number, partition, key, _slow_request(number), ("ok",), replies=False)
+
+
+def _slow_request(number: int) -> bytes:
+    return _request(SLOW, "x", np.array([[number]], np.float64))
 
 
 def _request(model: str, name: str, array: np.ndarray[Any, Any]) -> bytes:
