@@ -104,10 +104,7 @@ class World:
                 self._commit(progress)
             for partition in self.counts:
                 parked = {offset for each, offset in accused if each == partition}
-                waiting = unread[partition]
-                while waiting and (partition, waiting[0]) in read:
-                    waiting.popleft()
-                passed = waiting[0] if waiting else ALL
+                passed = lowest_unread(partition, unread[partition], read)
                 base = self.committed[partition].base
                 suspects.look(partition, progress[partition], base, passed, parked)
         assert not suspects.is_active
@@ -174,6 +171,13 @@ class World:
                 assert self.inside <= {single}
                 self.alone[single] += 1
         raise DiedError
+
+
+def lowest_unread(partition: TopicPartition, offsets: deque[int], read: set[Record]) -> int:
+    """Drop what was read from the front of the offsets, and return the lowest that is left."""
+    while offsets and (partition, offsets[0]) in read:
+        offsets.popleft()
+    return offsets[0] if offsets else ALL
 
 
 @st.composite
