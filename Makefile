@@ -73,12 +73,12 @@ types: setup ## mypy, strict, on code and tests
 	@$(BIN)/mypy
 
 .PHONY: schemas
-schemas: setup ## write schemas/ anew from the types in headrace/messages.py
-	@$(BIN)/python -m headrace.schemas
+schemas: setup ## write schemas/ anew from the types in headrace/protocol/messages.py
+	@$(BIN)/python -m headrace.protocol.schemas
 
 .PHONY: schemas-check
 schemas-check: setup ## fail if schemas/ differs from the types
-	@$(BIN)/python -m headrace.schemas --check
+	@$(BIN)/python -m headrace.protocol.schemas --check
 
 .PHONY: deploy-check
 deploy-check: setup ## hold deploy/compose.yaml against the Compose specification
@@ -117,7 +117,7 @@ demo: setup ## all four services on real files, in one process, without a broker
 
 .PHONY: kafka
 kafka: setup ## a real Kafka on this machine without Docker; NODES=3 for a cluster
-	@$(BIN)/python -m headrace.local_kafka --nodes $(NODES)
+	@$(BIN)/python -m headrace.tools.local_kafka --nodes $(NODES)
 
 # --- measuring it ------------------------------------------------------------------------------
 

@@ -19,13 +19,13 @@ from statistics import median
 
 import numpy as np
 
-from headrace.messages import Envelope, Request
 from headrace.models.config import ModelConfig
 from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.signature import Signature, read_onnx_signature
+from headrace.protocol.messages import Envelope, Request
+from headrace.protocol.tensors import from_array
 from headrace.services.executor.gather import scatter
 from headrace.services.executor.instance import Instance, Room
-from headrace.tensors import from_array
 
 ROWS = (1, 2, 8, 32)
 BATCHES = 500
@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args()
-    with as_file(files("headrace.demo") / "models" / "digits" / "1") as directory:
+    with as_file(files("headrace.tools.demo") / "models" / "digits" / "1") as directory:
         asyncio.run(measure(directory, given.rounds))
 
 

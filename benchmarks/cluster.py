@@ -11,10 +11,10 @@ from aiokafka.admin import AIOKafkaAdminClient
 
 from benchmarks.processes import cpu_s
 from headrace.config import KafkaSettings
-from headrace.local_kafka import LocalKafka
-from headrace.local_kafka.ports import free_port
-from headrace.log.kafka import KafkaLog
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Consumer, NewRecord, TopicInfo, TopicPartition
+from headrace.tools.local_kafka import LocalKafka
+from headrace.tools.local_kafka.ports import free_port
 
 PARTITIONS = 4
 CHUNK = 500

@@ -20,9 +20,9 @@ from benchmarks.results import Cores, Latency, Unloaded
 from benchmarks.saturation import prepare, run_bare
 from benchmarks.stages import scrape, stages_between
 from benchmarks.subjects import Subject
-from headrace.bench.load import Course, Load, Payload
-from headrace.bench.measured import Measured
 from headrace.log.port import TopicPartition
+from headrace.tools.bench.load import Course, Load, Payload
+from headrace.tools.bench.measured import Measured
 
 LOADS = (0.2, 0.5, 0.8)
 STEP, LEAST = 0.1, 0.5

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import uvloop
 
 from benchmarks.stages import Scrape
-from headrace.bench.arrivals import PoissonArrivals
-from headrace.bench.histogram import Histogram
+from headrace.client.replies import CORRELATION_ID
 from headrace.config import KafkaSettings
-from headrace.log.kafka import KafkaLog
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import NewRecord, Record, Run, TopicPartition
-from headrace.replies import CORRELATION_ID
+from headrace.tools.bench.arrivals import PoissonArrivals
+from headrace.tools.bench.histogram import Histogram
 
 START_S = 30.0
 """For a process to start, and to connect."""

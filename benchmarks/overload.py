@@ -34,15 +34,15 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.machine import describe_machine
 from benchmarks.timeline import Line, timeline
-from headrace.codec import encode_request
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Consumer, NewRecord, Producer, TopicPartition
-from headrace.pipeline import Pipeline, running
+from headrace.protocol.codec import encode_request
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import configure_logging
 from headrace.telemetry.metrics import Metrics
-from headrace.topic_plan import plan_topics
 from headrace.topics import Topic
 
 PARTITIONS = 4

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 from onnx import helper
 
 from benchmarks.subjects import DISTINCT_REQUESTS, Subject
-from headrace.codec import encode_request
+from headrace.protocol.codec import encode_request
 
 ANSWERED = 10
 """Numbers of each row."""

@@ -20,7 +20,7 @@ from benchmarks.results import Saturated
 from benchmarks.stages import rows_per_run, scrape
 from benchmarks.subjects import Subject
 from headrace.log.port import TopicPartition
-from headrace.topic_plan import plan_topics
+from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import Topic
 
 START_DEADLINE_S = 40.0

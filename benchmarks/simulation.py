@@ -5,15 +5,16 @@ of a run, and what that run had.
 
 The four services run in this process on the embedded log. Requests of one row arrive as a Poisson
 process, whose moments a process of its own tells. Digits runs on the event loop: its turns are
-measured before and after each run (`headrace.replay.loop_measuring`), since a machine that others
-use changes its pace within minutes. The run itself tells the simulation nothing but its arrivals,
-and compared in both is from when a request was due until its answer was written. Of the others it
-is from when ingest began to read a request until its answer was encoded, which is what the times in
-an answer add up to. Magika and ResNet-50 are bound by computing: S(b) is learned from the run's own
-answers, and a second time from those of the run before, at another load. So is that of *paced*,
-whose runs wait for 200 ms and 25 ms for each row, as for a device: where a machine is busy with
-other work it is the one model whose runs still take what they take. Loads are shares of what these
-times allow. Every round has all loads in turn; what counts is the median of each load's rounds.
+measured before and after each run (`headrace.tools.replay.loop_measuring`), since a machine that
+others use changes its pace within minutes. The run itself tells the simulation nothing but its
+arrivals, and compared in both is from when a request was due until its answer was written. Of the
+others it is from when ingest began to read a request until its answer was encoded, which is what
+the times in an answer add up to. Magika and ResNet-50 are bound by computing: S(b) is learned
+from the run's own answers, and a second time from those of the run before, at another load. So is
+that of *paced*, whose runs wait for 200 ms and 25 ms for each row, as for a device: where a
+machine is busy with other work it is the one model whose runs still take what they take. Loads
+are shares of what these times allow. Every round has all loads in turn; what counts is the median
+of each load's rounds.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ from benchmarks.told_load import (
 )
 from headrace.config import Settings, make_settings
 from headrace.log.port import Log
-from headrace.replay.arrivals import read_arrivals
-from headrace.replay.events import Arrivals, Limits
-from headrace.replay.loop_measuring import MeasuredTurns, measure_turns
-from headrace.replay.measuring import measure
-from headrace.replay.opening import open_recording
-from headrace.replay.present import latest_models, resolved, served_now
-from headrace.replay.selection import Selection
-from headrace.replay.service_times import ServiceTime, learn
-from headrace.replay.simulate import Outcome, Scenario, Served, simulate
-from headrace.replay.simulated_loop import LoopTime
 from headrace.services.batcher.forming import Forming
 from headrace.telemetry.logs import configure_logging
+from headrace.tools.replay.arrivals import read_arrivals
+from headrace.tools.replay.events import Arrivals, Limits
+from headrace.tools.replay.loop_measuring import MeasuredTurns, measure_turns
+from headrace.tools.replay.measuring import measure
+from headrace.tools.replay.opening import open_recording
+from headrace.tools.replay.present import latest_models, resolved, served_now
+from headrace.tools.replay.selection import Selection
+from headrace.tools.replay.service_times import ServiceTime, learn
+from headrace.tools.replay.simulate import Outcome, Scenario, Served, simulate
+from headrace.tools.replay.simulated_loop import LoopTime
 from headrace.topics import Topic
 
 WARM_UP_S = 1.0

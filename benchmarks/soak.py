@@ -26,9 +26,9 @@ from benchmarks.contestants import FUSED_CONTESTANT, Place
 from benchmarks.processes import Running
 from benchmarks.saturation import prepare
 from benchmarks.subjects import SUBJECTS
-from headrace.bench.load import Course, Load, Payload
-from headrace.bench.measured import Measured
 from headrace.log.port import TopicPartition
+from headrace.tools.bench.load import Course, Load, Payload
+from headrace.tools.bench.measured import Measured
 
 NOTE_EVERY_S = 10.0
 WARM_SHARE = 0.2

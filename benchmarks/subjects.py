@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.models import IMAGE, write_resnet50
-from headrace.codec import encode_request
-from headrace.demo.magika_model import find_magika
+from headrace.protocol.codec import encode_request
+from headrace.tools.demo.magika_model import find_magika
 
 DISTINCT_REQUESTS = 64
 MOST_ROWS = 64
@@ -102,7 +102,7 @@ def _values(name: str, input_name: str) -> list[bytes]:
 def digits(scratch: Path) -> Subject:
     """64 numbers through two small layers: everything else costs more than the run."""
     repository = scratch / "digits-repository"
-    with as_file(files("headrace.demo") / "models" / "digits") as model:
+    with as_file(files("headrace.tools.demo") / "models" / "digits") as model:
         shutil.copytree(model, repository / "digits", dirs_exist_ok=True)
     onnx = repository / "digits" / "1" / "model.onnx"
     values = _values("digits", "pixels")

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.ticking import TICK_BYTES
+from headrace.client.replies import last_header
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Log, NewRecord, Record, TopicPartition
-from headrace.pipeline import Pipeline, running
-from headrace.replay.opening import open_recording
-from headrace.replay.selection import Selection
-from headrace.replies import last_header
-from headrace.topic_plan import plan_topics
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
+from headrace.tools.replay.opening import open_recording
+from headrace.tools.replay.selection import Selection
 from headrace.topics import Topic
 
 PARTITIONS = 4

@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from headrace.config import make_settings
-from headrace.envelope import parse_envelope
 from headrace.log.port import TopicPartition
-from headrace.messages import Batch, Request
-from headrace.receipt import Receipt
+from headrace.protocol.ack import Receipt
+from headrace.protocol.headers import parse_envelope
+from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering, Run
 from headrace.telemetry.trace_export import TraceExport

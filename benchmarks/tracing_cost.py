@@ -30,12 +30,12 @@ from headrace.cli.run import tune_interpreter
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Log, NewRecord, TopicPartition
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
 from headrace.telemetry.collector import open_tracing
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import configure_logging
 from headrace.telemetry.metrics import Metrics
-from headrace.topic_plan import plan_topics
 from headrace.topics import STAGES, Topic
 
 MODES: dict[str, float | None] = {"off": None, "ratio 0": 0.0, "ratio 0.01": 0.01, "ratio 1": 1.0}
@@ -126,7 +126,7 @@ def main() -> None:
     try:
         assert collector.stdout is not None
         endpoint = f"http://127.0.0.1:{int(collector.stdout.readline())}"
-        with as_file(files("headrace.demo") / "models") as models:
+        with as_file(files("headrace.tools.demo") / "models") as models:
             for number in range(given.rounds + 1):
                 for mode, ratio in MODES.items():
                     measured = uvloop.run(measure(_settings(models, endpoint, ratio), requests))

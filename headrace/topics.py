@@ -48,7 +48,8 @@ class TopicSpec:
     """What one topic is for.
 
     Attributes:
-        message: the type of the record's value, in `headrace.messages`, or what it is in words.
+        message: the type of the record's value, in `headrace.protocol.messages`, or what it is in
+            words.
         key: what the record's key is.
         partition: how a record finds its partition.
         writers: the stages that write it; empty for the outside.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.bench.advice import Facts, advise
-from headrace.bench.histogram import Histogram
-from headrace.bench.measured import Measured
+from headrace.tools.bench.advice import Facts, advise
+from headrace.tools.bench.histogram import Histogram
+from headrace.tools.bench.measured import Measured
 
 BAR = 40
 PERCENTILES = (50, 90, 99, 99.9)

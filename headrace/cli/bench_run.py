@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from headrace.bench.advice import Facts
-from headrace.bench.load import Course, Load, Payload
-from headrace.bench.measured import Measured
-from headrace.bench.payloads import from_arrays, from_capture, from_file, made_up
 from headrace.cli.progress import Progress
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log, TopicPartition
 from headrace.models.version import ModelVersion
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
-from headrace.replay.present import latest_models
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
+from headrace.tools.bench.advice import Facts
+from headrace.tools.bench.load import Course, Load, Payload
+from headrace.tools.bench.measured import Measured
+from headrace.tools.bench.payloads import from_arrays, from_capture, from_file, made_up
+from headrace.tools.replay.present import latest_models
 from headrace.topics import Topic
 
 URL_TIMEOUT_S = 5.0

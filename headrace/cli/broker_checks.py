@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headrace.cli.findings import Finding, Health
 from headrace.config import KafkaSettings, Settings
-from headrace.flow.answered import MAX_METADATA_CHARACTERS
-from headrace.flow.committing import COMMIT_AGAIN_S
+from headrace.delivery.acked_offsets import MAX_METADATA_CHARACTERS
+from headrace.delivery.committer import COMMIT_AGAIN_S
 from headrace.log.port import TopicInfo
-from headrace.topic_plan import MIN_INSYNC_REPLICAS
+from headrace.runtime.topic_plan import MIN_INSYNC_REPLICAS
 from headrace.topics import TOPICS, Topic
 
 if TYPE_CHECKING:
-    from headrace.log.kafka_survey import Survey, SurveyedTopic
+    from headrace.log.kafka.cluster import Survey, SurveyedTopic
 
 OLDEST_RELEASE: Final = {"at_least_once": (3, 0), "exactly_once": (4, 0)}
 

@@ -21,8 +21,8 @@ from headrace.log.errors import LogAuthenticationFailed
 from headrace.log.port import Log, TopicInfo
 from headrace.models.onnx_backend import find_runtime
 from headrace.models.user_code import describe
-from headrace.opening import open_log
-from headrace.topic_plan import RECORD_OVERHEAD_BYTES, compare, plan_topics
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.topic_plan import RECORD_OVERHEAD_BYTES, compare, plan_topics
 from headrace.topics import Topic
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ async def check_log(settings: Settings) -> list[Finding]:
     if settings.kafka is None:
         return [Finding("broker", Health.OK, "none configured: the embedded log is used")]
     # Without a broker configured, nothing here needs aiokafka.
-    from headrace.log.kafka_survey import survey
+    from headrace.log.kafka.cluster import survey
 
     deadline_s = settings.kafka.request_timeout_ms / 1000 + SLACK_S
     try:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import click
 
 from headrace.cli.options import ANSWERS_FILE
-from headrace.replay.compare.run import DEFAULT_CONCURRENCY, DEFAULT_TOP_K
-from headrace.replay.compare.verdict import COMPARABLE_UNRECORDED, Thresholds
+from headrace.tools.replay.compare.run import DEFAULT_CONCURRENCY, DEFAULT_TOP_K
+from headrace.tools.replay.compare.verdict import COMPARABLE_UNRECORDED, Thresholds
 
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _SHARE = click.FloatRange(min=0, max=1)

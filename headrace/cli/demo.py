@@ -32,9 +32,9 @@ def command(kafka: bool, seconds: float) -> None:
     too many are wrong, 2 when ONNX Runtime is not installed.
     """
     from headrace.cli.run import SWITCH_INTERVAL_S
-    from headrace.demo.demo import run_demo
-    from headrace.demo.report import report
     from headrace.telemetry.logs import configure_logging
+    from headrace.tools.demo.demo import run_demo
+    from headrace.tools.demo.report import report
 
     def say(line: str) -> None:
         click.echo(f"headrace: {line}", err=True)

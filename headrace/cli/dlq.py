@@ -27,15 +27,15 @@ from headrace.cli.output import say, say_gap
 from headrace.cli.progress import Progress, progress
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
-from headrace.deadletters import Letter, Order, Redrive, Selection, Tally, read_letters
-from headrace.deadletters.reading import partitions_of, spans_of
-from headrace.deadletters.remembering import recall
-from headrace.deadletters.showing import full, paragraphs, summary
-from headrace.deadletters.transforming import load_transform
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log
-from headrace.opening import open_log
-from headrace.replay.capture import CaptureWriter
+from headrace.runtime.log_factory import open_log
+from headrace.tools.dead_letters import Letter, Order, Redrive, Selection, Tally, read_letters
+from headrace.tools.dead_letters.reading import partitions_of, spans_of
+from headrace.tools.dead_letters.remembering import recall
+from headrace.tools.dead_letters.showing import full, paragraphs, summary
+from headrace.tools.dead_letters.transforming import load_transform
+from headrace.tools.replay.capture import CaptureWriter
 from headrace.topics import Topic
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from headrace.deadletters import Order, Selection, Tally
 from headrace.printable import printable
+from headrace.tools.dead_letters import Order, Selection, Tally
 from headrace.topics import STAGES
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}

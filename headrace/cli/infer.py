@@ -18,11 +18,11 @@ from headrace.cli.infer_inputs import parse_inputs
 from headrace.cli.output import say
 from headrace.cli.settings import pass_settings
 from headrace.client import Client, Response
-from headrace.codec import bytes_to_data
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.opening import open_log
-from headrace.tensors import datatype_of, from_array
+from headrace.protocol.codec import bytes_to_data
+from headrace.protocol.tensors import datatype_of, from_array
+from headrace.runtime.log_factory import open_log
 
 SHOWN_ELEMENTS = 1000
 
@@ -140,7 +140,7 @@ async def _client(settings: Settings) -> AsyncIterator[Client]:
         async with Client(settings=settings) as client:
             yield client
         return
-    from headrace.pipeline import Pipeline, running
+    from headrace.runtime.process import Pipeline, running
     from headrace.telemetry.logs import configure_logging
 
     configure_logging("warning")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Rejected
-from headrace.tensors import DATATYPES, datatype_of
+from headrace.protocol.tensors import DATATYPES, datatype_of
 
 # JSON has one kind of number: a fraction is most often meant for FP32, which NumPy would not
 # choose.

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.codec import encode_request
 from headrace.config import ModelSettings, Settings
 from headrace.models.version import ModelVersion
 from headrace.models.warmup import sized_inputs
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
-from headrace.replay.loop_measuring import measure_turns
-from headrace.replay.service_times import ServiceTime
-from headrace.replay.simulated_loop import LoopTime
+from headrace.protocol.codec import encode_request
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
 from headrace.services.executor.instance import INLINE_BELOW_US
 from headrace.telemetry.logs import configure_logging
+from headrace.tools.replay.loop_measuring import measure_turns
+from headrace.tools.replay.service_times import ServiceTime
+from headrace.tools.replay.simulated_loop import LoopTime
 
 
 def on_the_loop(times: Mapping[str, ServiceTime]) -> list[str]:

@@ -14,10 +14,10 @@ from headrace.cli.selection_options import parse_time_ms
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.offsets import PartitionOffsets, Reset, Target, read_offsets
-from headrace.offsets import reset as reset_offsets
-from headrace.offsets.resetting import Edge
-from headrace.opening import open_log
+from headrace.runtime.log_factory import open_log
+from headrace.tools.offsets import PartitionOffsets, Reset, Target, read_offsets
+from headrace.tools.offsets import reset as reset_offsets
+from headrace.tools.offsets.resetting import Edge
 from headrace.topics import Topic
 
 SHOWN_RANGES = 4

@@ -13,8 +13,8 @@ import click
 from headrace.cli.outcome import Exit
 from headrace.cli.output import say
 from headrace.log.port import TopicPartition
-from headrace.replay.jobs import Advanced, Watch
-from headrace.replay.recording import Recording
+from headrace.tools.replay.jobs import Advanced, Watch
+from headrace.tools.replay.recording import Recording
 
 LINE_EVERY_S = 5.0
 BAR_EVERY_S = 0.1

@@ -22,8 +22,8 @@ from headrace.cli.selection_options import (
 )
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
-from headrace.opening import open_log
-from headrace.replay.jobs import (
+from headrace.runtime.log_factory import open_log
+from headrace.tools.replay.jobs import (
     Replayed,
     Source,
     TopicJob,
@@ -31,17 +31,17 @@ from headrace.replay.jobs import (
     new_run_id,
     replay_into_topic,
 )
-from headrace.replay.jobs import (
+from headrace.tools.replay.jobs import (
     count as count_records,
 )
-from headrace.replay.jobs import (
+from headrace.tools.replay.jobs import (
     save as save_records,
 )
-from headrace.replay.marking import Marking
-from headrace.replay.opening import open_recording
-from headrace.replay.pacing import FixedRate, OriginalSpacing, Pace, Unpaced
-from headrace.replay.recording import Recording
-from headrace.replay.totals import PartitionTotals
+from headrace.tools.replay.marking import Marking
+from headrace.tools.replay.opening import open_recording
+from headrace.tools.replay.pacing import FixedRate, OriginalSpacing, Pace, Unpaced
+from headrace.tools.replay.recording import Recording
+from headrace.tools.replay.totals import PartitionTotals
 from headrace.topics import Topic
 
 MODULES = {

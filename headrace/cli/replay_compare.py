@@ -20,16 +20,16 @@ from headrace.cli.replay_sides import Repositories, ask_pipeline, repositories
 from headrace.cli.selection_options import chosen_source, selection_options
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
-from headrace.opening import open_log
-from headrace.replay.compare.asking import RecordedSubject, Subject, load_answers
-from headrace.replay.compare.report import Subjects, report
-from headrace.replay.compare.run import Comparison, compare
-from headrace.replay.compare.summary import describe, lines, summary
-from headrace.replay.compare.tally import WorstCase
-from headrace.replay.compare.verdict import Thresholds, is_same, judge
-from headrace.replay.jobs import Source, Watch
-from headrace.replay.opening import open_recording
-from headrace.replay.selection import Selection
+from headrace.runtime.log_factory import open_log
+from headrace.tools.replay.compare.asking import RecordedSubject, Subject, load_answers
+from headrace.tools.replay.compare.report import Subjects, report
+from headrace.tools.replay.compare.run import Comparison, compare
+from headrace.tools.replay.compare.summary import describe, lines, summary
+from headrace.tools.replay.compare.tally import WorstCase
+from headrace.tools.replay.compare.verdict import Thresholds, is_same, judge
+from headrace.tools.replay.jobs import Source, Watch
+from headrace.tools.replay.opening import open_recording
+from headrace.tools.replay.selection import Selection
 
 SHOWN_WORST = 3
 

@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from headrace.config import ModelSettings, Settings
 from headrace.log.port import Producer
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
-from headrace.replay.answers import OnAnswer, into_pipeline
-from headrace.replay.jobs import Source, Watch, now_ms
-from headrace.replay.marking import Marking
-from headrace.replay.opening import open_recording
-from headrace.replay.pacing import Pace
-from headrace.replay.replay import Outcome, Replay
-from headrace.replay.sinks import TopicSink
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
+from headrace.tools.replay.answers import OnAnswer, into_pipeline
+from headrace.tools.replay.jobs import Source, Watch, now_ms
+from headrace.tools.replay.marking import Marking
+from headrace.tools.replay.opening import open_recording
+from headrace.tools.replay.pacing import Pace
+from headrace.tools.replay.replay import Outcome, Replay
+from headrace.tools.replay.sinks import TopicSink
 
 
 class PipelineJob(NamedTuple):

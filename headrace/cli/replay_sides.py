@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.client.rpc import Exchange
 from headrace.config import ModelSettings, Settings
 from headrace.errors import ConfigurationError
-from headrace.exchange import Exchange
 from headrace.models.repository import FoundModel, Repository
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
-from headrace.replay.compare.asking import PipelineSubject
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
+from headrace.tools.replay.compare.asking import PipelineSubject
 
 
 class Directories(NamedTuple):

@@ -29,19 +29,19 @@ from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log
 from headrace.models.version import ModelVersion
-from headrace.opening import open_log
-from headrace.replay.arrivals import read_arrivals
-from headrace.replay.events import Limits, Policy
-from headrace.replay.jobs import Source
-from headrace.replay.measuring import measure
-from headrace.replay.opening import open_recording
-from headrace.replay.present import latest_models, only, resolved, served_now
-from headrace.replay.selection import Selection
-from headrace.replay.service_times import ServiceTime, learn, parse_service_time
-from headrace.replay.simulate import Outcome, Scenario, scenarios, simulate
-from headrace.replay.simulated_loop import LoopTime
-from headrace.replay.simulation_report import report
+from headrace.runtime.log_factory import open_log
 from headrace.services.batcher.forming import Forming
+from headrace.tools.replay.arrivals import read_arrivals
+from headrace.tools.replay.events import Limits, Policy
+from headrace.tools.replay.jobs import Source
+from headrace.tools.replay.measuring import measure
+from headrace.tools.replay.opening import open_recording
+from headrace.tools.replay.present import latest_models, only, resolved, served_now
+from headrace.tools.replay.selection import Selection
+from headrace.tools.replay.service_times import ServiceTime, learn, parse_service_time
+from headrace.tools.replay.simulate import Outcome, Scenario, scenarios, simulate
+from headrace.tools.replay.simulated_loop import LoopTime
+from headrace.tools.replay.simulation_report import report
 
 T = TypeVar("T", int, float)
 

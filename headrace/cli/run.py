@@ -74,8 +74,8 @@ def command(
 
     The options go over the settings' file and the environment; a file is not needed.
     """
-    from headrace import pipeline
     from headrace.cli.event_loop import run
+    from headrace.runtime import process as pipeline
 
     options = [
         Option("--models", ("models", "repository"), models),

@@ -12,8 +12,8 @@ import click
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.replay.jobs import Source
-from headrace.replay.selection import Filters, Selection, Window
+from headrace.tools.replay.jobs import Source
+from headrace.tools.replay.selection import Filters, Selection, Window
 from headrace.topics import Topic
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from headrace.replay.service_times import ServiceTime
-from headrace.replay.simulate import Outcome, Scenario
+from headrace.tools.replay.service_times import ServiceTime
+from headrace.tools.replay.simulate import Outcome, Scenario
 
 HEADINGS = (
     *("scenario", "requests/s", "load", "p50 ms", "p90 ms", "p99 ms"),

@@ -13,8 +13,8 @@ from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.log.port import TopicInfo
-from headrace.opening import open_log
-from headrace.topic_plan import (
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.topic_plan import (
     CLEANUP_POLICY,
     MAX_MESSAGE_BYTES,
     MIN_INSYNC_REPLICAS,

@@ -15,8 +15,8 @@ from headrace.client.client import (
     InferenceTimeout,
     Response,
 )
+from headrace.client.replies import ClientClosed
 from headrace.client.sync import SyncClient
-from headrace.replies import ClientClosed
 
 __all__ = [
     "Client",

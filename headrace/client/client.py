@@ -18,15 +18,15 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headrace import envelope
-from headrace.codec import decode_response, encode_request
+from headrace.client.replies import ClientClosed
+from headrace.client.rpc import Exchange
 from headrace.config import KafkaSettings, Settings, check_namespace, make_settings
 from headrace.errors import ConfigurationError, HeadraceError, Rejected, Retriable
-from headrace.exchange import Exchange
 from headrace.log.port import Log, NewRecord, Record
-from headrace.messages import ErrorResponse, Parameter
-from headrace.opening import open_log
-from headrace.replies import ClientClosed
+from headrace.protocol import headers as envelope
+from headrace.protocol.codec import decode_response, encode_request
+from headrace.protocol.messages import ErrorResponse, Parameter
+from headrace.runtime.log_factory import open_log
 
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_MAX_IN_FLIGHT = 1024
@@ -97,7 +97,7 @@ class Client:
         LogUnavailable, LogAuthenticationFailed: see `headrace.log.port`.
     """
 
-    def __init__(  # noqa: PLR0913 - each is an option of its own
+    def __init__(
         self,
         bootstrap_servers: str | None = None,
         *,
@@ -156,7 +156,7 @@ class Client:
     ) -> None:
         await self._stack.aclose()
 
-    async def infer(  # noqa: PLR0913 - each is an optional field of the request, by its name
+    async def infer(
         self,
         model: str,
         inputs: Mapping[str, ArrayLike],
@@ -208,7 +208,7 @@ class Client:
         about = [*headers, *_urgency(priority, tenant)]
         return await self._call(NewRecord(key, value, about), self._content_type, timeout_s)
 
-    async def infer_raw(  # noqa: PLR0913 - each is an optional field of the request, by its name
+    async def infer_raw(
         self,
         model: str,
         payload: bytes,

@@ -11,10 +11,10 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
-from headrace import envelope
 from headrace.client.client import DEFAULT_MAX_IN_FLIGHT, Client
+from headrace.client.replies import ClientClosed
 from headrace.config import Settings
-from headrace.replies import ClientClosed
+from headrace.protocol import headers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class SyncClient:
         namespace: str | None = None,
         settings: Settings | None = None,
         reply_partition: int | None = None,
-        content_type: str = envelope.MSGPACK,
+        content_type: str = headers.MSGPACK,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
     ) -> None:
         client = Client(

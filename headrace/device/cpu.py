@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.device.port import Block, Event, Memory, Stream, Widen
 from headrace.device.widening import Widening, source_shape, widen
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 
 
 class CpuDevice:

@@ -1,6 +1,6 @@
 """The log as Headrace sees it: records in partitions, groups, producers, a little administration.
 
-Two adapters implement these protocols: `headrace.log.kafka` and `headrace.log.memory`. The
+Two adapters implement these protocols: `headrace.log.kafka.log` and `headrace.log.memory`. The
 suite in `tests/contract` runs on both and is the definition of how they behave. What they raise is
 in `headrace.log.errors`.
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from headrace.errors import Code, Rejected
-from headrace.messages import InputTensor, RequestedOutput, Tensor
 from headrace.models.padding import bucket_for
 from headrace.models.ranges import FiniteCheck, Range, RangeCheck, finite_checks, range_checks
 from headrace.models.signature import Signature, TensorSpec
-from headrace.tensors import DATATYPES, check_shape, check_tensor, split_elements
+from headrace.protocol.messages import InputTensor, RequestedOutput, Tensor
+from headrace.protocol.tensors import DATATYPES, check_shape, check_tensor, split_elements
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 

@@ -26,9 +26,9 @@ from headrace.config import (
     describe_fault,
 )
 from headrace.errors import ConfigurationError
-from headrace.messages import MAX_RANK
 from headrace.models.signature import TensorSpec
-from headrace.tensors import DATATYPES
+from headrace.protocol.messages import MAX_RANK
+from headrace.protocol.tensors import DATATYPES
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.device.widening import Widening, widen
 from headrace.models.backend import Arrays, Placed
 from headrace.models.signature import Signature
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 
 
 class Entrance:

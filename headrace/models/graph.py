@@ -214,7 +214,7 @@ def _replace_output(graph: onnx.GraphProto, appendix: Appendix) -> None:
     """The new outputs in the place of the old one, so that their order is the signature's."""
     from onnx import helper
 
-    from headrace.tensors import DATATYPES
+    from headrace.protocol.tensors import DATATYPES
 
     kept = list(graph.output)
     del graph.output[:]

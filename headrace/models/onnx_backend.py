@@ -29,7 +29,7 @@ from headrace.models.onnx_binding import UNBOUND, Binding, Outlets, bind_blocks
 from headrace.models.outputs import check_outputs
 from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
 from headrace.models.warmup import warm_up
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 
 
 class OnnxBackend:

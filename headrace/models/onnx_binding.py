@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.models.backend import Arrays, Placed
 from headrace.models.signature import Signature, TensorSpec
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 
 LARGEST_OUTPUTS_BYTES = 65536
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.errors import Rejected
 from headrace.models.backend import Arrays, ModelFailed
 from headrace.models.signature import Signature
-from headrace.tensors import datatype_of
+from headrace.protocol.tensors import datatype_of
 
 
 class RowsMismatch(ModelFailed):

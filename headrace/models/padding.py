@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from headrace.errors import ConfigurationError
-from headrace.messages import Request, Tensor
 from headrace.models.config import ModelConfig
 from headrace.models.ranges import limits_of
 from headrace.models.signature import Signature, TensorSpec
-from headrace.tensors import DATATYPES, from_array, to_array
+from headrace.protocol.messages import Request, Tensor
+from headrace.protocol.tensors import DATATYPES, from_array, to_array
 
 Sizes = dict[str, tuple[int, int]]
 """By dimension: its size in the batch, and the request's own."""

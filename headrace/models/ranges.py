@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.messages import Tensor
 from headrace.models.signature import Signature
-from headrace.tensors import DATATYPES
+from headrace.protocol.messages import Tensor
+from headrace.protocol.tensors import DATATYPES
 
 Range = tuple[float, float]
 """The lowest and the highest value allowed, both inclusive."""

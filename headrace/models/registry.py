@@ -20,13 +20,13 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from headrace.config import Settings
 from headrace.errors import Code, Rejected
-from headrace.events import ExecutorEvent
 from headrace.models.opening import Importings, Known, Opened, is_outrun, look, relative
 from headrace.models.replaced import ReplacedVersions
 from headrace.models.repository import Repository
 from headrace.models.user_code import on_daemon_thread
 from headrace.models.verdict import Verdict
 from headrace.models.version import ModelVersion, State
+from headrace.protocol.events import ExecutorEvent
 
 LOADING_RETRY_AFTER_MS = 1000
 _NAMES_TOLD = 20

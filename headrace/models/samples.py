@@ -18,7 +18,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.ranges import limits_of
 from headrace.models.signature import Signature, TensorSpec
 from headrace.models.user_code import describe
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 
 Inputs = dict[str, NDArray[Any]]
 

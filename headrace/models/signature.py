@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.errors import ConfigurationError
-from headrace.messages import MAX_NAME_LENGTH, MAX_RANK
-from headrace.tensors import DATATYPES
+from headrace.protocol.messages import MAX_NAME_LENGTH, MAX_RANK
+from headrace.protocol.tensors import DATATYPES
 
 if TYPE_CHECKING:
     import onnx

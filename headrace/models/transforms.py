@@ -10,11 +10,11 @@ from typing import TypeAlias
 import numpy as np
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.messages import InputTensor
 from headrace.models.config import ModelConfig
 from headrace.models.signature import Signature, TensorSpec
 from headrace.models.user_code import describe, load_attribute, run_bounded
-from headrace.tensors import from_array
+from headrace.protocol.messages import InputTensor
+from headrace.protocol.tensors import from_array
 
 Transform: TypeAlias = Callable[[bytes, str], list[InputTensor]]
 """Payload and content type to the inputs of a request; raises `Rejected`."""

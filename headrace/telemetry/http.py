@@ -23,10 +23,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from headrace import __version__
-from headrace.codec.faults import DECODE_ERRORS
 from headrace.errors import Code, Fatal, Rejected
 from headrace.models.signature import TensorSpec
 from headrace.models.version import ModelVersion, State
+from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.telemetry.health import Health
 from headrace.telemetry.http_connections import Connections, HttpLimits
 from headrace.telemetry.page import load_page

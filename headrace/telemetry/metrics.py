@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from headrace.errors import Code, Retriable
 from headrace.log.errors import Fenced
 from headrace.log.port import Gap
-from headrace.messages import Batch, Request
+from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.bulk import BulkCounter, BulkHistogram
 from headrace.telemetry.catalogue import CATALOGUE, ROWS, SECONDS
 from headrace.telemetry.request_times import RequestTimes

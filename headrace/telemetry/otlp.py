@@ -24,10 +24,10 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.span import TraceState
 
-from headrace.messages import Failure
+from headrace.protocol.messages import Failure
+from headrace.protocol.trace_context import SAMPLED, SpanId
 from headrace.telemetry.span_attributes import ERROR_TYPE
 from headrace.telemetry.tracing import FinishedSpan
-from headrace.trace import SAMPLED, SpanId
 
 REMEMBERED_CHARACTERS: Final = 64
 """Longer strings are not remembered: callers choose some of them."""

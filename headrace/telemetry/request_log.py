@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import outcome_of
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from headrace.telemetry.bulk import BulkHistogram
 
 MAX_NOTED = 4096

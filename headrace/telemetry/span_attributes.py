@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from headrace.clock import Clock, wall_clock_us
 from headrace.errors import Code
-from headrace.messages import Batch, Failure, Request
+from headrace.protocol.messages import Batch, Failure, Request
+from headrace.protocol.trace_context import AttributeValue, SpanId
 from headrace.topics import Stage
-from headrace.trace import AttributeValue, SpanId
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 

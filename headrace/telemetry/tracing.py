@@ -22,7 +22,16 @@ from typing import Literal, NamedTuple, TypeAlias
 from headrace.config import Settings
 from headrace.errors import Code
 from headrace.log.port import TopicPartition
-from headrace.messages import Batch, Failure, Request
+from headrace.protocol.messages import Batch, Failure, Request
+from headrace.protocol.trace_context import (
+    SAMPLED,
+    SpanId,
+    Trace,
+    new_span_id,
+    new_trace,
+    parse_traceparent,
+    until_sampled,
+)
 from headrace.telemetry import span_attributes as attributes_of
 from headrace.telemetry.allowance import Allowance
 from headrace.telemetry.metrics import Metrics
@@ -34,15 +43,6 @@ from headrace.telemetry.span_attributes import (
     Run,
 )
 from headrace.topics import Stage, Topic
-from headrace.trace import (
-    SAMPLED,
-    SpanId,
-    Trace,
-    new_span_id,
-    new_trace,
-    parse_traceparent,
-    until_sampled,
-)
 
 KEPT_AT_ONCE = 1000
 KEPT_PER_S = 200.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from headrace.client import Client, SyncClient
 from headrace.config import ModelSettings, Settings, make_settings
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ et al., 2020), in whose words a request is refused before it is run, never after
 from __future__ import annotations
 
 from headrace.errors import Code
-from headrace.messages import Failure
+from headrace.protocol.messages import Failure
 
 HALVE_AFTER_US = 1_000_000
 """What was learned of the pace counts half after so much time with a backlog."""

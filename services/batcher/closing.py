@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from headrace.flow.channel import Ask
-from headrace.flow.endings import VOID
-from headrace.messages import Failure, Request
+from headrace.delivery.failures import VOID
+from headrace.protocol.messages import Failure, Request
 from headrace.services.batcher.admission import too_late
 from headrace.services.batcher.groups import ModelQueue
 from headrace.services.batcher.lanes import Fifo, Group, Lane
 from headrace.topics import Stage
+from headrace.transport.channels import Ask
 
 
 class Size(NamedTuple):

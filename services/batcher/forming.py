@@ -22,17 +22,17 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TypeAlias
 
-from headrace.envelope import BY_CORRELATION
+from headrace.delivery.failures import expiry, rejection
 from headrace.errors import Code, Rejected
-from headrace.flow.channel import IDLE, Ask
-from headrace.flow.endings import expiry, rejection
-from headrace.flow.rebinding import Rebind, refuse_to_rebind
-from headrace.messages import Batch, Envelope, Failure, Request
+from headrace.protocol.headers import BY_CORRELATION
+from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.admission import too_late
 from headrace.services.batcher.closing import Closing, size_of
 from headrace.services.batcher.groups import ModelQueue
 from headrace.services.batcher.lanes import BatchLimits, Group
 from headrace.topics import Stage
+from headrace.transport.channels import IDLE, Ask
+from headrace.transport.rebinding import Rebind, refuse_to_rebind
 
 ModelKey = tuple[str, str]
 """A model's name and version."""

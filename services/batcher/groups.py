@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from headrace.flow.channel import Ask
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from headrace.services.batcher.admission import Pace
 from headrace.services.batcher.lanes import BatchLimits, Fifo, Group, Lane, Shares, Tenant
 from headrace.services.batcher.ranking import Ranking
+from headrace.transport.channels import Ask
 
 TIMER_US = 1000
 """What the timers of the event loop may be late by."""

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.messages import Request
 from headrace.models.latency import Latency
+from headrace.protocol.messages import Request
 from headrace.services.batcher.ranking import Ranking
 
 PRIORITY_STEP_US = 100_000

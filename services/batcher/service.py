@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from headrace.flow.channel import Ask, Inlet, Outlet, PullChannel
-from headrace.flow.isolation import is_isolated
-from headrace.flow.rebinding import Rebind, refuse_to_rebind
-from headrace.messages import Batch, Envelope, Failure, Request
+from headrace.crash_isolation.isolation import is_isolated
+from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.forming import Forming, ModelKey
 from headrace.services.batcher.lanes import BatchLimits
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import WaitingSnapshot
 from headrace.topics import Stage
+from headrace.transport.channels import Ask, Inlet, Outlet, PullChannel
+from headrace.transport.rebinding import Rebind, refuse_to_rebind
 
 
 class BatcherService:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.messages import Batch, Request
+from headrace.protocol.messages import Batch, Request
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0

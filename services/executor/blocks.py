@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.messages import Request
 from headrace.models.backend import Placed
 from headrace.models.signature import Signature
-from headrace.tensors import DATATYPES
+from headrace.protocol.messages import Request
+from headrace.protocol.tensors import DATATYPES
 
 TURNS = 2
 _REMEMBERED = 256

@@ -13,12 +13,12 @@ from enum import StrEnum
 import numpy as np
 
 from headrace.errors import Fatal
-from headrace.messages import Request
 from headrace.models.agreement import distance, identical, scale_of
 from headrace.models.backend import Arrays
 from headrace.models.user_code import describe
 from headrace.models.verdict import Batching, Verdict, tolerance_of
 from headrace.models.version import ModelVersion
+from headrace.protocol.messages import Request
 
 AGREEMENTS = 16
 """So many batches that agree make a version batchable."""

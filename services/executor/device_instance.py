@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from headrace.device.fitting import require
 from headrace.device.port import Device, Memory
 from headrace.errors import ConfigurationError, Fatal
-from headrace.messages import Request
 from headrace.models.backend import Arrays, Backend, Placed, StreamBackend
+from headrace.protocol.messages import Request
+from headrace.protocol.tensors import DATATYPES
 from headrace.services.executor.blocks import copy_rows
 from headrace.services.executor.instance import (
     Call,
@@ -37,7 +38,6 @@ from headrace.services.executor.ring import Ring, RingPlan, Slot
 from headrace.services.executor.ring_plan import buckets, plan_ring
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
-from headrace.tensors import DATATYPES
 
 GRAPH_RUNS = 3
 """Of each bucket before it is used: ONNX Runtime captures a graph at the third run."""

@@ -1,13 +1,13 @@
-"""How runs begin after unclean ends: marked, or alone (see `headrace.flow.run_gate`)."""
+"""How runs begin after unclean ends: marked, or alone (see `headrace.crash_isolation.run_gate`)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from headrace.flow.isolation import alone_of, is_isolated, places_of
-from headrace.flow.run_gate import RunGate
-from headrace.messages import Batch, Request
+from headrace.crash_isolation.isolation import alone_of, is_isolated, places_of
+from headrace.crash_isolation.run_gate import RunGate
+from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.intake import Taken
 
 Outcome: TypeAlias = tuple[list[Request], list[Batch]]
@@ -15,7 +15,7 @@ Outcome: TypeAlias = tuple[list[Request], list[Batch]]
 
 
 class Isolating(Protocol):
-    """The part of `headrace.flow.probation.Probation` that is needed here."""
+    """The part of `headrace.consumer.quarantine.Probation` that is needed here."""
 
     @property
     def gate(self) -> RunGate:

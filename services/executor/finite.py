@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code
-from headrace.messages import Failure, Request
 from headrace.models.backend import Arrays
 from headrace.models.signature import Signature
-from headrace.tensors import to_array
+from headrace.protocol.messages import Failure, Request
+from headrace.protocol.tensors import to_array
 from headrace.topics import Stage
 
 _ROWS_TOLD = 10

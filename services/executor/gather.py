@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.messages import Head, Request
 from headrace.models.backend import Arrays
 from headrace.models.padding import cut, pad
 from headrace.models.signature import Signature
+from headrace.protocol.messages import Head, Request
+from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 from headrace.services.executor.blocks import HostBlock
-from headrace.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 
 IN_PLACE_FROM_BYTES = 65536
 """A single request's bytes of this size are run where they lie: a copy would cost more than to

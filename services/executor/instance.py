@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Self
 import structlog
 
 from headrace.errors import ConfigurationError, Fatal, HeadraceError
-from headrace.messages import Request
 from headrace.models.backend import Arrays, Backend
 from headrace.models.user_code import describe, interrupt
+from headrace.protocol.messages import Request
 from headrace.services.executor.blocks import TURNS, HostBlock
 from headrace.services.executor.gather import gather
 from headrace.telemetry.logs import Event

@@ -16,10 +16,10 @@ from itertools import count
 from typing import NamedTuple
 
 from headrace.clock import Clock
-from headrace.flow.channel import Puller
-from headrace.flow.run_gate import Entry
-from headrace.messages import Batch, Request
+from headrace.crash_isolation.run_gate import Entry
 from headrace.models.backend import Arrays
+from headrace.protocol.messages import Batch, Request
+from headrace.transport.channels import Puller
 
 AHEAD_FROM_US = 2000
 """The timers of the event loop have steps of a millisecond: shorter runs are not looked beyond."""

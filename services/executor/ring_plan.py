@@ -6,8 +6,8 @@ import math
 
 from headrace.models.adapting import Adaptation
 from headrace.models.signature import TensorSpec
+from headrace.protocol.tensors import DATATYPES
 from headrace.services.executor.ring import RingPlan, TensorPlan
-from headrace.tensors import DATATYPES
 
 EACH_UP_TO = 4
 STEP = 4

@@ -14,17 +14,15 @@ from functools import partial
 
 import structlog
 
+from headrace.delivery.failures import VOID, any_void, deadline_passed, rejection
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected, Retriable
-from headrace.flow.announcing import Announcer
-from headrace.flow.channel import Outlet, PullChannel, Puller
-from headrace.flow.endings import VOID, any_void, deadline_passed, rejection
-from headrace.messages import Batch, Failure, Request
 from headrace.models.backend import Arrays
 from headrace.models.cores import Cores
 from headrace.models.preparing import Preparation
 from headrace.models.registry import Change, Models
 from headrace.models.user_code import describe
 from headrace.models.version import ModelVersion, State
+from headrace.protocol.messages import Batch, Failure, Request
 from headrace.services.executor.again import apart, divide, pause_after
 from headrace.services.executor.comparing import Comparison
 from headrace.services.executor.entering import Isolating, NotIsolating, enter_and_run
@@ -39,6 +37,8 @@ from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.span_attributes import Run
 from headrace.telemetry.watchdog import RUN_GRACE_S, Activity
 from headrace.topics import Stage
+from headrace.transport.channels import Outlet, PullChannel, Puller
+from headrace.transport.heartbeat import Announcer
 
 log = structlog.get_logger(__name__)
 

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from headrace.errors import Rejected
-from headrace.messages import InferenceRequest, InputTensor, RequestedOutput
 from headrace.models.binding import Bound
+from headrace.protocol.messages import InferenceRequest, InputTensor, RequestedOutput
 
 MAX_LAYOUTS = 256
 MAX_AROUND_BYTES = 1024

@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from headrace.codec import callers_id, check_value, decode_request
 from headrace.config import LimitSettings
-from headrace.envelope import BY_CORRELATION, JSON, MSGPACK_TYPES, NO_HEADERS, parse_envelope
-from headrace.errors import Code, Rejected
-from headrace.flow.endings import deadline_passed, ran_alone, rejection
-from headrace.flow.inflight import (
+from headrace.delivery.failures import deadline_passed, ran_alone, rejection
+from headrace.delivery.inflight import (
     RECORD_OVERHEAD_BYTES,
     Assignment,
     LedgerReceipt,
     beside_bytes,
     record_bytes,
 )
+from headrace.errors import Code, Rejected
 from headrace.log.port import Record
-from headrace.messages import Envelope, Failure, InputTensor, Request, Tensor
 from headrace.models.version import ModelVersion
+from headrace.protocol.codec import callers_id, check_value, decode_request
+from headrace.protocol.headers import (
+    BY_CORRELATION,
+    JSON,
+    MSGPACK_TYPES,
+    NO_HEADERS,
+    parse_envelope,
+)
+from headrace.protocol.messages import Envelope, Failure, InputTensor, Request, Tensor
 from headrace.services.ingest.layouts import Alike, Layouts
 from headrace.services.ingest.transforming import Payload
 from headrace.topics import Stage

@@ -7,15 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from headrace.flow.channel import Outlet
-from headrace.flow.delivery import Delivery
-from headrace.flow.inflight import Assignment
-from headrace.flow.isolation import Isolation
-from headrace.flow.ordering import KeyChains
-from headrace.flow.skipping import skipped_range
-from headrace.flow.source import Source
+from headrace.consumer.ready_queue import Delivery
+from headrace.consumer.source import Source
+from headrace.crash_isolation.isolation import Isolation
+from headrace.delivery.gap_markers import skipped_range
+from headrace.delivery.inflight import Assignment
+from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Record
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from headrace.services.ingest.reading import (
     NOTHING_OWED,
     Rules,
@@ -27,6 +26,7 @@ from headrace.services.ingest.reading import (
 )
 from headrace.services.ingest.transforming import Payload, TransformThread
 from headrace.telemetry.instruments import Instruments
+from headrace.transport.channels import Outlet
 
 FAR_AHEAD = 4096
 PAUSE_S = 40e-6

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from headrace.errors import Code, Fatal, Rejected
-from headrace.messages import InputTensor, Request
 from headrace.models.user_code import Interrupted, describe, interrupt
 from headrace.models.version import ModelVersion
+from headrace.protocol.messages import InputTensor, Request
 
 INTERRUPT_GRACE_S = 5.0
 BETWEEN_S = 0.05

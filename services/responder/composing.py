@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
-from headrace.codec import encode_error, encode_responses
-from headrace.envelope import answer_headers, answers_headers, dead_letter_headers
+from headrace.delivery.failures import deadline_passed
 from headrace.errors import Code, Rejected
-from headrace.flow.endings import deadline_passed
 from headrace.log.errors import LogRefused, RecordTooLarge
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.messages import Failure, Head, Request
+from headrace.protocol.codec import encode_error, encode_responses
+from headrace.protocol.headers import answer_headers, answers_headers, dead_letter_headers
+from headrace.protocol.messages import Failure, Head, Request
 from headrace.services.responder.routing import Routes, misrouted
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event

@@ -15,7 +15,7 @@ import structlog
 from headrace.errors import Retriable
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
 
 log = structlog.get_logger(__name__)

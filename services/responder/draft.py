@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
+from headrace.delivery.offset_store import Outgoing
+from headrace.delivery.producing import too_large
+from headrace.delivery.transactions import Records
 from headrace.errors import Rejected
-from headrace.flow.books import Outgoing
-from headrace.flow.sealing import Records
-from headrace.flow.sending import too_large
 from headrace.log.errors import RecordsRefused
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from headrace.services.responder.composing import Addressed, Composer
 from headrace.telemetry.span_attributes import Answering
 
@@ -45,7 +45,9 @@ class Draft:
         self._encoded_us = 0
 
     def compose(self, outgoing: Sequence[Outgoing]) -> Records:
-        """Return the answers and dead letters of one transaction; see `headrace.flow.sealing`."""
+        """Return the answers and dead letters of one transaction; see
+        `headrace.delivery.transactions`.
+        """
         composer = self._composer
         self._clock = composer.anchored()
         self._began_us = self._clock()

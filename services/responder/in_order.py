@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from headrace.delivery.offset_store import Books, Outgoing
+from headrace.delivery.producing import deliver, deliver_in_order, too_large
 from headrace.errors import Rejected
-from headrace.flow.books import Books, Outgoing
-from headrace.flow.sending import deliver, deliver_in_order, too_large
 from headrace.log.port import Producer, TopicPartition
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from headrace.services.responder.composing import Addressed, Composer
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering

@@ -14,13 +14,13 @@ from typing import Self
 
 import structlog
 
+from headrace.delivery.failures import any_void
+from headrace.delivery.offset_store import Books
+from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
-from headrace.flow.books import Books
-from headrace.flow.endings import any_void
-from headrace.flow.room import Room
-from headrace.flow.sending import deliver, too_large
 from headrace.log.port import NewRecord, Producer, TopicPartition
-from headrace.messages import Request
+from headrace.primitives.byte_semaphore import Room
+from headrace.protocol.messages import Request
 from headrace.services.responder.composing import Addressed, Composer, answer_bytes
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics

@@ -8,7 +8,7 @@ from headrace.config import Settings
 from headrace.errors import Code
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import TopicPartition
-from headrace.messages import Envelope, Failure, Request
+from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.topics import Stage, Topic
 
 

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import structlog
 
+from headrace.delivery.inflight import LedgerReceipt
+from headrace.delivery.offset_store import Outgoing, by_offset, requests_of
+from headrace.delivery.transactions import Lost, Sealing, Unsealed
 from headrace.errors import Rejected, drop_tracebacks
-from headrace.flow.books import Outgoing, by_offset, requests_of
-from headrace.flow.inflight import LedgerReceipt
-from headrace.flow.sealing import Lost, Sealing, Unsealed
 from headrace.log.errors import (
     LogRefused,
     NoLeader,

@@ -11,14 +11,13 @@ import asyncio
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
-from headrace.flow.books import Books
-from headrace.flow.channel import Inlet
-from headrace.flow.inflight import LedgerReceipt
-from headrace.flow.origins import Origins
-from headrace.flow.sealing import Sealing
+from headrace.delivery.inflight import LedgerReceipt
+from headrace.delivery.offset_store import Books
+from headrace.delivery.source_offsets import Origins
+from headrace.delivery.transactions import Sealing
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer
-from headrace.messages import Head, Request
+from headrace.protocol.messages import Head, Request
 from headrace.services.responder.composing import Addressed, Composer, answer_bytes
 from headrace.services.responder.directory import TopicDirectory
 from headrace.services.responder.in_order import OrderedStep
@@ -28,6 +27,7 @@ from headrace.services.responder.sealed import SealedStep
 from headrace.services.responder.step_size import StepSizing
 from headrace.services.responder.turns import OrderBy, Turns
 from headrace.telemetry.instruments import Instruments
+from headrace.transport.channels import Inlet
 
 CHARGED_FROM_BYTES = 1024
 """Outputs of less than this are within what each request is charged beside its value."""

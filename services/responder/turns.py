@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
-from headrace.flow.answered import Progress
-from headrace.flow.books import Books, Outgoing
-from headrace.flow.inflight import LedgerReceipt
-from headrace.flow.ordering import Order
-from headrace.flow.room import Room
-from headrace.flow.signal import Signal
-from headrace.messages import Request
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.inflight import LedgerReceipt
+from headrace.delivery.offset_store import Books, Outgoing
+from headrace.delivery.ordering import Order
+from headrace.primitives.auto_reset_event import Signal
+from headrace.primitives.byte_semaphore import Room
+from headrace.protocol.messages import Request
 from headrace.services.responder.composing import Addressed, answer_bytes
 from headrace.telemetry.metrics import Metrics
 

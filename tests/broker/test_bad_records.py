@@ -15,7 +15,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from headrace.errors import Code
-from headrace.local_kafka import LocalKafka
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.bad_records import BAD_RECORDS, MAX_REQUEST_BYTES, BadRecord
 from tests.support.processes import Process, environment, headrace
 

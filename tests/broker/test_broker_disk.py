@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.local_kafka import LocalKafka
+from headrace.tools.local_kafka import LocalKafka
 from tests.broker.test_broker_trouble import (
     GUARANTEES,
     ONE_NODE,

@@ -19,11 +19,11 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from headrace.config import KafkaSettings
-from headrace.local_kafka import LocalKafka, ScramTls
 from headrace.log.errors import LogUnavailable
-from headrace.log.kafka import KafkaLog
-from headrace.log.kafka_survey import survey
+from headrace.log.kafka.cluster import survey
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Producer, Record, TopicInfo, TopicPartition
+from headrace.tools.local_kafka import LocalKafka, ScramTls
 from headrace.topics import Topic
 from tests.chaos.cluster import running_cluster
 from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER, running

@@ -10,10 +10,10 @@ import pytest
 
 from headrace.cli.outcome import Exit
 from headrace.config import KafkaSettings
-from headrace.flow.answered import Progress
-from headrace.local_kafka import LocalKafka
-from headrace.log.kafka import KafkaLog
+from headrace.delivery.acked_offsets import Progress
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.command_line import Call
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, write_to

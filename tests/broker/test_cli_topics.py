@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.outcome import Exit
-from headrace.local_kafka import LocalKafka
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER
 from tests.support.command_line import Call
 

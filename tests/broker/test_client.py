@@ -10,10 +10,10 @@ import pytest
 
 from headrace.client import Client, InferenceError, InferenceTimeout
 from headrace.config import Settings, make_settings
-from headrace.local_kafka import LocalKafka
 from headrace.log.port import Log
-from headrace.opening import open_log
-from headrace.topic_plan import plan_topics
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.topic_plan import plan_topics
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.responder import Responder
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from headrace.codec import decode_response
-from headrace.codec.client import Answer
 from headrace.config import Settings
-from headrace.local_kafka import LocalKafka
 from headrace.log.port import Record, TopicPartition
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
+from headrace.protocol.codec import decode_response
+from headrace.protocol.codec.client import Answer
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
+from headrace.tools.local_kafka import LocalKafka
 from headrace.topics import Topic
 from tests.support.command_line import Call
 from tests.support.dead_letters import (

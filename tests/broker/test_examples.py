@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.local_kafka import LocalKafka, install
+from headrace.tools.local_kafka import LocalKafka, install
 from tests.support.processes import Process, environment, headrace
 from tests.support.tree import ROOT
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from headrace.codec import encode_request
-from headrace.local_kafka import LocalKafka
+from headrace.protocol.codec import encode_request
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from headrace.config import KafkaSettings
-from headrace.local_kafka import LocalKafka
 from headrace.log.errors import TopicForbidden
-from headrace.log.kafka import KafkaLog
-from headrace.log.kafka_producer import KafkaProducer
+from headrace.log.kafka.log import KafkaLog
+from headrace.log.kafka.producer import KafkaProducer
 from headrace.log.port import TopicInfo, TopicPartition
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import AUTHORIZER, Operation, allow_only
 from tests.support.logs import read, values, write
 

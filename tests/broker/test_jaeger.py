@@ -23,9 +23,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from prometheus_client import CollectorRegistry
 
 from headrace.config import make_settings
-from headrace.local_kafka import LocalKafka
 from headrace.telemetry.collector import open_tracing
 from headrace.telemetry.metrics import Metrics
+from headrace.tools.local_kafka import LocalKafka
 from headrace.topics import Stage
 from tests.support.conditions import eventually
 from tests.support.jaeger import Found, Jaeger

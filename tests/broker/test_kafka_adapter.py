@@ -12,14 +12,14 @@ import pytest
 from aiokafka.protocol.group import LeaveGroupRequest
 
 from headrace.config import KafkaSettings
-from headrace.local_kafka import LocalKafka
 from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge
-from headrace.log.kafka import KafkaLog
-from headrace.log.kafka_consumer import KafkaReader
-from headrace.log.kafka_member import KafkaMember
-from headrace.log.kafka_producer import KafkaProducer
-from headrace.log.kafka_topics import Rules
+from headrace.log.kafka.admin import Rules
+from headrace.log.kafka.consumer import KafkaReader
+from headrace.log.kafka.log import KafkaLog
+from headrace.log.kafka.member import KafkaMember
+from headrace.log.kafka.producer import KafkaProducer
 from headrace.log.port import Committed, NewRecord, Record, TopicInfo, TopicPartition
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, read, values, write, write_to
 

@@ -15,10 +15,10 @@ from pydantic import SecretStr
 
 from headrace.config import KafkaSettings
 from headrace.errors import ConfigurationError
-from headrace.local_kafka import LocalKafka
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
-from headrace.log.kafka import KafkaLog
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicInfo, TopicPartition
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER
 from tests.support.logs import read, values, write
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from headrace.config import KafkaSettings
-from headrace.local_kafka import LocalKafka
-from headrace.log.kafka import KafkaLog
-from headrace.log.kafka_survey import Right, SurveyedTopic, survey
+from headrace.log.kafka.cluster import Right, SurveyedTopic, survey
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicInfo
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import AUTHORIZER, Operation, Resource, allow_only
 
 pytestmark = pytest.mark.timeout(120)

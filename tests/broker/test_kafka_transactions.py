@@ -10,13 +10,13 @@ import pytest
 from aiokafka.protocol.group import LeaveGroupRequest
 
 from headrace.config import KafkaSettings
-from headrace.local_kafka import LocalKafka
 from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge, TopicForbidden
-from headrace.log.kafka import KafkaLog
-from headrace.log.kafka_member import KafkaMember
-from headrace.log.kafka_topics import Rules
-from headrace.log.kafka_transactions import KafkaTransactionalProducer
+from headrace.log.kafka.admin import Rules
+from headrace.log.kafka.log import KafkaLog
+from headrace.log.kafka.member import KafkaMember
+from headrace.log.kafka.transactions import KafkaTransactionalProducer
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.acl import AUTHORIZER, Operation, Resource, allow_only
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, read, values

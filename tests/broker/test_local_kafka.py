@@ -19,8 +19,8 @@ from aiokafka.abc import AbstractTokenProvider
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
-from headrace.local_kafka import BrokerFailed, BrokerUnavailable, LocalKafka
-from headrace.local_kafka.process import wait_until
+from headrace.tools.local_kafka import BrokerFailed, BrokerUnavailable, LocalKafka
+from headrace.tools.local_kafka.process import wait_until
 from tests.support.broker import SCRAM_PASSWORD, SCRAM_USER
 
 pytestmark = pytest.mark.broker
@@ -202,7 +202,7 @@ async def test_nothing_is_left_after_a_stop() -> None:
 
 _STARTS_AND_WAITS = """
 import asyncio
-from headrace.local_kafka import LocalKafka
+from headrace.tools.local_kafka import LocalKafka
 
 async def main():
     async with LocalKafka() as cluster:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
-from headrace.codec import decode_response
 from headrace.config import KafkaSettings, Settings
-from headrace.local_kafka import LocalKafka
-from headrace.log.kafka import KafkaLog
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Committed, Log, NewRecord, TopicInfo, TopicPartition
-from headrace.pipeline import Pipeline, running
-from headrace.topic_plan import plan_topics
+from headrace.protocol.codec import decode_response
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
+from headrace.tools.local_kafka import LocalKafka
 from headrace.topics import STAGES
 from tests.support.conditions import eventually
 from tests.support.logs import read

@@ -16,7 +16,7 @@ import onnxruntime
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from headrace.local_kafka import LocalKafka
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.processes import Process, environment, headrace
 
 DEMO = Path(__file__).parents[2] / "headrace" / "demo"

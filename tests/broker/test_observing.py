@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from headrace.local_kafka import LocalKafka
 from headrace.telemetry.catalogue import CATALOGUE
 from headrace.telemetry.state import BROKER_SILENCE_S
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
 from tests.support.scrapes import OPENMETRICS, parse_openmetrics, parse_text, strangers

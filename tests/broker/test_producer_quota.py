@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.codec import encode_request
-from headrace.local_kafka import LocalKafka
+from headrace.protocol.codec import encode_request
+from headrace.tools.local_kafka import LocalKafka
 from tests.broker.test_exactly_once import FUSED, Bench
 from tests.support.models import add_version, identity
 from tests.support.processes import Process, headrace

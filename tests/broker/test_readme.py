@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.local_kafka import LocalKafka
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.processes import Process, environment, headrace
 
 ROOT = Path(__file__).parents[2]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from aiokafka import AIOKafkaProducer
 
+from headrace.client.replies import last_header
 from headrace.config import KafkaSettings
-from headrace.local_kafka import LocalKafka
-from headrace.log.kafka import KafkaLog
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Committed, Log, Record, TopicInfo, TopicPartition
-from headrace.replay.selection import Selection
-from headrace.replay.topic_recording import open_topic
-from headrace.replies import last_header
+from headrace.tools.local_kafka import LocalKafka
+from headrace.tools.replay.selection import Selection
+from headrace.tools.replay.topic_recording import open_topic
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling
 from tests.support.processes import environment

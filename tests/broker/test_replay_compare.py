@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Settings, make_settings
-from headrace.local_kafka import LocalKafka
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
+from headrace.tools.local_kafka import LocalKafka
 from headrace.topics import Topic
 from tests.support.command_line import Call
 from tests.support.comparing import digit_requests, plant, swapped

@@ -15,7 +15,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from headrace.local_kafka import LocalKafka
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.processes import Process, environment, headrace
 
 MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"

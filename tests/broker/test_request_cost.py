@@ -16,13 +16,13 @@ import pytest
 from aiokafka.conn import AIOKafkaConnection
 
 from headrace.config import Settings, make_settings
-from headrace.local_kafka import LocalKafka
-from headrace.log.kafka import KafkaLog
-from headrace.log.kafka_consumer import KafkaConsumer
-from headrace.log.kafka_reading import Frames
+from headrace.log.kafka.consumer import KafkaConsumer
+from headrace.log.kafka.frame_protocol import Frames
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.pipeline import Pipeline, running
-from headrace.topic_plan import plan_topics
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
+from headrace.tools.local_kafka import LocalKafka
 from headrace.topics import STAGES, Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits

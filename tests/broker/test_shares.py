@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 from headrace.client import Client
-from headrace.local_kafka import LocalKafka
-from headrace.opening import open_log
-from headrace.topic_plan import plan_topics
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.topic_plan import plan_topics
+from headrace.tools.local_kafka import LocalKafka
 from tests.flow.test_shares import FLOOD, FUSED, SMALL, done, flood_of, settings_of
 from tests.support.pipelines import serving
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from headrace.local_kafka import LocalKafka
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.processes import Process, environment, headrace
 
 MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.codec import encode_request
 from headrace.config import KafkaSettings
-from headrace.deadletters import Selection, read_letters
 from headrace.errors import Code
-from headrace.local_kafka import LocalKafka
-from headrace.log.kafka import KafkaLog
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Gap, NewRecord, Record, TopicInfo, TopicPartition
-from headrace.replay.selection import Selection as RecordedSelection
-from headrace.replay.topic_recording import open_topic
+from headrace.protocol.codec import encode_request
+from headrace.tools.dead_letters import Selection, read_letters
+from headrace.tools.local_kafka import LocalKafka
+from headrace.tools.replay.selection import Selection as RecordedSelection
+from headrace.tools.replay.topic_recording import open_topic
 from headrace.topics import Topic
 from tests.support.logs import read, write_to
 from tests.support.models import add_version, digits

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from headrace.codec import encode_request
-from headrace.local_kafka import LocalKafka
+from headrace.protocol.codec import encode_request
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 from tests.support.processes import Process, environment, headrace

@@ -16,7 +16,7 @@ from typing import get_args
 import click
 from aiokafka.errors import KafkaError
 
-from headrace.local_kafka import BrokerFailed
+from headrace.tools.local_kafka import BrokerFailed
 from tests.chaos.checker import Guarantee, Order, duplicates
 from tests.chaos.cluster import running_cluster
 from tests.chaos.deployment import FORMS

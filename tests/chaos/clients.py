@@ -21,11 +21,11 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import KafkaError
 
 from headrace.config import KafkaSettings
-from headrace.deadletters.reading import Span, read_spans, spans_of
+from headrace.delivery.acked_offsets import Progress
 from headrace.errors import Retriable
-from headrace.flow.answered import Progress
-from headrace.log.kafka import KafkaLog
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Gap, Record, TopicPartition
+from headrace.tools.dead_letters.reading import Span, read_spans, spans_of
 from tests.chaos.history import (
     NO_NUMBER,
     Answered,

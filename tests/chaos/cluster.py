@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from headrace.local_kafka import LocalKafka
-from headrace.local_kafka.ports import free_port
+from headrace.tools.local_kafka import LocalKafka
+from headrace.tools.local_kafka.ports import free_port
 from tests.support.tcp_proxy import HOST, TcpProxy
 
 # A machine that is busy otherwise makes a broker miss the heartbeats of its own controller.

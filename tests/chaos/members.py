@@ -11,12 +11,12 @@ import time
 from itertools import count
 from pathlib import Path
 
-import headrace.local_kafka
+import headrace.tools.local_kafka
 from tests.chaos.history import Fault, FaultKind, History
 from tests.support.conditions import eventually
 
 HEADRACE = Path(sys.executable).parent / "headrace"
-DIE_WITH_PARENT = Path(headrace.local_kafka.__file__).with_name("die_with_parent.py")
+DIE_WITH_PARENT = Path(headrace.tools.local_kafka.__file__).with_name("die_with_parent.py")
 READY = '"process.ready"'
 CANNOT_BEGIN = ("LogUnavailable", "members of another kind")
 """A process that is started while no broker answers, or before the session of one that was killed

@@ -15,9 +15,9 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from headrace.flow.inflight import RECORD_OVERHEAD_BYTES
-from headrace.flow.source import MAX_POLL_RECORDS
-from headrace.local_kafka import LocalKafka
+from headrace.consumer.source import MAX_POLL_RECORDS
+from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from headrace.codec import Answer, decode_response
 from headrace.errors import Code
-from headrace.local_kafka import LocalKafka
+from headrace.protocol.codec import Answer, decode_response
+from headrace.tools.local_kafka import LocalKafka
 from tests.support.dying import POISON, add_dying_model, number_value
 from tests.support.processes import environment, headrace
 from tests.support.restarting import Restarting

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from headrace.config import KafkaSettings, Settings, make_settings
-from headrace.log.kafka import KafkaLog
-from headrace.topic_plan import plan_topics
+from headrace.log.kafka.log import KafkaLog
+from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import Topic
 from tests.chaos.checker import Finding, Guarantee, Order, Promise, check, duplicates
 from tests.chaos.clients import (

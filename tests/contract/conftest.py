@@ -27,7 +27,7 @@ def adapter(request: pytest.FixtureRequest) -> Log:
     """The embedded log, and a real Kafka; neither is opened yet."""
     if request.param == "memory":
         return MemoryLog()
-    from headrace.log.kafka import KafkaLog
+    from headrace.log.kafka.log import KafkaLog
 
     broker = request.getfixturevalue("kafka")
     # Heartbeats, by which members learn of a rebalance, come several times in a session timeout.

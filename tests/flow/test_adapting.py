@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.codec import Answer, decode_response, encode_request
 from headrace.log.port import NewRecord, TopicPartition
+from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
 from tests.support.logs import read, write_to
 from tests.support.models import add_version, digits

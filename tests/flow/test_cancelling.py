@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.codec import encode_request
 from headrace.config import make_settings
-from headrace.flow.answered import Progress
+from headrace.delivery.acked_offsets import Progress
 from headrace.log.port import Headers, NewRecord, TopicPartition
+from headrace.protocol.codec import encode_request
 from headrace.topics import STAGES, Stage
 from tests.support.conditions import eventually
 from tests.support.logs import read, write_to

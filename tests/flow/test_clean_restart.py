@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.codec import encode_request
 from headrace.config import Settings, make_settings
-from headrace.flow.answered import SAFE_SPAN_OFFSETS
+from headrace.delivery.acked_offsets import SAFE_SPAN_OFFSETS
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
+from headrace.protocol.codec import encode_request
 from headrace.topics import STAGES, Stage
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits

@@ -12,8 +12,8 @@ import pytest
 
 from headrace.client import Client, InferenceError
 from headrace.config import make_settings
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
 from tests.support.models import digits
 
 

@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry
 
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
-from headrace.topic_plan import plan_topics
 from headrace.topics import STAGES
 from tests.support.clock import SettableClock
 from tests.support.conditions import eventually

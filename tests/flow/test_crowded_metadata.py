@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.config import make_settings
-from headrace.flow import answered, pausing, sealing
+from headrace.consumer import backpressure
+from headrace.delivery import acked_offsets, transactions
 from headrace.log.memory.faults import SealFault
 from headrace.services.responder import sealed, turns
 from headrace.topics import STAGES, Stage
@@ -24,12 +25,12 @@ THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESP
 @pytest.fixture(autouse=True)
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranges fit, or a bitmap of 48 offsets; reading pauses a little before."""
-    monkeypatch.setattr(answered, "_MAX_BODY_BYTES", 6)
-    monkeypatch.setattr(answered, "SAFE_SPAN_OFFSETS", 40)
-    monkeypatch.setattr(answered, "SAFE_UNANSWERED", 3)
-    monkeypatch.setattr(pausing, "SAFE_SPAN_OFFSETS", 40)
-    monkeypatch.setattr(pausing, "LOOK_S", 0.01)
-    monkeypatch.setattr(sealing, "RETRY_S", 0.01)
+    monkeypatch.setattr(acked_offsets, "_MAX_BODY_BYTES", 6)
+    monkeypatch.setattr(acked_offsets, "SAFE_SPAN_OFFSETS", 40)
+    monkeypatch.setattr(acked_offsets, "SAFE_UNANSWERED", 3)
+    monkeypatch.setattr(backpressure, "SAFE_SPAN_OFFSETS", 40)
+    monkeypatch.setattr(backpressure, "LOOK_S", 0.01)
+    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
     monkeypatch.setattr(sealed, "RETRY_S", 0.01)
     monkeypatch.setattr(turns, "WAITING_S", 0.05)
 

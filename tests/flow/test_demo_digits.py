@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 
-DEMO = files("headrace.demo")
+DEMO = files("headrace.tools.demo")
 MODEL = DEMO.joinpath("models/digits/1/model.onnx").read_bytes()
 
 

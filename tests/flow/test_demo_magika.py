@@ -11,11 +11,11 @@ import onnxruntime
 import pytest
 
 from headrace.config import Settings
-from headrace.demo.magika_model import OUTPUT, MagikaModel, find_magika
-from headrace.demo.samples import kinds, make_samples
 from headrace.errors import Code, Rejected
 from headrace.models.repository import FoundModel, Repository, open_version
 from headrace.models.transforms import Transform, make_transform
+from headrace.tools.demo.magika_model import OUTPUT, MagikaModel, find_magika
+from headrace.tools.demo.samples import kinds, make_samples
 
 magika = pytest.importorskip("magika")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.demo import demo
-from headrace.demo.demo import ask_all, demo_settings, run_demo
-from headrace.demo.load import Due
-from headrace.demo.magika_model import find_magika
-from headrace.demo.questions import FILES, Questions, load_digits
-from headrace.demo.samples import Sample, kinds, make_samples
+from headrace.tools.demo import demo
+from headrace.tools.demo.demo import ask_all, demo_settings, run_demo
+from headrace.tools.demo.load import Due
+from headrace.tools.demo.magika_model import find_magika
+from headrace.tools.demo.questions import FILES, Questions, load_digits
+from headrace.tools.demo.samples import Sample, kinds, make_samples
 
 
 async def test_every_request_is_answered_and_nothing_is_amiss(

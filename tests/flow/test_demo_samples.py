@@ -26,7 +26,7 @@ import onnx
 import pytest
 import yaml
 
-from headrace.demo.samples import kinds, make_samples
+from headrace.tools.demo.samples import kinds, make_samples
 
 SEED = 7
 

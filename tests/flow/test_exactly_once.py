@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Settings
-from headrace.flow import sealing
-from headrace.flow.answered import Progress
-from headrace.flow.lifecycle import Stop
+from headrace.delivery import transactions
+from headrace.delivery.acked_offsets import Progress
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import SealFault
 from headrace.log.port import TopicPartition
-from headrace.pipeline import Pipeline
+from headrace.runtime.process import Pipeline
+from headrace.runtime.shutdown import Stop
 from headrace.services.responder import sealed
 from headrace.topics import STAGES, Stage
 from tests.support.conditions import eventually
@@ -32,7 +32,7 @@ FORMS = pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"])
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
-    monkeypatch.setattr(sealing, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
     monkeypatch.setattr(sealed, "RETRY_S", 0.01)
 
 

@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
-from headrace.flow.lifecycle import Stop
-from headrace.pipeline import Pipeline
+from headrace.runtime.process import Pipeline
+from headrace.runtime.shutdown import Stop
 from headrace.topics import Stage
 from tests.support.conditions import eventually
 from tests.support.models import add_version, falsely_batched

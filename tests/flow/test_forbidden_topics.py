@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from headrace.cli.outcome import Exit, explain
-from headrace.codec import encode_request
 from headrace.config import Settings
-from headrace.flow.lifecycle import Stop
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.pipeline import Pipeline, running
+from headrace.protocol.codec import encode_request
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.shutdown import Stop
 from headrace.topics import Topic
 from tests.support.dead_letters import create_topics, reply_topic, serving
 from tests.support.logs import read, write_to

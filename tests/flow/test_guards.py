@@ -21,14 +21,14 @@ import numpy as np
 import pytest
 
 import headrace
-from headrace.codec import encode_request, encode_response
 from headrace.config import LimitSettings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.messages import Request
 from headrace.models.latency import Latency
 from headrace.models.registry import Models
 from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.protocol.codec import encode_request, encode_response
+from headrace.protocol.messages import Request
 from headrace.services.executor.gather import gather, scatter
 from headrace.services.ingest.reading import Rules, read_requests
 from headrace.topics import STAGES

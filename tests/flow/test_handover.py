@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Settings, make_settings
-from headrace.flow.lifecycle import Stop
-from headrace.flow.marks import NOBODY, Marks
-from headrace.flow.suspects import Mark
+from headrace.crash_isolation.markers import NOBODY, Marks
+from headrace.crash_isolation.poison_search import Mark
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicPartition
-from headrace.pipeline import Pipeline
+from headrace.runtime.process import Pipeline
+from headrace.runtime.shutdown import Stop
 from headrace.topics import Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.dying import FUSED, number_value, outcomes, send_values

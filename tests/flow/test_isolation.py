@@ -17,13 +17,13 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from headrace.codec import Answer, decode_response, encode_request
 from headrace.config import Settings, make_settings
 from headrace.errors import Code
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.messages import ErrorResponse
 from headrace.models.agreement import distance, scale_of
+from headrace.protocol.codec import Answer, decode_response, encode_request
+from headrace.protocol.messages import ErrorResponse
 from headrace.topics import STAGES
 from tests.support.logs import read, write_to
 from tests.support.models import add_version

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from headrace.bench.load import Course, Load, Payload
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
+from headrace.tools.bench.load import Course, Load, Payload
 from tests.support.conditions import eventually
 
 REQUESTS, RESPONSES = TopicPartition("requests", 2), TopicPartition("responses", 2)

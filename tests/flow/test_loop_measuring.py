@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.codec import encode_request
 from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
-from headrace.pipeline import Pipeline, running
-from headrace.replay import loop_measuring
-from headrace.replay.loop_measuring import measure_turns
-from headrace.replay.simulated_loop import LoopTime
-from headrace.topic_plan import plan_topics
+from headrace.protocol.codec import encode_request
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
+from headrace.tools.replay import loop_measuring
+from headrace.tools.replay.loop_measuring import measure_turns
+from headrace.tools.replay.simulated_loop import LoopTime
 from tests.support.models import add_version, digits
 
 

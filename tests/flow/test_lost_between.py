@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.flow import stuck
+from headrace.consumer import stalled_offsets
 from headrace.log.port import TopicPartition
 from headrace.topics import Stage, Topic
 from tests.support.conditions import eventually
@@ -19,7 +19,7 @@ async def test_what_is_lost_is_told_of_and_passed_on_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ingest is not ready while a base stands still, and its successor begins there."""
-    monkeypatch.setattr(stuck, "LOOK_S", 0.02)
+    monkeypatch.setattr(stalled_offsets, "LOOK_S", 0.02)
     settings = settings_of(tmp_path)
     topics = settings.topics.model_copy(update={"internal_retention_ms": 500})
     settings = settings.model_copy(update={"topics": topics})

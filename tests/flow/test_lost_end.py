@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.codec import decode_response
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicPartition
+from headrace.protocol.codec import decode_response
 from headrace.topics import STAGES, Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.dying import records_of

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.codec import Answer, decode_response, encode_request
 from headrace.log.port import Consumer, NewRecord, TopicPartition
+from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
 from tests.support.logs import POLL_S, write_to
 from tests.support.models import add_version, slow

@@ -20,7 +20,8 @@ from prometheus_client import CollectorRegistry
 from headrace.client import Client, InferenceError
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
 from headrace.telemetry import state as state_module
 from headrace.telemetry.catalogue import CATALOGUE
 from headrace.telemetry.http import HttpServer
@@ -28,7 +29,6 @@ from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import configure_logging
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.tracing import Tracing
-from headrace.topic_plan import plan_topics
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 from tests.support.scrapes import OPENMETRICS, parse_openmetrics, parse_text, strangers

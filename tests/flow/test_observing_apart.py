@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from headrace.client import Client
 from headrace.config import make_settings
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import STAGES

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from headrace.config import Settings, make_settings
+from headrace.delivery.acked_offsets import Progress
 from headrace.errors import ConfigurationError
-from headrace.flow.answered import Progress
 from headrace.log.errors import Fenced
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
-from headrace.offsets import Target, read_offsets, reset
-from headrace.offsets.resetting import Edge, GroupActive
+from headrace.tools.offsets import Target, read_offsets, reset
+from headrace.tools.offsets.resetting import Edge, GroupActive
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, write_to
 

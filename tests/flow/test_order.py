@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Settings, make_settings
-from headrace.flow import sealing
-from headrace.flow.lifecycle import Stop
+from headrace.delivery import transactions
 from headrace.log.memory.faults import SealFault
-from headrace.pipeline import Pipeline
+from headrace.runtime.process import Pipeline
+from headrace.runtime.shutdown import Stop
 from headrace.services.responder import sealed
 from headrace.topics import STAGES, Stage
 from tests.support.conditions import eventually
@@ -32,7 +32,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
-    monkeypatch.setattr(sealing, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
     monkeypatch.setattr(sealed, "RETRY_S", 0.01)
 
 

@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 from headrace.client import Client, InferenceError
 from headrace.config import Settings, make_settings
 from headrace.errors import Code
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
 from tests.support.python_models import add_python_model

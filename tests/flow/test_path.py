@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.codec import Answer, decode_response, encode_request
-from headrace.flow.answered import Progress
+from headrace.delivery.acked_offsets import Progress
 from headrace.log.port import NewRecord, TopicPartition
+from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
 from tests.support.conditions import eventually
 from tests.support.logs import read, write_to

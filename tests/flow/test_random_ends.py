@@ -12,9 +12,9 @@ import pytest
 
 from headrace.config import Settings, make_settings
 from headrace.errors import Code
-from headrace.flow.lifecycle import Stop
 from headrace.log.memory import MemoryLog
-from headrace.pipeline import Pipeline
+from headrace.runtime.process import Pipeline
+from headrace.runtime.shutdown import Stop
 from headrace.topics import Stage
 from tests.support.conditions import eventually
 from tests.support.dying import FUSED, POISON, add_dying_model, outcomes, send_numbers

@@ -6,9 +6,9 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
-from headrace.flow.lifecycle import Stop
 from headrace.log.memory import MemoryLog
-from headrace.pipeline import Pipeline
+from headrace.runtime.process import Pipeline
+from headrace.runtime.shutdown import Stop
 from headrace.topics import STAGES
 from tests.support.conditions import eventually
 from tests.support.pipelines import Caller, log_for, serving, settings_of

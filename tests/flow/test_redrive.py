@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.codec import decode_response
-from headrace.codec.client import Answer
-from headrace.deadletters import Order, Redrive, Selection, read_letters
-from headrace.deadletters.ownership import RedriveUnderWay
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.pipeline import Pipeline, running
+from headrace.protocol.codec import decode_response
+from headrace.protocol.codec.client import Answer
+from headrace.runtime.process import Pipeline, running
+from headrace.tools.dead_letters import Order, Redrive, Selection, read_letters
+from headrace.tools.dead_letters.ownership import RedriveUnderWay
 from headrace.topics import Topic
 from tests.support.conditions import eventually
 from tests.support.dead_letters import (

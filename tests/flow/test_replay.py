@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.replay_pipeline import PipelineJob, replay_into_models
+from headrace.client.replies import last_header
 from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition
-from headrace.replay import resume, topic_recording
-from headrace.replay.capture import CaptureWriter
-from headrace.replay.jobs import Advanced, Source, TopicJob, replay_into_topic
-from headrace.replay.marking import Marking
-from headrace.replay.pacing import Unpaced
-from headrace.replay.recording import Recording, identity
-from headrace.replay.selection import Filters, Selection, Window
-from headrace.replay.topic_recording import open_topic
-from headrace.replies import last_header
+from headrace.tools.replay import resume, topic_recording
+from headrace.tools.replay.capture import CaptureWriter
+from headrace.tools.replay.jobs import Advanced, Source, TopicJob, replay_into_topic
+from headrace.tools.replay.marking import Marking
+from headrace.tools.replay.pacing import Unpaced
+from headrace.tools.replay.recording import Recording, identity
+from headrace.tools.replay.selection import Filters, Selection, Window
+from headrace.tools.replay.topic_recording import open_topic
 from tests.support.models import add_version, digits
 from tests.support.recordings import START_MS, recorded, write_recorded
 

@@ -15,10 +15,10 @@ import pytest
 from click.testing import Result
 
 from headrace.cli.outcome import Exit
-from headrace.codec import encode_request
 from headrace.log.port import Record
-from headrace.replay.recording import identity
-from headrace.tensors import from_array
+from headrace.protocol.codec import encode_request
+from headrace.protocol.tensors import from_array
+from headrace.tools.replay.recording import identity
 from tests.support.command_line import Call
 from tests.support.comparing import (
     REQUESTS,

@@ -16,7 +16,7 @@ from headrace.config import Settings, make_settings
 from headrace.errors import Code
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicPartition
-from headrace.pipeline import Pipeline
+from headrace.runtime.process import Pipeline
 from headrace.topics import STAGES, Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.pipelines import Grouping, log_for, name_of, serving

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.replay import loop_measuring
-from headrace.replay.capture import CaptureWriter
+from headrace.tools.replay import loop_measuring
+from headrace.tools.replay.capture import CaptureWriter
 from tests.support.command_line import Call
 from tests.support.models import add_version, digits
 from tests.support.recordings import recorded

@@ -24,7 +24,7 @@ from headrace.cli.top_status import Status
 from headrace.client import Client, InferenceError
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import configure_logging

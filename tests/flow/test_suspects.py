@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from headrace.config import make_settings
+from headrace.crash_isolation.markers import NOBODY, Marks
+from headrace.crash_isolation.poison_search import Mark
 from headrace.errors import Code
-from headrace.flow.marks import NOBODY, Marks
-from headrace.flow.suspects import Mark
 from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 from headrace.topics import Stage, Topic
 from tests.support.conditions import eventually

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.codec import decode_response
 from headrace.log.port import Committed, TopicPartition
-from headrace.topic_plan import plan_topics
+from headrace.protocol.codec import decode_response
+from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import STAGES, Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.dying import records_of

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry
 
 from headrace.client import Client, InferenceError, Response
 from headrace.config import Settings, make_settings
-from headrace.opening import open_log
-from headrace.pipeline import Pipeline, running
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.tracing import Tracing

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from headrace.codec import Answer, decode_response, encode_request
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.models.verdict import Batching
+from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
 from tests.support.conditions import eventually
 from tests.support.logs import read, write_to

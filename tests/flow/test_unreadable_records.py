@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.codec import encode_request
-from headrace.deadletters import Selection, read_letters
+from headrace.delivery.acked_offsets import Progress
 from headrace.errors import Code
-from headrace.flow.answered import Progress
 from headrace.log.port import Gap, NewRecord, Record, TopicPartition
-from headrace.replay.capture import CaptureWriter
-from headrace.replay.capture_recording import open_capture
-from headrace.replay.selection import Selection as RecordedSelection
-from headrace.replay.topic_recording import open_topic
+from headrace.protocol.codec import encode_request
+from headrace.tools.dead_letters import Selection, read_letters
+from headrace.tools.replay.capture import CaptureWriter
+from headrace.tools.replay.capture_recording import open_capture
+from headrace.tools.replay.selection import Selection as RecordedSelection
+from headrace.tools.replay.topic_recording import open_topic
 from headrace.topics import STAGES, Topic
 from tests.support.conditions import eventually
 from tests.support.logs import read, write_to

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.codec import decode_response
 from headrace.config import Settings
-from headrace.messages import ErrorResponse
-from headrace.pipeline import Pipeline
+from headrace.protocol.codec import decode_response
+from headrace.protocol.messages import ErrorResponse
+from headrace.runtime.process import Pipeline
 from headrace.topics import Stage
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits

@@ -11,7 +11,7 @@ from headrace.device.cpu import view
 from headrace.device.cuda import CudaDevice
 from headrace.device.port import Block
 from headrace.errors import ConfigurationError
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 from tests.support.widenings import CASES, expected, given
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.flow.answered import (
+from headrace.delivery.acked_offsets import (
     MAX_METADATA_CHARACTERS,
     Progress,
     Range,

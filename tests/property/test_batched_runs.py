@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.delivery.failures import VOID
 from headrace.errors import Code
-from headrace.flow.endings import VOID
-from headrace.messages import Request
 from headrace.models.registry import Models
+from headrace.protocol.messages import Request
+from headrace.protocol.tensors import to_array
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
-from headrace.tensors import to_array
 from tests.support.models import add_version, embedding, settings_for
 from tests.support.python_models import add_python_model
 from tests.support.services import StillClock, make_instruments

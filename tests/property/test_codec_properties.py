@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from numpy.typing import NDArray
 
-from headrace.codec import (
+from headrace.config import LimitSettings
+from headrace.errors import Rejected
+from headrace.protocol.codec import (
     Answer,
     callers_id,
     decode_batch,
@@ -28,11 +30,9 @@ from headrace.codec import (
     encode_response,
     encode_result,
 )
-from headrace.config import LimitSettings
-from headrace.envelope import JSON, MSGPACK, answer_headers, parse_envelope
-from headrace.errors import Rejected
-from headrace.messages import Batch, Envelope, Request, Tensor
-from headrace.tensors import DATATYPES, from_array, split_rows, to_array
+from headrace.protocol.headers import JSON, MSGPACK, answer_headers, parse_envelope
+from headrace.protocol.messages import Batch, Envelope, Request, Tensor
+from headrace.protocol.tensors import DATATYPES, from_array, split_rows, to_array
 from tests.support.bad_records.building import packed
 from tests.support.receipts import NO_RECEIPT
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace.errors import Code, Rejected
-from headrace.flow.channel import Ask
-from headrace.messages import Batch, Envelope, Request
 from headrace.models.latency import Latency
+from headrace.protocol.messages import Batch, Envelope, Request
 from headrace.services.batcher.forming import Forming
+from headrace.transport.channels import Ask
 from tests.support.work import NOW_US, Limits, make_request, receipt_of
 
 

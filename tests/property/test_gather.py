@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace.messages import Request
 from headrace.models.backend import Placed
 from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.protocol.messages import Request
+from headrace.protocol.tensors import DATATYPES, to_array
 from headrace.services.executor.blocks import HostBlock
 from headrace.services.executor.gather import gather, scatter
-from headrace.tensors import DATATYPES, to_array
 from tests.support.work import make_request
 
 

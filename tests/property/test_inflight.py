@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from headrace.flow.answered import Progress
-from headrace.flow.budget import RESUME_FRACTION, Budget, Shares
-from headrace.flow.inflight import Deferred, Ledger, LedgerReceipt
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import RESUME_FRACTION, Budget, Shares
+from headrace.delivery.inflight import Deferred, Ledger, LedgerReceipt
 from headrace.log.port import Committed, TopicPartition
-from headrace.messages import Envelope
+from headrace.protocol.messages import Envelope
 
 PARTITIONS = [TopicPartition("requests", number) for number in range(3)]
 LIMIT_BYTES = 1000

@@ -12,8 +12,8 @@ from aiokafka.record.util import calc_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.log.kafka_fetched import Reading, Unread
-from headrace.log.kafka_records import RecordSet, UnreadableBatch, decompressed
+from headrace.log.kafka.fetch_buffer import Reading, Unread
+from headrace.log.kafka.record_batches import RecordSet, UnreadableBatch, decompressed
 from headrace.log.port import MAX_POLL_BYTES
 from tests.support.raw_records import RawRecord, compressed, encoded_record, framed_batch
 

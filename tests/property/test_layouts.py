@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.codec import decode_request, encode_request
 from headrace.config import LimitSettings
 from headrace.errors import Rejected
-from headrace.messages import Envelope, Tensor
 from headrace.models.binding import Binder, Bound
 from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.protocol.codec import decode_request, encode_request
+from headrace.protocol.messages import Envelope, Tensor
 from headrace.services.ingest.layouts import Alike, Layouts
 
 LIMITS = LimitSettings()

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.flow.answered import Progress
-from headrace.flow.ordering import KeyChains, Order
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.ordering import KeyChains, Order
 
 
 class Work(NamedTuple):

@@ -11,10 +11,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from headrace.errors import Code
-from headrace.messages import Failure
+from headrace.protocol.messages import Failure
+from headrace.protocol.trace_context import SAMPLED, SpanId
 from headrace.telemetry.otlp import Envelope, encode_span
 from headrace.telemetry.tracing import FinishedSpan
-from headrace.trace import SAMPLED, SpanId
 from tests.support.otlp import decoded, value_of
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)

@@ -6,8 +6,8 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.codec import encode_response, encode_responses
-from headrace.messages import (
+from headrace.protocol.codec import encode_response, encode_responses
+from headrace.protocol.messages import (
     Envelope,
     InferenceResponse,
     OutputTensor,

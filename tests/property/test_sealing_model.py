@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.flow import sealing
-from headrace.flow.answered import Progress
-from headrace.flow.sealing import Lost
+from headrace.delivery import transactions
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.transactions import Lost
 from headrace.log.memory.faults import SealFault
 from tests.support.sealing import SOURCE, Owner, answers, log_with_topics
 
@@ -71,5 +71,5 @@ def test_each_request_is_answered_once_whoever_answers_and_whatever_fails(
 ) -> None:
     """After each step what is visible and what is committed tell the same story."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sealing, "RETRY_S", 0.0)
+        patch.setattr(transactions, "RETRY_S", 0.0)
         asyncio.run(play(some_steps))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.flow.answered import Progress
-from headrace.flow.budget import Budget
-from headrace.flow.inflight import Assignment, LedgerReceipt, settle_all
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import Assignment, LedgerReceipt, settle_all
 from headrace.log.port import TopicPartition
 
 

@@ -9,8 +9,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.flow.answered import Progress
-from headrace.flow.suspects import CLEAN, Alone, Mark, Suspects
+from headrace.crash_isolation.poison_search import CLEAN, Alone, Mark, Suspects
+from headrace.delivery.acked_offsets import Progress
 from headrace.log.port import TopicPartition
 
 MAX_ATTEMPTS = 3

@@ -10,19 +10,19 @@ import msgspec
 import numpy as np
 
 from headrace.config import make_settings
-from headrace.envelope import parse_envelope
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import Ledger
+from headrace.delivery.offset_store import Books
+from headrace.delivery.source_offsets import Origins
 from headrace.errors import Code
-from headrace.flow.books import Books
-from headrace.flow.budget import Budget
-from headrace.flow.channel import Channel, ChannelWriter
-from headrace.flow.inflight import Ledger
-from headrace.flow.origins import Origins
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition
-from headrace.messages import Failure, Request
+from headrace.protocol.headers import parse_envelope
+from headrace.protocol.messages import Failure, Request
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.services.responder.turns import OrderBy
+from headrace.transport.channels import Channel, ChannelWriter
 from tests.support.conditions import eventually
 from tests.support.logs import read
 from tests.support.services import StillClock, make_instruments

@@ -8,8 +8,16 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.models.latency import Latency
-from headrace.replay.events import NO_TIMEOUT, Arrivals, Farm, Kind, Limits, Observed, Simulation
 from headrace.services.batcher.forming import Forming
+from headrace.tools.replay.events import (
+    NO_TIMEOUT,
+    Arrivals,
+    Farm,
+    Kind,
+    Limits,
+    Observed,
+    Simulation,
+)
 
 START_US = 1_700_000_000_000_000
 KIND = Kind("m", "1", ())

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from headrace.local_kafka import BrokerUnavailable, LocalKafka, ScramTls, install
+from headrace.tools.local_kafka import BrokerUnavailable, LocalKafka, ScramTls, install
 
 FIXTURES = frozenset({"kafka", "kafka_scram_tls", "kafka_installed"})
 SCRAM_USER = "tester"

@@ -11,9 +11,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from headrace.codec import encode_request
 from headrace.log.port import Record
-from headrace.replay.capture import CaptureWriter
+from headrace.protocol.codec import encode_request
+from headrace.tools.replay.capture import CaptureWriter
 
 DEMO = Path(__file__).parents[2] / "headrace" / "demo"
 MODEL = DEMO / "models" / "digits" / "1" / "model.onnx"

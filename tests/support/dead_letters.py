@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.codec import encode_request
 from headrace.config import Settings, make_settings
 from headrace.log.port import Log, NewRecord, Record, TopicInfo, TopicPartition
-from headrace.pipeline import Pipeline, running
-from headrace.topic_plan import plan_topics
+from headrace.protocol.codec import encode_request
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import Topic
 from tests.support.conditions import eventually
 from tests.support.logs import read, write_to

@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from headrace.codec import Answer, decode_response, encode_request
 from headrace.config import Settings
 from headrace.errors import Fatal
-from headrace.flow.lifecycle import Stop
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, TopicPartition
-from headrace.pipeline import Pipeline
+from headrace.protocol.codec import Answer, decode_response, encode_request
+from headrace.runtime.process import Pipeline
+from headrace.runtime.shutdown import Stop
 from headrace.topics import Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.pipelines import PARTITIONS, Grouping

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.flow.channel import Ask, PullChannel
-from headrace.messages import Batch, Request
 from headrace.models.registry import Models
+from headrace.protocol.messages import Batch, Request
+from headrace.protocol.tensors import to_array
 from headrace.services.executor.service import ExecutorService
-from headrace.tensors import to_array
+from headrace.transport.channels import Ask, PullChannel
 from tests.support.conditions import eventually
 from tests.support.models import settings_for
 from tests.support.services import StillClock, make_instruments

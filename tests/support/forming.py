@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.flow.channel import Ask
-from headrace.messages import Batch, Envelope, Request
 from headrace.models.latency import Latency
+from headrace.protocol.messages import Batch, Envelope, Request
 from headrace.services.batcher.forming import Forming
+from headrace.transport.channels import Ask
 from tests.support.work import NOW_US, Limits, make_request
 
 KEY = ("digits", "1")

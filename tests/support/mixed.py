@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from headrace.codec import encode_request
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
+from headrace.protocol.codec import encode_request
 from tests.support.conditions import eventually
 from tests.support.pipelines import PARTITIONS
 from tests.support.visible import source_of, status_of, visible

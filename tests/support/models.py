@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace.config import Settings, make_settings
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 
 Shape = Sequence[int | str | None]
 Value = tuple[str, int, Shape]

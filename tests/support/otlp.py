@@ -15,8 +15,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.span import TraceState
 
+from headrace.protocol.trace_context import AttributeValue
 from headrace.telemetry.otlp import request_of
-from headrace.trace import AttributeValue
 
 _KINDS = {
     Span.SPAN_KIND_INTERNAL: SpanKind.INTERNAL,

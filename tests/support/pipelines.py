@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from headrace.codec import Answer, decode_response, encode_request
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Log, NewRecord, Record, TopicPartition
-from headrace.pipeline import Pipeline, running
-from headrace.topic_plan import plan_topics
+from headrace.protocol.codec import Answer, decode_response, encode_request
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import STAGES, Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.receipt import Receipt
+from headrace.protocol.ack import Receipt
 
 
 class _NoReceipt:

@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 
 from headrace.log.port import Log, NewRecord, Record, TopicPartition
-from headrace.replay.recording import Recording, Span
+from headrace.tools.replay.recording import Recording, Span
 from tests.support.processes import HEADRACE
 
 START_MS = 1_700_000_000_000

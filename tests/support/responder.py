@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from headrace.client.replies import CORRELATION_ID
 from headrace.config import Settings
-from headrace.envelope import answer_content_type, travels
 from headrace.log.port import Headers, Log, NewRecord, Record, TopicPartition
-from headrace.replies import CORRELATION_ID
+from headrace.protocol.headers import answer_content_type, travels
 from headrace.topics import Topic
 from tests.support.logs import POLL_S, write_to
 

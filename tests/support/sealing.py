@@ -9,14 +9,14 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from headrace.flow.answered import Progress
-from headrace.flow.books import Books, Outgoing, requests_of
-from headrace.flow.budget import Budget
-from headrace.flow.inflight import Ledger
-from headrace.flow.sealing import Sealing, Unsealed
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import Ledger
+from headrace.delivery.offset_store import Books, Outgoing, requests_of
+from headrace.delivery.transactions import Sealing, Unsealed
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
-from headrace.messages import Envelope, Request
+from headrace.protocol.messages import Envelope, Request
 from headrace.telemetry.metrics import Metrics
 from tests.support.visible import visible
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from headrace.codec import encode_request
-from headrace.flow.answered import Progress
-from headrace.flow.budget import Budget
-from headrace.flow.delivery import Delivery
-from headrace.flow.inflight import Assignment, Ledger
+from headrace.consumer.ready_queue import Delivery
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import Assignment, Ledger
 from headrace.log.port import Record, TopicPartition
 from headrace.models.registry import Models
+from headrace.protocol.codec import encode_request
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.metrics import Metrics
 from tests.support.models import add_version, digits, settings_for

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from headrace.flow.answered import Progress
-from headrace.flow.inflight import Assignment, LedgerReceipt
-from headrace.flow.source import Source
-from headrace.flow.source_settings import SourceSettings
+from headrace.consumer.source import Source
+from headrace.consumer.source_settings import SourceSettings
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.inflight import Assignment, LedgerReceipt
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Record, TopicPartition
 from headrace.telemetry.metrics import Metrics

@@ -10,9 +10,9 @@ from opentelemetry.trace import SpanKind
 from prometheus_client import CollectorRegistry
 
 from headrace.config import Settings, make_settings
-from headrace.envelope import answer_headers, parse_envelope
 from headrace.log.port import TopicPartition
-from headrace.messages import Batch, Failure, Request
+from headrace.protocol.headers import answer_headers, parse_envelope
+from headrace.protocol.messages import Batch, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering, Run
 from headrace.telemetry.trace_export import TraceExport

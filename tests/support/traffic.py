@@ -13,7 +13,7 @@ import numpy as np
 from aiokafka import AIOKafkaProducer
 
 from headrace.config import KafkaSettings
-from headrace.log.kafka import KafkaLog
+from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicPartition
 from tests.support.conditions import eventually
 

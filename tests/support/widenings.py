@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.device.widening import Widening, source_shape
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 
 SCALE = tuple(float(np.float32(1 / (255 * std))) for std in (0.229, 0.224, 0.225))
 OFFSET = tuple(

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from headrace.messages import Envelope, Request
 from headrace.models.latency import Latency
-from headrace.tensors import from_array
+from headrace.protocol.messages import Envelope, Request
+from headrace.protocol.tensors import from_array
 
 NOW_US = 1_700_000_000_000_000
 

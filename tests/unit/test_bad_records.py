@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.codec import decode_request
 from headrace.config import LimitSettings
-from headrace.envelope import parse_envelope
 from headrace.errors import Code, Rejected
-from headrace.messages import InferenceRequest
 from headrace.models.binding import Binder
 from headrace.models.signature import TensorSpec, make_signature
+from headrace.protocol.codec import decode_request
+from headrace.protocol.headers import parse_envelope
+from headrace.protocol.messages import InferenceRequest
 from tests.support.bad_records import BAD_RECORDS, MAX_REQUEST_BYTES, BadRecord
 
 LIMITS = LimitSettings(max_request_bytes=MAX_REQUEST_BYTES)

@@ -9,7 +9,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from headrace.codec import (
+from headrace.config import LimitSettings
+from headrace.errors import Code, Rejected
+from headrace.protocol.codec import (
     Answer,
     callers_id,
     check_value,
@@ -19,11 +21,9 @@ from headrace.codec import (
     encode_request,
     encode_response,
 )
-from headrace.config import LimitSettings
-from headrace.envelope import JSON, MSGPACK, answer_headers
-from headrace.errors import Code, Rejected
-from headrace.messages import Envelope, ErrorResponse, Failure, Request
-from headrace.tensors import from_array
+from headrace.protocol.headers import JSON, MSGPACK, answer_headers
+from headrace.protocol.messages import Envelope, ErrorResponse, Failure, Request
+from headrace.protocol.tensors import from_array
 from tests.support.receipts import NO_RECEIPT
 
 LIMITS = LimitSettings()

@@ -7,12 +7,12 @@ from contextlib import suppress
 
 import pytest
 
-from headrace.codec import callers_id, decode_request
 from headrace.config import LimitSettings
-from headrace.envelope import JSON, MSGPACK
 from headrace.errors import Rejected
-from headrace.messages import Envelope
-from headrace.tensors import join_elements
+from headrace.protocol.codec import callers_id, decode_request
+from headrace.protocol.headers import JSON, MSGPACK
+from headrace.protocol.messages import Envelope
+from headrace.protocol.tensors import join_elements
 from tests.support.bad_records.building import json_input, packed, packed_input
 
 SIZE = 500_000

@@ -8,7 +8,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from headrace.codec import (
+from headrace.config import LimitSettings
+from headrace.errors import Code, Rejected
+from headrace.protocol.codec import (
     decode_batch,
     decode_item,
     decode_request,
@@ -17,11 +19,9 @@ from headrace.codec import (
     encode_item,
     encode_result,
 )
-from headrace.config import LimitSettings
-from headrace.envelope import parse_envelope
-from headrace.errors import Code, Rejected
-from headrace.messages import Batch, Failure, Request, Tensor
-from headrace.tensors import from_array
+from headrace.protocol.headers import parse_envelope
+from headrace.protocol.messages import Batch, Failure, Request, Tensor
+from headrace.protocol.tensors import from_array
 from tests.support.receipts import NO_RECEIPT
 
 HEADERS = (("kafka_correlationId", b"c"), ("x-priority", b"3"), ("empty", None))

@@ -6,10 +6,15 @@ import re
 
 import pytest
 
-from headrace.envelope import DECODED_TYPES, OWN_HEADERS, dead_letter_headers, parse_envelope
 from headrace.errors import Code
-from headrace.messages import Failure, Request
-from headrace.tensors import DATATYPES
+from headrace.protocol.headers import (
+    DECODED_TYPES,
+    OWN_HEADERS,
+    dead_letter_headers,
+    parse_envelope,
+)
+from headrace.protocol.messages import Failure, Request
+from headrace.protocol.tensors import DATATYPES
 from tests.support.receipts import NO_RECEIPT
 from tests.support.tree import ROOT
 
@@ -54,7 +59,7 @@ def test_dead_letter_headers_are_told_in_their_order() -> None:
 
 
 def test_datatypes_are_told_as_they_are() -> None:
-    """Written out, the row of datatypes has those of `headrace.tensors`."""
+    """Written out, the row of datatypes has those of `headrace.protocol.tensors`."""
     row = next(cells for cells in rows("Request values") if cells[0] == "`datatype`")
     told = re.sub(r"`(U?INT)8` to `U?INT64`", r"`\g<1>8`, `\g<1>16`, `\g<1>32`, `\g<1>64`", row[2])
 

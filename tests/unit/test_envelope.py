@@ -7,15 +7,15 @@ import tracemalloc
 
 import pytest
 
-from headrace.envelope import (
+from headrace.errors import Code
+from headrace.protocol.headers import (
     answer_content_type,
     answer_headers,
     dead_letter_headers,
     parse_envelope,
     travels,
 )
-from headrace.errors import Code
-from headrace.messages import Envelope, Failure, Request
+from headrace.protocol.messages import Envelope, Failure, Request
 from tests.support.receipts import NO_RECEIPT
 
 NOW_MS = 1_700_000_000_000
@@ -42,7 +42,7 @@ def test_all_headers_are_read() -> None:
     envelope = parse(
         ("content-type", b"application/json"),
         ("kafka_correlationId", b"\x00\xff"),
-        ("kafka_replyTopic", b"headrace.replies"),
+        ("kafka_replyTopic", b"headrace.client.replies"),
         ("kafka_replyPartition", b"\x00\x00\x01\x02"),
         ("x-deadline-ms", b"1700000000500"),
         ("x-priority", b"-5"),
@@ -56,7 +56,7 @@ def test_all_headers_are_read() -> None:
     assert envelope == Envelope(
         content_type="application/json",
         correlation_id=b"\x00\xff",
-        reply_topic="headrace.replies",
+        reply_topic="headrace.client.replies",
         reply_partition=258,
         deadline_ms=1_700_000_000_500,
         priority=-5,
@@ -158,12 +158,12 @@ def test_a_fault_hides_nothing_that_the_error_needs_to_find_its_way() -> None:
     """The reply topic, the correlation id and the content type are read all the same."""
     envelope = parse(
         ("x-deadline-ms", b"soon"),
-        ("kafka_replyTopic", b"headrace.replies"),
+        ("kafka_replyTopic", b"headrace.client.replies"),
         ("kafka_correlationId", b"c"),
         ("content-type", b"application/json"),
     )
 
-    assert envelope[:3] == ("application/json", b"c", "headrace.replies")
+    assert envelope[:3] == ("application/json", b"c", "headrace.client.replies")
     assert envelope.fault is not None
 
 

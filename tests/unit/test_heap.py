@@ -8,7 +8,7 @@ import gc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.heap import (
+from headrace.runtime.heap import (
     TrimRule,
     TrimSettings,
     find_trim,

@@ -1,5 +1,5 @@
-"""The shape of the code: sizes, names and docstrings. Import rules are import-linter's, and the
-number of parameters and the complexity are ruff's; all of them run with `make lint`.
+"""The shape of the code: names and docstrings. Import rules are import-linter's, and the complexity
+is ruff's; both run with `make lint`.
 """
 
 from __future__ import annotations
@@ -12,31 +12,8 @@ import pytest
 
 from tests.support.tree import CODE, TESTS, Function, Module, modules
 
-MAX_MODULE_LINES = 600
-MAX_BODY_LINES = 40
 VAGUE = {"manager", "managers", "handler", "handlers", "helper", "helpers", "util", "utils"}
 VAGUE_ALONE = {"data", "info", "misc", "common", "process()"}
-
-
-def test_no_module_is_too_long_to_be_read_at_once() -> None:
-    """A module has at most 600 lines."""
-    lengths = {str(module.path): module.text.count("\n") for module in modules(*CODE, *TESTS)}
-
-    too_long = {path: lines for path, lines in lengths.items() if lines > MAX_MODULE_LINES}
-
-    assert not too_long
-
-
-def test_no_function_is_too_long_to_be_read_at_once() -> None:
-    """A function's body has at most 40 lines, its docstring not counted."""
-    too_long = [
-        f"{module.at(function)}: {function.name} has {body_lines(function)} lines"
-        for module in modules(*CODE, *TESTS)
-        for function in module.functions()
-        if body_lines(function) > MAX_BODY_LINES
-    ]
-
-    assert not too_long, "\n".join(too_long)
 
 
 def test_every_module_says_what_it_is_for() -> None:
@@ -86,14 +63,6 @@ def test_vague_names_are_recognised(name: str) -> None:
 def test_plain_names_are_left_alone(name: str) -> None:
     """A name that only contains such a word, or qualifies it, passes."""
     assert not is_vague(name)
-
-
-def body_lines(function: Function) -> int:
-    """The lines of a function's body, from its first statement that is no docstring."""
-    body = function.body[1:] if ast.get_docstring(function, clean=False) else function.body
-    if not body:
-        return 0
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1
 
 
 def names_of(module: Module) -> Iterator[tuple[str, str]]:

@@ -20,13 +20,13 @@ def test_the_graph_sees_the_services(graph: grimp.ImportGraph) -> None:
 
 
 # It starts brokers and asks them, as any client would, whether they serve.
-_OUTSIDE_THE_ADAPTER = frozenset({"headrace.local_kafka.readiness"})
+_OUTSIDE_THE_ADAPTER = frozenset({"headrace.tools.local_kafka.readiness"})
 
 
 def test_only_the_kafka_adapter_imports_aiokafka(graph: grimp.ImportGraph) -> None:
-    """A module that knows aiokafka is `headrace.log.kafka`, or a part of it by its name."""
+    """Only modules of `headrace.log.kafka` know aiokafka."""
     importers = graph.find_modules_that_directly_import("aiokafka")
 
     assert importers
-    outside = {name for name in importers if not name.startswith("headrace.log.kafka")}
+    outside = {name for name in importers if not name.startswith("headrace.log.kafka.")}
     assert outside == _OUTSIDE_THE_ADAPTER

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.config import KafkaSettings
-from headrace.log import kafka_connection
 from headrace.log.errors import LogUnavailable
-from headrace.log.kafka_connection import Connection
+from headrace.log.kafka import connection as kafka_connection
+from headrace.log.kafka.connection import Connection
 
 
 class Starting:

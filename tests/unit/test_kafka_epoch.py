@@ -12,11 +12,11 @@ import aiokafka.errors as kafka_errors
 import pytest
 from aiokafka.client import AIOKafkaClient
 
-from headrace.log import kafka_epoch
 from headrace.log.errors import RecordTooLarge
-from headrace.log.kafka_batch import Packed
-from headrace.log.kafka_epoch import ProducerEpoch
-from headrace.log.kafka_topics import Rules
+from headrace.log.kafka import transaction_protocol
+from headrace.log.kafka.admin import Rules
+from headrace.log.kafka.batch import Packed
+from headrace.log.kafka.transaction_protocol import ProducerEpoch
 from headrace.log.port import Committed, NewRecord, TopicPartition
 
 ANSWERS, SOURCE = TopicPartition("answers", 0), TopicPartition("requests", 0)
@@ -60,8 +60,8 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_epoch, "_MARKERS_S", 0.0)
-    monkeypatch.setattr(kafka_epoch, "RETRY_BACKOFF_S", 0.0)
+    monkeypatch.setattr(transaction_protocol, "_MARKERS_S", 0.0)
+    monkeypatch.setattr(transaction_protocol, "RETRY_BACKOFF_S", 0.0)
 
 
 def packed(*values: bytes) -> list[list[Packed]]:
@@ -166,6 +166,6 @@ async def test_offsets_whose_answer_was_lost_are_not_sent_twice() -> None:
 def test_of_several_errors_the_one_that_does_not_pass_counts() -> None:
     """The other partitions were not tried because of it."""
     answer = SimpleNamespace(errors=[("a", [(0, OTHERS_FAILED)]), ("b", [(0, FORBIDDEN)])])
-    error = kafka_epoch._error_in(answer)
+    error = transaction_protocol._error_in(answer)
     assert isinstance(error, kafka_errors.TopicAuthorizationFailedError)
     assert error.args == ("b",)

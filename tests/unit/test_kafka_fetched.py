@@ -16,8 +16,8 @@ from aiokafka.errors import OffsetOutOfRangeError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from headrace.errors import Code
-from headrace.log.kafka_fetched import Reading, fetched_records
-from headrace.log.kafka_records import RecordSet
+from headrace.log.kafka.fetch_buffer import Reading, fetched_records
+from headrace.log.kafka.record_batches import RecordSet
 from headrace.log.port import MAX_POLL_BYTES, Gap, Record
 from tests.support.raw_records import (
     CODECS,

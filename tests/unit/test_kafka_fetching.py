@@ -9,7 +9,7 @@ import pytest
 from aiokafka.protocol.fetch import FetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
-from headrace.log.kafka_fetching import FEW_RECORDS, TURNS, Fetching
+from headrace.log.kafka.fetching import FEW_RECORDS, TURNS, Fetching
 
 FETCH = FetchRequest(50, 1, 1, 1, [], rack_id="")
 

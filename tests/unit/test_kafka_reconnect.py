@@ -12,10 +12,10 @@ from aiokafka.conn import AIOKafkaConnection
 from aiokafka.structs import BrokerMetadata
 
 from headrace.config import KafkaSettings
-from headrace.log import kafka_reconnect
 from headrace.log.errors import LogUnavailable
-from headrace.log.kafka_connection import Connection
-from headrace.log.kafka_reconnect import JITTER, LONGEST_S, ReconnectBackoff
+from headrace.log.kafka import reconnect
+from headrace.log.kafka.connection import Connection
+from headrace.log.kafka.reconnect import JITTER, LONGEST_S, ReconnectBackoff
 
 HERE = ("127.0.0.1", 9092)
 THERE = ("127.0.0.1", 9093)
@@ -84,7 +84,7 @@ async def test_clients_do_not_storm_a_broker_that_is_away(monkeypatch: pytest.Mo
     """Of twenty requests that two clients want to send to it at once, one leads to a try."""
     away = Away()
     for limit in ("FIRST_S", "LONGEST_S"):  # however long this machine stands still
-        monkeypatch.setattr(kafka_reconnect, limit, 60.0)
+        monkeypatch.setattr(reconnect, limit, 60.0)
     monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
     connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
     clients = [AIOKafkaClient(**connection.client_options()) for _ in range(2)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiokafka.errors import GroupAuthorizationFailedError
 
-from headrace.log import kafka_requests
+from headrace.log.kafka import requests
 from headrace.log.port import Committed, TopicPartition
 
 P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)
@@ -45,7 +45,7 @@ def beaten(code: int) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_requests, "RETRY_BACKOFF_S", 0.0)
+    monkeypatch.setattr(requests, "RETRY_BACKOFF_S", 0.0)
 
 
 GOOD = fetched((0, 7, "v1", 0), (1, -1, "", 0))
@@ -67,7 +67,7 @@ async def test_committed_offsets_are_asked_for_until_the_coordinator_gives_them(
 ) -> None:
     """No error, and no answer that lacks a partition, is taken for "nothing committed"."""
     client = Client(first, GOOD)
-    found = await kafka_requests.fetch_committed(client, "g", [P0, P1])
+    found = await requests.fetch_committed(client, "g", [P0, P1])
     assert found == {P0: Committed(7, "v1"), P1: None}
     assert client.asked == [1, 2]  # the coordinator was looked up anew
 
@@ -76,7 +76,7 @@ async def test_a_refusal_is_not_tried_again() -> None:
     """It would be refused again."""
     client = Client(SimpleNamespace(error_code=GROUP_FORBIDDEN, topics=[]))
     with pytest.raises(GroupAuthorizationFailedError):
-        await kafka_requests.fetch_committed(client, "g", [P0])
+        await requests.fetch_committed(client, "g", [P0])
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ async def test_a_refusal_is_not_tried_again() -> None:
 async def test_membership_is_what_the_coordinator_says(code: int, counted_in: bool) -> None:
     """Who is asked to join a rebalance is a member still; the coordinator is found again."""
     client = Client(beaten(NOT_COORDINATOR), beaten(code))
-    assert await kafka_requests.is_counted_in(client, "g", 3, "me") is counted_in
+    assert await requests.is_counted_in(client, "g", 3, "me") is counted_in
     assert client.asked == [1, 2]

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.log import kafka_topics
 from headrace.log.errors import UnknownPartition
-from headrace.log.kafka_topics import KnownTopics
+from headrace.log.kafka import admin
+from headrace.log.kafka.admin import KnownTopics
 from headrace.log.port import TopicPartition
 
 
@@ -19,7 +19,7 @@ class Cluster:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **counts: int) -> None:
         self.counts = counts
         self.questions = 0
-        monkeypatch.setattr(kafka_topics, "partition_counts", self._answer)
+        monkeypatch.setattr(admin, "partition_counts", self._answer)
 
     async def _answer(self, client: object, topics: Sequence[str]) -> Mapping[str, int | None]:
         self.questions += 1

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigurationError
-from headrace.local_kafka import BrokerUnavailable, ChecksumMismatch, ScramTls
-from headrace.local_kafka.jars import (
+from headrace.tools.local_kafka import BrokerUnavailable, ChecksumMismatch, ScramTls
+from headrace.tools.local_kafka.jars import (
     Jar,
     cache_directory,
     ensure_jars,
@@ -21,11 +21,11 @@ from headrace.local_kafka.jars import (
     kafka_version,
     read_lock,
 )
-from headrace.local_kafka.java import find_java, parse_java_version
-from headrace.local_kafka.maven import fetch_from_repository, fetch_jars, pom_of_exactly
-from headrace.local_kafka.ports import free_port
-from headrace.local_kafka.properties import NodePorts, render, server_properties
-from headrace.local_kafka.storage import ClusterDirectory
+from headrace.tools.local_kafka.java import find_java, parse_java_version
+from headrace.tools.local_kafka.maven import fetch_from_repository, fetch_jars, pom_of_exactly
+from headrace.tools.local_kafka.ports import free_port
+from headrace.tools.local_kafka.properties import NodePorts, render, server_properties
+from headrace.tools.local_kafka.storage import ClusterDirectory
 
 CONTENT = b"the bytes of a jar"
 JAR = Jar("org.example", "thing", "1.0", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())

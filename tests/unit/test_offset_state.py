@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.flow.answered import Progress
+from headrace.delivery.acked_offsets import Progress
 from headrace.log.port import Committed
-from headrace.offsets.resetting import Reset, moved
-from headrace.offsets.state import PartitionOffsets, readable_progress
+from headrace.tools.offsets.resetting import Reset, moved
+from headrace.tools.offsets.state import PartitionOffsets, readable_progress
 
 RANGES = [(12, 15), (20, 30)]
 

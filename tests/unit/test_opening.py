@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace.config import make_settings
-from headrace.log.kafka import KafkaLog
-from headrace.opening import open_log
+from headrace.log.kafka.log import KafkaLog
+from headrace.runtime.log_factory import open_log
 from headrace.topics import Topic
 
 

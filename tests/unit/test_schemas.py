@@ -13,9 +13,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from headrace.schemas.__main__ import faults, write
-from headrace.schemas.golden import SAMPLES
-from headrace.schemas.types import SCHEMAS
+from headrace.protocol.schemas.__main__ import faults, write
+from headrace.protocol.schemas.golden import SAMPLES
+from headrace.protocol.schemas.types import SCHEMAS
 from headrace.topics import TOPICS
 
 DIRECTORY = Path(__file__).parents[2] / "schemas"

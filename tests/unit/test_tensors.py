@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import Code, Rejected
-from headrace.messages import MAX_RANK, Tensor
-from headrace.tensors import (
+from headrace.protocol.messages import MAX_RANK, Tensor
+from headrace.protocol.tensors import (
     DATATYPES,
     check_shape,
     check_tensor,

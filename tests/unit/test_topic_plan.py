@@ -8,7 +8,7 @@ import pytest
 
 from headrace.config import Settings, make_settings
 from headrace.log.port import TopicInfo
-from headrace.topic_plan import compare, plan_topics, topics_in_use
+from headrace.runtime.topic_plan import compare, plan_topics, topics_in_use
 from headrace.topics import STAGES, Stage, Topic
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headrace.codec import (
+from headrace.protocol.codec import (
     decode_batch,
     decode_item,
     decode_result,
@@ -14,7 +14,7 @@ from headrace.codec import (
     encode_item,
     encode_result,
 )
-from headrace.messages import Batch, Request
+from headrace.protocol.messages import Batch, Request
 from tests.support.receipts import NO_RECEIPT
 from tests.support.spans import TRACE_ID, T, make_traced, traceparent, tracing_spans
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.bench.advice import Facts, advise
+from headrace.tools.bench.advice import Facts, advise
 
 BOUND = Facts(
     offered_per_s=None,

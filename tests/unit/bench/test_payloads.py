@@ -8,9 +8,9 @@ import msgspec
 import onnx
 import pytest
 
-from headrace.bench.payloads import made_up
 from headrace.config import ModelSettings, Settings
-from headrace.replay.present import latest_models
+from headrace.tools.bench.payloads import made_up
+from headrace.tools.replay.present import latest_models
 from tests.support.models import digits
 
 

@@ -9,7 +9,7 @@ import pytest
 from headrace.cli.broker_checks import check_broker_settings, check_replicas, check_rights
 from headrace.cli.findings import Health
 from headrace.config import Settings, make_settings
-from headrace.log.kafka_survey import Right, Survey, SurveyedTopic
+from headrace.log.kafka.cluster import Right, Survey, SurveyedTopic
 from headrace.log.port import TopicInfo
 from headrace.topics import Topic
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace.demo import demo
-from headrace.demo.demo import Outcome
-from headrace.demo.tally import Tally
+from headrace.tools.demo import demo
+from headrace.tools.demo.demo import Outcome
+from headrace.tools.demo.tally import Tally
 from tests.support.command_line import Call
 from tests.unit.demo.examples import answer, question
 

@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from headrace.log.port import Record
-from headrace.replay.capture import CaptureWriter
+from headrace.tools.replay.capture import CaptureWriter
 from tests.support.command_line import Call
 from tests.support.models import add_version, digits
 from tests.support.recordings import recorded, request

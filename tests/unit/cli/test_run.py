@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
             announce(8123)
         return 0 if settings.namespace == "headrace" else 1
 
-    monkeypatch.setattr("headrace.pipeline.run", run)
+    monkeypatch.setattr("headrace.runtime.process.run", run)
     before = sys.getswitchinterval()
     yield calls
     sys.setswitchinterval(before)

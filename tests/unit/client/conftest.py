@@ -9,7 +9,7 @@ import pytest
 from headrace.client import Client
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
-from headrace.topic_plan import plan_topics
+from headrace.runtime.topic_plan import plan_topics
 from tests.support.responder import Responder
 
 

@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.codec import encode_request
-from headrace.deadletters.copies import copy_of, marked
-from headrace.deadletters.letter import Identity, Letter, Selection, parse_letter
-from headrace.deadletters.reading import Span
-from headrace.deadletters.remembering import (
+from headrace.delivery.acked_offsets import Progress, UnknownMetadata
+from headrace.errors import ConfigurationError
+from headrace.log.port import Committed, NewRecord, Record, TopicPartition
+from headrace.protocol.codec import encode_request
+from headrace.tools.dead_letters.copies import copy_of, marked
+from headrace.tools.dead_letters.letter import Identity, Letter, Selection, parse_letter
+from headrace.tools.dead_letters.reading import Span
+from headrace.tools.dead_letters.remembering import (
     MemoryFull,
     committable,
     count_copies,
     done_letters,
     require_room,
 )
-from headrace.deadletters.showing import hex_lines, paragraphs
-from headrace.deadletters.transforming import load_transform
-from headrace.errors import ConfigurationError
-from headrace.flow.answered import Progress, UnknownMetadata
-from headrace.log.port import Committed, NewRecord, Record, TopicPartition
+from headrace.tools.dead_letters.showing import hex_lines, paragraphs
+from headrace.tools.dead_letters.transforming import load_transform
 from tests.support.dead_letters import letter_headers
 
 NOW_MS = 1_700_000_000_000

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.demo.answers import OK, Answer
-from headrace.demo.questions import DIGITS_MSGPACK, WRONG, Question
 from headrace.log.port import NewRecord
+from headrace.tools.demo.answers import OK, Answer
+from headrace.tools.demo.questions import DIGITS_MSGPACK, WRONG, Question
 
 RECORD = NewRecord(None, b"")
 

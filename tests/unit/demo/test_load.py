@@ -7,9 +7,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from headrace.demo.load import DIGITS_BURSTS, FILE_BURSTS, Due, plan_load
-from headrace.demo.questions import DIGITS_JSON, DIGITS_MSGPACK, FILES, WRONG, Digits, Questions
-from headrace.demo.samples import Sample
+from headrace.tools.demo.load import DIGITS_BURSTS, FILE_BURSTS, Due, plan_load
+from headrace.tools.demo.questions import (
+    DIGITS_JSON,
+    DIGITS_MSGPACK,
+    FILES,
+    WRONG,
+    Digits,
+    Questions,
+)
+from headrace.tools.demo.samples import Sample
 
 SECONDS = 20.0
 

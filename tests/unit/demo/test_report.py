@@ -6,9 +6,9 @@ import io
 
 from prometheus_client import CollectorRegistry, Counter
 
-from headrace.demo.report import closing_reasons, report
-from headrace.demo.tally import Glance, Tally
-from headrace.demo.view import Lines, open_view
+from headrace.tools.demo.report import closing_reasons, report
+from headrace.tools.demo.tally import Glance, Tally
+from headrace.tools.demo.view import Lines, open_view
 from tests.unit.demo.examples import answer, question, wrong_question
 
 GLANCE = Glance(3.0, 1234, 1230, 4, 410.4, 5.25, 32, 1.5, 2.25, 9.75)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.demo.questions import DIGITS_MSGPACK
-from headrace.demo.tally import Tally
+from headrace.tools.demo.questions import DIGITS_MSGPACK
+from headrace.tools.demo.tally import Tally
 from tests.unit.demo.examples import answer, question, wrong_question
 
 

@@ -8,11 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from headrace.demo.answers import Answer, read_answer
-from headrace.demo.questions import Digits, Question, Questions
-from headrace.demo.samples import Sample
 from headrace.errors import Code
 from headrace.log.port import Record
+from headrace.tools.demo.answers import Answer, read_answer
+from headrace.tools.demo.questions import Digits, Question, Questions
+from headrace.tools.demo.samples import Sample
 
 PIXELS = (np.arange(5 * 64) % 17).astype(np.uint8).reshape(5, 64)
 

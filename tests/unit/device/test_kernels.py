@@ -9,7 +9,7 @@ import pytest
 
 from headrace.device.kernels import Layout, layout_of, source_of
 from headrace.device.widening import SOURCES, TARGETS, Widening
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 from tests.support.host_kernel import HostKernel
 from tests.support.nvrtc import CompileError, compile_cuda
 from tests.support.widenings import CASES, expected, given

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headrace.device.widening import Widening, source_shape, widen
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 from tests.support.widenings import CASES, expected, given
 
 

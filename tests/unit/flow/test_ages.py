@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.flow.ages import MAX_MARKS, Ages
+from headrace.delivery.ages import MAX_MARKS, Ages
 
 
 def test_nothing_read_has_no_age() -> None:

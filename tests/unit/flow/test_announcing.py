@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.codec.events import decode_event
-from headrace.events import Completion, ExecutorEvent, HostedModel
-from headrace.flow.announcing import Announcer, Identity
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
-from headrace.messages import Batch, Failure, Request
 from headrace.models.version import State
+from headrace.protocol.codec.events import decode_event
+from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
+from headrace.protocol.messages import Batch, Failure, Request
+from headrace.transport.heartbeat import Announcer, Identity
 from tests.support.conditions import eventually
 from tests.support.services import digits_models
 from tests.support.work import make_request
@@ -173,7 +173,7 @@ async def test_the_completion_of_a_long_run_is_told_at_once(
         await eventually(lambda: bench.said)
         batch = batch_of(1)
         bench.announcer.received(batch)
-        monkeypatch.setattr("headrace.flow.announcing.TELL_S", 0.0)
+        monkeypatch.setattr("headrace.transport.heartbeat.TELL_S", 0.0)
         bench.announcer.finished("b-1", ran(batch.requests, rows=1, compute_us=50))
         assert bench.announcer._news.is_set()
         await bench.completed(1)

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.flow import backlog as backlog_module
-from headrace.flow.answered import Progress
-from headrace.flow.backlog import Stall
-from headrace.flow.source import Source
-from headrace.flow.source_settings import SourceSettings
+from headrace.consumer import lag as backlog_module
+from headrace.consumer.lag import Stall
+from headrace.consumer.source import Source
+from headrace.consumer.source_settings import SourceSettings
+from headrace.delivery.acked_offsets import Progress
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics

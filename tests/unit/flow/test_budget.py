@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.flow.budget import IDLE_CLAIMS, Budget, Claim, Shares
+from headrace.delivery.budget import IDLE_CLAIMS, Budget, Claim, Shares
 
 
 class Bench:

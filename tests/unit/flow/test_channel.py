@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.flow.channel import JOIN_S, MAX_JOINED, Ask, Channel, PullChannel, join_lists
+from headrace.transport.channels import JOIN_S, MAX_JOINED, Ask, Channel, PullChannel, join_lists
 
 
 async def settle() -> None:
@@ -95,7 +95,7 @@ async def test_small_chunks_join_while_they_wait() -> None:
 async def test_a_chunk_joins_no_more_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that is always served at once has to let the reader run now and then."""
     now_s = 0.0
-    monkeypatch.setattr("headrace.flow.channel.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("headrace.transport.channels.time.perf_counter", lambda: now_s)
     channel: Channel[list[int]] = Channel(join_lists)
     writer = channel.writer()
     await writer.send([1])

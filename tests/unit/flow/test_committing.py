@@ -6,15 +6,15 @@ import asyncio
 
 import pytest
 
-from headrace.flow.answered import Progress
-from headrace.flow.books import Books
-from headrace.flow.budget import Budget
-from headrace.flow.committing import Committer
-from headrace.flow.inflight import Ledger
-from headrace.flow.sealing import Lost, Sealing
-from headrace.flow.signal import Signal
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget
+from headrace.delivery.committer import Committer
+from headrace.delivery.inflight import Ledger
+from headrace.delivery.offset_store import Books
+from headrace.delivery.transactions import Lost, Sealing
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicPartition
+from headrace.primitives.auto_reset_event import Signal
 from tests.support.conditions import eventually
 from tests.support.services import StillClock, make_instruments
 

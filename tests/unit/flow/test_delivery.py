@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace.flow.answered import Progress
-from headrace.flow.budget import Budget
-from headrace.flow.delivery import (
+from headrace.consumer.ready_queue import (
     MANY_BYTES,
     MAX_JOINED_RECORDS,
     TURNS_TO_ANSWER,
@@ -18,8 +16,10 @@ from headrace.flow.delivery import (
     Delivery,
     waiting_bytes,
 )
-from headrace.flow.inflight import Assignment, Ledger
-from headrace.flow.isolation import Isolation
+from headrace.crash_isolation.isolation import Isolation
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import Assignment, Ledger
 from headrace.log.port import Record, TopicPartition
 
 ONE, TWO = TopicPartition("requests", 0), TopicPartition("requests", 1)

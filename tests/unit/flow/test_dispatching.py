@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.codec import decode_batch
-from headrace.codec.events import encode_event
-from headrace.events import Completion, ExecutorEvent, HostedModel
-from headrace.flow import dispatching
-from headrace.flow.batch_edges import BatchWriter
-from headrace.flow.channel import PullChannel
-from headrace.flow.dispatching import BatchOutlet
-from headrace.flow.hearing import Hearing
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Consumer, TopicInfo, TopicPartition
-from headrace.messages import Batch
 from headrace.models.registry import Models
+from headrace.protocol.codec import decode_batch
+from headrace.protocol.codec.events import encode_event
+from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
+from headrace.protocol.messages import Batch
 from headrace.telemetry.metrics import Metrics
+from headrace.transport import dispatcher
+from headrace.transport.batch_io import BatchWriter
+from headrace.transport.channels import PullChannel
+from headrace.transport.dispatcher import BatchOutlet
+from headrace.transport.executor_events import Hearing
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.services import digits_models
@@ -265,7 +265,7 @@ async def test_a_completion_that_never_comes_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An announcement may be lost; the room that it would have made is open again in the end."""
-    monkeypatch.setattr(dispatching, "COMPLETION_S", 0.05)
+    monkeypatch.setattr(dispatcher, "COMPLETION_S", 0.05)
     async with running(tmp_path) as bench:
         await bench.announce("a", 0)
         await heard(bench, 1)

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from headrace.consumer.source import Source
+from headrace.consumer.source_settings import SourceSettings
 from headrace.errors import Code, Rejected
-from headrace.flow.batch_edges import BatchFeed, BatchWriter
-from headrace.flow.edges import item_inlet, item_outlet, refuse, result_inlet, result_outlet
-from headrace.flow.source import Source
-from headrace.flow.source_settings import SourceSettings
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Producer, Run, TopicInfo, TopicPartition
-from headrace.messages import Batch, Envelope, Failure, Request
+from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
+from headrace.transport.batch_io import BatchFeed, BatchWriter
+from headrace.transport.topic_io import item_inlet, item_outlet, refuse, result_inlet, result_outlet
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.work import Tray, make_request, receipt_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.events import Completion, ExecutorEvent, HostedModel
-from headrace.flow.fleet import Berth, Fleet, Window
+from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
+from headrace.transport.executor_registry import Berth, Fleet, Window
 
 DIGITS = ("digits", "1")
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from headrace.codec.events import encode_event
-from headrace.events import ExecutorEvent
-from headrace.flow import hearing
-from headrace.flow.hearing import Hearing
 from headrace.log.errors import LogUnavailable, OffsetOutOfRange
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.reader import MemoryReader
 from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
+from headrace.protocol.codec.events import encode_event
+from headrace.protocol.events import ExecutorEvent
+from headrace.transport import executor_events
+from headrace.transport.executor_events import Hearing
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 
@@ -29,8 +29,8 @@ def announcement(executor: str) -> NewRecord:
 
 async def test_retention_and_an_outage_at_once_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the log no longer holds the position and says no other, it is asked again."""
-    monkeypatch.setattr(hearing, "POLL_S", 0.01)
-    monkeypatch.setattr(hearing, "RETRY_S", 0.01)
+    monkeypatch.setattr(executor_events, "POLL_S", 0.01)
+    monkeypatch.setattr(executor_events, "RETRY_S", 0.01)
     log = MemoryLog()
     await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
     asked = 0

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from headrace.flow.lifecycle import Stop, stop_on_signals
+from headrace.runtime.shutdown import Stop, stop_on_signals
 
 
 def test_the_first_ask_drains_and_the_second_ends() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.flow.marks import NOBODY, Marks, Owner, decode_mark, encode_mark
-from headrace.flow.suspects import CLEAN, Mark, ranges_of
+from headrace.crash_isolation.markers import NOBODY, Marks, Owner, decode_mark, encode_mark
+from headrace.crash_isolation.poison_search import CLEAN, Mark, ranges_of
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition

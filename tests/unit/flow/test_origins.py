@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from headrace.flow.answered import Progress
-from headrace.flow.origins import Origins
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.source_offsets import Origins
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, write_to
 from tests.support.work import make_request

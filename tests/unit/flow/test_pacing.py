@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.flow.pacing import PACE_S, Pace
+from headrace.transport.burst_limiter import PACE_S, Pace
 
 
 def passed(pace: Pace, requests: int, every_s: float, times: int, now_s: float = 100.0) -> float:

@@ -8,15 +8,15 @@ from typing import cast
 
 import pytest
 
-from headrace.flow import pausing
-from headrace.flow.answered import SAFE_SPAN_OFFSETS, SAFE_UNANSWERED, Progress
-from headrace.flow.budget import Budget, Shares
-from headrace.flow.deferring import MAX_DEFERRED
-from headrace.flow.inflight import Assignment, Ledger, LedgerReceipt
-from headrace.flow.pausing import Pauses
+from headrace.consumer import backpressure
+from headrace.consumer.backpressure import Pauses
+from headrace.consumer.deferring import MAX_DEFERRED
+from headrace.delivery.acked_offsets import SAFE_SPAN_OFFSETS, SAFE_UNANSWERED, Progress
+from headrace.delivery.budget import Budget, Shares
+from headrace.delivery.inflight import Assignment, Ledger, LedgerReceipt
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, TopicInfo, TopicPartition
-from headrace.messages import Envelope
+from headrace.protocol.messages import Envelope
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
 
@@ -111,7 +111,7 @@ async def test_what_another_process_has_committed_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An ingest that stands apart settles what it wrote on; answered it is only later."""
-    monkeypatch.setattr(pausing, "LOOK_S", 0.001)
+    monkeypatch.setattr(backpressure, "LOOK_S", 0.001)
     log = MemoryLog()
     await log.create_topics([TopicInfo("t", 2, {})], replication_factor=1)
     bench = Bench(bounds_metadata=True)
@@ -140,7 +140,7 @@ def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
     bench = Bench(shares=in_order)
     known = bench.one.progress.copy()
     bench.pauses.follow(ONE, known)
-    for receipt in bench.read(bench.one, pausing.MAX_UNANSWERED):
+    for receipt in bench.read(bench.one, backpressure.MAX_UNANSWERED):
         receipt.settle()
     bench.regulate()
     assert bench.pauses.reasons == {ONE: "ahead"}

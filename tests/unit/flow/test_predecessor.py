@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from headrace.flow.marks import Marks, Owner
-from headrace.flow.predecessor import is_gone, process_name
-from headrace.flow.suspects import Mark
+from headrace.crash_isolation.liveness import is_gone, process_name
+from headrace.crash_isolation.markers import Marks, Owner
+from headrace.crash_isolation.poison_search import Mark
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
 from tests.support.conditions import eventually
@@ -17,7 +17,7 @@ from tests.support.logs import RecordingListener
 
 ONE = TopicPartition("requests", 0)
 SAYS_ITS_NAME = """
-from headrace.flow.predecessor import process_name
+from headrace.crash_isolation.liveness import process_name
 print(process_name(), flush=True)
 input()
 """

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.flow import probation
-from headrace.flow.inflight import LedgerReceipt
-from headrace.flow.isolation import Isolation
-from headrace.flow.marks import NOBODY, Marks
-from headrace.flow.source import Source
-from headrace.flow.source_settings import SourceSettings
-from headrace.flow.suspects import CLEAN, Mark
+from headrace.consumer import quarantine
+from headrace.consumer.source import Source
+from headrace.consumer.source_settings import SourceSettings
+from headrace.crash_isolation.isolation import Isolation
+from headrace.crash_isolation.markers import NOBODY, Marks
+from headrace.crash_isolation.poison_search import CLEAN, Mark
+from headrace.delivery.inflight import LedgerReceipt
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics
@@ -281,7 +281,7 @@ async def test_mark_that_cannot_be_written_is_tried_again(
     log: MemoryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile nothing is let in; no suspect ever runs unmarked."""
-    monkeypatch.setattr(probation, "RETRY_S", 0.01)
+    monkeypatch.setattr(quarantine, "RETRY_S", 0.01)
     await mark(log, Mark(True, 10, 1))
     async with reading(log) as stage:
         await eventually(lambda: len(stage.receipts) == 10)

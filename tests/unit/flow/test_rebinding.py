@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import pytest
 
-from headrace.codec import encode_request
 from headrace.errors import Code, Rejected
-from headrace.flow.rebinding import Rebinder
-from headrace.messages import Envelope, Request
 from headrace.models.registry import Models
+from headrace.protocol.codec import encode_request
+from headrace.protocol.messages import Envelope, Request
+from headrace.transport.rebinding import Rebinder
 from tests.support.models import add_version, digits, embedding, settings_for
 from tests.support.work import make_request
 

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from headrace.flow.answered import Progress
-from headrace.flow.budget import Budget, Shares
-from headrace.flow.deferring import Deferral, DeferringTimes
-from headrace.flow.delivery import Arrivals, Delivery
-from headrace.flow.inflight import Ledger
-from headrace.flow.rereading import Rereading, RereadingTimes
+from headrace.consumer.deferring import Deferral, DeferringTimes
+from headrace.consumer.ready_queue import Arrivals, Delivery
+from headrace.consumer.rereading import Rereading, RereadingTimes
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget, Shares
+from headrace.delivery.inflight import Ledger
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
-from headrace.messages import Envelope, Request
+from headrace.protocol.messages import Envelope, Request
 from headrace.telemetry.metrics import Metrics
 from tests.support.logs import write_to
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from headrace.flow.run_gate import RunGate
-from headrace.flow.suspects import Alone
+from headrace.crash_isolation.poison_search import Alone
+from headrace.crash_isolation.run_gate import RunGate
 from headrace.log.port import TopicPartition
 
 ONE = TopicPartition("requests", 0)

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from headrace.flow import sealing
-from headrace.flow.sealing import Lost
+from headrace.delivery import transactions
+from headrace.delivery.transactions import Lost
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import SealFault
@@ -19,7 +19,7 @@ from tests.support.sealing import Owner, answers, compose, log_with_topics, outg
 @pytest.fixture
 async def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
     """With topics; retries follow at once."""
-    monkeypatch.setattr(sealing, "RETRY_S", 0.001)
+    monkeypatch.setattr(transactions, "RETRY_S", 0.001)
     return await log_with_topics()
 
 

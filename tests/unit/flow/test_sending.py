@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from headrace.flow import sending
-from headrace.flow.sending import deliver, too_large
+from headrace.delivery import producing
+from headrace.delivery.producing import deliver, too_large
 from headrace.log.errors import (
     LogRefused,
     RecordRefused,
@@ -28,7 +28,7 @@ COMPACTED = TopicPartition("compacted", 0)
 @pytest.fixture
 async def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
     """A topic of small records and a compacted one; retries follow at once."""
-    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.001)
+    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.001)
     log = MemoryLog()
     topics = [
         TopicInfo(ANSWERS.topic, 1, {"max.message.bytes": "1000"}),

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.flow import sending
-from headrace.flow.sending import deliver_in_order
+from headrace.delivery import producing
+from headrace.delivery.producing import deliver_in_order
 from headrace.log.errors import RecordRefused, RecordTooLarge, TopicForbidden, UnknownPartition
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicInfo, TopicPartition
@@ -22,7 +22,7 @@ METRICS = Metrics(CollectorRegistry())
 @pytest.fixture
 async def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
     """A topic of small batches and a compacted one; retries follow at once."""
-    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.001)
+    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.001)
     log = MemoryLog()
     topics = [
         TopicInfo(ANSWERS.topic, 1, {"max.message.bytes": "1000"}),

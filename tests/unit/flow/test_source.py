@@ -9,12 +9,13 @@ from contextlib import AsyncExitStack
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.flow import committing, source
-from headrace.flow.answered import Progress
-from headrace.flow.inflight import RECORD_OVERHEAD_BYTES
-from headrace.flow.origins import Origins
-from headrace.flow.source import Source
-from headrace.flow.source_settings import SourceSettings
+from headrace.consumer import source
+from headrace.consumer.source import Source
+from headrace.consumer.source_settings import SourceSettings
+from headrace.delivery import committer
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES
+from headrace.delivery.source_offsets import Origins
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
@@ -48,8 +49,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "RETRY_S", 0.01)
     monkeypatch.setattr(source, "POLL_TIMEOUT_S", 0.02)
     monkeypatch.setattr(source, "COMMIT_RETRY_S", 0.01)
-    monkeypatch.setattr(committing, "COMMIT_RETRY_S", 0.01)
-    monkeypatch.setattr(committing, "COMMIT_INTERVAL_S", 0.001)
+    monkeypatch.setattr(committer, "COMMIT_RETRY_S", 0.01)
+    monkeypatch.setattr(committer, "COMMIT_INTERVAL_S", 0.001)
 
 
 async def test_it_starts_at_the_base_and_passes_over_what_is_answered(log: MemoryLog) -> None:
@@ -135,7 +136,7 @@ async def test_what_does_not_change_is_committed_again(
     log: MemoryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A broker forgets offsets of topics that nobody subscribes to, so that they are renewed."""
-    monkeypatch.setattr(committing, "COMMIT_AGAIN_S", 0.05)
+    monkeypatch.setattr(committer, "COMMIT_AGAIN_S", 0.05)
     async with reading(log):
         await eventually(lambda: committed(log))
         log.faults.forget_commits(GROUP)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from headrace.flow.answered import Progress
-from headrace.flow.budget import Budget
-from headrace.flow.inflight import Assignment, Ledger
-from headrace.flow.stuck import Bases
+from headrace.consumer.stalled_offsets import Bases
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import Assignment, Ledger
 from headrace.log.port import Committed, TopicPartition
 from headrace.telemetry.logs import Event
 

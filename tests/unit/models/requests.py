@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code, Rejected
-from headrace.messages import InputTensor
 from headrace.models.binding import Binder, Bound
 from headrace.models.signature import TensorSpec
-from headrace.tensors import from_array
+from headrace.protocol.messages import InputTensor
+from headrace.protocol.tensors import from_array
 
 
 def tensor(

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.messages import RequestedOutput
 from headrace.models import binding
 from headrace.models.binding import Binder
 from headrace.models.signature import make_signature
+from headrace.protocol.messages import RequestedOutput
 from tests.unit.models.requests import refusal, spec, tensor, zeros
 
 SCORES = spec("scores", "FP32", [-1, 10])

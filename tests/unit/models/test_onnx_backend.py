@@ -19,7 +19,7 @@ from headrace.models.backend import ModelFailed, WarmUp
 from headrace.models.config import ModelConfig, make_model_config
 from headrace.models.onnx_backend import OnnxBackend, intra_op_threads
 from headrace.models.signature import read_onnx_signature
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 from tests.support import models
 
 CUDA = {"device": "cuda:0", "experimental_cuda": True}

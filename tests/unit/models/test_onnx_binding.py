@@ -15,7 +15,7 @@ from headrace.models.config import make_model_config
 from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.onnx_binding import UNBOUND, Binding
 from headrace.models.signature import read_onnx_signature
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 from tests.support import models
 
 

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.codec import encode_request
-from headrace.codec.requests import decode_request
 from headrace.config import LimitSettings, make_settings
-from headrace.envelope import parse_envelope
 from headrace.errors import ConfigurationError
-from headrace.messages import Request
 from headrace.models.binding import Binder
 from headrace.models.config import ModelConfig, make_model_config
 from headrace.models.padding import bucket_for, with_padding
 from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.protocol.codec import encode_request
+from headrace.protocol.codec.requests import decode_request
+from headrace.protocol.headers import parse_envelope
+from headrace.protocol.messages import Request
+from headrace.protocol.tensors import to_array
 from headrace.services.executor.finite import refuse_nonfinite
 from headrace.services.executor.gather import gather, scatter
-from headrace.tensors import to_array
 from tests.support.work import make_request
 
 NAMED = ("batch", "sequence")

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from headrace.errors import Code
-from headrace.events import ExecutorEvent, HostedModel
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion, State
+from headrace.protocol.events import ExecutorEvent, HostedModel
 from tests.support.models import add_version, digits, settings_for
 from tests.unit.models.executor import refusal
 

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper
 
 from headrace.errors import ConfigurationError
 from headrace.models.signature import Signature, make_signature, read_onnx_signature
-from headrace.tensors import DATATYPES
+from headrace.protocol.tensors import DATATYPES
 from tests.support import models
 from tests.unit.models.requests import spec
 

@@ -9,12 +9,12 @@ import pytest
 
 from headrace.config import make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.messages import Tensor
 from headrace.models.binding import Binder
 from headrace.models.config import make_model_config
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.models.transforms import Transform, make_transform
-from headrace.tensors import to_array
+from headrace.protocol.messages import Tensor
+from headrace.protocol.tensors import to_array
 from tests.unit.models.requests import spec
 
 OUTPUT = spec("y", "FP32", [-1])

@@ -9,8 +9,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from headrace.replay.arrivals import read_arrivals
-from headrace.replay.events import NO_TIMEOUT, Kind
+from headrace.tools.replay.arrivals import read_arrivals
+from headrace.tools.replay.events import NO_TIMEOUT, Kind
 from tests.support.recordings import START_MS, GivenRecording, recorded
 
 

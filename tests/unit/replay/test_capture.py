@@ -13,10 +13,10 @@ import pytest
 
 from headrace.errors import ConfigurationError
 from headrace.log.port import Record
-from headrace.replay.capture import CaptureFault, CaptureWriter
-from headrace.replay.capture_reader import read_contents, read_frame
-from headrace.replay.capture_recording import open_capture
-from headrace.replay.selection import Filters, Selection, Window
+from headrace.tools.replay.capture import CaptureFault, CaptureWriter
+from headrace.tools.replay.capture_reader import read_contents, read_frame
+from headrace.tools.replay.capture_recording import open_capture
+from headrace.tools.replay.selection import Filters, Selection, Window
 from tests.support.recordings import START_MS, recorded
 
 ODD = [

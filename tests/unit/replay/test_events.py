@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from headrace.replay.events import (
+from headrace.services.batcher.forming import Forming
+from headrace.tools.replay.events import (
     EXPIRED,
     Arrivals,
     EventLoop,
@@ -18,7 +19,6 @@ from headrace.replay.events import (
     Simulation,
     Turn,
 )
-from headrace.services.batcher.forming import Forming
 from tests.support.arrivals import KIND, Setup, arrivals, poisson, simulated
 
 T0_US, A_US = 1000, 50

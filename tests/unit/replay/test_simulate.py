@@ -8,13 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headrace.replay import simulate as simulating
-from headrace.replay.events import Arrivals, Limits, Policy
-from headrace.replay.service_times import Point, ServiceTime
-from headrace.replay.simulate import Outcome, Scenario, Served, simulate
-from headrace.replay.simulated_loop import LoopTime, event_loop
 from headrace.services.batcher.forming import Forming
 from headrace.services.executor import intake
+from headrace.tools.replay import simulate as simulating
+from headrace.tools.replay.events import Arrivals, Limits, Policy
+from headrace.tools.replay.service_times import Point, ServiceTime
+from headrace.tools.replay.simulate import Outcome, Scenario, Served, simulate
+from headrace.tools.replay.simulated_loop import LoopTime, event_loop
 from tests.support.arrivals import KIND, arrivals, poisson
 
 LIMITS = Limits(32, 1 << 40, 0.0)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from headrace.replay.service_times import ServiceTime
-from headrace.replay.simulated_loop import LoopTime, Stalls, apart_from_stalls
+from headrace.tools.replay.service_times import ServiceTime
+from headrace.tools.replay.simulated_loop import LoopTime, Stalls, apart_from_stalls
 
 USUAL = [(1, 500.0)] * 20
 

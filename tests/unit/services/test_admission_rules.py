@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.errors import Code
-from headrace.messages import Envelope
+from headrace.protocol.messages import Envelope
 from tests.support.forming import (
     LINE_US,
     NOW_MS,

@@ -14,9 +14,9 @@ import pytest
 
 from headrace.errors import Code
 from headrace.models.verdict import Batching, Verdict
+from headrace.protocol.tensors import to_array
 from headrace.services.executor import instance as instances
 from headrace.services.executor import intake
-from headrace.tensors import to_array
 from tests.support import python_models
 from tests.support.conditions import eventually
 from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from headrace.envelope import BY_CORRELATION
 from headrace.errors import Code, Rejected
-from headrace.flow.channel import Channel, ChannelWriter
-from headrace.messages import Envelope, Request
+from headrace.protocol.headers import BY_CORRELATION
+from headrace.protocol.messages import Envelope, Request
 from headrace.services.batcher.service import BatcherService
+from headrace.transport.channels import Channel, ChannelWriter
 from tests.support.conditions import eventually
 from tests.support.services import StillClock, counted, make_instruments
 from tests.support.work import NOW_US, Limits, Tray, make_request, receipt_of

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headrace.models.latency import Latency
-from headrace.replay.events import EXPIRED, Kind
+from headrace.tools.replay.events import EXPIRED, Kind
 from tests.support.arrivals import Setup, poisson, simulated, together
 
 CAP = 32

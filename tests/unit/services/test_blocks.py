@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.messages import Request
 from headrace.models.signature import Signature, TensorSpec, make_signature
+from headrace.protocol.messages import Request
 from headrace.services.executor.blocks import HostBlock
 from tests.support.work import make_request
 

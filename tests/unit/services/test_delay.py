@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.messages import Envelope
 from headrace.models.latency import Latency
+from headrace.protocol.messages import Envelope
 from headrace.services.batcher.forming import Forming
 from tests.support.work import NOW_US, Limits, make_request
 

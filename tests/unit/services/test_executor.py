@@ -12,7 +12,7 @@ import pytest
 from headrace.errors import Code
 from headrace.models.user_code import LONGEST_TEXT
 from headrace.models.version import State
-from headrace.tensors import to_array
+from headrace.protocol.tensors import to_array
 from tests.support import python_models
 from tests.support.conditions import eventually
 from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running

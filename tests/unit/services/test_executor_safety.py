@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from headrace.errors import Code
-from headrace.messages import Request
 from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import State
+from headrace.protocol.messages import Request
 from headrace.services.executor.comparing import AGREEMENTS
 from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running
 from tests.support.python_models import add_python_model

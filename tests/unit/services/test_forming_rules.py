@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from headrace.errors import Code
-from headrace.flow.channel import Ask
-from headrace.messages import Envelope
+from headrace.protocol.messages import Envelope
 from headrace.services.batcher.lanes import PATIENCE_US, PRIORITY_STEP_US
+from headrace.transport.channels import Ask
 from tests.support.forming import (
     KEY,
     LINE_US,

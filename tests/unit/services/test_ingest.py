@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from headrace.config import LimitSettings
+from headrace.consumer.ready_queue import Delivery
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.inflight import HEADER_OVERHEAD_BYTES, RECORD_OVERHEAD_BYTES, beside_bytes
+from headrace.delivery.ordering import KeyChains
 from headrace.errors import Code
-from headrace.flow.answered import Progress
-from headrace.flow.delivery import Delivery
-from headrace.flow.inflight import HEADER_OVERHEAD_BYTES, RECORD_OVERHEAD_BYTES, beside_bytes
-from headrace.flow.ordering import KeyChains
-from headrace.messages import Envelope, Failure, Request
 from headrace.models.registry import Models
+from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.ingest import service
 from headrace.services.ingest.reading import Admission, Rules
 from headrace.services.ingest.service import IngestService

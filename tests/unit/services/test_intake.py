@@ -7,9 +7,9 @@ from collections import deque
 
 import pytest
 
-from headrace.flow.channel import Ask, PullChannel
-from headrace.messages import Batch
+from headrace.protocol.messages import Batch
 from headrace.services.executor.intake import AHEAD_FROM_US, LEAD_US, Intake, Taken
+from headrace.transport.channels import Ask, PullChannel
 from tests.support.conditions import eventually
 from tests.support.work import make_request
 

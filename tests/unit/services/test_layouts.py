@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.codec import decode_request, encode_request
 from headrace.config import LimitSettings
-from headrace.messages import Envelope
+from headrace.protocol.codec import decode_request, encode_request
+from headrace.protocol.messages import Envelope
 from headrace.services.ingest.layouts import DOUBT, MAX_AROUND_BYTES, MAX_LAYOUTS, Layouts
 
 

@@ -7,12 +7,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from headrace.flow import sending
-from headrace.flow.answered import Progress
-from headrace.flow.budget import Budget
-from headrace.flow.inflight import Ledger
+from headrace.delivery import producing
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import Ledger
 from headrace.log.port import TopicPartition
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from headrace.services.responder import overlapping
 from headrace.services.responder.turns import OrderBy
 from tests.support.answering import (
@@ -32,7 +32,7 @@ async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else(
 ) -> None:
     """However many chunks wait for it: its answers stand aside, and go when it is back."""
     monkeypatch.setattr(overlapping, "STALLED_S", 0.02)
-    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.01)
+    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
     async with running() as bench:
         bench.log.faults.take_leaders(MINE.topic)
         stuck = [answerable(kafka_replyTopic=b"headrace.mine") for _ in range(40)]
@@ -51,7 +51,7 @@ async def test_what_was_revoked_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch, order: OrderBy
 ) -> None:
     """Another process answers it; of those that have failed before, the others are answered."""
-    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.01)
+    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
     ours, revoked = answerable(), answerable()
     ledger = Ledger(Budget(1_000_000), lambda: None)
     assignments = [
@@ -81,7 +81,7 @@ async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
     """One that counted while an earlier one on another topic did not would let a later one pass
     that, after a restart.
     """
-    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.01)
+    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
     ledger = Ledger(Budget(1_000_000), lambda: None)
     assignment = ledger.assign(TopicPartition("headrace.requests", 0), Progress(0))
     requests = [answerable(kafka_replyTopic=b"headrace.mine"), answerable()]

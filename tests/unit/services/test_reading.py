@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from headrace.config import LimitSettings
+from headrace.delivery.inflight import Assignment, LedgerReceipt
 from headrace.errors import Code, Rejected
-from headrace.flow.inflight import Assignment, LedgerReceipt
 from headrace.log.port import Record
-from headrace.messages import Request
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
+from headrace.protocol.messages import Request
 from headrace.services.ingest.reading import Rules, read_request, read_requests
 from tests.support.services import REQUESTS, digits_models, digits_value, make_assignment
 from tests.support.work import NOW_US

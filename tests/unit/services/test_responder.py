@@ -8,13 +8,13 @@ import struct
 import numpy as np
 import pytest
 
-from headrace.codec import Answer, decode_response
+from headrace.delivery import producing
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.source_offsets import Origins
 from headrace.errors import Code
-from headrace.flow import sending
-from headrace.flow.answered import Progress
-from headrace.flow.origins import Origins
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
+from headrace.protocol.codec import Answer, decode_response
 from headrace.services.responder import directory
 from headrace.services.responder.turns import OrderBy
 from tests.support.answering import (
@@ -299,7 +299,7 @@ async def test_nothing_is_settled_before_it_is_acknowledged() -> None:
 
 async def test_an_outage_delays_answers_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are sent when the broker is back, each once."""
-    monkeypatch.setattr(sending, "wait_random_exponential", lambda **_: lambda _: 0.001)
+    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.001)
     requests = [answerable() for _ in range(20)]
     async with running() as bench:
         bench.log.faults.take_down()

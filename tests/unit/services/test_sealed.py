@@ -10,25 +10,25 @@ import numpy as np
 import pytest
 
 from headrace.config import make_settings
-from headrace.envelope import parse_envelope
+from headrace.delivery import acked_offsets, transactions
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget
+from headrace.delivery.inflight import Ledger
+from headrace.delivery.offset_store import Books
+from headrace.delivery.transactions import Sealing
 from headrace.errors import Code
-from headrace.flow import answered, sealing
-from headrace.flow.answered import Progress
-from headrace.flow.books import Books
-from headrace.flow.budget import Budget
-from headrace.flow.channel import Channel, ChannelWriter
-from headrace.flow.inflight import Ledger
-from headrace.flow.sealing import Sealing
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import SealFault
 from headrace.log.port import Committed, TopicInfo, TopicPartition
-from headrace.messages import Failure, Request
+from headrace.protocol.headers import parse_envelope
+from headrace.protocol.messages import Failure, Request
 from headrace.services.responder import sealed, turns
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.services.responder.step_size import StepSizing
 from headrace.services.responder.turns import OrderBy
+from headrace.transport.channels import Channel, ChannelWriter
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
 from tests.support.services import StillClock, counted, make_instruments
@@ -44,7 +44,7 @@ LIMIT_BYTES = 3000
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
-    monkeypatch.setattr(sealing, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
     monkeypatch.setattr(sealed, "RETRY_S", 0.01)
 
 
@@ -258,7 +258,7 @@ async def answer_where_responses_are_forbidden() -> None:
 
 async def test_answers_whose_offsets_have_no_room_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unsealed, until lower ones make room; nothing that is visible is missing in the commit."""
-    monkeypatch.setattr(answered, "_MAX_BODY_BYTES", 4)
+    monkeypatch.setattr(acked_offsets, "_MAX_BODY_BYTES", 4)
     async with running() as bench:
         requests = [bench.request() for _ in range(80)]
         await bench.inlet.send(requests[1::2])

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from headrace.flow import sealing
-from headrace.flow.answered import Progress
+from headrace.delivery import transactions
+from headrace.delivery.acked_offsets import Progress
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.sealing import MemoryTransactionalProducer
@@ -22,7 +22,7 @@ from tests.unit.services.test_sealed import RESPONSES, offsets_in_order, running
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
-    monkeypatch.setattr(sealing, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
     monkeypatch.setattr(sealed, "RETRY_S", 0.01)
 
 

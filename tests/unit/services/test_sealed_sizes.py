@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from headrace.flow import sealing
+from headrace.delivery import transactions
 from headrace.log.port import NewRecord, TopicInfo
 from headrace.services.responder import sealed, turns
 from headrace.services.responder.step_size import StepSizing
@@ -26,7 +26,7 @@ ANSWER_BYTES = 1100
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
-    monkeypatch.setattr(sealing, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
     monkeypatch.setattr(sealed, "RETRY_S", 0.01)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from headrace.config import LimitSettings
+from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, LedgerReceipt, beside_bytes
 from headrace.errors import Code, Fatal
-from headrace.flow.inflight import RECORD_OVERHEAD_BYTES, LedgerReceipt, beside_bytes
-from headrace.messages import Request
+from headrace.protocol.messages import Request
 from headrace.services.ingest import transforming
 from headrace.services.ingest.reading import Rules
 from headrace.services.ingest.service import IngestService

@@ -7,10 +7,10 @@ from prometheus_client import CollectorRegistry
 
 from headrace.errors import Code
 from headrace.log.errors import Fenced, LogUnavailable
-from headrace.messages import Envelope, Failure, Request
+from headrace.protocol.messages import Envelope, Failure, Request
+from headrace.protocol.trace_context import Trace, new_trace
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from headrace.trace import Trace, new_trace
 from tests.support.receipts import NO_RECEIPT
 
 WRITTEN_MS = 1_700_000_000_000

@@ -10,10 +10,10 @@ import structlog
 from structlog.testing import capture_logs
 
 from headrace.errors import Code
-from headrace.messages import Envelope, Failure, Request
+from headrace.protocol.messages import Envelope, Failure, Request
+from headrace.protocol.trace_context import Trace, new_trace
 from headrace.telemetry.request_log import MAX_LINES, log_answered
 from headrace.topics import Stage
-from headrace.trace import Trace, new_trace
 from tests.support.receipts import NO_RECEIPT
 
 NOW_US = 1_700_000_000_500_000

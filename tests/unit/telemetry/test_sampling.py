@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from headrace.protocol.trace_context import until_sampled
 from headrace.telemetry import tracing as tracing_module
-from headrace.trace import until_sampled
 from tests.support.spans import (
     CALLER,
     TRACE_ID,

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from headrace.errors import Code, ConfigurationError
-from headrace.messages import Failure
+from headrace.protocol.messages import Failure
+from headrace.protocol.trace_context import SAMPLED, SpanId
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.trace_export import CLOSE_S, CUT_OFF_S, TraceExport
 from headrace.telemetry.tracing import FinishedSpan
-from headrace.trace import SAMPLED, SpanId
 from tests.support.otlp import Decoding
 from tests.support.spans import T, make_run, make_traced, traceparent, tracing_spans
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
+from headrace.delivery.failures import deadline_passed
 from headrace.errors import Code
-from headrace.flow.endings import deadline_passed
 from headrace.log.port import TopicPartition
-from headrace.messages import Failure
+from headrace.protocol.messages import Failure
 from headrace.topics import Stage
 from tests.support.spans import (
     CALLER,

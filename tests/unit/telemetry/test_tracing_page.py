@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.semconv._incubating.attributes import messaging_attributes
 
 from headrace.errors import Code
-from headrace.messages import Failure
+from headrace.protocol.messages import Failure
 from headrace.telemetry.span_attributes import SCHEMA_URL
 from headrace.topics import Stage
 from tests.support.spans import (

@@ -1,0 +1,1 @@
+"""Records from a partition to the first stage: polling, waiting, backpressure, lag."""

@@ -1,0 +1,319 @@
+"""Carries out what follows from unclean ends: marks, and accused records that run alone.
+
+`headrace.crash_isolation.poison_search` concludes, this drives. Two orders make a mark mean
+something, and `headrace.crash_isolation.run_gate` keeps both:
+
+- careful: the mark of what is read or run is written and acknowledged → it begins → it ends → the
+  next mark may leave it out;
+- alone: nothing else is inside → the mark that one request runs alone is acknowledged → it runs →
+  it has survived → others enter, marked.
+
+In ordinary times a partition costs one mark when it is assigned and one when it is given up, and a
+record costs nothing. No partition is held back for the sake of another one at any time.
+
+The source drives it: `assigned` and `revoked` come from the group, `look` from its reading, and
+`let_in` and `is_done` from the stage that receives records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import structlog
+
+from headrace.consumer.ready_queue import Arrivals, Delivery
+from headrace.consumer.source_settings import SourceSettings
+from headrace.crash_isolation.isolation import Isolated, IsolatedReceipt, Isolation
+from headrace.crash_isolation.liveness import process_name
+from headrace.crash_isolation.markers import Marks, Owner
+from headrace.crash_isolation.poison_search import Alone, Suspects
+from headrace.crash_isolation.run_gate import Entry, RunGate
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.inflight import Ledger
+from headrace.errors import Retriable
+from headrace.log.port import Consumer, TopicPartition
+from headrace.protocol.messages import Request
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+RETRY_S = 0.5
+CLOSING_MARK_S = 1.0
+"""For the mark at a revocation; without it, the next owner finds an unclean end."""
+LOOK_S = 0.1
+MARKED_RECORDS = 64
+"""As many are read under one mark: each that was, and did not do it, runs alone after an end."""
+
+
+class Probation:
+    """The suspects of one source.
+
+    Args:
+        marks: where marks are kept.
+        ledger: of what the source reads.
+        settings: of the source; without `max_attempts` nothing is ever suspect, and nothing marked.
+        arrivals: where the first stage receives records that were parked.
+
+    Attributes:
+        gate: where reading and runs begin.
+    """
+
+    def __init__(
+        self,
+        marks: Marks,
+        ledger: Ledger,
+        metrics: Metrics,
+        settings: SourceSettings,
+        arrivals: Arrivals,
+    ) -> None:
+        self._marks = marks
+        self._ledger = ledger
+        self._metrics = metrics
+        self._settings = settings
+        self._arrivals = arrivals
+        self._member = ""
+        self._suspects = Suspects(settings.max_attempts)
+        self._partitions: set[TopicPartition] = set()
+        self._parked: deque[Isolated] = deque()
+        self._on_trial: Isolated | None = None
+        self._reading: Entry | None = None
+        self._reading_alone: Isolated | None = None
+        self._outdated = asyncio.Event()
+        self._look_at_s = 0.0
+        self.gate = RunGate(self._write_until_kept)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is left of an unclean end, so that `look` is needed."""
+        return self._suspects.is_active
+
+    # --- the group ---------------------------------------------------------------------------
+
+    async def joining(self, topic: str) -> None:
+        """Before the group is joined: who is known to be dead does not hold it up."""
+        if not self._settings.max_attempts:
+            return
+        try:
+            await self._marks.remove_dead_members(topic)
+        except Retriable as error:
+            log.warning(Event.MARK_DELAYED, reason=str(error))
+
+    async def assigned(
+        self, consumer: Consumer, progresses: Mapping[TopicPartition, Progress]
+    ) -> None:
+        """Take partitions up; returns when it is marked that they are read.
+
+        Raises:
+            LogUnavailable: the marks cannot be read or written now.
+        """
+        if not self._settings.max_attempts:
+            return
+        self._member = consumer.member_id
+        found = await self._marks.read(list(progresses))
+        unclean = [
+            each
+            for each, (mark, _) in found.items()
+            if mark.is_open or mark.ends or mark.accused or mark.attempts
+        ]
+        ends = await consumer.end_offsets(unclean) if unclean else {}
+        for partition, progress in progresses.items():
+            mark, _ = found[partition]
+            self._suspects.take_up(partition, mark, progress, ends.get(partition, 0))
+            self._partitions.add(partition)
+        self._reckon()
+        await self._write()
+        if self.is_active:
+            names = [str(each) for each in unclean]
+            log.warning(Event.SUSPECTS_FOUND, partitions=names, offsets=self._suspects.count)
+        self._metrics.attempts.inc(sum(mark.alone is not None for mark, _ in found.values()))
+
+    async def revoked(self, partitions: Sequence[TopicPartition]) -> None:
+        """Partitions are given up, or the process ends, in good order: marks that.
+
+        Call it when what was in flight is answered or given up. What is still running then is no
+        suspect: if it ends this process, that is an unclean end of the partitions that it holds,
+        and if it ends the next owner's, that is one of this partition.
+        """
+        if not self._settings.max_attempts:
+            return
+        ours = [each for each in partitions if each in self._partitions]
+        for partition in ours:
+            self._look_at(partition)
+        marks = {each: self._suspects.closing_mark(each) for each in ours}
+        for partition in ours:
+            # From here on no other mark is written of it, so that the closing one is the last.
+            self._suspects.give_up(partition)
+            self._partitions.discard(partition)
+        self._reckon()
+        try:
+            async with asyncio.timeout(CLOSING_MARK_S):
+                await self._marks.write(marks, Owner(self._member, process_name()))
+        except (Retriable, TimeoutError) as error:
+            log.warning(Event.MARK_DELAYED, reason=str(error) or "no answer in time")
+
+    # --- reading -----------------------------------------------------------------------------
+
+    async def look(self, consumer: Consumer) -> None:
+        """Before a poll while `is_active`: forget what is answered meanwhile."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + LOOK_S
+        # Behind the last record of a partition there may be offsets without any.
+        is_through = not self._arrivals and self._reading is None and self._reading_alone is None
+        for partition in self._partitions:
+            try:
+                self._look_at(partition, await consumer.position(partition) if is_through else 0)
+            except Retriable:
+                continue  # revoked this moment; the next look tells
+        self._reckon()
+
+    def _look_at(self, partition: TopicPartition, position: int = 0) -> None:
+        assignment = self._ledger.get(partition)
+        if assignment is None:
+            return  # lost to another owner, of which the group will tell
+        progress = assignment.progress
+        committed = assignment.committed.offset if self._settings.commits else progress.base
+        passed = max(assignment.last_delivered + 1, position)
+        parked = [*self._parked, self._on_trial]
+        offsets = {each.record.offset for each in parked if each and each.assignment is assignment}
+        self._suspects.look(partition, progress, committed, passed, offsets)
+
+    def divided(self, delivery: Delivery) -> Iterator[Delivery]:
+        """Yield parts of a delivery that are small enough to be marked, while careful."""
+        if not self.gate.is_marking:
+            yield delivery
+            return
+        isolation = self._isolation(delivery.assignment.partition)
+        for start in range(0, len(delivery.records), MARKED_RECORDS):
+            records = delivery.records[start : start + MARKED_RECORDS]
+            yield Delivery(delivery.assignment, records, isolation)
+
+    async def let_in(self, delivery: Delivery) -> Delivery:
+        """Return what the stage receives now, once it is marked that it is being read."""
+        partition = delivery.assignment.partition
+        isolation = delivery.isolation or self._isolation(partition)
+        isolated = isolation.isolated
+        if isolated is not None:
+            await self.gate.enter_alone(Alone(partition, isolated.record.offset, 0))
+            self._reading_alone = isolated
+            # It may have become void while it waited for the others to leave.
+            isolated.is_delivered = not isolated.receipt.void
+            return delivery if isolated.is_delivered else delivery._replace(records=())
+        self._tell_of_condemned(delivery, isolation)
+        # Accused records are parked and not read now, so that they are not marked either.
+        offsets = [one.offset for one in delivery.records if one.offset not in isolation.accused]
+        self._reading = await self.gate.enter([(partition, offset) for offset in offsets])
+        return delivery._replace(isolation=isolation)
+
+    def is_done(self) -> None:
+        """The stage has read what it received last, and passed it on."""
+        if self._reading is not None:
+            self.gate.leave(self._reading)
+            self._reading = None
+        isolated, self._reading_alone = self._reading_alone, None
+        if isolated is None:
+            return
+        if not isolated.open_places:
+            self._conclude(isolated)  # no model runs for it, here or at all
+        self.gate.leave_alone()
+
+    def _isolation(self, partition: TopicPartition) -> Isolation:
+        suspects = self._suspects
+        return Isolation(
+            suspects.condemned(partition),
+            suspects.accused(partition),
+            self._park,
+            runs=self._settings.runs,
+        )
+
+    def _tell_of_condemned(self, delivery: Delivery, isolation: Isolation) -> None:
+        offsets = {record.offset for record in delivery.records} if isolation.condemned else ()
+        for offset, place in sorted(isolation.condemned):
+            if offset in offsets:
+                self._metrics.condemned.inc()
+                record = f"{delivery.assignment.partition}/{offset}"
+                log.error(Event.REQUEST_CONDEMNED, record=record, place=place)
+
+    # --- running alone -----------------------------------------------------------------------
+
+    def _park(self, isolated: Isolated) -> None:
+        self._parked.append(isolated)
+        self._try_next()
+
+    def _try_next(self) -> None:
+        """Deliver the next parked record again, if none is on trial."""
+        while self._on_trial is None and self._parked:
+            isolated = self._parked.popleft()
+            if isolated.receipt.void:
+                isolated.receipt.settle()  # which gives its bytes back
+                continue
+            self._on_trial = isolated
+            isolation = self._isolation(isolated.assignment.partition)
+            isolation = isolation._replace(isolated=isolated)
+            self._arrivals.put_isolated(Delivery(isolated.assignment, [isolated.record], isolation))
+        self._arrivals.awaits_isolated = bool(self._parked)
+        self._arrivals.tell()
+
+    def has_run(self, requests: Sequence[Request]) -> None:
+        """Requests that ran alone have come to their end, whatever that is."""
+        for request in requests:
+            receipt = request.receipt
+            assert isinstance(receipt, IsolatedReceipt)
+            # From here on it is a request like any other: it is answered beside others.
+            request.receipt = receipt.record_receipt
+            receipt.isolated.open_places -= 1
+            if not receipt.isolated.open_places:
+                self._conclude(receipt.isolated)
+
+    def _conclude(self, isolated: Isolated) -> None:
+        if isolated is not self._on_trial:
+            return
+        self._on_trial = None
+        if not isolated.is_delivered:
+            isolated.receipt.settle()  # it is void, and gives its bytes back
+        elif not isolated.receipt.void:
+            self._suspects.survived(isolated.assignment.partition, isolated.record.offset)
+        self._reckon()
+        self._try_next()
+
+    # --- marks -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Write marks that have changed and that nothing waits for; until cancelled."""
+        while True:
+            await self._outdated.wait()
+            self._outdated.clear()
+            await self._write_until_kept()
+            # Not before the log has forgotten who ran alone: what runs unmarked beside a mark that
+            # says so would be held against that request.
+            if self.gate.is_marking and not self._suspects.is_careful:
+                self.gate.is_marking = False
+                log.info(Event.SUSPECTS_CLEARED)
+
+    def _reckon(self) -> None:
+        """Act on what the suspects are now."""
+        self.gate.is_marking = self.gate.is_marking or self._suspects.is_careful
+        self._metrics.suspects.set(self._suspects.count)
+        self._outdated.set()
+
+    async def _write(self) -> None:
+        gate = self.gate
+        marks = {
+            each: self._suspects.mark(each, gate.running(each), gate.alone)
+            for each in self._partitions
+        }
+        await self._marks.write(marks, Owner(self._member, process_name()))
+
+    async def _write_until_kept(self) -> None:
+        while True:
+            try:
+                await self._write()
+            except Retriable as error:
+                log.warning(Event.MARK_DELAYED, reason=str(error))
+                await asyncio.sleep(RETRY_S)
+            else:
+                return

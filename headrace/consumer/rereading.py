@@ -1,0 +1,145 @@
+"""Reads deferred records a second time, beside the group's member, when their claims have room.
+
+The reader is in no group and commits nothing. It is opened when something is deferred, and closed
+when nothing has been for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from headrace.consumer.deferring import Deferral
+from headrace.consumer.ready_queue import Arrivals, Delivery
+from headrace.delivery.inflight import Assignment, Deferred
+from headrace.errors import Retriable
+from headrace.log.errors import OffsetOutOfRange
+from headrace.log.port import Consumer, Log, Record, TopicPartition
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+NEAR_OFFSETS = 64
+"""A record so close behind another one is read on to, not sought."""
+MAX_RECORDS = 512
+POLL_TIMEOUT_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class RereadingTimes:
+    """When what is done.
+
+    Attributes:
+        pace_s: between two looks for room.
+        read_s: what is picked of a partition has to come within this; the rest is picked again.
+        keep_s: the reader stays for so long after the last one.
+        retry_s: after the log was not available.
+    """
+
+    pace_s: float = 0.02
+    read_s: float = 2.0
+    keep_s: float = 5.0
+    retry_s: float = 0.5
+
+
+class Rereading:
+    """Reads what a `Deferral` picks.
+
+    Args:
+        deferral: says what has room.
+        ready: takes what was read.
+        is_wanted: whether records of a partition are let in now.
+        metrics: told of what the log does not hold any more.
+        times: when it does what.
+    """
+
+    def __init__(
+        self,
+        deferral: Deferral,
+        ready: Arrivals,
+        is_wanted: Callable[[TopicPartition], bool],
+        metrics: Metrics,
+        times: RereadingTimes = RereadingTimes(),
+    ) -> None:
+        self._deferral = deferral
+        self._ready = ready
+        self._is_wanted = is_wanted
+        self._metrics = metrics
+        self._times = times
+
+    async def run(self, log_: Log) -> None:
+        """Read, until cancelled."""
+        while True:
+            await self._deferral.wait_deferred()
+            try:
+                await self._read_while_deferred(log_)
+            except Retriable as error:
+                log.warning(Event.REREADING_DELAYED, reason=str(error))
+                await asyncio.sleep(self._times.retry_s)
+
+    async def _read_while_deferred(self, log_: Log) -> None:
+        """Read with one reader, until a partition is added that it does not have."""
+        deferral, partitions = self._deferral, sorted(self._deferral.partitions())
+        async with log_.reader(partitions) as reader:
+            reader.pause(partitions)
+            while deferral.partitions() <= set(partitions):
+                if not await deferral.wait_deferred(self._times.keep_s):
+                    return
+                await asyncio.sleep(self._times.pace_s)
+                if deferral.partitions() <= set(partitions):
+                    for assignment, picked in deferral.pick().items():
+                        await self._read(reader, assignment, picked)
+
+    async def _read(
+        self, reader: Consumer, assignment: Assignment, picked: Sequence[Deferred]
+    ) -> None:
+        partition = assignment.partition
+        wanted = {each.offset: each for each in picked}
+        reader.resume([partition])
+        try:
+            await self._read_all(reader, assignment, wanted)
+        except OffsetOutOfRange:
+            beginning = (await reader.beginning_offsets([partition]))[partition]
+            for offset in [each for each in wanted if each < beginning]:
+                self._lose(wanted.pop(offset))
+        finally:
+            reader.pause([partition])
+            self._deferral.put_back(wanted.values())
+
+    async def _read_all(
+        self, reader: Consumer, assignment: Assignment, wanted: dict[int, Deferred]
+    ) -> None:
+        """Read the wanted records, and take each out of `wanted` as it is found."""
+        partition, position = assignment.partition, -NEAR_OFFSETS
+        until_s = time.monotonic() + self._times.read_s
+        while wanted and not assignment.void and time.monotonic() < until_s:
+            first = min(wanted)
+            if not position <= first < position + NEAR_OFFSETS:
+                reader.seek(partition, first)
+            polled = await reader.poll(POLL_TIMEOUT_S, MAX_RECORDS)
+            records: Sequence[Record] = polled.get(partition, ())
+            if not records:
+                continue
+            position = records[-1].offset + 1
+            found = [record for record in records if record.offset in wanted]
+            for record in found:
+                del wanted[record.offset]
+            if found and self._is_wanted(partition):
+                self._ready.put(Delivery(assignment, found, again=True))
+                self._ready.tell()
+            for offset in [each for each in wanted if each < position]:
+                self._lose(wanted.pop(offset))  # deleted while it was deferred
+
+    def _lose(self, deferred: Deferred) -> None:
+        """A record was deleted while it was deferred, which counts as never read."""
+        where, offset = deferred.assignment.partition, deferred.offset
+        self._metrics.skipped.inc()
+        log.error(Event.RECORDS_SKIPPED, partition=str(where), first=offset, count=1)
+        if self._is_wanted(where):
+            self._ready.put(Delivery(deferred.assignment, (), skipped=offset, again=True))
+            self._ready.tell()

@@ -1,0 +1,120 @@
+"""What there is to see of a source: plain numbers out of its ledger, made when somebody looks."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from headrace.consumer.backpressure import Pauses
+from headrace.consumer.deferring import Deferral
+from headrace.consumer.lag import Backlog
+from headrace.consumer.stalled_offsets import Bases
+from headrace.delivery.committer import Committer, Companion
+from headrace.delivery.inflight import NEVER_COMMITTED, Assignment, Ledger
+from headrace.log.port import TopicPartition
+from headrace.telemetry.snapshots import CommitSnapshot, PartitionSnapshot, SourceSnapshot
+
+
+class Parts(NamedTuple):
+    """What a source is made of.
+
+    Attributes:
+        waiting_bytes: of records that were read and are not admitted yet.
+        commits: whether it commits.
+        pauses: what is not read, and why.
+        bases: which stand still.
+        assigning_since_s: when an assignment began that is not done, on the monotonic clock.
+        deferral: where models have shares of the budget.
+    """
+
+    topic: str
+    group: str
+    ledger: Ledger
+    companion: Companion | None
+    committer: Committer
+    backlog: Backlog
+    waiting_bytes: int
+    commits: bool
+    pauses: Pauses
+    bases: Bases
+    last_contact_s: float
+    deferral: Deferral | None
+    assigning_since_s: float | None
+
+
+def source_snapshot(parts: Parts) -> SourceSnapshot:
+    """The whole source."""
+    reasons = parts.pauses.reasons
+    now_s = time.monotonic()
+    partitions = [
+        each._replace(
+            paused=reasons.get(where, ""),
+            base_age_s=parts.bases.age_s(where, now_s),
+            is_stuck=parts.bases.is_stuck(where, now_s),
+        )
+        for each in partition_snapshots(parts.ledger, parts.backlog)
+        for where in (TopicPartition(each.topic, each.partition),)
+    ]
+    backlog = sum(each.backlog_records for each in partitions)
+    throughput = parts.backlog.throughput
+    companions = () if parts.companion is None else tuple(parts.companion.snapshots())
+    budget = parts.ledger.budget
+    return SourceSnapshot(
+        topic=parts.topic,
+        group=parts.group,
+        last_contact_s=parts.last_contact_s,
+        in_flight_records=parts.ledger.in_flight(),
+        in_flight_bytes=budget.used_bytes + parts.waiting_bytes,
+        limit_bytes=budget.limit_bytes,
+        paused=parts.pauses.reason,
+        oldest_age_s=_oldest_age_s(parts.ledger),
+        backlog_records=backlog,
+        throughput_per_s=throughput.per_s,
+        time_to_drain_s=throughput.time_to_drain_s(backlog),
+        commit=CommitSnapshot(
+            commits=parts.commits,
+            age_s=parts.committer.age_s(),
+            failures=parts.committer.failures,
+            last_failure=parts.committer.last_failure,
+        ),
+        partitions=(*partitions, *companions),
+        stalled_s=parts.backlog.stall.for_s(now_s, parts.backlog.settled),
+        assigning_s=0.0 if parts.assigning_since_s is None else now_s - parts.assigning_since_s,
+        model_bytes={} if parts.deferral is None else parts.deferral.shares.model_bytes(),
+    )
+
+
+def partition_snapshots(ledger: Ledger, backlog: Backlog) -> list[PartitionSnapshot]:
+    """The partitions that are read, in order."""
+    return [
+        _partition(assignment, backlog)
+        for assignment in sorted(ledger.assignments, key=lambda each: each.partition)
+    ]
+
+
+def _partition(assignment: Assignment, backlog: Backlog) -> PartitionSnapshot:
+    progress, committed = assignment.progress, assignment.committed
+    answered, ranges = progress.answered_above
+    return PartitionSnapshot(
+        *assignment.partition,
+        epoch=assignment.epoch,
+        base=progress.base,
+        committed=None if committed == NEVER_COMMITTED else committed.offset,
+        end=backlog.ends.get(assignment.partition),
+        in_flight=assignment.in_flight,
+        span_records=max(0, assignment.last_delivered + 1 - progress.base),
+        answered_records=answered,
+        answered_ranges=ranges,
+        metadata_characters=len(committed.metadata),
+        deferred_records=len(assignment.deferred),
+    )
+
+
+def _oldest_age_s(ledger: Ledger) -> float:
+    """0 where nothing is in flight: marks of records that were put back may be left then."""
+    oldest_ms = [
+        timestamp_ms
+        for each in ledger.assignments
+        if each.in_flight and (timestamp_ms := each.ages.oldest_ms(each.progress.base)) is not None
+    ]
+    return max(0.0, time.time() - min(oldest_ms) / 1000) if oldest_ms else 0.0

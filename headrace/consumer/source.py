@@ -1,0 +1,513 @@
+"""A process's source: reads its first topic, keeps the ledger, commits what is settled.
+
+The path of a record here: `poll` → its partition's assignment is looked up → it waits in the
+ready queue → the stage receives it, admits it and works on it → its receipt is settled → the
+committer, in the background, commits the base and what is answered above it; no record waits.
+
+On assignment: read what is committed, seek to its base, and only then let records in. For exactly
+once the partitions' former owners are fenced before that. On revocation: let nothing more in, give
+what is in flight until the drain deadline, commit, and void the rest. Reading pauses while the
+budget is exceeded; polling never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any, Self
+
+import structlog
+
+from headrace.consumer.backpressure import Pauses
+from headrace.consumer.deferring import Deferral, Refusal
+from headrace.consumer.lag import Backlog
+from headrace.consumer.quarantine import Probation
+from headrace.consumer.ready_queue import Arrivals, Delivery
+from headrace.consumer.rereading import Rereading
+from headrace.consumer.snapshot import Parts, partition_snapshots, source_snapshot
+from headrace.consumer.source_settings import SourceSettings
+from headrace.consumer.stalled_offsets import Bases
+from headrace.crash_isolation.markers import Marks
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.budget import Budget, Shares
+from headrace.delivery.committer import COMMIT_RETRY_S, Committer
+from headrace.delivery.inflight import Assignment, Ledger
+from headrace.delivery.offset_reset import TopicIdentity, go_on_in_range, starting_progress
+from headrace.delivery.offset_store import Books
+from headrace.delivery.ordering import KeyChains
+from headrace.delivery.source_offsets import Origins
+from headrace.delivery.transactions import Sealing
+from headrace.errors import Retriable
+from headrace.log.errors import OffsetOutOfRange
+from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
+from headrace.primitives.auto_reset_event import Signal
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import SourceSnapshot
+from headrace.telemetry.watchdog import READER_LIMIT_S, Activity
+
+log = structlog.get_logger(__name__)
+
+POLL_TIMEOUT_S = 0.2
+PAUSED_POLL_S = 0.01
+MAX_POLL_RECORDS = 512
+RETRY_S = 0.5
+CLOSE_TIMEOUT_S = 2.0
+MAX_REVOCATION_S = 25.0
+"""Draining and the last commit together: the group waits 30 s for a member to let go."""
+LAST_COMMIT_S = 2.0
+"""What the last commit gets of the time for a revocation, at most."""
+
+
+class Source:
+    """The first inlet of a process. Enter it, `run` it in a task, and `receive` from it.
+
+    Attributes:
+        ledger: of what was read.
+        books: of what is answered.
+        deferral: of requests over their shares; None where there are no shares.
+        sealing: for exactly once, where answers are given here.
+        reading: gets on with every poll.
+        assigned: set when the group has assigned partitions for the first time, be it none.
+    """
+
+    def __init__(
+        self,
+        log_: Log,
+        settings: SourceSettings,
+        metrics: Metrics,
+        companion: Origins | None = None,
+        refusal: Refusal | None = None,
+    ) -> None:
+        self._log = log_
+        self._settings = settings
+        self._metrics = metrics
+        self._companion = companion
+        self.ledger = Ledger(Budget(settings.budget_bytes), self._on_settled)
+        requests = settings.requests or settings.topic
+        self.books = Books(self.ledger, companion, requests, settings.topic)
+        self.sealing = (
+            Sealing(log_, self.books, settings.group, metrics, self._void_all)
+            if settings.exactly_once and settings.commits
+            else None
+        )
+        # What answers repeats is on `requests`; repeats on the topics between are recognised.
+        self._pauses = Pauses(
+            self.ledger,
+            bounds_metadata=settings.requests == settings.topic,
+            shares=settings.shares,
+        )
+        self.deferral = _deferral(self.ledger.budget, settings, refusal)
+        self._bases = Bases(self.ledger, settings.kept_s)
+        self._ready = Arrivals()
+        self.probation = Probation(
+            Marks(log_, settings.group), self.ledger, metrics, settings, self._ready
+        )
+        self._revocations: list[Callable[[], None]] = []
+        if self.deferral is not None:
+            self.when_revoked(self.deferral.forget)
+        self._reads_requests = requests == settings.topic
+        self._identity = TopicIdentity(log_, settings.topic)
+        self._behind: dict[TopicPartition, int] = {}
+        self._settled = Signal()
+        self._committer = Committer(self.ledger, companion, metrics, self._settled, self.sealing)
+        self._backlog = Backlog(self._unanswered, self._is_working)
+        self._assigning_since_s: float | None = None
+        self.reading = Activity(f"reader of {settings.topic}", READER_LIMIT_S)
+        self.assigned = asyncio.Event()
+        self._stopping = self._closing = self._reading = self._opened = False
+        self._leaving: frozenset[TopicPartition] = frozenset()
+        self._stack = AsyncExitStack()
+        self._consumer: Consumer
+
+    async def __aenter__(self) -> Self:
+        await self.probation.joining(self._settings.topic)
+        settings = self._settings
+        member = self._log.member(settings.group, [settings.topic], self, kind=settings.kind)
+        self._consumer = await self._stack.enter_async_context(member)
+        if self.sealing is not None:
+            self._stack.push_async_callback(self.sealing.release)
+        self._stack.push_async_callback(self._end_reading)
+        self._opened = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._closing = True
+        await self._stack.aclose()  # the member leaves though what comes before is cancelled
+
+    async def _end_reading(self) -> None:
+        try:  # nobody cancels a poll: it is let end, as far as that does not take too long
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                while self._reading:
+                    await self._settled.wait(POLL_TIMEOUT_S)
+        except TimeoutError:
+            log.warning(Event.READING_CUT_OFF)
+
+    async def run(self) -> None:
+        """Read and commit until `close_down`."""
+        self._reading = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(one, name=f"source-{of}") for of, one in self._beside()]
+                await self._read()
+                for task in beside:
+                    task.cancel()
+        finally:
+            self.reading.end()
+            self._reading = False
+            self._settled.give()
+
+    def _beside(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
+        group = self._settings.progress_group
+        yield "backlog", self._backlog.run(self._consumer)
+        yield "probation", self.probation.run()
+        if self.deferral is not None:
+            rereading = Rereading(self.deferral, self._ready, self._is_wanted, self._metrics)
+            yield "rereading", rereading.run(self._log)
+        if self._settings.commits:
+            yield "committer", self._committer.run(self._consumer)
+        else:
+            yield "bases", self._bases.run(self._log, group)
+            yield "progress", self._pauses.watch(self._log, group)
+
+    async def receive(self) -> Delivery | None:
+        """The next records of some partition; None when reading has stopped and none are left."""
+        self.probation.is_done()
+        while (delivery := await self._ready.next()) is not None:
+            is_isolated = delivery.isolation is not None and delivery.isolation.isolated is not None
+            if delivery.assignment.void and not is_isolated:
+                continue
+            if delivery.skipped is None and (is_isolated or self.probation.gate.is_marking):
+                delivery = await self.probation.let_in(delivery)
+                if delivery.assignment.void or not delivery.records:
+                    self.probation.is_done()
+                    continue
+            if delivery.skipped is None or self._reads_requests:
+                return delivery
+            delivery.assignment.admit(delivery.skipped, 0).settle()
+        return None
+
+    def stop_reading(self) -> None:
+        """Let nothing more in; stay in the group, so that what is in flight stays ours."""
+        self._stopping = True
+        self._ready.end()
+
+    async def close_down(self, deadline_s: float) -> None:
+        """Wait for what is in flight, commit it, and end `run`. Call after `stop_reading`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_s
+        await self._drain(None, deadline_s)
+        if self._settings.commits:
+            # The last commit is tried in any case, and not for long.
+            async with self._last_commit(max(deadline, loop.time() + LAST_COMMIT_S)):
+                while not await self._committer.commit(self._consumer) and loop.time() < deadline:
+                    await self._settled.wait(COMMIT_RETRY_S)
+        await self.probation.revoked([each.partition for each in self.ledger.assignments])
+        self._void_all()  # what is answered from now on would not be committed any more
+        self._closing = True
+
+    def when_revoked(self, call: Callable[[], None]) -> None:
+        """Call this whenever receipts have become void."""
+        self._revocations.append(call)
+
+    def last_contact_s(self) -> float:
+        """Seconds since the log was last heard of."""
+        return self._consumer.last_contact_s()
+
+    def snapshot(self) -> SourceSnapshot:
+        """What there is to see of it now."""
+        settings = self._settings
+        return source_snapshot(
+            Parts(
+                topic=settings.topic,
+                group=settings.group,
+                ledger=self.ledger,
+                companion=self._companion,
+                committer=self._committer,
+                backlog=self._backlog,
+                waiting_bytes=self._ready.waiting_bytes,
+                commits=settings.commits,
+                pauses=self._pauses,
+                bases=self._bases,
+                last_contact_s=self.last_contact_s() if self._opened else 0.0,
+                deferral=self.deferral,
+                assigning_since_s=self._assigning_since_s,
+            )
+        )
+
+    def _unanswered(self) -> int:
+        return sum(each.backlog_records for each in partition_snapshots(self.ledger, self._backlog))
+
+    def _is_working(self) -> bool:
+        assignments = self.ledger.assignments
+        return bool(self._ready) or any(each.in_flight or each.deferred for each in assignments)
+
+    # --- reading ---------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        while not self._closing:
+            self.reading.begin()
+            try:
+                polled = await self._poll()
+            except OffsetOutOfRange as error:
+                await self._go_on_in_range(error)
+                continue
+            for partition, records in polled.items():
+                assignment = self.ledger.get(partition)
+                if assignment is None or not self._is_wanted(partition):
+                    continue
+                for delivery in self.probation.divided(Delivery(assignment, records)):
+                    self._arrive(delivery)
+            for gap in self._consumer.gaps():
+                self._pass_over(gap, polled.get(gap.partition, ()))
+            if self._ready:
+                self._ready.tell()
+                await self._ready.let_work(self.ledger.budget)
+
+    def _arrive(self, delivery: Delivery) -> None:
+        assignment, records = delivery.assignment, delivery.records
+        self._ready.put(delivery)
+        assignment.last_read = records[-1].offset
+        assignment.ages.note(assignment.last_read, records[0].timestamp)
+
+    def _is_wanted(self, partition: TopicPartition) -> bool:
+        """What is about to be given up stays in the log, for its next owner."""
+        return not self._stopping and partition not in self._leaving
+
+    def _pass_over(self, gap: Gap, polled: Sequence[Record]) -> None:
+        """Count what cannot be read, and let the base move past it.
+
+        Args:
+            gap: what the last poll has passed over.
+            polled: what it returned of the same partition.
+        """
+        assignment = self.ledger.get(gap.partition)
+        if assignment is None or not self._is_wanted(gap.partition):
+            return  # the next owner meets it
+        if gap.end - 1 in assignment.progress:
+            return
+        self._metrics.passed_over(gap)
+        log.error(
+            Event.RECORDS_UNREADABLE,
+            partition=str(gap.partition),
+            first=gap.first,
+            count=gap.end - gap.first,
+            code=gap.code,
+            reason=gap.reason,
+        )
+        # A record behind the gap closes it. One that was not let in is read again, as the gap is.
+        if not polled or gap.end > polled[-1].offset == assignment.last_read:
+            self._ready.put(Delivery(assignment, (), skipped=gap.end - 1))
+
+    async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
+        if self.probation.is_active:
+            await self.probation.look(self._consumer)
+        if not self._pauses.regulate(
+            self._consumer, self._ready.waiting_bytes, stopping=self._stopping
+        ):
+            timeout_s = PAUSED_POLL_S if self._pauses.paused else POLL_TIMEOUT_S
+            return await self._consumer.poll(timeout_s, MAX_POLL_RECORDS)
+        await self._settled.wait(PAUSED_POLL_S)
+        return await self._consumer.poll(0, MAX_POLL_RECORDS)
+
+    async def _go_on_in_range(self, error: OffsetOutOfRange) -> None:
+        if not error.positions:
+            raise error
+        former = self.ledger.assignments
+        try:
+            replacement = await self._identity.replacement()
+            found = await go_on_in_range(
+                self._consumer, self.ledger, error.positions, is_replaced=bool(replacement)
+            )
+            self._identity.known = replacement or self._identity.known
+        except Retriable as unavailable:
+            log.warning(Event.SEEK_DELAYED, reason=str(unavailable))
+            await asyncio.sleep(RETRY_S)
+        else:
+            for partition, beginning in found.skipped.items():
+                assignment = self.ledger.get(partition)
+                if assignment is not None:
+                    self._skip(assignment, error.positions[partition], beginning)
+            for assignment in self.ledger.assignments:
+                if assignment not in former:  # of a topic in the place of the one that was read
+                    self._begin(assignment)
+            for call in self._revocations:
+                call()
+            if found.truncated:
+                await self._take_up_again(found.truncated)
+
+    async def _take_up_again(self, partitions: Sequence[TopicPartition]) -> None:
+        """Give up partitions that have lost their ends, and take them up again.
+
+        As in a rebalance, what is in flight ends and is committed first, so that what was answered
+        of the records that are left is kept, and nothing of a lost record is counted for the one
+        that gets its offset.
+        """
+        former = {each: self.ledger.get(each) for each in partitions}
+        deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
+        self._ready.drop(frozenset(partitions))
+        await self._drain(partitions, self._revocation_drain_s)
+        if self._settings.commits:
+            async with self._last_commit(deadline):
+                await self._committer.commit(self._consumer, frozenset(partitions))
+        # A rebalance may have come meanwhile, and has taken them up already where they are ours.
+        ours = [each for each, one in former.items() if one and self.ledger.get(each) is one]
+        self._void(ours)
+        while ours and not self._closing:
+            try:
+                progresses = await self._prepare(ours)
+                break
+            except Retriable as error:
+                log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
+                await asyncio.sleep(RETRY_S)
+        else:
+            return
+        for partition in ours:
+            if partition in self._consumer.assignment() and self.ledger.get(partition) is None:
+                self._consumer.seek(partition, progresses[partition].base)
+                self._begin(self.ledger.assign(partition, progresses[partition]))
+        # Committed at once: the longer it takes, the more records stand where the lost ones stood.
+        self._settled.give()
+
+    def _skip(self, assignment: Assignment, first: int, beginning: int) -> None:
+        """Nothing was read from `first` on, and what lies below `beginning` is gone."""
+        self._metrics.skipped.inc(beginning - first)
+        self._ready.put(Delivery(assignment, (), skipped=beginning - 1))
+        self._ready.tell()
+
+    # --- assignment ------------------------------------------------------------------------
+
+    async def on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
+        """Fence the former owners for exactly once, read what is committed, seek there, open."""
+        self._pauses.assigned_anew()
+        self._leaving = frozenset()
+        self._assigning_since_s = time.monotonic()
+        while not self._closing:
+            try:
+                progresses = await self._prepare(partitions)
+                await self.probation.assigned(self._consumer, progresses)
+                break
+            except Retriable as error:
+                # Nothing of these partitions can be read meanwhile.
+                log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
+                await asyncio.sleep(RETRY_S)
+        else:
+            return
+        self._assigning_since_s = None
+        for partition, progress in progresses.items():
+            self._consumer.seek(partition, progress.base)
+            self._begin(self.ledger.assign(partition, progress))
+        self._metrics.rebalanced()
+        self.assigned.set()
+        log.info(Event.ASSIGNED, partitions=[str(p) for p in partitions])
+
+    async def _prepare(
+        self, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, Progress]:
+        """Fence the former owners for exactly once, and read what is committed after that."""
+        numbers = [each.partition for each in partitions]
+        if self.sealing is not None:
+            await self.sealing.fence(self._consumer, numbers)
+        progresses = await self._load(partitions)
+        if self._companion is not None:
+            await self._companion.assigned(self._consumer, numbers)
+        return progresses
+
+    def _begin(self, assignment: Assignment) -> None:
+        """What is answered is known from our own answers, or from another process's commits."""
+        committed = self._behind.pop(assignment.partition, None)
+        if committed is not None and not self._settings.commits:
+            assignment.last_delivered = committed - 1
+            self._skip(assignment, committed, assignment.progress.base)
+        if not self._settings.commits:
+            self._pauses.follow(assignment.partition, assignment.progress.copy())
+        if self._settings.chains_keys:
+            assignment.chains = KeyChains(partial(self._is_answered, assignment))
+
+    def _is_answered(self, assignment: Assignment, offset: int) -> bool:
+        return offset in self._pauses.progress(assignment)
+
+    async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
+        """Finish what is in flight, commit it, both within one deadline; void the rest."""
+        self._leaving = frozenset(partitions)
+        self._ready.drop(self._leaving)
+        deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
+        await self._drain(partitions, self._revocation_drain_s)
+        if self._settings.commits:
+            async with self._last_commit(deadline):
+                await self._committer.commit(self._consumer, self._leaving)
+        await self.probation.revoked(partitions)
+        self._void(partitions)
+        if self.sealing is not None:
+            await self.sealing.release([p.partition for p in partitions])
+        log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
+
+    @property
+    def _revocation_drain_s(self) -> float:
+        return min(self._settings.drain_timeout_s, MAX_REVOCATION_S - LAST_COMMIT_S)
+
+    def _void_all(self) -> None:
+        self._ready.drop(None)
+        self._void([assignment.partition for assignment in self.ledger.assignments])
+
+    def _void(self, partitions: Sequence[TopicPartition]) -> None:
+        for partition in partitions:
+            self.ledger.revoke(partition)
+        if self._companion is not None:
+            self._companion.revoked([p.partition for p in partitions])
+        for call in self._revocations:
+            call()
+
+    @asynccontextmanager
+    async def _last_commit(self, deadline: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            log.warning(Event.COMMIT_FAILED, reason="the last commit was not answered in time")
+
+    async def _load(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, Progress]:
+        replacement = await self._identity.replacement()
+        if self._settings.progress_group == self._settings.group:
+            committed = await self._consumer.committed(partitions)
+        else:
+            committed = await self._log.committed(self._settings.progress_group, partitions)
+        if replacement:
+            committed = dict.fromkeys(partitions)  # of the topic that had the name before
+        beginnings = await self._consumer.beginning_offsets(partitions)
+        ends = await self._consumer.end_offsets(partitions)
+        self._identity.known = replacement or self._identity.known
+        self._behind = {
+            each: found.offset
+            for each, found in committed.items()
+            if found is not None and found.offset < beginnings[each]
+        }
+        return {
+            each: starting_progress(each, committed[each], beginnings[each], ends[each])
+            for each in partitions
+        }
+
+    # --- settling and committing -----------------------------------------------------------
+
+    def _on_settled(self) -> None:
+        self._backlog.settled = self.ledger.budget.settled
+        self._settled.give()
+        if self.deferral is not None:
+            self.deferral.freed()
+
+    async def _drain(self, partitions: Sequence[TopicPartition] | None, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.ledger.in_flight(partitions):
+                    await self._settled.wait(deadline_s)
+        except TimeoutError:
+            log.warning(Event.DRAIN_INCOMPLETE, in_flight=self.ledger.in_flight(partitions))
+
+
+def _deferral(budget: Budget, settings: SourceSettings, refusal: Refusal | None) -> Deferral | None:
+    if min(settings.model_share, settings.tenant_share) >= 1:
+        return None
+    return Deferral(Shares(budget, settings.model_share, settings.tenant_share), refusal)

@@ -1,0 +1,1 @@
+"""After an unclean end: which record ended the process, and what runs meanwhile."""

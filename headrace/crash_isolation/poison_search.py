@@ -1,0 +1,249 @@
+"""Crash isolation: which records may have ended a process, and what follows from each unclean end.
+
+Synchronous, and without a log: `headrace.consumer.quarantine` drives it,
+`headrace.crash_isolation.markers` keeps the marks. What one unclean end after the other means for
+a partition:
+
+1. The first one accuses nothing. Most processes are killed from outside, and all that was admitted
+   may be a backlog of hours. It is only noted which offsets were unanswered (`stop`, `ends`).
+2. If they are still unanswered at the next one, they may have caused both. From here on the process
+   is *careful*: what is read or run is marked before, so that the next end shows what was running.
+3. What was running at an end of a careful process is *accused*. Each accused record runs alone, and
+   is marked to run alone; everything else goes on between. One that survives is innocent.
+4. An end while one request ran alone is one attempt against it. At `max_attempts` it is condemned:
+   it is answered without being run. Nothing else counts against a request.
+
+So four unclean ends single out one culprit of any number, and `max_attempts - 1` more condemn it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+from headrace.delivery.acked_offsets import Progress, Range
+from headrace.log.port import TopicPartition
+
+CAREFUL_FROM = 2
+"""Unclean ends in a row that the same records survived unanswered."""
+
+Unit: TypeAlias = tuple[int, int]
+"""What can run alone: an offset, and a place within its record, which is 0 unless it is a batch."""
+
+_NONE: Mapping[Unit, int] = MappingProxyType({})
+
+
+class Mark(NamedTuple):
+    """What is kept of one partition.
+
+    Attributes:
+        is_open: the partition is read. Who finds this at an assignment follows an unclean end.
+        stop: what is unanswered below this offset was unanswered at an unclean end.
+        ends: how many unclean ends in a row that was; 0 where there is none.
+        running: what was being read or run when this was written; empty unless careful.
+        alone: `running` is one request and nothing else ran: its place in its record.
+        attempts: how often a request ran alone when its process ended.
+        accused: what was running at an unclean end and has not survived alone yet.
+    """
+
+    is_open: bool = False
+    stop: int = 0
+    ends: int = 0
+    running: tuple[Range, ...] = ()
+    alone: int | None = None
+    attempts: Mapping[Unit, int] = _NONE
+    accused: tuple[Range, ...] = ()
+
+
+CLEAN = Mark()
+
+
+class Alone(NamedTuple):
+    """The one request that runs."""
+
+    partition: TopicPartition
+    offset: int
+    place: int
+
+
+class _History:
+    """One partition's part in past unclean ends."""
+
+    __slots__ = ("accused", "answered", "attempts", "ends", "stop")
+
+    def __init__(self) -> None:
+        self.stop = 0
+        self.ends = 0
+        self.attempts: dict[Unit, int] = {}
+        self.accused: set[int] = set()
+        self.answered: set[Unit] = set()
+
+
+class Suspects:
+    """The suspects among the records of the partitions of one process.
+
+    Args:
+        max_attempts: so many ends while it ran alone condemn a request.
+    """
+
+    def __init__(self, max_attempts: int) -> None:
+        self._max_attempts = max_attempts
+        self._histories: dict[TopicPartition, _History] = {}
+
+    def take_up(self, partition: TopicPartition, mark: Mark, progress: Progress, end: int) -> None:
+        """Conclude from the mark of a partition that is assigned.
+
+        Args:
+            partition: which one.
+            mark: as it was found.
+            progress: what is answered of it.
+            end: the offset that its next record will get: nothing above was ever delivered.
+        """
+        history = self._histories[partition] = _History()
+        if mark.is_open:
+            # Only what was unanswered at both ends can have caused both.
+            was_there = bool(progress.unanswered(min(mark.stop, end)))
+            history.ends = (mark.ends if was_there else 0) + 1
+            history.stop = end
+        else:
+            history.ends, history.stop = mark.ends, min(mark.stop, end)
+        if not progress.unanswered(history.stop):
+            history.ends = history.stop = 0
+        for unit, count in mark.attempts.items():
+            if unit[0] < end and unit[0] not in progress:
+                history.attempts[unit] = count
+        if mark.alone is not None and mark.running:
+            unit = (mark.running[0][0], mark.alone)
+            if unit[0] < end and unit[0] not in progress:
+                history.attempts[unit] = history.attempts.get(unit, 0) + 1
+        suspects = progress.unanswered(end)
+        for accused in (*mark.accused, *mark.running):
+            history.accused.update(_offsets_within(accused, suspects))
+
+    def give_up(self, partition: TopicPartition) -> None:
+        """Forget a partition that is not ours any more."""
+        self._histories.pop(partition, None)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is left of an unclean end."""
+        return any(each.ends or _is_searched(each) for each in self._histories.values())
+
+    @property
+    def is_careful(self) -> bool:
+        """Whether what is read or run has to be marked before."""
+        histories = self._histories.values()
+        return any(each.ends >= CAREFUL_FROM or _is_searched(each) for each in histories)
+
+    @property
+    def count(self) -> int:
+        """How many offsets are accused."""
+        return sum(len(each.accused) for each in self._histories.values())
+
+    def accused(self, partition: TopicPartition) -> frozenset[int]:
+        """Return the offsets that are to run alone."""
+        history = self._histories.get(partition)
+        return frozenset() if history is None else frozenset(history.accused)
+
+    def condemned(self, partition: TopicPartition) -> frozenset[Unit]:
+        """Return the requests that are answered without being run, while the partition is ours."""
+        history = self._histories.get(partition)
+        attempts = {} if history is None else history.attempts
+        return frozenset(unit for unit, n in attempts.items() if n >= self._max_attempts)
+
+    def survived(self, partition: TopicPartition, offset: int) -> None:
+        """Acquit a record that ran alone to its end."""
+        history = self._histories.get(partition)
+        if history is None:
+            return
+        history.accused.discard(offset)
+        for unit in [unit for unit in history.attempts if unit[0] == offset]:
+            # A batch record survives without those of its requests that are condemned.
+            if history.attempts[unit] < self._max_attempts:
+                del history.attempts[unit]
+
+    def look(
+        self,
+        partition: TopicPartition,
+        progress: Progress,
+        committed: int,
+        passed: int,
+        parked: Collection[int],
+    ) -> None:
+        """Forget what is answered meanwhile, or was never there.
+
+        Args:
+            partition: which one.
+            progress: what is answered of it.
+            committed: below this offset that is known to the log as well.
+            passed: all below this offset was admitted, as far as it is there.
+            parked: offsets of accused records that wait for their turn, or have it.
+        """
+        history = self._histories.get(partition)
+        if history is None:
+            return
+        for offset in list(history.accused):
+            if offset in progress or (offset < passed and offset not in parked):
+                history.accused.discard(offset)
+        for unit in [unit for unit in history.attempts if unit[0] in progress]:
+            # Marked until that is committed: the next owner would run it once more.
+            history.answered.add(unit)
+            if unit[0] < committed:
+                del history.attempts[unit]
+                history.answered.discard(unit)
+        if history.ends and not progress.unanswered(history.stop):
+            history.ends = history.stop = 0
+
+    def mark(
+        self, partition: TopicPartition, running: Iterable[int] = (), alone: Alone | None = None
+    ) -> Mark:
+        """Return what is true of a partition while it is read.
+
+        Args:
+            partition: which one.
+            running: the offsets of it that are being read or run.
+            alone: the request that runs alone, of whatever partition.
+        """
+        history = self._histories[partition]
+        place = None
+        if alone is not None:
+            running = (alone.offset,) if alone.partition == partition else ()
+            place = alone.place if alone.partition == partition else None
+        return Mark(
+            is_open=True,
+            stop=history.stop,
+            ends=history.ends,
+            running=ranges_of(running) if self.is_careful else (),
+            alone=place,
+            attempts=dict(history.attempts),
+            accused=ranges_of(history.accused),
+        )
+
+    def closing_mark(self, partition: TopicPartition) -> Mark:
+        """Return what is true of a partition that is given up in good order.
+
+        What the search has found stays, so that it outlives a rebalance. What merely runs is no
+        suspect: this is not an unclean end.
+        """
+        return self.mark(partition)._replace(is_open=False)
+
+
+def ranges_of(offsets: Iterable[int]) -> tuple[Range, ...]:
+    """Return offsets as ranges, in order."""
+    found: list[Range] = []
+    for offset in sorted(offsets):
+        if found and found[-1][1] == offset:
+            found[-1] = (found[-1][0], offset + 1)
+        else:
+            found.append((offset, offset + 1))
+    return tuple(found)
+
+
+def _is_searched(history: _History) -> bool:
+    return bool(history.accused or history.attempts.keys() - history.answered)
+
+
+def _offsets_within(one: Range, ranges: Iterable[Range]) -> Iterable[int]:
+    for start, stop in ranges:
+        yield from range(max(start, one[0]), min(stop, one[1]))

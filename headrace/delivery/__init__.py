@@ -1,0 +1,1 @@
+"""What may be committed: requests in flight, answered offsets, commits and transactions."""

@@ -1,0 +1,184 @@
+"""Commits in the background: what is settled goes to the log a little later, all at once.
+
+There is never more than one commit under way, so that an older one cannot overtake a newer one
+and move the group backwards. A commit that fails is not sent again as it was: the next one says
+what is true then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import structlog
+
+from headrace.delivery.inflight import Ledger
+from headrace.delivery.transactions import Sealing
+from headrace.errors import Retriable
+from headrace.log.errors import Fenced
+from headrace.log.port import Committed, Consumer, TopicPartition
+from headrace.primitives.auto_reset_event import Signal
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import PartitionSnapshot
+
+log = structlog.get_logger(__name__)
+
+COMMIT_INTERVAL_S = 0.05
+SEAL_INTERVAL_S = 1.0
+"""Where answers carry their own commits, what they leave over has time."""
+COMMIT_RETRY_S = 0.5
+COMMIT_AGAIN_S = 3600.0
+"""What has not changed is committed again this often: a broker forgets what a group commits on a
+topic that no member of the group subscribes to.
+"""
+_SHARE_OF_LOOP = 20
+"""Where many answers overtake, saying so takes time: at most this part of the event loop's."""
+
+
+class Companion(Protocol):
+    """Another partition whose progress is kept with each one of ours (see `origins.py`)."""
+
+    async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None: ...
+    def revoked(self, partitions: Sequence[int]) -> None: ...
+    def committable(self) -> dict[TopicPartition, Committed]: ...
+    def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None: ...
+    def forget_committed(self) -> None: ...
+    def snapshots(self) -> list[PartitionSnapshot]: ...
+
+
+class Committer:
+    """Commits what a ledger and its companion say.
+
+    Args:
+        settled: given whenever there may be something new to commit.
+        sealing: given for exactly once, where commits go by transactions, most of them with
+            answers: left is only what no answer carries.
+
+    Attributes:
+        failures: commits that failed, from the beginning; `last_failure` says why the last did.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        companion: Companion | None,
+        metrics: Metrics,
+        settled: Signal,
+        sealing: Sealing | None = None,
+    ) -> None:
+        self._ledger = ledger
+        self._sealing = sealing
+        self._interval_s = COMMIT_INTERVAL_S if sealing is None else SEAL_INTERVAL_S
+        self._companion = companion
+        self._metrics = metrics
+        self._settled = settled
+        self._turn = asyncio.Lock()
+        self._encoding_s = 0.0
+        self._pending_since_s: float | None = None
+        self.failures = 0
+        self.last_failure = ""
+
+    def age_s(self) -> float:
+        """For how long something has been waiting to be committed; 0 while nothing is."""
+        since_s = self._pending_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    async def run(self, consumer: Consumer) -> None:
+        """Commit whenever there is something to commit, until cancelled."""
+        again_s = time.monotonic() + COMMIT_AGAIN_S
+        while True:
+            if time.monotonic() >= again_s:
+                again_s = time.monotonic() + COMMIT_AGAIN_S
+                self._forget_committed()
+            pause_s = self._interval_s
+            if not await self.commit(consumer):
+                pause_s = COMMIT_RETRY_S
+            elif not self._committable():
+                await self._settled.wait(again_s - time.monotonic())
+            await asyncio.sleep(max(pause_s, self._encoding_s * _SHARE_OF_LOOP))
+
+    async def commit(
+        self, consumer: Consumer, revoked: Collection[TopicPartition] | None = None
+    ) -> bool:
+        """Commit now; False when it failed, and may be tried again.
+
+        Args:
+            consumer: whose group it is.
+            revoked: of what we read, commit for these only; None: for all.
+        """
+        async with self._turn:
+            offsets = self._committable()
+            if revoked is not None:
+                offsets = {
+                    partition: committed
+                    for partition, committed in offsets.items()
+                    if partition in revoked or self._ledger.get(partition) is None
+                }
+            if not offsets:
+                self._pending_since_s = None
+                return True
+            if self._pending_since_s is None:
+                self._pending_since_s = time.monotonic()
+            try:
+                await self._write(consumer, offsets)
+            except Fenced as error:
+                # The group has moved on: a rebalance is coming, and these are not ours any more.
+                log.warning(Event.COMMIT_REFUSED, reason=str(error))
+                return self._failed(error)
+            except Retriable as error:
+                log.warning(Event.COMMIT_FAILED, reason=str(error))
+                return self._failed(error)
+            self._pending_since_s = None
+            return True
+
+    async def _write(self, consumer: Consumer, offsets: dict[TopicPartition, Committed]) -> None:
+        if self._sealing is not None:
+            await _seal_rests(self._sealing, {partition.partition for partition in offsets})
+            return
+        with self._metrics.commit():
+            await consumer.commit(offsets)
+        self._ledger.was_committed(offsets)
+        if self._companion is not None:
+            self._companion.was_committed(offsets)
+
+    def _failed(self, error: Retriable) -> bool:
+        self.failures += 1
+        self.last_failure = str(error)
+        return False
+
+    def _committable(self) -> dict[TopicPartition, Committed]:
+        began_s = time.perf_counter()
+        offsets = self._ledger.committable()
+        if self._companion is not None:
+            offsets |= self._companion.committable()
+        self._encoding_s = time.perf_counter() - began_s
+        return offsets
+
+    def _forget_committed(self) -> None:
+        self._ledger.forget_committed()
+        if self._companion is not None:
+            self._companion.forget_committed()
+
+
+async def _seal_rests(sealing: Sealing, numbers: Collection[int]) -> None:
+    """One transaction for each source partition, side by side: each may wait for its turn.
+
+    Raises:
+        Retriable: not all of them were sealed; the others were.
+    """
+    failures: list[Retriable] = []
+
+    async def seal(number: int) -> None:
+        try:
+            await sealing.seal_rest(number)
+        except Retriable as error:
+            failures.append(error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in sorted(numbers):
+            tasks.create_task(seal(number), name=f"seal-rest-{number}")
+    if failures:
+        raise failures[0]

@@ -1,0 +1,193 @@
+"""The source partitions' progress, kept by a responder that does not read the source itself.
+
+Where the responder is a process of its own it reads `results`, whose partition p carries the
+results of source partition p and of no other. So the owner of `results/p` keeps the base and the
+answered set of `requests/p`, in the same place and form as a process with all four stages:
+committed under the one group, on the *requests* topic. A result whose origin is answered already
+is a duplicate (a stage died after passing it on) and goes no further; unless the topic was deleted
+and made anew meanwhile, so that other requests stand at the same offsets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import structlog
+
+from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.offset_reset import TopicIdentity, starting_progress, truncate
+from headrace.errors import Retriable
+from headrace.log.errors import UnknownPartition
+from headrace.log.port import Committed, Consumer, Log, TopicPartition
+from headrace.protocol.messages import Request
+from headrace.telemetry.logs import Event
+from headrace.telemetry.snapshots import PartitionSnapshot
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 1.0
+RETRY_S = 0.5
+
+
+class Origins:
+    """Progress and claims for each source partition whose results we read.
+
+    Args:
+        log_: where the topic is.
+        requests_topic: its name.
+    """
+
+    def __init__(self, log_: Log, requests_topic: str) -> None:
+        self._topic = requests_topic
+        self._identity = TopicIdentity(log_, requests_topic)
+        self._looked_s = -math.inf
+        self._consumer: Consumer | None = None
+        self._progress: dict[int, Progress] = {}
+        self._claimed: dict[int, set[int]] = {}
+        self._committed: dict[TopicPartition, Committed] = {}
+
+    async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
+        """Load what is committed for the source partitions."""
+        self._consumer = consumer
+        replacement = await self._identity.replacement()
+        sources = [TopicPartition(self._topic, partition) for partition in partitions]
+        committed = await consumer.committed(sources)
+        beginnings = await consumer.beginning_offsets(sources)
+        ends = await consumer.end_offsets(sources)
+        for source in sources:
+            self._progress[source.partition] = starting_progress(
+                source,
+                None if replacement else committed[source],
+                beginnings[source],
+                ends[source],
+            )
+            self._claimed[source.partition] = set()
+        self._identity.known = replacement or self._identity.known
+
+    def revoked(self, partitions: Sequence[int]) -> None:
+        """Forget the partitions; their next owner loads what was committed."""
+        for partition in partitions:
+            self._progress.pop(partition, None)
+            self._claimed.pop(partition, None)
+            self._committed.pop(TopicPartition(self._topic, partition), None)
+
+    def progress(self, partition: int) -> Progress | None:
+        """What is answered of a source partition; None when it is not ours."""
+        return self._progress.get(partition)
+
+    def claim(self, partition: int, offset: int) -> bool:
+        """True for the one who may answer this origin now; False: it is answered, or being so."""
+        progress = self._progress.get(partition)
+        claimed = self._claimed.get(partition)
+        if progress is None or claimed is None or offset in progress or offset in claimed:
+            return False
+        claimed.add(offset)
+        return True
+
+    async def has_other_records(self) -> bool:
+        """Whether other records stand at offsets that are known: the topic is another one by now,
+        or has lost its end. What was known of them is void then. Asked at most once a second; waits
+        until it is known.
+        """
+        if time.monotonic() - self._looked_s < LOOK_S or self._consumer is None:
+            return False
+        while True:
+            try:
+                replacement = await self._identity.replacement()
+                self._looked_s = time.monotonic()
+                sources = [TopicPartition(self._topic, number) for number in self._progress]
+                if not replacement:
+                    return self._truncate(await self._consumer.end_offsets(sources))
+                self._begin_anew(await self._consumer.beginning_offsets(sources))
+                self._identity.known = replacement
+            except UnknownPartition:
+                return False  # without the topic nobody is to be answered
+            except Retriable as error:
+                log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
+                await asyncio.sleep(RETRY_S)
+            else:
+                return True
+
+    def _truncate(self, ends: Mapping[TopicPartition, int]) -> bool:
+        found = False
+        for source, end in ends.items():
+            progress = self._progress.get(source.partition)
+            if progress is not None and truncate(source, progress, end):
+                claimed = self._claimed[source.partition]
+                claimed -= {offset for offset in claimed if offset >= end}
+                found = True
+        return found
+
+    def _begin_anew(self, beginnings: Mapping[TopicPartition, int]) -> None:
+        self._committed.clear()
+        for source, beginning in beginnings.items():
+            if source.partition in self._progress:  # still ours
+                self._progress[source.partition] = Progress(beginning)
+                self._claimed[source.partition] = set()
+
+    def answered(self, requests: Iterable[Request]) -> None:
+        """Their answers are acknowledged. What follows one another is covered at once."""
+        partition = first = last = -1
+        for request in requests:
+            if request.previous != last or request.partition != partition:
+                self._cover(partition, first, last)
+                partition, first = request.partition, request.previous
+            last = request.offset
+            claimed = self._claimed.get(partition)
+            if claimed is not None:
+                claimed.discard(last)
+        self._cover(partition, first, last)
+
+    def _cover(self, partition: int, previous: int, last: int) -> None:
+        progress = self._progress.get(partition)
+        if progress is not None:
+            progress.cover(previous, last)
+
+    def committable(self) -> dict[TopicPartition, Committed]:
+        """What may be committed now and differs from what was committed last."""
+        return {
+            source: committable
+            for partition, progress in self._progress.items()
+            if (committable := progress.committable())
+            != self._committed.get(source := TopicPartition(self._topic, partition))
+        }
+
+    def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:
+        """Remember what the log has acknowledged."""
+        self._committed.update(
+            (partition, committed)
+            for partition, committed in offsets.items()
+            if partition.topic == self._topic and partition.partition in self._progress
+        )
+
+    def snapshots(self) -> list[PartitionSnapshot]:
+        """What there is to see of the source partitions."""
+        return [
+            self._snapshot(partition, progress) for partition, progress in self._progress.items()
+        ]
+
+    def _snapshot(self, partition: int, progress: Progress) -> PartitionSnapshot:
+        committed = self._committed.get(TopicPartition(self._topic, partition))
+        claimed = self._claimed[partition]
+        answered, ranges = progress.answered_above
+        highest = max((*claimed, *(stop - 1 for _, stop in progress.ranges[-1:])), default=-1)
+        return PartitionSnapshot(
+            topic=self._topic,
+            partition=partition,
+            epoch=0,
+            base=progress.base,
+            committed=None if committed is None else committed.offset,
+            end=None,
+            in_flight=len(claimed),
+            span_records=max(0, highest + 1 - progress.base),
+            answered_records=answered,
+            answered_ranges=ranges,
+            metadata_characters=0 if committed is None else len(committed.metadata),
+        )
+
+    def forget_committed(self) -> None:
+        """Commit all again."""
+        self._committed.clear()

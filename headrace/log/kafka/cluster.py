@@ -1,0 +1,227 @@
+"""What a cluster is like to those who only look: its release, settings, rights and replicas.
+
+Rights are learned from how requests are refused, or from the bits that brokers send of them
+(KIP-430). The requests that could do something carry ids that nobody has, and go to any broker:
+each checks the rights before it looks further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+import aiokafka.errors as kafka_errors
+from aiokafka.client import AIOKafkaClient
+from aiokafka.errors import NodeNotReadyError
+from aiokafka.protocol.admin import ApiVersionRequest, DescribeConfigsRequest
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.group import HeartbeatRequest
+from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
+from aiokafka.protocol.types import Array, Boolean, Int16, Int32, Schema, String
+
+from headrace.config import KafkaSettings
+from headrace.log.kafka.broker_version import oldest_release
+from headrace.log.kafka.closing import close_client
+from headrace.log.kafka.connection import Connection
+from headrace.log.kafka.errors import answered, broker_error
+
+_BROKER: Final = 4  # ConfigResource.Type.BROKER
+_UNKNOWN_RIGHTS: Final = -(2**31)
+_NOBODY: Final = "headrace-doctor"
+
+
+class Right(IntEnum):
+    """What one may do with a topic. Source: `org.apache.kafka.common.acl.AclOperation`."""
+
+    READ = 3
+    WRITE = 4
+
+
+class SurveyedTopic(NamedTuple):
+    """A topic as the cluster holds it.
+
+    Attributes:
+        rights: what we may do with it; None where the broker does not say.
+        replicas: of the partition that has the fewest.
+        in_sync: replicas in sync, of the partition that has the fewest.
+    """
+
+    rights: frozenset[Right] | None
+    replicas: int
+    in_sync: int
+
+
+class Survey(NamedTuple):
+    """What was found.
+
+    Attributes:
+        release: the oldest release that the brokers can be, major and minor.
+        settings: those of one broker, by Kafka's names; None where we may not read them.
+        topics: the topics that exist and that we may know of.
+        forbidden_topics: those that we may not even know of.
+        may_join: whether the group takes us for a member.
+        may_transact: whether the transactional id is ours to use.
+    """
+
+    release: tuple[int, int]
+    settings: Mapping[str, str] | None
+    topics: Mapping[str, SurveyedTopic]
+    forbidden_topics: frozenset[str]
+    may_join: bool
+    may_transact: bool
+
+
+class _MetadataResponse(Response):  # type: ignore[misc]  # aiokafka publishes no types
+    API_KEY = 3
+    API_VERSION = 8
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "brokers",
+            Array(
+                ("node_id", Int32),
+                ("host", String("utf-8")),
+                ("port", Int32),
+                ("rack", String("utf-8")),
+            ),
+        ),
+        ("cluster_id", String("utf-8")),
+        ("controller_id", Int32),
+        (
+            "topics",
+            Array(
+                ("error_code", Int16),
+                ("topic", String("utf-8")),
+                ("is_internal", Boolean),
+                (
+                    "partitions",
+                    Array(
+                        ("error_code", Int16),
+                        ("partition", Int32),
+                        ("leader", Int32),
+                        ("leader_epoch", Int32),
+                        ("replicas", Array(Int32)),
+                        ("isr", Array(Int32)),
+                        ("offline_replicas", Array(Int32)),
+                    ),
+                ),
+                ("authorized_operations", Int32),
+            ),
+        ),
+        ("cluster_authorized_operations", Int32),
+    )
+
+
+class _MetadataRequestV8(RequestStruct):  # type: ignore[misc]  # aiokafka publishes no types
+    API_KEY = 3
+    API_VERSION = 8
+    RESPONSE_TYPE = _MetadataResponse
+    SCHEMA = Schema(
+        ("topics", Array(String("utf-8"))),
+        ("allow_auto_topic_creation", Boolean),
+        ("include_cluster_authorized_operations", Boolean),
+        ("include_topic_authorized_operations", Boolean),
+    )
+
+
+class _MetadataRequest(Request[_MetadataRequestV8]):  # type: ignore[misc]  # aiokafka publishes no types
+    """aiokafka's own ends with version 5, before rights were told."""
+
+    API_KEY = 3
+
+    def __init__(self, topics: Sequence[str]) -> None:
+        self._topics = list(topics)
+
+    def build(self, request_struct_class: type[_MetadataRequestV8]) -> _MetadataRequestV8:
+        return request_struct_class(self._topics, False, False, True)
+
+
+async def survey(
+    settings: KafkaSettings, topics: Sequence[str], group: str, transactional_id: str
+) -> Survey:
+    """Ask one of the brokers.
+
+    Raises:
+        LogUnavailable: no broker answers.
+        LogAuthenticationFailed: it refuses us, or we its certificate.
+        ConfigurationError: a file that the settings name cannot be used.
+    """
+    connection = Connection(settings)
+    client = await connection.open_client()
+    try:
+        async with answered("survey", connection.request_timeout_s):
+            node = client.get_random_node()
+            if node is None:
+                raise NodeNotReadyError("no broker is known")
+            found, forbidden = await _topics(client, node, topics)
+            return Survey(
+                await _release(client, node),
+                await _settings(client, node),
+                found,
+                forbidden,
+                await _may_join(client, node, group),
+                await _may_transact(client, node, transactional_id, group),
+            )
+    finally:
+        await close_client(client)
+
+
+async def _release(client: AIOKafkaClient, node: int) -> tuple[int, int]:
+    response = await client.send(node, ApiVersionRequest())
+    return oldest_release(
+        {key: (lowest, highest) for key, lowest, highest in response.api_versions}
+    )
+
+
+async def _settings(client: AIOKafkaClient, node: int) -> Mapping[str, str] | None:
+    request = DescribeConfigsRequest([(_BROKER, str(node), None)])
+    response = await client.send(node, request)
+    ((code, message, _kind, _name, entries),) = response.resources
+    error = broker_error(code, message or "broker settings")
+    if isinstance(error, kafka_errors.ClusterAuthorizationFailedError):
+        return None
+    if error is not None:
+        raise error
+    return {entry[0]: entry[1] for entry in entries if entry[1] is not None}
+
+
+async def _topics(
+    client: AIOKafkaClient, node: int, topics: Sequence[str]
+) -> tuple[Mapping[str, SurveyedTopic], frozenset[str]]:
+    response = await client.send(node, _MetadataRequest(topics))
+    found: dict[str, SurveyedTopic] = {}
+    forbidden: set[str] = set()
+    for code, name, _internal, partitions, bits in response.topics:
+        error = broker_error(code, name)
+        if isinstance(error, kafka_errors.TopicAuthorizationFailedError):
+            forbidden.add(name)
+        elif error is None:
+            found[name] = SurveyedTopic(
+                _rights(bits),
+                min((len(each[4]) for each in partitions), default=0),
+                min((len(each[5]) for each in partitions), default=0),
+            )
+    return found, frozenset(forbidden)
+
+
+def _rights(bits: int) -> frozenset[Right] | None:
+    if bits == _UNKNOWN_RIGHTS:
+        return None
+    return frozenset(right for right in Right if bits >> right & 1)
+
+
+async def _may_join(client: AIOKafkaClient, node: int, group: str) -> bool:
+    response = await client.send(node, HeartbeatRequest(group, 0, _NOBODY))
+    return not _is(response.error_code, kafka_errors.GroupAuthorizationFailedError)
+
+
+async def _may_transact(
+    client: AIOKafkaClient, node: int, transactional_id: str, group: str
+) -> bool:
+    response = await client.send(node, AddOffsetsToTxnRequest(transactional_id, -1, -1, group))
+    return not _is(response.error_code, kafka_errors.TransactionalIdAuthorizationFailed)
+
+
+def _is(code: int, kind: Any) -> bool:
+    return isinstance(broker_error(code), kind)

@@ -1,0 +1,1 @@
+"""Small tools for asyncio that the standard library lacks."""

@@ -1,0 +1,184 @@
+"""The caller's side: arrays to the value of a request record, and an answer's value to arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from numpy.typing import NDArray
+
+from headrace.errors import Code, Rejected
+from headrace.protocol.codec.faults import DECODE_ERRORS
+from headrace.protocol.codec.json_data import ENCODING, bytes_to_data, data_to_bytes
+from headrace.protocol.codec.requests import JsonInferenceRequest, JsonInputTensor
+from headrace.protocol.headers import JSON, MSGPACK_TYPES, parse_envelope
+from headrace.protocol.messages import (
+    ErrorDetails,
+    ErrorResponse,
+    InferenceRequest,
+    InputTensor,
+    OutputTensor,
+    Parameter,
+    Parameters,
+    RequestedOutput,
+    Tensor,
+)
+from headrace.protocol.tensors import from_array, to_array
+
+_encode_msgpack = msgspec.msgpack.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
+
+
+def encode_request(
+    content_type: str,
+    model: str,
+    inputs: Mapping[str, NDArray[Any]],
+    *,
+    version: str | None = None,
+    id: str | None = None,
+    parameters: Mapping[str, Parameter] | None = None,
+    outputs: Sequence[str] | None = None,
+) -> bytes:
+    """The value of a request record.
+
+    Args:
+        content_type: `application/msgpack` or `application/json`.
+        model: its name.
+        inputs: by name; shapes include the batch dimension.
+        version: of the model; the newest when None.
+        id: the caller's own name for the request.
+        parameters: of the request.
+        outputs: names of those wanted; all when None.
+
+    Raises:
+        Rejected: `INVALID_TENSOR` for an array of a dtype that the protocol has no name for.
+        ValueError: another content type.
+    """
+    tensors = [from_array(name, array) for name, array in inputs.items()]
+    wanted = None if outputs is None else [RequestedOutput(name=name) for name in outputs]
+    fields: dict[str, Any] = {
+        "model_name": model,
+        "model_version": version,
+        "id": id,
+        "parameters": None if parameters is None else dict(parameters),
+        "outputs": wanted,
+    }
+    if content_type in MSGPACK_TYPES:
+        return _encode_msgpack(
+            InferenceRequest(inputs=[_input(tensor) for tensor in tensors], **fields)
+        )
+    if content_type == JSON:
+        return _encode_json(
+            JsonInferenceRequest(inputs=[_json_input(tensor) for tensor in tensors], **fields)
+        )
+    raise ValueError(f"content_type: expected MessagePack or JSON, got {content_type}")
+
+
+def _input(tensor: Tensor) -> InputTensor:
+    return InputTensor(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=list(tensor.shape),
+        data=memoryview(tensor.data),
+    )
+
+
+def _json_input(tensor: Tensor) -> JsonInputTensor:
+    elements, parameters = bytes_to_data(tensor)
+    return JsonInputTensor(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=list(tensor.shape),
+        data=elements,
+        parameters=None if parameters is None else dict(parameters),
+    )
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """A response with its outputs as read-only arrays, by name; the rest as it came."""
+
+    model_name: str
+    model_version: str
+    id: str | None
+    outputs: dict[str, NDArray[Any]]
+    parameters: dict[str, Parameter]
+
+
+class _JsonOutput(msgspec.Struct, kw_only=True):
+    name: str
+    datatype: str
+    shape: list[int]
+    data: Any
+    parameters: Parameters | None = None
+
+
+class _Fields(msgspec.Struct, kw_only=True):
+    """All that an answer of either kind may have, but its outputs."""
+
+    model_name: str = ""
+    model_version: str = ""
+    id: str | None = None
+    parameters: dict[str, Parameter] = {}
+    error: str | None = None
+    error_details: ErrorDetails | None = None
+
+
+class _Packed(_Fields, kw_only=True):
+    outputs: list[OutputTensor] = []
+
+
+class _Json(_Fields, kw_only=True):
+    outputs: list[_JsonOutput] = []
+
+
+_decode_msgpack = msgspec.msgpack.Decoder(_Packed).decode
+_decode_json = msgspec.json.Decoder(_Json).decode
+
+
+def decode_response(
+    headers: Sequence[tuple[str, bytes | None]], value: bytes | memoryview | None
+) -> Answer | ErrorResponse:
+    """An answer, of whichever kind the record holds.
+
+    Raises:
+        Rejected: `INTERNAL`: the record is no answer of Headrace's.
+    """
+    content_type = parse_envelope(headers, 0, 0).content_type
+    if value is None:
+        raise _unreadable("a value", "null")
+    body: _Packed | _Json
+    try:
+        if content_type in MSGPACK_TYPES:
+            body = _decode_msgpack(value)
+            tensors = [_tensor(output) for output in body.outputs]
+        elif content_type == JSON:
+            body = _decode_json(value)
+            tensors = [_tensor_of_json(output) for output in body.outputs]
+        else:
+            raise _unreadable("MessagePack or JSON", content_type)
+    except DECODE_ERRORS as error:
+        raise _unreadable("a response", str(error)) from error
+    if body.error is not None:
+        details = body.error_details or ErrorDetails(code=Code.INTERNAL, stage="", retriable=False)
+        return ErrorResponse(id=body.id, error=body.error, error_details=details)
+    outputs = {tensor.name: to_array(tensor) for tensor in tensors}
+    return Answer(body.model_name, body.model_version, body.id, outputs, body.parameters)
+
+
+def _tensor(output: OutputTensor) -> Tensor:
+    return Tensor(output.name, output.datatype, tuple(output.shape), output.data)
+
+
+def _tensor_of_json(output: _JsonOutput) -> Tensor:
+    encoding = (output.parameters or {}).get(ENCODING)
+    where = f"outputs.{output.name}"
+    content = data_to_bytes(output.datatype, output.shape, output.data, encoding, where)
+    return Tensor(output.name, output.datatype, tuple(output.shape), content)
+
+
+def _unreadable(expected: str, got: str) -> Rejected:
+    return Rejected.mismatch(Code.INTERNAL, "answer", expected=expected, got=got)

@@ -1,0 +1,182 @@
+"""From msgspec's errors to ours: what was expected, what came, and where.
+
+msgspec names the place of a fault and what it expected there, but not always what came. A second
+look follows the named path through the value, one level at a time, and leaves all else undecoded
+(`msgspec.Raw`): it needs no more memory than the value itself, however the value is nested. A
+general decoder would not do: a few bytes of MessagePack can announce lists of any length.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from headrace.errors import Code, Rejected
+from headrace.protocol.messages import MAX_OUTPUTS
+
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""All that msgspec raises on bytes that are not what they should be."""
+
+_PLACE = re.compile(r"(.*?)(?: - at (`key` in )?`(\$.*)`)?", re.DOTALL)
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_OF_TENSOR = re.compile(r"inputs\[\d+\]\.(datatype|shape|data)\b")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_KIND = re.compile(r"Expected `(.+)`, got `(.+)`")
+_LENGTH = re.compile(r"Expected `(\w+)` of length (<=|>=) (\d+)")
+_SCALARS = frozenset({"str", "int", "float", "bool"})
+_MAX_SHOWN = 40
+_MAX_DESCRIBED_BYTES = 256
+_MAX_COUNTED_BYTES = 65_536
+_UNITS = {"str": "characters", "array": "elements", "object": "entries", "bytes": "bytes"}
+
+
+class Format(NamedTuple):
+    """One of the two forms of a request: how it is called, and how it is decoded."""
+
+    name: str
+    codec: Any  # the module msgspec.msgpack or msgspec.json
+    names: dict[str, str]  # of types, where msgspec's are not the format's
+
+    def type_names(self, text: str) -> str:
+        """The names that msgspec has for types, as this format calls them."""
+        return " or ".join(self.names.get(name, name) for name in text.split(" | "))
+
+
+MSGPACK = Format(
+    "MessagePack", msgspec.msgpack, {"object": "map", "bytes": "bin", "null": "nil", "None": "nil"}
+)
+JSON = Format(
+    "JSON",
+    msgspec.json,
+    {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "None": "null"},
+)
+
+
+def refusal(error: Exception, value: bytes | memoryview, form: Format) -> Rejected:
+    """The answer to a value that could not be decoded.
+
+    A fault in a tensor's datatype, shape or data is `INVALID_TENSOR`, any other
+    `INVALID_REQUEST`.
+    """
+    if isinstance(error, RecursionError):
+        return _invalid("value", "no more than a few levels of nesting", "hundreds")
+    if isinstance(error, UnicodeDecodeError):
+        wrong = error.object[error.start]
+        return _invalid("value", "UTF-8 in every string", f"byte 0x{wrong:02x}")
+    if isinstance(error, msgspec.ValidationError):
+        return _misfit(str(error), value, form)
+    text = str(error)
+    if not value:
+        return _invalid("value", f"one {form.name} map", "an empty value")
+    if "truncated" in text:
+        return _invalid("value", f"a whole {form.name} map", f"{len(value)} bytes that end early")
+    detail = text.removeprefix(f"{form.name} is malformed: ")
+    return _invalid("value", f"one {form.name} map", f"malformed {form.name}: {detail}")
+
+
+def _misfit(text: str, value: bytes | memoryview, form: Format) -> Rejected:
+    match = _PLACE.fullmatch(text)
+    assert match is not None
+    what, of_key, path = match[1], match[2], match[3] or "$"
+    where = path.removeprefix("$").removeprefix(".")
+    if missing := _MISSING.fullmatch(what):
+        where = f"{where}.{missing[1]}" if where else missing[1]
+        return _invalid(where, "this field", "none")
+    found = None if of_key else _at(path, value, form)
+    where = where or "value"
+    if of_key:
+        where += " (a key)"
+    if kind := _KIND.fullmatch(what):
+        got = form.type_names(kind[2])
+        if found is not None and kind[2] in _UNITS.keys() | _SCALARS:
+            got = _described(found, kind[2], form) or got
+        return _invalid(where, form.type_names(kind[1]), got)
+    if length := _LENGTH.fullmatch(what):
+        bound = "at most" if length[2] == "<=" else "at least"
+        expected = f"{bound} {length[3]} {_UNITS[length[1]]}"
+        beyond = "more" if length[2] == "<=" else "fewer"
+        return _invalid(where, expected, _length(found, form) or beyond)
+    return _invalid(where, "a value in range", f"{what[:1].lower()}{what[1:]}")
+
+
+def _invalid(where: str, expected: str, got: str) -> Rejected:
+    code = Code.INVALID_TENSOR if _OF_TENSOR.match(where) else Code.INVALID_REQUEST
+    return Rejected.mismatch(code, where, expected=expected, got=got)
+
+
+# --- the second look --------------------------------------------------------------------------
+
+
+_ABSENT = msgspec.Raw()
+
+
+class _Level(msgspec.Struct):
+    """The fields of all maps that a request has, undecoded; others are skipped."""
+
+    model_name: msgspec.Raw = _ABSENT
+    model_version: msgspec.Raw = _ABSENT
+    id: msgspec.Raw = _ABSENT
+    parameters: msgspec.Raw = _ABSENT
+    inputs: msgspec.Raw = _ABSENT
+    outputs: msgspec.Raw = _ABSENT
+    name: msgspec.Raw = _ABSENT
+    datatype: msgspec.Raw = _ABSENT
+    shape: msgspec.Raw = _ABSENT
+    data: msgspec.Raw = _ABSENT
+
+
+_Elements = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_OUTPUTS)]
+
+
+def _at(path: str, value: bytes | memoryview, form: Format) -> bytes | memoryview | None:
+    """The undecoded value at a path such as `$.inputs[0].shape`; None where none leads there."""
+    found = value
+    rest = path[1:]
+    try:
+        while rest:
+            step = _STEP.match(rest)
+            if step is None:
+                return None
+            name, index = step.groups()
+            if name:
+                found = getattr(form.codec.decode(found, type=_Level), name)
+            else:
+                found = form.codec.decode(found, type=_Elements)[int(index)]
+            rest = rest[step.end() :]
+    except (*DECODE_ERRORS, AttributeError, IndexError):
+        return None
+    return found
+
+
+def _described(found: bytes | memoryview, kind: str, form: Format) -> str | None:
+    """A small value in words; None for one that its type describes well enough."""
+    if len(found) > _MAX_DESCRIBED_BYTES:
+        return None
+    try:
+        value = form.codec.decode(found)
+    except DECODE_ERRORS:
+        return None
+    if kind in _SCALARS:
+        return shown(value)
+    return f"{form.type_names(kind)} of {len(value)} {_UNITS[kind]}"
+
+
+def _length(found: bytes | memoryview | None, form: Format) -> str | None:
+    if found is None or len(found) > _MAX_COUNTED_BYTES:
+        return None
+    try:
+        return str(len(form.codec.decode(found)))
+    except DECODE_ERRORS:
+        return None
+
+
+def shown(value: Any) -> str:
+    """A scalar as JSON would write it, cut short; a list or a map by its length."""
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)}"
+    text = msgspec.json.encode(value).decode("utf-8", "replace")
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

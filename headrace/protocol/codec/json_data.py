@@ -1,0 +1,205 @@
+"""The data of tensors in JSON: numbers, booleans and strings to raw bytes, and back.
+
+`data` is row-major, flat or nested as its shape is. `NaN`, `Infinity` and `-Infinity` are
+strings, since JSON has no such numbers; FP16 and BF16 travel as numbers; `BYTES` are strings, or
+base64 with `parameters.encoding = "base64"`. What goes out is flat, as the servers of the Open
+Inference Protocol v2 send it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headrace.errors import Code, Rejected
+from headrace.protocol.codec.faults import shown
+from headrace.protocol.messages import Tensor
+from headrace.protocol.tensors import (
+    DATATYPES,
+    Datatype,
+    check_shape,
+    join_elements,
+    split_elements,
+    to_array,
+)
+
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+ENCODING = "encoding"
+BASE64 = "base64"
+
+_FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
+
+
+# --- in ---------------------------------------------------------------------------------------
+
+
+def data_to_bytes(
+    datatype: str, shape: Sequence[int], data: Any, encoding: object, where: str
+) -> bytes:
+    """The raw bytes of a tensor that came as JSON.
+
+    Args:
+        datatype: of the Open Inference Protocol.
+        shape: the tensor's.
+        data: what the JSON has there.
+        encoding: the tensor's `parameters.encoding`; None where it has none.
+        where: the tensor's place in the message, such as `inputs[0]`.
+
+    Raises:
+        Rejected: `INVALID_TENSOR`: the shape, the number or the nesting of the elements, or an
+            element does not fit.
+    """
+    count = check_shape(datatype, shape, where)
+    where = f"{where}.data"
+    elements = _flat(data, shape, count, where)
+    places = _Places(where, shape, nested=elements is not data)
+    known = DATATYPES[datatype]
+    if datatype == "BYTES":
+        return _strings(elements, encoding, places)
+    if datatype == "BOOL":
+        _refuse_other_types(elements, {bool}, "true or false for BOOL", places)
+    elif datatype in _FLOATS:
+        return _floats(elements, known, places)
+    else:
+        _refuse_other_types(elements, {int}, f"an integer for {datatype}", places)
+        _refuse_out_of_range(elements, known, places)
+    return np.array(elements, dtype=known.dtype).tobytes()
+
+
+class _Places:
+    """Says where an element is, by its number in row-major order."""
+
+    def __init__(self, where: str, shape: Sequence[int], *, nested: bool) -> None:
+        self.where = where
+        self._shape = shape if nested else None
+
+    def of(self, number: int) -> str:
+        if self._shape is None:
+            return f"{self.where}[{number}]"
+        steps = []
+        for size in reversed(self._shape):
+            number, step = divmod(number, size)
+            steps.append(f"[{step}]")
+        return self.where + "".join(reversed(steps))
+
+
+def _flat(data: Any, shape: Sequence[int], count: int, where: str) -> list[Any]:
+    """The elements in row-major order: `data` itself where it is flat, another list otherwise."""
+    if not isinstance(data, list):
+        raise _invalid(where, "an array", shown(data))
+    nested = len(shape) > 1 and bool(data) and isinstance(data[0], list)
+    if not nested:
+        if len(data) != count:
+            raise _invalid(where, f"{count} elements for shape {list(shape)}", str(len(data)))
+        return data
+    level: list[Any] = [data]
+    for depth, size in enumerate(shape):
+        places = _Places(where, shape[:depth], nested=True)
+        for number, part in enumerate(level):
+            if not isinstance(part, list):
+                raise _invalid(places.of(number), f"an array of {size}", shown(part))
+            if len(part) != size:
+                raise _invalid(places.of(number), f"{size} elements", str(len(part)))
+        level = [element for part in level for element in part]
+    return level
+
+
+def _refuse_other_types(
+    elements: list[Any], wanted: set[type], expected: str, places: _Places
+) -> None:
+    if set(map(type, elements)) <= wanted:
+        return
+    number = next(n for n, element in enumerate(elements) if type(element) not in wanted)
+    raise _invalid(places.of(number), expected, shown(elements[number]))
+
+
+def _refuse_out_of_range(elements: list[int], known: Datatype, places: _Places) -> None:
+    limits = np.iinfo(known.dtype)
+    low, high = int(limits.min), int(limits.max)
+    if not elements or (min(elements) >= low and max(elements) <= high):
+        return
+    number = next(n for n, element in enumerate(elements) if not low <= element <= high)
+    expected = f"an integer between {low} and {high} for {known.name}"
+    raise _invalid(places.of(number), expected, shown(elements[number]))
+
+
+def _floats(elements: list[Any], known: Datatype, places: _Places) -> bytes:
+    """Numbers of one of the floating-point datatypes; one that it cannot hold is refused."""
+    numbers = elements
+    if not set(map(type, elements)) <= {float, int}:
+        numbers = [
+            NON_FINITE.get(element, element) if type(element) is str else element
+            for element in elements
+        ]
+        _refuse_other_types(numbers, {float, int}, f"a number for {known.name}", places)
+    try:
+        wide = np.array(numbers, dtype=np.float64)
+        with np.errstate(over="ignore"):
+            narrow = wide.astype(known.dtype)
+        overflown = np.isinf(narrow) & np.isfinite(wide)
+        number = int(overflown.argmax()) if overflown.any() else None
+    except OverflowError:
+        number = next(n for n, element in enumerate(numbers) if abs(element) > _MAX_FP64)
+    if number is not None:
+        expected = f"a number that {known.name} can hold"
+        raise _invalid(places.of(number), expected, shown(elements[number]))
+    return narrow.tobytes()
+
+
+_MAX_FP64 = np.finfo(np.float64).max.item()
+
+
+def _strings(elements: list[Any], encoding: object, places: _Places) -> bytes:
+    if encoding not in (None, BASE64):
+        where = f"{places.where.removesuffix('.data')}.parameters.{ENCODING}"
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST, where, expected=f'"{BASE64}" or none', got=shown(encoding)
+        )
+    _refuse_other_types(elements, {str}, "a string for BYTES", places)
+    if encoding is None:
+        return join_elements(elements, places.where)
+    contents = []
+    for number, element in enumerate(elements):
+        try:
+            contents.append(base64.b64decode(element, validate=True))
+        except (binascii.Error, ValueError):
+            raise _invalid(places.of(number), "base64", shown(element)) from None
+    return join_elements(contents, places.where)
+
+
+def _invalid(where: str, expected: str, got: str) -> Rejected:
+    return Rejected.mismatch(Code.INVALID_TENSOR, where, expected=expected, got=got)
+
+
+# --- out --------------------------------------------------------------------------------------
+
+
+def bytes_to_data(tensor: Tensor) -> tuple[list[Any], Mapping[str, str] | None]:
+    """A tensor's elements for JSON, flat, and the tensor's `parameters` where they need any."""
+    if tensor.datatype == "BYTES":
+        contents = split_elements(tensor)
+        try:
+            return [content.decode() for content in contents], None
+        except UnicodeDecodeError:
+            encoded = [base64.b64encode(content).decode() for content in contents]
+            return encoded, {ENCODING: BASE64}
+    array = to_array(tensor).reshape(-1)
+    if tensor.datatype not in _FLOATS:
+        return array.tolist(), None
+    if tensor.datatype == "BF16":
+        array = array.astype(np.float32)
+    elements: list[float] = array.tolist()
+    if np.isfinite(array).all():
+        return elements, None
+    return [number if math.isfinite(number) else _non_finite(number) for number in elements], None
+
+
+def _non_finite(number: float) -> str:
+    if math.isnan(number):
+        return "NaN"
+    return "Infinity" if number > 0 else "-Infinity"

@@ -1,0 +1,275 @@
+"""Response records: outputs, or the error, in the form in which the request came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.errors import Code
+from headrace.protocol.codec.json_data import bytes_to_data
+from headrace.protocol.headers import MSGPACK_TYPES, error_content_type
+from headrace.protocol.messages import (
+    ErrorDetails,
+    ErrorResponse,
+    Failure,
+    Head,
+    InferenceResponse,
+    OutputTensor,
+    Parameter,
+    Parameters,
+    Request,
+    Tensor,
+)
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class JsonOutputTensor(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One output of a response in JSON: `data` is flat, row-major."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[Any]
+    parameters: Parameters | None = None
+
+
+class JsonInferenceResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The value of a response record in JSON: `headrace.protocol.messages.InferenceResponse`."""
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    outputs: list[JsonOutputTensor]
+    parameters: dict[str, Parameter] = {}
+
+
+_encode_msgpack = msgspec.msgpack.Encoder().encode
+_encode_json = msgspec.json.Encoder().encode
+
+_FIXED_MAP = 0x80  # MessagePack's maps of up to 15 fields
+_MAX_REMEMBERED = 1024
+_FILLED_IN_BYTES = 4096
+"""Outputs of this size are filled into a template; larger ones are joined, which copies once."""
+_frames: dict[tuple[object, ...], tuple[bytes, ...] | None] = {}
+_packed_timings: dict[tuple[int, ...], bytes] = {}
+
+
+def encode_response(request: Request, now_us: int) -> bytes:
+    """The value of the response record of a request that has its outputs.
+
+    MessagePack for a request in MessagePack, otherwise JSON. `parameters` says where the time
+    went: `queue_us` from ingest until the batch was formed, `compute_us` in the model, and
+    `batch_us` in the batch besides, until `now_us`.
+
+    Args:
+        request: with `outputs`.
+        now_us: epoch microseconds.
+    """
+    timings = _timings(request, now_us)
+    if request.envelope.content_type in MSGPACK_TYPES:
+        return _framed(request, timings)
+    return _encode_json(
+        JsonInferenceResponse(
+            model_name=request.model,
+            model_version=request.version,
+            id=request.id,
+            outputs=[_json_output(tensor) for tensor in _outputs(request)],
+            parameters=_parameters(timings),
+        )
+    )
+
+
+def encode_responses(requests: Sequence[Request], now_us: int) -> list[bytes]:
+    """As `encode_response` for each, in their order.
+
+    Requests that ran together, and were read together, have everything but their tensors' bytes
+    in common, and mostly stand beside each other: these are filled into one template.
+    """
+    values: list[bytes] = []
+    append = values.append
+    last: Request | None = None
+    template: bytes | None = None
+    for request in requests:
+        if (
+            last is None
+            or request.heads is not last.heads
+            or request.ingested_us != last.ingested_us
+            or request.formed_us != last.formed_us
+            or request.compute_us != last.compute_us
+            or request.batch_rows != last.batch_rows
+            or request.version != last.version
+            or request.model != last.model
+        ):
+            last = request
+            template = _template(request, now_us)
+        if (
+            template is None
+            or request.id is not None
+            or request.envelope.content_type not in MSGPACK_TYPES
+        ):
+            append(encode_response(request, now_us))
+        else:
+            append(template % request.contents)
+    return values
+
+
+def _timings(request: Request, now_us: int) -> tuple[int, ...]:
+    formed_us, compute_us = request.formed_us, request.compute_us
+    queue_us, batch_us = formed_us - request.ingested_us, now_us - formed_us - compute_us
+    return (
+        queue_us if queue_us > 0 else 0,
+        batch_us if batch_us > 0 else 0,
+        compute_us,
+        request.batch_rows,
+    )
+
+
+def _template(request: Request, now_us: int) -> bytes | None:
+    """The value of an answer without an id, with `%b` for each tensor's bytes; None where that is
+    not to be used.
+    """
+    heads, contents = request.heads, request.contents
+    if not heads or contents is None or sum(map(len, contents)) > _FILLED_IN_BYTES:
+        return None
+    frame = _known_frame(request, heads, contents, has_id=False)
+    if frame is None:
+        return None
+    before = b"%b".join([each.replace(b"%", b"%%") for each in frame[::2]])
+    return before + _packed(_timings(request, now_us)).replace(b"%", b"%%")
+
+
+def _framed(request: Request, timings: tuple[int, ...]) -> bytes:
+    """An `InferenceResponse` in MessagePack.
+
+    Answers of a model differ in their tensors' bytes and in few numbers. What stands around the
+    bytes is encoded once, and so are the timings, which a whole batch has in common.
+    """
+    heads, contents = request.heads, request.contents
+    assert contents is not None
+    frame = _known_frame(request, heads, contents, has_id=request.id is not None)
+    if frame is None:
+        return _encode_msgpack(_response(request, timings))
+    parts: list[bytes | memoryview] = [*frame, _packed(timings)]
+    if request.id is None:
+        parts[1:-2:2] = contents
+    else:
+        parts[1:-2:2] = [_encode_msgpack(request.id), *contents]
+    return b"".join(parts)
+
+
+def _known_frame(
+    request: Request,
+    heads: tuple[Head, ...],
+    contents: tuple[memoryview | bytes, ...],
+    *,
+    has_id: bool,
+) -> tuple[bytes, ...] | None:
+    key = (request.model, request.version, has_id, heads)
+    frame = _frames.get(key)
+    if frame is None and key not in _frames:
+        frame = _remember(_frames, key, _frame(request, heads, contents, has_id=has_id))
+    return frame
+
+
+def _packed(timings: tuple[int, ...]) -> bytes:
+    packed = _packed_timings.get(timings)
+    if packed is None:
+        packed = _remember(_packed_timings, timings, _encode_msgpack(_parameters(timings)))
+    return packed
+
+
+def _remember(memory: dict[K, V], key: K, value: V) -> V:
+    if len(memory) >= _MAX_REMEMBERED:
+        memory.clear()
+    memory[key] = value
+    return value
+
+
+def _frame(
+    request: Request,
+    heads: tuple[Head, ...],
+    contents: tuple[memoryview | bytes, ...],
+    *,
+    has_id: bool,
+) -> tuple[bytes, ...] | None:
+    """What stands in a response before the id, if there is one, before each tensor's bytes, and
+    behind the last, with an empty place after each but the last. None where the number of bytes
+    does not follow from the shape.
+    """
+    if any(datatype == "BYTES" for _, datatype, _ in heads):
+        return None
+    encode = _encode_msgpack
+    pieces: list[bytes] = []
+    piece = bytes([_FIXED_MAP + 4 + has_id])
+    piece += encode("model_name") + encode(request.model)
+    piece += encode("model_version") + encode(request.version)
+    if has_id:
+        pieces += (piece + encode("id"), b"")
+        piece = b""
+    piece += encode("outputs") + _list_header(len(heads))
+    for (name, datatype, shape), content in zip(heads, contents, strict=True):
+        size = len(content)
+        piece += bytes([_FIXED_MAP + 4]) + encode("name") + encode(name)
+        piece += encode("datatype") + encode(datatype) + encode("shape") + encode(shape)
+        pieces += (piece + encode("data") + encode(bytes(size))[: -size or None], b"")
+        piece = b""
+    return (*pieces, piece + encode("parameters"))
+
+
+def _outputs(request: Request) -> tuple[Tensor, ...]:
+    assert request.outputs is not None
+    return request.outputs
+
+
+def _response(request: Request, timings: tuple[int, ...]) -> InferenceResponse:
+    return InferenceResponse(
+        model_name=request.model,
+        model_version=request.version,
+        id=request.id,
+        outputs=[
+            OutputTensor(name=name, datatype=datatype, shape=list(shape), data=memoryview(data))
+            for name, datatype, shape, data in _outputs(request)
+        ],
+        parameters=_parameters(timings),
+    )
+
+
+def _list_header(length: int) -> bytes:
+    return _encode_msgpack([None] * length)[: -length or None]
+
+
+def _parameters(timings: tuple[int, ...]) -> dict[str, Parameter]:
+    names = ("queue_us", "batch_us", "compute_us", "batch_size")
+    return dict(zip(names, timings, strict=True))
+
+
+def _json_output(tensor: Tensor) -> JsonOutputTensor:
+    elements, parameters = bytes_to_data(tensor)
+    return JsonOutputTensor(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=list(tensor.shape),
+        data=elements,
+        parameters=None if parameters is None else dict(parameters),
+    )
+
+
+def encode_error(request: Request, failure: Failure) -> bytes:
+    """The value of the response record of a request that failed, in the form of its request."""
+    response = ErrorResponse(
+        id=request.id,
+        error=failure.message,
+        error_details=ErrorDetails(
+            code=failure.code,
+            stage=failure.stage,
+            retriable=Code(failure.code).is_retriable,
+            retry_after_ms=failure.retry_after_ms,
+        ),
+    )
+    if error_content_type(request) in MSGPACK_TYPES:
+        return _encode_msgpack(response)
+    return _encode_json(response)

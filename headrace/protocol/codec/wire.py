@@ -1,0 +1,405 @@
+"""Records between two stages in different processes: items, batches and results.
+
+A tensor that is a view of its request's value travels as a place in it, so that nothing is sent
+twice. A result carries the value only where a dead letter may be made of it.
+
+Who reads such a record gets a new `Request`, whose envelope is read from the headers again; only
+the deadline is taken over, since ingest may have set it by its own default timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from headrace.errors import Code, Rejected
+from headrace.protocol.ack import Receipt
+from headrace.protocol.codec.faults import DECODE_ERRORS
+from headrace.protocol.headers import NO_HEADERS, Headers, is_utf8, parse_envelope
+from headrace.protocol.messages import (
+    Batch,
+    BatchRecord,
+    Failure,
+    Head,
+    ItemRecord,
+    Request,
+    ResultRecord,
+    Tensor,
+    WireFailure,
+    WireOrigin,
+    WireTensor,
+    WireTimings,
+    WireTrace,
+)
+from headrace.protocol.tensors import check_tensor
+from headrace.protocol.trace_context import Trace, parse_traceparent
+
+_Record = TypeVar("_Record", ItemRecord, BatchRecord, ResultRecord)
+
+
+class _RawBatchRecord(Struct, kw_only=True, omit_defaults=True):
+    """A `BatchRecord` whose items are encoded already."""
+
+    batch_id: str
+    reason: str
+    formed_us: int = 0
+    items: list[msgspec.Raw]
+
+
+_Headers = list[tuple[str, bytes | None]]
+_CODES = frozenset(Code)
+_MAX_HEADS = 256
+_heads: dict[tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[Head, ...]] = {}
+_MAX_STARTS = 256
+_COMPARED_BYTES = 4096
+_starts: dict[tuple[int, int], int] = {}
+"""Where a tensor of so many bytes stood in a value of so many: most callers' values are alike."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_item_decoder = msgspec.msgpack.Decoder(ItemRecord)
+_batch_decoder = msgspec.msgpack.Decoder(BatchRecord)
+_result_decoder = msgspec.msgpack.Decoder(ResultRecord)
+
+
+# --- items and batches ------------------------------------------------------------------------
+
+
+def encode_item(request: Request) -> bytes:
+    """The value of an `items` record."""
+    return _encode(_item(request))
+
+
+def decode_item(value: bytes, receipt: Receipt) -> Request:
+    """The request in an `items` record, whose tensors are views of `value`.
+
+    Raises:
+        Rejected: `INTERNAL` or `INVALID_TENSOR`: the record is none of Headrace's.
+    """
+    request = _request_of_item(_decoded(_item_decoder, value), receipt)
+    request.item = value
+    return request
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """The value of a `batches` record. Requests that came as items go on as they came."""
+    formed_us = 0
+    items: list[msgspec.Raw] = []
+    for request in batch.requests:
+        item = request.item
+        # The batcher adds when the batch closed, and to the trace of a sampled request.
+        if item is None or request.trace is not None:
+            item = encode_item(request)
+        else:
+            formed_us = request.formed_us
+        items.append(msgspec.Raw(item))
+    return _encode(
+        _RawBatchRecord(
+            batch_id=batch.batch_id, reason=batch.reason, formed_us=formed_us, items=items
+        )
+    )
+
+
+def decode_batch(value: bytes, receipt: Receipt) -> Batch:
+    """The batch in a `batches` record; `receipt` becomes that of each of its requests.
+
+    Raises:
+        Rejected: `INTERNAL` or `INVALID_TENSOR`: the record is none of Headrace's.
+    """
+    record = _decoded(_batch_decoder, value)
+    if not record.items:
+        raise _unreadable("at least one item", "none")
+    requests = [_request_of_item(item, receipt) for item in record.items]
+    if record.formed_us:
+        for request in requests:
+            request.formed_us = record.formed_us
+    return Batch(record.batch_id, requests, record.reason)
+
+
+def _item(request: Request) -> ItemRecord:
+    value = request.value
+    return ItemRecord(
+        origin=_origin(request),
+        key=request.key,
+        headers=list(request.headers),
+        value=None if value is None else memoryview(value),
+        deadline_ms=request.envelope.deadline_ms,
+        model=request.model,
+        version=request.version,
+        id=request.id,
+        inputs=_placed(request.inputs, value),
+        rows=request.rows,
+        shape_class=request.shape_class,
+        wanted=request.wanted,
+        timings=_timings(request),
+        trace=_trace(request),
+    )
+
+
+def _request_of_item(record: ItemRecord, receipt: Receipt) -> Request:
+    request = _request(record, receipt, record.headers)
+    value = record.value
+    size_bytes = 0
+    inputs: list[Tensor] = []
+    for wired in record.inputs:
+        tensor = _tensor(wired, value)
+        name, datatype, shape, content = tensor
+        check_tensor(datatype, shape, content, name)
+        size_bytes += len(content)
+        inputs.append(tensor)
+    request.inputs = tuple(inputs)
+    request.size_bytes = size_bytes
+    request.rows = record.rows
+    request.shape_class = record.shape_class
+    request.wanted = record.wanted
+    return request
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+def encode_result(request: Request) -> bytes:
+    """The value of a `results` record: of a request with its outputs or its failure."""
+    failure = request.failure
+    keep_value = failure is not None and Code(failure.code).is_dead_letter
+    value = request.value if keep_value else None
+    raw_names = _raw_names(request.headers)
+    return _encode(
+        ResultRecord(
+            origin=_origin(request),
+            key=request.key,
+            headers=_without_names(request.headers, raw_names),
+            value=None if value is None else memoryview(value),
+            deadline_ms=request.envelope.deadline_ms,
+            model=request.model,
+            version=request.version,
+            id=request.id,
+            outputs=_outputs(request),
+            failure=None if failure is None else WireFailure(**failure._asdict()),
+            timings=_timings(request),
+            batch_id=request.batch_id,
+            trace=_trace(request),
+            skipped=request.skipped,
+            raw_names=raw_names,
+        )
+    )
+
+
+def decode_result(value: bytes, receipt: Receipt) -> Request:
+    """The request in a `results` record, with `outputs` or `failure` set.
+
+    Raises:
+        Rejected: `INTERNAL`: the record is none of Headrace's.
+    """
+    record = _decoded(_result_decoder, value)
+    request = _request(record, receipt, _with_names(record.headers, record.raw_names))
+    request.batch_id = record.batch_id
+    failure = record.failure
+    if record.skipped:
+        return request
+    if failure is None:
+        tensors = [_tensor(tensor, None) for tensor in record.outputs]
+        request.contents = tuple([tensor[3] for tensor in tensors])
+        request.heads = _shared_heads(tensors)
+    else:
+        # A newer release may have codes that are unknown here.
+        code = failure.code if failure.code in _CODES else Code.INTERNAL
+        request.failure = Failure(code, failure.message, failure.stage, failure.retry_after_ms)
+    return request
+
+
+def _raw_names(headers: Headers) -> list[tuple[int, bytes]]:
+    """Return places and names of headers whose names are not UTF-8, which no text can hold."""
+    return [
+        (place, name.encode("utf-8", "surrogateescape"))
+        for place, (name, _) in enumerate(headers)
+        if not is_utf8(name)
+    ]
+
+
+def _without_names(headers: Headers, places: Sequence[tuple[int, bytes]]) -> _Headers:
+    changed = list(headers)
+    for place, _ in places:
+        changed[place] = ("", changed[place][1])
+    return changed
+
+
+def _with_names(headers: _Headers, names: Sequence[tuple[int, bytes]]) -> _Headers:
+    for place, name in names:
+        if 0 <= place < len(headers):
+            headers[place] = (name.decode("utf-8", "surrogateescape"), headers[place][1])
+    return headers
+
+
+def _outputs(request: Request) -> list[WireTensor]:
+    return [
+        WireTensor(name=name, datatype=datatype, shape=shape, data=memoryview(content))
+        for (name, datatype, shape), content in zip(
+            request.heads, request.contents or (), strict=True
+        )
+    ]
+
+
+def _shared_heads(tensors: Sequence[Tensor]) -> tuple[Head, ...]:
+    """One object for all outputs that differ in their bytes alone, as where they ran together."""
+    known = tuple([(*tensor[:3], len(tensor[3])) for tensor in tensors])
+    heads = _heads.get(known)
+    if heads is None:
+        if len(_heads) >= _MAX_HEADS:
+            _heads.clear()
+        heads = _heads[known] = tuple([tensor[:3] for tensor in tensors])
+    return heads
+
+
+# --- parts of all -----------------------------------------------------------------------------
+
+
+def _request(record: ItemRecord | ResultRecord, receipt: Receipt, headers: Headers) -> Request:
+    origin, timings = record.origin, record.timings
+    envelope = parse_envelope(headers, origin.timestamp_ms, 0) if headers else NO_HEADERS
+    if envelope.deadline_ms != record.deadline_ms:
+        envelope = envelope._replace(deadline_ms=record.deadline_ms)
+    request = Request(
+        receipt,
+        origin.partition,
+        origin.offset,
+        origin.previous,
+        origin.timestamp_ms,
+        record.key,
+        record.value,
+        headers,
+        envelope,
+        timings.ingested_us,
+        record.model,
+        record.version,
+        id=record.id,
+        after=origin.after,
+        formed_us=timings.formed_us,
+        compute_us=timings.compute_us,
+        batch_rows=timings.batch_rows,
+        checked_us=timings.checked_us,
+        done_us=timings.done_us,
+    )
+    if record.trace is not None:
+        parent = parse_traceparent(record.trace.traceparent.encode())
+        if parent is not None:
+            request.trace = Trace(parent, record.trace.since_us)
+    return request
+
+
+def _origin(request: Request) -> WireOrigin:
+    return WireOrigin(
+        partition=request.partition,
+        offset=request.offset,
+        previous=request.previous,
+        timestamp_ms=request.timestamp_ms,
+        after=request.after,
+    )
+
+
+def _timings(request: Request) -> WireTimings:
+    return WireTimings(
+        ingested_us=request.ingested_us,
+        formed_us=request.formed_us,
+        compute_us=request.compute_us,
+        batch_rows=request.batch_rows,
+        checked_us=request.checked_us,
+        done_us=request.done_us,
+    )
+
+
+def _trace(request: Request) -> WireTrace | None:
+    trace = request.trace
+    if trace is None:
+        return None
+    return WireTrace(traceparent=trace.traceparent(trace.parent_id), since_us=trace.since_us)
+
+
+def _placed(tensors: Sequence[Tensor], value: bytes | memoryview | None) -> list[WireTensor]:
+    """Tensors by their place in `value` where they are there, otherwise with their data."""
+    if not value:
+        return [_carried(tensor) for tensor in tensors]
+    placed: list[WireTensor] = []
+    for tensor in tensors:
+        start = _start(value, tensor.data)
+        if start < 0:
+            placed.append(_carried(tensor))
+        else:
+            placed.append(
+                WireTensor(
+                    name=tensor.name,
+                    datatype=tensor.datatype,
+                    shape=tensor.shape,
+                    start=start,
+                    size=len(tensor.data),
+                )
+            )
+    return placed
+
+
+def _start(value: bytes | memoryview, content: bytes | memoryview) -> int:
+    """Where `content` stands in `value`; -1 where it is no view of it.
+
+    Comparing a few bytes with those where they stood before is quicker than asking for addresses.
+    """
+    size = len(content)
+    if not size:
+        return 0
+    lengths = len(value), size
+    guess = _starts.get(lengths, -1)
+    if (
+        guess >= 0
+        and size <= _COMPARED_BYTES
+        and isinstance(value, bytes)
+        and value.startswith(content, guess)
+    ):
+        return guess
+    # The value is alive, so memory within it can only be its own.
+    start = _address(content) - _address(value)
+    if not 0 <= start <= len(value) - size:
+        return -1
+    if len(_starts) >= _MAX_STARTS:
+        _starts.clear()
+    _starts[lengths] = start
+    return start
+
+
+def _carried(tensor: Tensor) -> WireTensor:
+    return WireTensor(
+        name=tensor.name,
+        datatype=tensor.datatype,
+        shape=tensor.shape,
+        data=memoryview(tensor.data),
+    )
+
+
+def _address(content: memoryview | bytes) -> int:
+    address: int = np.frombuffer(content, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _tensor(record: WireTensor, value: memoryview | None) -> Tensor:
+    content = record.data
+    if content is None:
+        start = record.start
+        stop = start + record.size
+        if value is None or not 0 <= start <= stop <= len(value):
+            size = 0 if value is None else len(value)
+            raise _unreadable(f"a tensor within {size} bytes", f"{start} to {stop}")
+        content = value[start:stop]
+    # Half the cost of calling a NamedTuple's class.
+    return tuple.__new__(Tensor, (record.name, record.datatype, record.shape, content))
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Record], value: bytes) -> _Record:
+    try:
+        return decoder.decode(value)
+    except DECODE_ERRORS as error:
+        raise _unreadable("one of Headrace's", str(error)) from error
+
+
+def _unreadable(expected: str, got: str) -> Rejected:
+    return Rejected.mismatch(Code.INTERNAL, "record", expected=expected, got=got)

@@ -1,0 +1,405 @@
+"""The headers of records: what a request's say, and what its answer and its dead letter carry.
+
+Names and forms are those of others where there are any: `kafka_replyTopic`,
+`kafka_replyPartition`, `kafka_correlationId` and `kafka_dlt-*` are Spring for Apache Kafka's
+(`KafkaHeaders`), `traceparent` and `tracestate` W3C Trace Context's, `ce_*` CloudEvents' binary
+mode. Header names match exactly; the last value of a repeated one counts, and a null value is an
+absent header.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Final, NoReturn
+
+from headrace.protocol.messages import MAX_NAME_LENGTH, Envelope, Failure, Request
+
+MSGPACK: Final = "application/msgpack"
+JSON: Final = "application/json"
+MSGPACK_TYPES = frozenset({"", MSGPACK, "application/vnd.msgpack", "application/x-msgpack"})
+"""An absent header means MessagePack."""
+
+DECODED_TYPES = MSGPACK_TYPES | {JSON}
+"""Any other type is a payload that only its model's transform can read."""
+
+MAX_PRIORITY = 100
+"""`x-priority` is between minus this and this."""
+
+BY_CORRELATION = ("", -1, -1)
+"""What an empty `x-cancel` means: the request with the record's own `kafka_correlationId`."""
+
+MAX_HEADER_BYTES = 512
+"""Of each header that is parsed; those that are only passed on may be longer."""
+
+MAX_SHOWN_NAME = 80
+"""Characters of a header's name in an error's text."""
+
+_CLOUDEVENTS = "application/cloudevents"
+_LOOKED_AT_BYTES = 64
+_MAX_COUNT = 4  # digits of a number of attempts
+_MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
+_INT32 = struct.Struct(">i")
+_INT64 = struct.Struct(">q")
+NO_HEADERS: Final = Envelope()
+"""What a record without headers says, where requests have no default timeout."""
+
+Header = tuple[str, bytes]
+Headers = Sequence[tuple[str, bytes | None]]
+
+
+# --- a request's headers ----------------------------------------------------------------------
+
+
+def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int) -> Envelope:
+    """What the headers of a request record say.
+
+    Never raises: what is wrong with them is said in `fault`, and all that could be read is there
+    nevertheless, so that the error finds its way back. The deadline is the earlier of
+    `x-deadline-ms` and `timestamp_ms` + `x-timeout-ms`; without either, `default_timeout_ms`
+    counts from the timestamp (0: no deadline). A record without a timestamp (-1) has no timeouts.
+    """
+    if not headers and not default_timeout_ms:
+        return NO_HEADERS
+    fields: list[Any] = _BLANK.copy()
+    fault = None
+    rule_of = _RULES.get
+    for name, value in headers:
+        rule = rule_of(name)
+        if rule is None:
+            fault = fault or name_fault(name)
+            continue
+        position, parse = rule
+        if value is None:
+            return parse_envelope(_distinct(headers), timestamp_ms, default_timeout_ms)
+        if parse is None:
+            fields[position] = value
+            continue
+        try:
+            fields[position] = parse(value if len(value) <= MAX_HEADER_BYTES else _too_long(value))
+        except ValueError as error:
+            if len(dict(headers)) < len(headers):  # it may be one that does not count
+                return parse_envelope(_distinct(headers), timestamp_ms, default_timeout_ms)
+            fault = fault or f"header {name}: {error}"
+    fields[_MODEL], fields[_VERSION] = fields.pop()
+    timeout_ms = fields.pop()
+    if fields[0] and fields[0] not in DECODED_TYPES and fault is None:
+        fault = _content_type_fault(fields[0], fields[_MODEL])
+    if timeout_ms is not None or default_timeout_ms:
+        fields[_DEADLINE] = _earlier(
+            fields[_DEADLINE], timeout_ms, timestamp_ms, default_timeout_ms
+        )
+    fields[_FAULT] = fault
+    # A third of the cost of calling a NamedTuple's class.
+    return tuple.__new__(Envelope, fields)
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a header's name came as UTF-8; the log decodes others with `surrogateescape`."""
+    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+
+
+def name_fault(name: str) -> str | None:
+    """Return what is wrong with a header's name, if anything is."""
+    return None if is_utf8(name) else f"header {shown_name(name)}: expected a name in UTF-8"
+
+
+def shown_name(name: str) -> str:
+    """Return the beginning of a header's name as text that can be written anywhere."""
+    raw = name[:MAX_SHOWN_NAME].encode("utf-8", "surrogateescape")
+    return raw.decode("utf-8", "backslashreplace") + ("..." if len(name) > MAX_SHOWN_NAME else "")
+
+
+def _distinct(headers: Headers) -> Headers:
+    """The last of each name, if it has a value."""
+    return [(name, value) for name, value in dict(headers).items() if value is not None]
+
+
+def _earlier(
+    deadline_ms: int, timeout_ms: int | None, timestamp_ms: int, default_timeout_ms: int
+) -> int:
+    """The deadline with a timeout, the record's own or the default one; 0: there is none."""
+    if timeout_ms is None:
+        if deadline_ms:
+            return deadline_ms
+        timeout_ms = default_timeout_ms
+    if timestamp_ms < 0:
+        return deadline_ms
+    timed_out_ms = max(timestamp_ms + timeout_ms, 1)
+    return min(deadline_ms, timed_out_ms) if deadline_ms else timed_out_ms
+
+
+def _content_type_fault(content_type: str, model: str) -> str | None:
+    if content_type.startswith(_CLOUDEVENTS):
+        return (
+            "header content-type: expected CloudEvents in binary mode (ce_* headers), "
+            f"got structured mode ({content_type})"
+        )
+    if not model:
+        return (
+            f"header content-type: expected {MSGPACK} or {JSON}, or a header x-model that names "
+            f"the model for this payload, got {content_type} without x-model"
+        )
+    return None
+
+
+@lru_cache(maxsize=256)
+def _content_type(value: bytes) -> str:
+    return value.decode("ascii", "replace").partition(";")[0].strip().lower()
+
+
+@lru_cache(maxsize=1024)
+def _model(value: bytes) -> tuple[str, str]:
+    name, slash, version = _text(value).partition("/")
+    if not name or "/" in version or (slash and not version):
+        raise ValueError(f"expected a model name or name/version, got {_shown(value)}")
+    return name, version
+
+
+def _text(value: bytes) -> str:
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"expected UTF-8, got {_shown(value)}") from None
+    if len(text) > MAX_NAME_LENGTH:
+        raise ValueError(f"expected at most {MAX_NAME_LENGTH} characters, got {len(text)}")
+    return text
+
+
+@lru_cache(maxsize=1024)
+def _topic(value: bytes) -> str:
+    if not value:
+        raise ValueError("expected the name of a topic, got an empty value")
+    return _text(value)
+
+
+def _milliseconds(in_place_of_0: int) -> Callable[[bytes], int]:
+    def parse(value: bytes) -> int:
+        if not value.isdigit() or len(value) > _MAX_DIGITS:
+            raise ValueError(
+                f"expected milliseconds in at most {_MAX_DIGITS} ASCII digits, got {_shown(value)}"
+            )
+        return int(value) or in_place_of_0
+
+    return parse
+
+
+def _priority(value: bytes) -> int:
+    digits = value[1:] if value[:1] == b"-" else value
+    if not digits.isdigit() or len(digits) > 3 or int(digits) > MAX_PRIORITY:
+        raise ValueError(
+            f"expected an integer between -{MAX_PRIORITY} and {MAX_PRIORITY}, got {_shown(value)}"
+        )
+    return int(value)
+
+
+def _partition(value: bytes) -> int:
+    if len(value) != _INT32.size:
+        raise ValueError(f"expected 4 bytes, big-endian, got {len(value)} bytes")
+    partition: int = _INT32.unpack(value)[0]
+    if partition < 0:
+        raise ValueError(f"expected a partition of 0 or more, got {partition}")
+    return partition
+
+
+def _cancelled(value: bytes) -> tuple[str, int, int]:
+    if not value:
+        return BY_CORRELATION
+    topic, slash, place = _text(value).partition("/")
+    partition, second, offset = place.partition("/")
+    if not (topic and slash and second and _is_number(partition) and _is_number(offset)):
+        raise ValueError(f"expected topic/partition/offset, as in x-request, got {_shown(value)}")
+    return topic, int(partition), int(offset)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+
+
+def _content_encoding(value: bytes) -> NoReturn:
+    raise ValueError(
+        f"expected no such header, as values are read as they are, got {_shown(value)}"
+    )
+
+
+def _too_long(value: bytes) -> NoReturn:
+    raise ValueError(f"expected at most {MAX_HEADER_BYTES} bytes, got {len(value)}")
+
+
+def _shown(value: bytes) -> str:
+    return repr(value[:40])[1:] + ("..." if len(value) > 40 else "")
+
+
+_Parse = Callable[[bytes], Any]
+
+# Each header's position among the fields of `parse_envelope`, and how it is read, if it is.
+# The first thirteen are those of `Envelope`; the last two are worked into them.
+_RULES: dict[str, tuple[int, _Parse | None]] = {
+    "content-type": (0, _content_type),
+    "kafka_correlationId": (1, None),
+    "kafka_replyTopic": (2, _topic),
+    "kafka_replyPartition": (3, _partition),
+    "x-deadline-ms": (4, _milliseconds(1)),  # 0 means none in an envelope, and here passed
+    "x-priority": (5, _priority),
+    "x-tenant": (6, lru_cache(maxsize=1024)(_text)),
+    "traceparent": (9, None),
+    "tracestate": (10, None),
+    "x-cancel": (12, _cancelled),
+    "x-timeout-ms": (13, _milliseconds(0)),
+    "x-model": (14, _model),
+    "content-encoding": (11, _content_encoding),  # always a fault
+}
+_DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
+_BLANK: list[Any] = [*NO_HEADERS, None, ("", "")]
+
+
+# --- an answer's headers ----------------------------------------------------------------------
+
+
+OWN_HEADERS = frozenset(
+    {
+        "x-attempt",
+        "x-cancel",
+        "x-deadline-ms",
+        "x-model",
+        "x-priority",
+        "x-request",
+        "x-stage",
+        "x-status",
+        "x-tenant",
+        "x-timeout-ms",
+    }
+)
+"""The `x-*` headers that Headrace gives a meaning, beside `x-replay-*`; others' are passed on."""
+
+_STAY = OWN_HEADERS | {"spring_json_header_types"} | _RULES.keys()
+_STAYING_PREFIXES = ("content-", "ce_", "kafka_", "retry_topic-", "x-replay-")
+
+
+def answer_content_type(request_content_type: str) -> str:
+    """What an answer is written in: the request's own type, or JSON for a raw payload."""
+    if request_content_type in MSGPACK_TYPES:
+        return request_content_type or MSGPACK
+    return JSON
+
+
+def begins_as_json(value: bytes | memoryview | None) -> bool:
+    """Return whether a value can only be a JSON object: no MessagePack map begins with a brace."""
+    return value is not None and bytes(value[:_LOOKED_AT_BYTES]).lstrip()[:1] == b"{"
+
+
+def error_content_type(request: Request) -> str:
+    """Return what the error of a request is written in.
+
+    JSON that came without its content type is answered in JSON: its caller reads nothing else.
+    """
+    content_type = request.envelope.content_type
+    if content_type in MSGPACK_TYPES and begins_as_json(request.value):
+        return JSON
+    return answer_content_type(content_type)
+
+
+def answer_headers(request: Request, status: str, request_topic: str) -> list[Header]:
+    """The headers of a response record.
+
+    `x-status` is `ok` or the code, `x-request` the identity of the request. The caller's own
+    headers are copied, except those that speak of the request alone. `traceparent` is the context
+    of the span that sends the answer, or the caller's own where the request is not sampled.
+    """
+    return answers_headers([request], status, request_topic)[0]
+
+
+def answers_headers(
+    requests: Iterable[Request], status: str, request_topic: str
+) -> list[list[Header]]:
+    """As `answer_headers` for each, in their order."""
+    found: list[list[Header]] = []
+    content_type, partition, place = "", -1, b""
+    first, second = _first_two(content_type, status)
+    for request in requests:
+        envelope = request.envelope
+        own_type = envelope.content_type if status == "ok" else error_content_type(request)
+        if own_type != content_type:
+            content_type = own_type
+            first, second = _first_two(content_type, status)
+        if request.partition != partition:
+            partition = request.partition
+            place = f"{request_topic}/{partition}/".encode()
+        headers = [first, second, ("x-request", place + b"%d" % request.offset)]
+        if envelope is not NO_HEADERS or request.trace is not None:
+            _add_callers(headers, request, envelope)
+        found.append(headers)
+    return found
+
+
+def _add_callers(headers: list[Header], request: Request, envelope: Envelope) -> None:
+    """What the caller's headers bring into an answer's."""
+    if envelope.correlation_id is not None:
+        headers.append(("kafka_correlationId", envelope.correlation_id))
+    trace = request.trace
+    if trace is not None:
+        headers.append(("traceparent", trace.traceparent(trace.answer_id).encode()))
+    elif envelope.traceparent is not None:
+        headers.append(("traceparent", envelope.traceparent))
+    if envelope.traceparent is not None and envelope.tracestate is not None:
+        headers.append(("tracestate", envelope.tracestate))
+    for name, value in request.headers:
+        if name not in _STAY and value is not None and travels(name):
+            headers.append((name, value))
+
+
+@lru_cache(maxsize=64)
+def _first_two(request_content_type: str, status: str) -> tuple[Header, Header]:
+    content_type = answer_content_type(request_content_type)
+    return ("content-type", content_type.encode()), ("x-status", status.encode())
+
+
+def travels(name: str) -> bool:
+    """Whether a header of a request is copied to its answer.
+
+    One whose name is not UTF-8 is not: most clients cannot read it.
+    """
+    # Callers choose names, so the cache has a bound in bytes, and not only in number.
+    return _travels(name) if len(name) <= MAX_NAME_LENGTH else _may_travel(name)
+
+
+def _may_travel(name: str) -> bool:
+    return not (
+        name in _STAY
+        or name.startswith(_STAYING_PREFIXES)
+        or (name.startswith("__") and name.endswith("__"))
+        or not is_utf8(name)
+    )
+
+
+_travels = lru_cache(maxsize=1024)(_may_travel)
+
+
+def dead_letter_headers(
+    request: Request, failure: Failure, request_topic: str
+) -> list[tuple[str, bytes | None]]:
+    """The headers of a dead letter: the request's, untouched, and where and why it failed.
+
+    Those of an earlier failure are replaced, so that they do not pile up when a letter is sent
+    again; only `x-attempt` goes on from what the request says, which a redrive has counted up.
+    The `kafka_dlt-*` ones have the form that Spring's `DeadLetterPublishingRecoverer`
+    gives them: the topic as text, numbers big-endian (int32 or int64).
+    """
+    attempt = dict(request.headers).get("x-attempt") or b""
+    kept = [header for header in request.headers if not _is_of_dead_letter(header[0])]
+    return [
+        *kept,
+        ("kafka_dlt-original-topic", request_topic.encode()),
+        ("kafka_dlt-original-partition", _INT32.pack(request.partition)),
+        ("kafka_dlt-original-offset", _INT64.pack(request.offset)),
+        ("kafka_dlt-original-timestamp", _INT64.pack(request.timestamp_ms)),
+        ("kafka_dlt-exception-fqcn", str(failure.code).encode()),
+        ("kafka_dlt-exception-message", failure.message.encode()),
+        ("x-stage", failure.stage.encode()),
+        ("x-attempt", attempt if attempt.isdigit() and len(attempt) <= _MAX_COUNT else b"1"),
+    ]
+
+
+def _is_of_dead_letter(name: str) -> bool:
+    return name.startswith("kafka_dlt-") or name in {"x-stage", "x-attempt"}

@@ -1,0 +1,268 @@
+"""The topics as an AsyncAPI 3 document, from the map in `headrace.topics`.
+
+Specification: https://www.asyncapi.com/docs/reference/specification/v3.0.0; Kafka bindings 0.5.0:
+https://github.com/asyncapi/bindings/tree/master/kafka. Servers are left out: they are the user's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from headrace.errors import Code
+from headrace.protocol.headers import JSON, MAX_PRIORITY, MSGPACK
+from headrace.protocol.schemas.types import DIALECT
+from headrace.topics import TOPICS, Stage, Topic, TopicSpec
+
+CONTRACT_VERSION = "1.0.0"
+_BINDING_VERSION = "0.5.0"
+_SCHEMA_FORMAT = "application/schema+json;version=2020-12"
+
+_Node = dict[str, Any]
+
+
+class _Message(NamedTuple):
+    """A kind of record on one topic. `schema` is a file's name; None for any bytes."""
+
+    name: str
+    title: str
+    content_type: str
+    schema: str | None
+    headers: str
+
+
+_MESSAGES: dict[Topic, tuple[_Message, ...]] = {
+    Topic.REQUESTS: (
+        _Message("inferenceRequest", "Request", MSGPACK, "inference-request", "request"),
+        _Message(
+            "inferenceRequestJson", "Request in JSON", JSON, "inference-request-json", "request"
+        ),
+        _Message(
+            "rawRequest",
+            "Payload for the transform of the model that x-model names",
+            "application/octet-stream",
+            None,
+            "rawRequest",
+        ),
+    ),
+    Topic.ITEMS: (_Message("item", "Checked request", MSGPACK, "item-record", "none"),),
+    Topic.BATCHES: (_Message("batch", "Batch of requests", MSGPACK, "batch-record", "none"),),
+    Topic.RESULTS: (_Message("result", "Outcome of a request", MSGPACK, "result-record", "none"),),
+    Topic.RESPONSES: (
+        _Message("inferenceResponse", "Response", MSGPACK, "inference-response", "response"),
+        _Message(
+            "inferenceResponseJson", "Response in JSON", JSON, "inference-response-json", "response"
+        ),
+        _Message("errorResponse", "Error", MSGPACK, "error-response", "response"),
+        _Message("errorResponseJson", "Error in JSON", JSON, "error-response", "response"),
+    ),
+    Topic.DEAD_LETTERS: (
+        _Message(
+            "deadLetter",
+            "Request that can never succeed, untouched",
+            "application/octet-stream",
+            None,
+            "deadLetter",
+        ),
+    ),
+    Topic.EVENTS: (
+        _Message("event", "What an executor can do, and has done", MSGPACK, "event-record", "none"),
+    ),
+}
+
+
+def asyncapi() -> _Node:
+    """The document, as plain values."""
+    return {
+        "asyncapi": "3.0.0",
+        "id": "urn:headrace:contract",
+        "info": {
+            "title": "Headrace",
+            "version": CONTRACT_VERSION,
+            "description": (
+                "Inference on Kafka: every request record gets exactly one answer record. "
+                "Values follow the Open Inference Protocol v2. Header values are bytes: text is "
+                "UTF-8, numbers are ASCII digits or big-endian, as each says."
+            ),
+            "license": {"name": "Apache-2.0"},
+        },
+        "defaultContentType": MSGPACK,
+        "channels": {_key(spec.topic): _channel(spec) for spec in TOPICS.values()},
+        "operations": _operations(),
+        "components": {
+            "messages": {
+                message.name: _message(message, TOPICS[topic])
+                for topic, messages in _MESSAGES.items()
+                for message in messages
+            },
+            "schemas": _headers(),
+        },
+    }
+
+
+def _key(topic: Topic) -> str:
+    first, *others = topic.split("-")
+    return first + "".join(part.title() for part in others)
+
+
+def _channel(spec: TopicSpec) -> _Node:
+    like = " It has exactly the partitions of requests." if spec.like_requests else ""
+    return {
+        "address": f"{{namespace}}.{spec.topic}",
+        "title": spec.topic.value,
+        "description": f"{spec.message}. Partition: {spec.partition}.{like}",
+        "parameters": {
+            "namespace": {
+                "description": "The setting `namespace`; each topic can also be named in full.",
+                "default": "headrace",
+            }
+        },
+        "messages": {
+            message.name: {"$ref": f"#/components/messages/{message.name}"}
+            for message in _MESSAGES[spec.topic]
+        },
+        "bindings": {
+            "kafka": {
+                "topicConfiguration": {"cleanup.policy": [spec.cleanup_policy]},
+                "bindingVersion": _BINDING_VERSION,
+            }
+        },
+    }
+
+
+def _operations() -> _Node:
+    operations: _Node = {}
+    for spec in TOPICS.values():
+        for stage in spec.readers:
+            operations[f"{stage}Receives{_title(spec.topic)}"] = _operation("receive", spec, stage)
+        for stage in spec.writers:
+            operations[f"{stage}Sends{_title(spec.topic)}"] = _operation("send", spec, stage)
+    asked = operations[f"{Stage.INGEST}Receives{_title(Topic.REQUESTS)}"]
+    asked["reply"] = {
+        "address": {
+            "description": "Where the header is absent, the topic of responses.",
+            "location": "$message.header#/kafka_replyTopic",
+        },
+        "channel": {"$ref": f"#/channels/{_key(Topic.RESPONSES)}"},
+    }
+    return operations
+
+
+def _title(topic: Topic) -> str:
+    return "".join(part.title() for part in topic.split("-"))
+
+
+def _operation(action: str, spec: TopicSpec, stage: Stage) -> _Node:
+    verb = "reads" if action == "receive" else "writes"
+    return {
+        "action": action,
+        "summary": f"The {stage} {verb} {spec.topic}.",
+        "channel": {"$ref": f"#/channels/{_key(spec.topic)}"},
+        "bindings": {"kafka": {"bindingVersion": _BINDING_VERSION}},
+    }
+
+
+def _message(message: _Message, spec: TopicSpec) -> _Node:
+    node: _Node = {
+        "name": message.name,
+        "title": message.title,
+        "contentType": message.content_type,
+    }
+    if message.headers != "none":
+        node["headers"] = {"$ref": f"#/components/schemas/{message.headers}Headers"}
+    if message.schema is not None:
+        reference = {"$ref": f"./{message.schema}.schema.json"}
+        node["payload"] = {"schemaFormat": _SCHEMA_FORMAT, "schema": reference}
+    node["bindings"] = {
+        "kafka": {
+            "key": {"type": "string", "description": f"Bytes: {spec.key}."},
+            "bindingVersion": _BINDING_VERSION,
+        }
+    }
+    return node
+
+
+# --- headers ----------------------------------------------------------------------------------
+
+
+def _headers() -> _Node:
+    return {
+        "requestHeaders": _object(_request_headers(), []),
+        "rawRequestHeaders": _object(_request_headers(), ["content-type", "x-model"]),
+        "responseHeaders": _object(_response_headers(), ["content-type", "x-status", "x-request"]),
+        "deadLetterHeaders": _object(_dead_letter_headers(), list(_dead_letter_headers())),
+    }
+
+
+def _request_headers() -> _Node:
+    return {
+        "content-type": _text(
+            f"{MSGPACK} when absent (also application/vnd.msgpack, application/x-msgpack), {JSON}, "
+            "or a payload's own type. Matched without regard to case and parameters."
+        ),
+        "kafka_replyTopic": _text("Where to answer; must be one that the settings allow."),
+        "kafka_replyPartition": _bytes("int32, big-endian; 0 or more."),
+        "x-deadline-ms": _digits("Epoch milliseconds after which no answer is of use."),
+        "x-timeout-ms": _digits("The same, counted from the record's timestamp."),
+        "x-priority": {
+            "type": "string",
+            "pattern": "^-?[0-9]{1,3}$",
+            "description": f"Between -{MAX_PRIORITY} and {MAX_PRIORITY}; larger: more urgent.",
+        },
+        "x-tenant": _text("On whose behalf."),
+        "x-cancel": _text(
+            "The request that this record cancels, as topic/partition/offset, or empty: the one "
+            "with its kafka_correlationId. The record is no request itself."
+        ),
+        "x-model": _text("A model's name, or name/version."),
+        **_passed_on(),
+    }
+
+
+def _response_headers() -> _Node:
+    return {
+        "content-type": _text(
+            f"As the request's; {JSON} for a raw payload, and for the error of a value that begins "
+            "with a brace."
+        ),
+        "x-status": {"type": "string", "enum": ["ok", *map(str, Code)]},
+        "x-request": _text("The request record, as topic/partition/offset."),
+        **_passed_on(),
+    }
+
+
+def _passed_on() -> _Node:
+    return {
+        "kafka_correlationId": _bytes("Opaque; echoed."),
+        "traceparent": _text("W3C Trace Context."),
+        "tracestate": _text("W3C Trace Context."),
+    }
+
+
+def _dead_letter_headers() -> _Node:
+    return {
+        "kafka_dlt-original-topic": _text("Of the request."),
+        "kafka_dlt-original-partition": _bytes("int32, big-endian."),
+        "kafka_dlt-original-offset": _bytes("int64, big-endian."),
+        "kafka_dlt-original-timestamp": _bytes("int64, big-endian; epoch milliseconds."),
+        "kafka_dlt-exception-fqcn": {"type": "string", "enum": [*map(str, Code)]},
+        "kafka_dlt-exception-message": _text("What was expected, what came, and where."),
+        "x-stage": {"type": "string", "enum": [*map(str, Stage)]},
+        "x-attempt": _digits("How often it was tried."),
+    }
+
+
+def _object(properties: _Node, required: list[str]) -> _Node:
+    node: _Node = {"$schema": DIALECT, "type": "object", "properties": properties}
+    return {**node, "required": required} if required else node
+
+
+def _text(description: str) -> _Node:
+    return {"type": "string", "description": description}
+
+
+def _bytes(description: str) -> _Node:
+    return {"type": "string", "contentEncoding": "base64", "description": f"Bytes. {description}"}
+
+
+def _digits(description: str) -> _Node:
+    return {"type": "string", "pattern": "^[0-9]{1,15}$", "description": description}

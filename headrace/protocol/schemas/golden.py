@@ -1,0 +1,258 @@
+"""Golden samples: one record of each kind, as the bytes that the first release wrote.
+
+`SAMPLES` makes each sample with the code of today. A sample's file is written once, under its
+name; a kind of record that changes gets a new sample beside the old one, which stays readable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from headrace.config import LimitSettings
+from headrace.errors import Code
+from headrace.protocol.codec import (
+    decode_batch,
+    decode_item,
+    decode_request,
+    decode_response,
+    decode_result,
+    encode_batch,
+    encode_error,
+    encode_item,
+    encode_request,
+    encode_response,
+    encode_result,
+)
+from headrace.protocol.codec.events import decode_event, encode_event
+from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
+from headrace.protocol.headers import JSON, MSGPACK, parse_envelope
+from headrace.protocol.messages import Batch, Failure, Request, Tensor
+from headrace.protocol.schemas.types import SCHEMAS
+from headrace.protocol.tensors import DATATYPES, from_array
+from headrace.protocol.trace_context import SAMPLED, Parent, Trace
+
+_TIMESTAMP_MS = 1_700_000_000_000
+_INGESTED_US = _TIMESTAMP_MS * 1000 + 250
+
+
+class Sample(NamedTuple):
+    """How one sample is made, and what it is.
+
+    Attributes:
+        schema: of its value, in `headrace.protocol.schemas.types`.
+        content_type: of its value.
+        write: makes the bytes.
+        read: raises `Rejected` when the bytes can no longer be read.
+    """
+
+    schema: str
+    content_type: str
+    write: Callable[[], bytes]
+    read: Callable[[bytes], object]
+
+    def described(self, content: bytes) -> str:
+        """The sample for people: its type, and its value with `bin` as base64."""
+        codec = msgspec.json if self.content_type == JSON else msgspec.msgpack
+        value = codec.decode(content, type=SCHEMAS[self.schema])
+        return json.dumps(
+            {
+                "schema": f"{self.schema}.schema.json",
+                "content_type": self.content_type,
+                "value": msgspec.to_builtins(value),
+            },
+            indent=2,
+            ensure_ascii=False,
+        )
+
+
+class _NoReceipt:
+    """Samples owe nothing to a log."""
+
+    void = False
+
+    @property
+    def assignment(self) -> _NoReceipt:
+        """Itself: nobody takes it away."""
+        return self
+
+    def settle(self) -> None:
+        """Nothing is owed."""
+
+
+def sample_array(datatype: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """Two rows of three elements, with the extremes of the datatype among them."""
+    dtype = DATATYPES[datatype].dtype
+    if datatype == "BYTES":
+        elements: list[Any] = [b"", "Grüße".encode(), b"\x00\xff", b"a", b"bc", b"def"]
+        array = np.empty(6, dtype=object)
+        array[:] = elements
+    elif datatype == "BOOL":
+        array = np.array([True, False, True, False, False, True])
+    elif dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        array = np.array([limits.min, limits.max, 0, 1, 2, 3], dtype=dtype)
+    else:
+        array = np.array([np.nan, np.inf, -np.inf, -0.0, 1.5, 0.1]).astype(dtype)
+    return array.reshape(2, 3)
+
+
+def _request_bytes(content_type: str, datatype: str) -> bytes:
+    return encode_request(
+        content_type,
+        "sample",
+        {"input": sample_array(datatype)},
+        version="1",
+        id=datatype.lower(),
+        parameters={"text": "t", "number": 1, "ratio": 0.5, "flag": True},
+        outputs=["output"],
+    )
+
+
+def _request(content_type: str) -> Request:
+    """A request that ingest has read, with a tensor of its value and one of its own."""
+    value = _request_bytes(content_type, "FP32")
+    headers: list[tuple[str, bytes | None]] = [
+        ("content-type", content_type.encode()),
+        ("kafka_correlationId", b"\x00\x01\x02\x03"),
+        ("x-timeout-ms", b"1000"),
+        ("empty", None),
+    ]
+    envelope = parse_envelope(headers, _TIMESTAMP_MS, 0)
+    origin = (3, 41, 39, _TIMESTAMP_MS)
+    request = Request(_NoReceipt(), *origin, b"key", value, headers, envelope)
+    body = decode_request(value, envelope, LimitSettings())
+    given = body.inputs[0]
+    request.inputs = (
+        Tensor(given.name, given.datatype, tuple(given.shape), given.data),
+        from_array("made", sample_array("INT8")),
+    )
+    request.id = body.id
+    request.model, request.version = "sample", "1"
+    request.rows = 2
+    request.shape_class = (3,)
+    request.wanted = ("output",)
+    request.ingested_us, request.formed_us = _INGESTED_US, _INGESTED_US + 500
+    return request
+
+
+def _response_bytes(content_type: str, datatype: str) -> bytes:
+    return encode_response(_answered(content_type, datatype), _INGESTED_US + 900)
+
+
+def _error_bytes(content_type: str) -> bytes:
+    return encode_error(_failed(content_type, _OVERLOAD), _OVERLOAD)
+
+
+def _answered(content_type: str, datatype: str) -> Request:
+    request = _request(content_type)
+    request.outputs = (from_array("output", sample_array(datatype)),)
+    request.compute_us, request.batch_rows = 120, 8
+    return request
+
+
+_FAILURE = Failure(Code.INVALID_TENSOR, "inputs[0].shape: expected [-1, 64], got [1, 63]", "ingest")
+_OVERLOAD = Failure(Code.OVERLOADED, "in-flight bytes: expected at most 1, got 2", "ingest", 250)
+
+
+def _failed(content_type: str, failure: Failure) -> Request:
+    request = _request(content_type)
+    request.fail(failure)
+    return request
+
+
+def _traced(request: Request) -> Request:
+    parent = Parent(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, SAMPLED)
+    request.trace = Trace(parent, since_us=_INGESTED_US + 900)
+    request.checked_us, request.done_us = _INGESTED_US + 300, _INGESTED_US + 900
+    request.batch_id = "b-1"
+    return request
+
+
+def _headers(content_type: str) -> list[tuple[str, bytes | None]]:
+    return [("content-type", content_type.encode())]
+
+
+def _read_request(content_type: str, content: bytes) -> object:
+    return decode_request(content, parse_envelope(_headers(content_type), 0, 0), LimitSettings())
+
+
+def _public_samples() -> Iterator[tuple[str, Sample]]:
+    for form, content_type in (("msgpack", MSGPACK), ("json", JSON)):
+        suffix = "" if content_type == MSGPACK else "-json"
+        read_request = partial(_read_request, content_type)
+        read_response = partial(decode_response, _headers(content_type))
+        for datatype in DATATYPES:
+            name = f"{form}-{datatype.lower()}"
+            write = partial(_request_bytes, content_type, datatype)
+            schema = f"inference-request{suffix}"
+            yield f"request-{name}", Sample(schema, content_type, write, read_request)
+            write = partial(_response_bytes, content_type, datatype)
+            schema = f"inference-response{suffix}"
+            yield f"response-{name}", Sample(schema, content_type, write, read_response)
+        write = partial(_error_bytes, content_type)
+        yield f"error-{form}", Sample("error-response", content_type, write, read_response)
+
+
+def _internal_samples() -> Iterator[tuple[str, Sample]]:
+    def sample(schema: str, write: Callable[[], bytes], read: Callable[..., object]) -> Sample:
+        return Sample(schema, MSGPACK, write, lambda content: read(content, _NoReceipt()))
+
+    yield "item", sample("item-record", lambda: encode_item(_request(MSGPACK)), decode_item)
+    yield (
+        "item-traced",
+        sample("item-record", lambda: encode_item(_traced(_request(MSGPACK))), decode_item),
+    )
+    yield (
+        "batch",
+        sample(
+            "batch-record",
+            lambda: encode_batch(Batch("b-1", [_request(MSGPACK), _request(JSON)], "full")),
+            decode_batch,
+        ),
+    )
+    for name, make in (
+        ("result-outputs", lambda: _answered(MSGPACK, "FP32")),
+        ("result-failure", lambda: _failed(MSGPACK, _FAILURE)),
+        ("result-traced", lambda: _traced(_answered(MSGPACK, "FP32"))),
+    ):
+        yield name, sample("result-record", partial(_result_bytes, make), decode_result)
+    yield "event", Sample("event-record", MSGPACK, lambda: encode_event(_EVENT), decode_event)
+
+
+_EVENT = ExecutorEvent(
+    executor="4711-0a1b2c3d",
+    silent_after_ms=30_000,
+    partitions=[0, 2],
+    models=[
+        HostedModel(name="sample", version="1", instances=2, max_batch_size=32),
+        HostedModel(
+            name="alone", version="3", instances=1, max_batch_size=1, batching_off="mates leak"
+        ),
+    ],
+    completions=[
+        Completion(
+            batch_id="b-1",
+            model="sample",
+            version="1",
+            shape_class=[3],
+            rows=4,
+            compute_us=120,
+            stay_us=450,
+        ),
+        Completion(batch_id="b-2", model="alone", version="3"),
+    ],
+)
+
+
+def _result_bytes(make: Callable[[], Request]) -> bytes:
+    return encode_result(make())
+
+
+SAMPLES: dict[str, Sample] = {**dict(_public_samples()), **dict(_internal_samples())}
+"""All samples by name; `golden/<name>.bin` has the bytes, `<name>.json` what they mean."""

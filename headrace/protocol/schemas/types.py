@@ -1,0 +1,65 @@
+"""JSON Schemas of the values that records have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from headrace.protocol.codec.requests import JsonInferenceRequest
+from headrace.protocol.codec.responses import JsonInferenceResponse
+from headrace.protocol.events import ExecutorEvent
+from headrace.protocol.messages import (
+    BatchRecord,
+    ErrorResponse,
+    InferenceRequest,
+    InferenceResponse,
+    ItemRecord,
+    ResultRecord,
+)
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+SCHEMAS: dict[str, type[msgspec.Struct]] = {
+    "inference-request": InferenceRequest,
+    "inference-request-json": JsonInferenceRequest,
+    "inference-response": InferenceResponse,
+    "inference-response-json": JsonInferenceResponse,
+    "error-response": ErrorResponse,
+    "item-record": ItemRecord,
+    "batch-record": BatchRecord,
+    "result-record": ResultRecord,
+    "event-record": ExecutorEvent,
+}
+"""The types by their files' names, without `.schema.json`."""
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The schema of one type. JSON Schema has no bytes: MessagePack's `bin` stands in it as a
+    base64 string (`contentEncoding`).
+    """
+    generated = msgspec.json.schema(SCHEMAS[name])
+    return {"$schema": DIALECT, "$id": f"{name}.schema.json", **_one_line(generated)}
+
+
+def schema_files() -> dict[str, str]:
+    """All schemas, as text by the names of their files."""
+    return {
+        f"{name}.schema.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n"
+        for name in SCHEMAS
+    }
+
+
+def _one_line(node: Any) -> Any:
+    """The schema with descriptions, which come from docstrings, freed of line breaks."""
+    if isinstance(node, dict):
+        return {
+            key: " ".join(value.split())
+            if key == "description" and isinstance(value, str)
+            else _one_line(value)
+            for key, value in node.items()
+        }
+    if isinstance(node, list):
+        return [_one_line(value) for value in node]
+    return node

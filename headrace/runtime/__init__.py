@@ -1,0 +1,1 @@
+"""One process: its stages, the log they share, and how it starts and stops."""

@@ -1,0 +1,35 @@
+"""The log that the settings name: Kafka, or the embedded one when no broker is configured."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from headrace.config import Settings
+from headrace.log.port import Log
+from headrace.runtime.topic_plan import plan_topics
+
+
+@asynccontextmanager
+async def open_log(settings: Settings) -> AsyncIterator[Log]:
+    """Open the log, and close it when the context is left.
+
+    The embedded log is a new one each time, seen by this process alone; it has Headrace's topics
+    already. On Kafka nothing is created, and nothing is asked of the broker before it is used.
+    """
+    async with _adapter(settings) as log:
+        if settings.kafka is None:
+            await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+        yield log
+
+
+def _adapter(settings: Settings) -> Log:
+    # Each adapter is imported where it is needed: the embedded log runs without aiokafka, and
+    # its tests and `headrace --help` need not wait for it.
+    if settings.kafka is None:
+        from headrace.log.memory import MemoryLog
+
+        return MemoryLog()
+    from headrace.log.kafka.log import KafkaLog
+
+    return KafkaLog(settings.kafka, decompressed_bytes=settings.decompressed_bytes)

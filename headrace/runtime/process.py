@@ -1,0 +1,303 @@
+"""One process of Headrace: its stages, their models, health and signals; the composition root."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.log.port import Log
+from headrace.models.registry import Models
+from headrace.models.user_code import on_daemon_thread
+from headrace.runtime.heap import trimming
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.shutdown import Stop, stop_on_signals
+from headrace.runtime.stage_group import Segment, segments
+from headrace.runtime.topic_plan import check_topics
+from headrace.telemetry.collector import open_tracing
+from headrace.telemetry.flood import Flood
+from headrace.telemetry.gauges import show, show_interpreter
+from headrace.telemetry.health import Health, Phase
+from headrace.telemetry.http import HttpServer
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.last_resort import LastResort
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import WaitingSnapshot
+from headrace.telemetry.state import Place, ProcessState
+from headrace.topics import STAGES, Stage
+
+log = structlog.get_logger(__name__)
+
+LAST_COMMIT_S = 1.0
+"""For what is settled when the drain's time is over; without an answer it is repeated elsewhere."""
+UNLOAD_CHECK_S = 1.0
+
+
+RELOAD_NOTICE_S = 5.0
+"""A reload that takes longer is logged while it lasts: it may wait for an import to end."""
+
+
+class Pipeline:
+    """The stages of one process.
+
+    Attributes:
+        ready: set when models are loaded and partitions assigned.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        log_: Log,
+        stages: Sequence[Stage] = STAGES,
+        *,
+        instruments: Instruments | None = None,
+    ) -> None:
+        self._settings = settings
+        self._log = log_
+        self._stages = tuple(stages)
+        instruments = instruments or Instruments(Metrics(CollectorRegistry()))
+        self.metrics = instruments.metrics
+        self.models = Models(
+            settings,
+            executes=Stage.EXECUTOR in stages,
+            keeps_replaced=Stage.INGEST not in stages,
+        )
+        self.health = Health()
+        self.ready = asyncio.Event()
+        self._segments = [
+            Segment(settings, log_, part, self.models, instruments) for part in segments(stages)
+        ]
+        limit_s = settings.limits.max_unanswered_s
+        self.state = ProcessState(stages, self.health, self.metrics, self.models.status, limit_s)
+        broker = settings.kafka.bootstrap_servers if settings.kafka else ""
+        self.state.place = Place(settings.namespace, socket.gethostname(), broker)
+        for segment in self._segments:
+            self.state.sources.append(segment.source.snapshot)
+            self.state.activities.append(segment.activities)
+            self.state.devices.append(segment.devices)
+        self.state.waiting = self._waiting
+        show(self.state)
+
+    def _waiting(self) -> WaitingSnapshot | None:
+        return next(filter(None, (segment.waiting() for segment in self._segments)), None)
+
+    async def run(self, stop: Stop) -> None:
+        """Serve until asked to stop, and drain; a second request ends it at once.
+
+        Raises:
+            ConfigurationError: the topics or the models cannot be served from.
+            ExceptionGroup: what ended the process, if anything but `stop` did.
+        """
+        async with self.state.watching():
+            await self._run(stop)
+
+    async def _run(self, stop: Stop) -> None:
+        serving = asyncio.create_task(self._serve(stop), name="pipeline")
+        forced = asyncio.create_task(stop.forced.wait(), name="pipeline-forced")
+        try:
+            await asyncio.wait((serving, forced), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            forced.cancel()
+            if not serving.done():
+                serving.cancel()
+            await _ended(serving)
+            error = None if serving.cancelled() else serving.exception()
+            self.health.enter(Phase.STOPPED, "" if error is None else _told(error))
+        if error is not None:
+            if not isinstance(error, ConfigurationError):  # which is told at the command line
+                log.error(Event.FAILED, reason=self.health.reason)
+            raise error
+
+    async def _serve(self, stop: Stop) -> None:
+        self.health.explain("checking the topics")
+        faults = await check_topics(self._log, self._settings, self._stages)
+        if faults:
+            raise ConfigurationError("\n".join(faults))
+        if self._stages != (Stage.RESPONDER,):
+            await on_daemon_thread(self.models.open)
+        self.health.explain("loading the models and joining the group")
+        joining = len(self._segments)
+
+        def joined() -> None:
+            nonlocal joining
+            joining -= 1
+            if not joining:
+                self.health.enter(Phase.READY)
+                self.ready.set()
+                log.info(Event.READY, stages=list(self._stages))
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(segment.run(joined), name="segment") for segment in self._segments
+            ]
+            stopping = tasks.create_task(stop.requested.wait(), name="stop")
+            unloading = tasks.create_task(self._unload_unused(), name="unload-unused")
+            await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
+            self.health.enter(Phase.DRAINING, "answering what is in flight")
+            log.info(Event.DRAINING)
+            await self._drain(running)
+            stopping.cancel()
+            unloading.cancel()
+        log.info(Event.STOPPED)
+
+    async def _unload_unused(self) -> None:
+        """Unload replaced versions once nothing has come for them for a while; never returns."""
+        while True:
+            await asyncio.sleep(UNLOAD_CHECK_S)
+            self.models.unload_unused()
+
+    async def _drain(self, running: Sequence[asyncio.Task[None]]) -> None:
+        """Let the segments end; what takes too long is cut off and will run elsewhere."""
+        if not self.ready.is_set():
+            for task in running:
+                task.cancel()
+            return
+        for segment in self._segments:
+            segment.source.stop_reading()
+        _, late = await asyncio.wait(running, timeout=self._settings.limits.drain_timeout_s)
+        if late:
+            try:
+                async with asyncio.timeout(LAST_COMMIT_S):
+                    for segment in self._segments:
+                        await segment.abandon()
+            except TimeoutError:
+                log.warning(Event.DRAIN_INCOMPLETE, reason="the last commit was not answered")
+            for task in late:
+                task.cancel()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Wait until a task has ended; who is cancelled meanwhile cancels it once more."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            task.cancel()
+    if cancelled is not None:
+        raise cancelled
+
+
+def _told(error: BaseException) -> str:
+    """What ended the process, in one line."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(map(_told, error.exceptions))
+    return f"{type(error).__name__}: {error}"
+
+
+@asynccontextmanager
+async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
+    """Run a pipeline while the context lasts: entered when it is ready, left when it has drained.
+
+    Raises:
+        ExceptionGroup: with whatever ends the pipeline before its time.
+    """
+    stop = Stop()
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(pipeline.run(stop), name="pipeline-run")
+        ready = tasks.create_task(pipeline.ready.wait(), name="pipeline-ready")
+        await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        try:
+            if not serving.done():
+                yield pipeline
+        finally:
+            stop.ask()
+
+
+async def run(
+    settings: Settings,
+    stages: Sequence[Stage],
+    flood: Flood,
+    announce: Callable[[int], None] | None = None,
+) -> int:
+    """`headrace run`: serve until SIGTERM or SIGINT. Returns the exit code.
+
+    Args:
+        settings: of the process.
+        stages: adjacent ones.
+        flood: what `configure_logging` gave.
+        announce: called with the HTTP port, once it is bound.
+    """
+    stop = Stop()
+    async with AsyncExitStack() as stack:
+        log_ = await stack.enter_async_context(open_log(settings))
+        metrics = Metrics(CollectorRegistry())
+        tracing = await stack.enter_async_context(open_tracing(settings, stages, metrics))
+        pipeline = Pipeline(settings, log_, stages, instruments=Instruments(metrics, tracing))
+        pipeline.state.log_lines_suppressed = flood.suppressed
+        show_interpreter(metrics.registry)
+        stack.enter_context(stop_on_signals(stop))
+        stack.enter_context(LastResort(settings.limits.max_stall_s))
+        telemetry = settings.telemetry
+        server = HttpServer(
+            (telemetry.http_host, telemetry.http_port),
+            pipeline.health,
+            pipeline.models,
+            pipeline.metrics.registry,
+            pipeline.state.status,
+        )
+        await stack.enter_async_context(server)
+        log.info(Event.STARTING, stages=list(stages), http_port=server.port)
+        if announce is not None:
+            announce(server.port)
+        await stack.enter_async_context(_reloading(pipeline))
+        in_flight_bytes = partial(_in_flight_bytes, pipeline.state)
+        await stack.enter_async_context(trimming(in_flight_bytes, metrics))
+        await pipeline.run(stop)
+    return 0
+
+
+def _in_flight_bytes(state: ProcessState) -> int:
+    return sum(asked().in_flight_bytes for asked in state.sources)
+
+
+@asynccontextmanager
+async def _reloading(pipeline: Pipeline) -> AsyncIterator[None]:
+    """While the context lasts, SIGHUP makes the models be looked at again."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        loop.add_signal_handler(
+            signal.SIGHUP,
+            lambda: tasks.create_task(_reload(pipeline), name="reload"),
+        )
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
+
+
+async def _reload(pipeline: Pipeline) -> None:
+    """Look at the repository again; a repository that is gone changes nothing."""
+    if not pipeline.ready.is_set():
+        log.warning(
+            Event.MODELS_RELOAD_REFUSED, reason="the models are being read for the first time"
+        )
+        return
+    notice = asyncio.get_running_loop().call_later(RELOAD_NOTICE_S, _notice_slow_reload)
+    try:
+        reloaded = await pipeline.models.reload()
+    except ConfigurationError as error:
+        log.error(Event.MODELS_RELOAD_FAILED, reason=str(error))
+        return
+    finally:
+        notice.cancel()
+    log.info(Event.MODELS_RELOADED, **reloaded._asdict())
+
+
+def _notice_slow_reload() -> None:
+    log.warning(
+        Event.MODELS_RELOAD_SLOW,
+        reason=f"the repository has been read for {RELOAD_NOTICE_S:g} s; importing model.py and "
+        "transform.py may take max_load_s each, and other reloads wait meanwhile",
+    )

@@ -1,0 +1,337 @@
+"""A run of adjacent stages, wired: memory channels inside, topics at both ends.
+
+What it reads and who commits follows from which stages it has:
+
+- All four read `requests` in the group `{namespace}`, and commit the base and the answered set.
+- Ingest without the responder reads `requests` in the group `{namespace}.ingest` and commits
+  nothing: it starts where the answers end, which the group `{namespace}` knows.
+- A batcher or an executor that comes first reads `items` or `batches` in `{namespace}.{stage}`,
+  and commits that once its output is acknowledged.
+- The responder alone reads `results` in the group `{namespace}`, and commits its place there
+  together with the base and the answered set of `requests`.
+
+A responder shares memory with its neighbours only where all four stages are together. Otherwise
+early ends of requests come to it from several processes, and one owner for each source partition
+is found by reading `results`, whose partitions are the source's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+from headrace.config import Settings
+from headrace.consumer.source import Source
+from headrace.consumer.source_settings import SourceSettings
+from headrace.delivery.source_offsets import Origins
+from headrace.errors import ConfigurationError
+from headrace.log.port import Log, Producer, TopicPartition
+from headrace.models.registry import Models
+from headrace.models.version import State
+from headrace.protocol.messages import Batch, Envelope, Failure, Request
+from headrace.services.batcher.service import BatcherService
+from headrace.services.executor.service import ExecutorService
+from headrace.services.ingest.reading import Rules
+from headrace.services.ingest.service import IngestService
+from headrace.services.responder.routing import Routes
+from headrace.services.responder.service import Delivery, ResponderService
+from headrace.services.responder.step_size import StepSizing
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.snapshots import DeviceSnapshot, WaitingSnapshot
+from headrace.telemetry.watchdog import Activity
+from headrace.topics import Stage, Topic
+from headrace.transport.batch_io import BatchFeed, BatchWriter
+from headrace.transport.channels import Channel, Inlet, Outlet, PullChannel, join_lists
+from headrace.transport.dispatcher import BatchOutlet
+from headrace.transport.executor_events import Hearing
+from headrace.transport.executor_registry import ModelKey
+from headrace.transport.heartbeat import Announcer, Identity
+from headrace.transport.rebinding import Rebinder
+from headrace.transport.topic_io import (
+    item_inlet,
+    item_outlet,
+    result_inlet,
+    result_outlet,
+)
+
+_INPUT = {
+    Stage.INGEST: Topic.REQUESTS,
+    Stage.BATCHER: Topic.ITEMS,
+    Stage.EXECUTOR: Topic.BATCHES,
+    Stage.RESPONDER: Topic.RESULTS,
+}
+
+SILENT_AFTER_S = 10.0
+"""An executor is taken for dead on the embedded log, which has no session timeout."""
+
+Chunk = list[Request]
+Run = Callable[[], Coroutine[Any, Any, None]]
+
+
+class _Edge(Protocol):
+    """A channel or a topic: something with writers."""
+
+    def writer(self) -> Outlet[Chunk]: ...
+
+
+def segments(stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
+    """The stages of a process, in runs that are joined by memory."""
+    if Stage.RESPONDER in stages and Stage.INGEST not in stages and len(stages) > 1:
+        return [tuple(stages[:-1]), (Stage.RESPONDER,)]
+    return [tuple(stages)]
+
+
+class Segment:
+    """One run of stages of a process.
+
+    It ends when its source stops reading and everything that was read is answered.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        log: Log,
+        stages: Sequence[Stage],
+        models: Models,
+        instruments: Instruments,
+    ) -> None:
+        self._settings = settings
+        self._log = log
+        self._stages = tuple(stages)
+        self._models = models
+        self._instruments = instruments
+        self._metrics = instruments.metrics
+        self._rebinder = Rebinder(models, instruments.metrics.rebound.inc)
+        self._runs: dict[str, Run] = {}
+        self._batcher: BatcherService | None = None
+        self._executor: ExecutorService | None = None
+        self._origins = (
+            Origins(log, settings.topic(Topic.REQUESTS)) if stages[0] is Stage.RESPONDER else None
+        )
+        reading = self._source_settings()
+        refusal = self._deferred_refusal if Stage.BATCHER in stages else None
+        self.source = Source(log, reading, instruments.metrics, self._origins, refusal)
+        if instruments.tracing is not None:
+            instruments.tracing.reads(self._stages[0], reading.topic, reading.group)
+
+    def _source_settings(self) -> SourceSettings:
+        settings, stages = self._settings, self._stages
+        answers = Stage.RESPONDER in stages
+        reads_requests = stages[0] is Stage.INGEST
+        # Elsewhere nothing waits for a model; in an order, what is left out holds up all behind it.
+        has_shares = Stage.BATCHER in stages and settings.delivery.order == "none"
+        group = settings.namespace if answers else f"{settings.namespace}.{stages[0]}"
+        return SourceSettings(
+            topic=settings.topic(_INPUT[stages[0]]),
+            group=group,
+            progress_group=settings.namespace if reads_requests else group,
+            commits=answers or not reads_requests,
+            budget_bytes=settings.limits.max_in_flight_bytes,
+            drain_timeout_s=settings.limits.drain_timeout_s,
+            # A responder runs nothing of a model's, and could not answer what ended it.
+            max_attempts=0 if stages[0] is Stage.RESPONDER else settings.delivery.max_attempts,
+            # Two forms, or two guarantees, side by side would overwrite each other's commits.
+            kind=f"{_INPUT[stages[0]]}-{settings.delivery.guarantee}" if answers else "",
+            requests=settings.topic(Topic.REQUESTS) if answers or reads_requests else "",
+            exactly_once=settings.delivery.guarantee == "exactly_once"
+            and (answers or reads_requests),
+            shares=reads_requests and settings.delivery.order != "none",
+            runs=Stage.EXECUTOR in stages,
+            model_share=settings.limits.model_share if has_shares else 1.0,
+            tenant_share=settings.limits.tenant_share if has_shares else 1.0,
+            kept_s=0.0 if answers else settings.topics.internal_retention_ms / 1000,
+            chains_keys=reads_requests and settings.delivery.order == "key",
+        )
+
+    async def run(self, joined: Callable[[], None]) -> None:
+        """Read, work and answer until `stop_reading` has taken effect, then commit and leave.
+
+        Reading begins when the models have loaded, so that nothing is refused for a model that
+        is only on its way.
+
+        Args:
+            joined: called when the group has given this member its first assignment.
+        """
+        async with AsyncExitStack() as stack:
+            producer = await stack.enter_async_context(self._log.producer())
+            await self._wire(producer)
+            async with asyncio.TaskGroup() as tasks:
+                work = [tasks.create_task(run(), name=name) for name, run in self._runs.items()]
+                if self._executor is not None:
+                    await self._executor.loaded.wait()
+                async with self.source:
+                    reading = tasks.create_task(self.source.run(), name="source")
+                    await self.source.assigned.wait()
+                    joined()
+                    await asyncio.wait(work)
+                    await self.source.close_down(self._settings.limits.drain_timeout_s)
+                    await reading
+
+    def activities(self) -> list[Activity]:
+        """What must get on: the reader, and the instances of the models."""
+        running = [] if self._executor is None else self._executor.activities()
+        return [self.source.reading, *running]
+
+    def devices(self) -> list[DeviceSnapshot]:
+        """The memory of the devices that models run on, the host's left out."""
+        return [] if self._executor is None else self._executor.devices()
+
+    def waiting(self) -> WaitingSnapshot | None:
+        """What waits for a batch; None without a batcher."""
+        return None if self._batcher is None else self._batcher.waiting()
+
+    async def abandon(self) -> None:
+        """Commit what is settled; what is still in flight will be done again elsewhere."""
+        await self.source.close_down(0)
+
+    # --- wiring ----------------------------------------------------------------------------
+
+    async def _wire(self, producer: Producer) -> None:
+        answers = await self._wire_responder(producer)
+        items: Inlet[Chunk] | None = None
+        if Stage.INGEST in self._stages:
+            items = self._wire_ingest(producer, answers)
+        pulls: PullChannel[ModelKey, Batch] | None = None
+        if Stage.BATCHER in self._stages:
+            items = items or item_inlet(self.source, answers.writer())
+            pulls = self._wire_batcher(items, answers)
+        if Stage.EXECUTOR in self._stages:
+            events = None if pulls is not None else await self._sized(Topic.EVENTS)
+            self._wire_executor(pulls, answers, producer, events)
+        elif pulls is not None:
+            topic = await self._sized(Topic.BATCHES)
+            writer = BatchWriter(producer, topic, answers.writer(), self._metrics)
+            hearing = Hearing(self._log, await self._sized(Topic.EVENTS))
+            outlet = BatchOutlet(pulls, writer, self._models, hearing, self._metrics)
+            self._runs["write-batches"] = outlet.run
+
+    def _wire_ingest(self, producer: Producer, answers: _Edge) -> Channel[Chunk]:
+        channel: Channel[Chunk] = Channel()
+        items: _Edge = channel
+        if Stage.BATCHER not in self._stages:
+            topic = self._settings.topic(Topic.ITEMS)
+            outlet = item_outlet(producer, topic, answers.writer(), self._metrics)
+            self._runs["write-items"] = outlet.run
+            items = outlet
+        ingest = IngestService(
+            self.source,
+            items.writer(),
+            answers.writer(),
+            self._ingest_rules(),
+            self._instruments,
+        )
+        self._runs["ingest"] = ingest.run
+        return channel
+
+    def _ingest_rules(self) -> Rules:
+        """With the batcher in the same process, ingest asks it what would come too late."""
+        beside = Stage.BATCHER in self._stages
+        return Rules(self._models, self._settings.limits, self._refusal if beside else None)
+
+    def _refusal(self, envelope: Envelope) -> Failure | None:
+        assert self._batcher is not None
+        return self._batcher.refusal(envelope)
+
+    def _deferred_refusal(self, envelope: Envelope, rows: int) -> Failure | None:
+        assert self._batcher is not None
+        return self._batcher.refusal(envelope, rows)
+
+    def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> PullChannel[ModelKey, Batch]:
+        prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # no two processes make the same ids
+        batcher = BatcherService(
+            items,
+            answers.writer(),
+            self._models.lookup_bound,
+            prefix,
+            self._instruments,
+            self._rebinder.rebind,
+        )
+        self._runs["batcher"] = batcher.run
+        self._batcher = batcher
+        return batcher.pulls
+
+    def _wire_executor(
+        self,
+        pulls: PullChannel[ModelKey, Batch] | None,
+        answers: _Edge,
+        producer: Producer,
+        events: TopicPartition | None,
+    ) -> None:
+        announcer: Announcer | None = None
+        if pulls is None:
+            assert events is not None
+            announcer = self._announcer(producer, events)
+            feed = BatchFeed(
+                self.source,
+                answers.writer(),
+                self._models.lookup_bound,
+                announcer,
+                self._rebinder.rebind,
+            )
+            self._runs["read-batches"] = feed.run
+            self._runs["announce"] = announcer.run
+            pulls = feed.pulls
+        executor = ExecutorService(
+            pulls,
+            answers.writer(),
+            self._models,
+            self._instruments,
+            announcer,
+            self.source.probation,
+        )
+        self._runs["executor"] = executor.run
+        self._executor = executor
+
+    def _announcer(self, producer: Producer, events: TopicPartition) -> Announcer:
+        kafka = self._settings.kafka
+        silent_after_s = SILENT_AFTER_S if kafka is None else kafka.session_timeout_ms / 1000
+        return Announcer(
+            producer,
+            events,
+            Identity(f"{os.getpid()}-{secrets.token_hex(4)}", silent_after_s),
+            lambda: sorted(each.partition.partition for each in self.source.ledger.assignments),
+            lambda: self._models.versions(State.READY),
+        )
+
+    def _step_sizing(self) -> StepSizing:
+        kafka = self._settings.kafka  # None for the embedded log
+        return StepSizing() if kafka is None else StepSizing(kafka.transaction_timeout_ms / 1000)
+
+    async def _wire_responder(self, producer: Producer) -> _Edge:
+        """Returns where the other stages send what has ended."""
+        channel: Channel[Chunk] = Channel(join_lists)
+        if Stage.RESPONDER not in self._stages:
+            outlet = result_outlet(producer, self._settings.topic(Topic.RESULTS), self._metrics)
+            self._runs["write-results"] = outlet.run
+            return outlet
+        responses = await self._sized(Topic.RESPONSES)
+        responder = ResponderService(
+            channel if self._origins is None else result_inlet(self.source),
+            producer,
+            Routes(self._settings, responses, await self._sized(Topic.DEAD_LETTERS)),
+            Delivery(
+                self.source.books,
+                self._origins,
+                self.source.sealing,
+                self._settings.delivery.order,
+                self._step_sizing(),
+            ),
+            self._instruments,
+        )
+        self.source.when_revoked(responder.revoked)
+        self._runs["responder"] = responder.run
+        return channel
+
+    async def _sized(self, topic: Topic) -> TopicPartition:
+        """A topic's name and how many partitions it has."""
+        name = self._settings.topic(topic)
+        found = (await self._log.describe_topics([name]))[name]
+        if found is None:
+            raise ConfigurationError(
+                f"topic {name}: expected it to exist; `headrace topics create`"
+            )
+        return TopicPartition(name, found.partitions)

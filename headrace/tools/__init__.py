@@ -1,0 +1,1 @@
+"""Tools beside the product: load, replay, dead letters, offsets, demo, a local Kafka."""

@@ -1,0 +1,100 @@
+"""What a load has measured: latencies, outcomes, and where answers say that their time went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from headrace.client.replies import last_header
+from headrace.log.port import Record
+from headrace.tools.bench.histogram import Histogram
+
+
+class _Timings(msgspec.Struct):
+    """As in `headrace.protocol.codec.responses.encode_response`."""
+
+    queue_us: int = 0
+    batch_us: int = 0
+    compute_us: int = 0
+    batch_size: int = 0
+
+
+class _Timed(msgspec.Struct):
+    parameters: _Timings = msgspec.field(default_factory=_Timings)
+
+
+_decode_msgpack = msgspec.msgpack.Decoder(_Timed).decode
+_decode_json = msgspec.json.Decoder(_Timed).decode
+
+
+class Measured:
+    """Filled while a load runs.
+
+    Attributes:
+        latency: from when a request was due until its answer was read, in seconds.
+        lateness: how much later than due requests were handed over, in seconds; it is part of
+            the latency, since a caller who has to wait for his turn waits as well.
+        statuses: answers by `x-status`.
+        batch_sizes: answers by the rows of their batch, of those that were looked into.
+        duplicates: answers that had come before.
+        sent, answered: requests.
+        counted, seconds: the answers in `latency`, and from the first of them that was due until
+            the last of them came.
+    """
+
+    def __init__(self) -> None:
+        self.latency = Histogram()
+        self.lateness = Histogram()
+        self.queue = Histogram()
+        self.batch = Histogram()
+        self.compute = Histogram()
+        self.outside = Histogram()
+        self.statuses: Counter[str] = Counter()
+        self.batch_sizes: Counter[int] = Counter()
+        self.duplicates = 0
+        self.sent = 0
+        self.answered = 0
+        self.counted = 0
+        self.seconds = 0.0
+
+    @property
+    def unanswered(self) -> int:
+        """Requests whose answer did not come in time."""
+        return self.sent - self.answered
+
+    @property
+    def per_s(self) -> float:
+        """Answers per second."""
+        return self.counted / self.seconds if self.seconds else 0.0
+
+    @property
+    def rows_per_batch(self) -> float:
+        """How many rows a run had, on average: each batch counts once, whatever its size."""
+        batches = sum(count / size for size, count in self.batch_sizes.items() if size)
+        return sum(self.batch_sizes.values()) / batches if batches else 0.0
+
+    def look_into(self, answers: Sequence[tuple[Record, float]]) -> None:
+        """Take the timings of a few answers, each with its latency in seconds."""
+        found: list[tuple[_Timings, float]] = []
+        for record, latency_s in answers:
+            if last_header(record.headers, "x-status") != b"ok" or record.value is None:
+                continue
+            said = last_header(record.headers, "content-type") or b""
+            decode = _decode_json if b"json" in said else _decode_msgpack
+            try:
+                found.append((decode(record.value).parameters, latency_s))
+            except msgspec.DecodeError:
+                continue  # it is counted, and whoever wants to read it will be told
+        for timings, _ in found:
+            self.batch_sizes[timings.batch_size] += 1
+        self.queue.add([each.queue_us / 1e6 for each, _ in found])
+        self.batch.add([each.batch_us / 1e6 for each, _ in found])
+        self.compute.add([each.compute_us / 1e6 for each, _ in found])
+        self.outside.add(
+            [
+                max(0.0, latency_s - (each.queue_us + each.batch_us + each.compute_us) / 1e6)
+                for each, latency_s in found
+            ]
+        )

@@ -1,0 +1,90 @@
+"""What a load sends: arrays, a file, a capture, or what the model's signature makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from headrace.errors import ConfigurationError
+from headrace.models.version import ModelVersion
+from headrace.models.warmup import sized_inputs
+from headrace.protocol.codec import encode_request
+from headrace.protocol.headers import JSON, MSGPACK
+from headrace.tools.bench.load import Payload
+from headrace.tools.replay.opening import open_recording
+from headrace.tools.replay.selection import Selection
+
+MAX_CAPTURED = 10_000
+"""Requests of a capture that are sent in turns."""
+
+_LEFT_OUT = frozenset(
+    {
+        "kafka_correlationId",
+        "kafka_replyPartition",
+        "kafka_replyTopic",
+        "traceparent",
+        "tracestate",
+        "x-deadline-ms",
+    }
+)
+"""Headers of a captured request that belong to its own time and caller."""
+
+
+def from_arrays(
+    model: str, version: str | None, inputs: Mapping[str, NDArray[Any]], *, as_json: bool = False
+) -> Payload:
+    """A request with these inputs. Raises `Rejected`, see `encode_request`."""
+    content_type = JSON if as_json else MSGPACK
+    value = encode_request(content_type, model, inputs, version=version)
+    return Payload(value, (("content-type", content_type.encode()),))
+
+
+def from_file(model: str, version: str | None, content: bytes, content_type: str) -> Payload:
+    """A payload for the model's transform."""
+    named = f"{model}/{version}" if version else model
+    return Payload(content, (("content-type", content_type.encode()), ("x-model", named.encode())))
+
+
+def made_up(known: ModelVersion, version: str | None = None, *, as_json: bool = False) -> Payload:
+    """Return one row of the model's warm-up sample, or of what is made up instead.
+
+    The request names a `version` only where one is given: `known` is what this machine has, and
+    the processes that answer may serve another one by now.
+
+    Raises:
+        ConfigurationError: the sample does not fit the signature.
+    """
+    inputs = sized_inputs(known.signature, known.config, known.directory, 1)
+    return from_arrays(known.name, version, inputs, as_json=as_json)
+
+
+async def from_capture(path: Path) -> list[Payload]:
+    """The first requests of a capture file, without what belongs to their own time.
+
+    Raises:
+        ConfigurationError: there is no such file, it is no capture, or there are none in it.
+        CaptureFault: it is damaged.
+    """
+    found: list[Payload] = []
+    async with (
+        open_recording(None, path, Selection()) as recording,
+        aclosing(recording.chunks()) as chunks,
+    ):
+        async for chunk in chunks:
+            for record in chunk[: MAX_CAPTURED - len(found)]:
+                if record.value is not None:
+                    headers = tuple(
+                        (name, value)
+                        for name, value in record.headers
+                        if value is not None and name not in _LEFT_OUT
+                    )
+                    found.append(Payload(record.value, headers, record.key))
+            if len(found) == MAX_CAPTURED:
+                break
+    if not found:
+        raise ConfigurationError(f"{path}: expected requests, got none")
+    return found

@@ -1,0 +1,154 @@
+"""Reading what a topic holds now: bounded by its ends at the start, in no group."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from headrace.errors import ConfigurationError
+from headrace.log.errors import LogUnavailable, OffsetOutOfRange
+from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
+from headrace.tools.dead_letters.letter import Letter, Selection, parse_letter
+
+POLL_TIMEOUT_S = 0.2
+POLL_MAX_RECORDS = 200
+
+UNREACHABLE_S = 30.0
+"""After so long without a word from any broker, reading gives up."""
+
+
+class Span(NamedTuple):
+    """Offsets from the first up to, and without, the second."""
+
+    start: int
+    end: int
+
+
+async def partitions_of(log: Log, topic: str) -> list[TopicPartition]:
+    """All partitions of a topic.
+
+    Raises:
+        ConfigurationError: there is no such topic.
+        LogUnavailable: nobody answers.
+    """
+    found = (await log.describe_topics([topic]))[topic]
+    if found is None:
+        raise ConfigurationError(f"{topic}: expected a topic, but there is none of this name")
+    return [TopicPartition(topic, number) for number in range(found.partitions)]
+
+
+async def spans_of(
+    consumer: Consumer, partitions: Sequence[TopicPartition], since_ms: int | None = None
+) -> dict[TopicPartition, Span]:
+    """What the partitions hold at this moment, from `since_ms` (epoch milliseconds) on."""
+    beginnings = await consumer.beginning_offsets(partitions)
+    ends = await consumer.end_offsets(partitions)
+    starts: Mapping[TopicPartition, int | None] = beginnings
+    if since_ms is not None:
+        starts = await consumer.offsets_for_times(dict.fromkeys(partitions, since_ms))
+    spans = {}
+    for partition in partitions:
+        start, end = starts[partition], ends[partition]
+        first = end if start is None else max(start, beginnings[partition])
+        spans[partition] = Span(min(first, end), end)
+    return spans
+
+
+async def read_spans(
+    consumer: Consumer,
+    spans: Mapping[TopicPartition, Span],
+    passed_over: Callable[[Gap], object] | None = None,
+) -> AsyncGenerator[Sequence[Record], None]:
+    """The records of the spans, in offset order per partition; the partitions are assigned.
+
+    Args:
+        consumer: of the partitions.
+        spans: what is read.
+        passed_over: called with what cannot be read.
+
+    Raises:
+        LogUnavailable: nobody has answered for 30 seconds.
+    """
+    left = {partition: span.end for partition, span in spans.items() if span.start < span.end}
+    consumer.pause([partition for partition in spans if partition not in left])
+    for partition in left:
+        consumer.seek(partition, spans[partition].start)
+    while left:
+        try:
+            polled = await consumer.poll(POLL_TIMEOUT_S, POLL_MAX_RECORDS)
+        except OffsetOutOfRange as error:
+            await _skip_what_is_gone(consumer, error.positions)
+            continue
+        for gap in consumer.gaps():
+            if passed_over is not None and gap.first < left.get(gap.partition, 0):
+                passed_over(gap)
+        for partition, records in polled.items():
+            end = left.get(partition)
+            if end is not None:
+                yield [record for record in records if record.offset < end]
+        for partition in await _finished(consumer, left, polled):
+            del left[partition]
+            consumer.pause([partition])
+
+
+async def _finished(
+    consumer: Consumer,
+    left: Mapping[TopicPartition, int],
+    polled: Mapping[TopicPartition, Sequence[Record]],
+) -> list[TopicPartition]:
+    """The partitions that have come to their ends, and are not known to be finished yet."""
+    if polled:
+        return [
+            name for name in polled if name in left and polled[name][-1].offset >= left[name] - 1
+        ]
+    silent_s = consumer.last_contact_s()
+    if silent_s > UNREACHABLE_S:
+        raise LogUnavailable(f"no broker has answered for {silent_s:.0f} s")
+    # What is left before an end may be transaction markers alone.
+    return [name for name in left if await consumer.position(name) >= left[name]]
+
+
+async def _skip_what_is_gone(consumer: Consumer, partitions: Iterable[TopicPartition]) -> None:
+    """Retention overtook us: go on with what is left."""
+    for partition, offset in (await consumer.beginning_offsets(list(partitions))).items():
+        consumer.seek(partition, offset)
+
+
+async def read_letters(
+    log: Log,
+    topic: str,
+    selection: Selection,
+    passed_over: Callable[[Gap], object] | None = None,
+) -> AsyncGenerator[Letter, None]:
+    """The letters that are meant, in offset order per partition.
+
+    Args:
+        log: where they are.
+        topic: of dead letters.
+        selection: which of them are meant.
+        passed_over: called with what cannot be read.
+
+    Raises:
+        ConfigurationError, LogUnavailable: see `partitions_of`, `read_spans`.
+    """
+    partitions = await partitions_of(log, topic)
+    async with log.reader(partitions) as reader:
+        spans = await spans_of(reader, partitions, selection.since_ms)
+        spans = {name: narrowed(span, name, selection) for name, span in spans.items()}
+        async with aclosing(read_spans(reader, spans, passed_over)) as chunks:
+            async for records in chunks:
+                for letter in map(parse_letter, records):
+                    if selection.takes(letter):
+                        yield letter
+
+
+def narrowed(span: Span, partition: TopicPartition, selection: Selection) -> Span:
+    """The part of a span in which letters that are meant can lie."""
+    if not selection.places:
+        return span
+    offsets = [offset for number, offset in selection.places if number == partition.partition]
+    if not offsets:
+        return Span(span.end, span.end)
+    start = min(max(min(offsets), span.start), span.end)
+    return Span(start, max(min(max(offsets) + 1, span.end), start))

@@ -1,0 +1,136 @@
+"""Which letters were redriven: kept in the log, where it outlives the operator's machine.
+
+The group `{namespace}.redrive` commits, for each partition of the dead letters, a base below
+which every letter is done, with the done ranges above it in the metadata
+(`headrace.delivery.acked_offsets`). So that a run that was killed between sending and committing
+repeats nothing either, the group also commits where each partition of the requests ended when the
+run began, marked `open`, and again, marked `closed`, when it has committed its last letter. Whoever
+finds a mark that is still open reads the requests from there on: copies say of which letter they
+were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from headrace.config import Settings
+from headrace.delivery.acked_offsets import Progress
+from headrace.errors import Fatal
+from headrace.log.port import Committed, Log, Record, TopicPartition
+from headrace.tools.dead_letters.copies import REPLAY_LETTER
+from headrace.tools.dead_letters.reading import Span, partitions_of, read_spans, spans_of
+from headrace.topics import Topic
+
+OPEN = "open"
+CLOSED = "closed"
+
+
+class MemoryFull(Fatal):
+    """More single letters were redriven than a commit can say."""
+
+
+def redrive_group(settings: Settings) -> str:
+    """The consumer group that remembers."""
+    return f"{settings.namespace}.redrive"
+
+
+def done_letters(
+    committed: Mapping[TopicPartition, Committed | None], spans: Mapping[TopicPartition, Span]
+) -> dict[TopicPartition, Progress]:
+    """What is done of each partition of dead letters, given all that it holds.
+
+    A base beyond the end is that of an older topic of the same name, and means nothing.
+
+    Raises:
+        UnknownMetadata: another program has committed for this group.
+    """
+    done = {}
+    for partition, span in spans.items():
+        known = committed.get(partition)
+        if known is None or known.offset > span.end:
+            done[partition] = Progress(span.start)
+            continue
+        progress = Progress.from_committed(known)
+        if progress.base < span.start:
+            progress.cover(progress.base - 1, span.start - 1)
+        done[partition] = progress
+    return done
+
+
+async def recall(
+    log: Log, settings: Settings, spans: Mapping[TopicPartition, Span]
+) -> dict[TopicPartition, Progress]:
+    """What is done of the dead letters, whose partitions hold these spans.
+
+    Raises:
+        UnknownMetadata: see `done_letters`.
+        ConfigurationError, LogUnavailable: see `headrace.tools.dead_letters.reading`.
+    """
+    requests = await partitions_of(log, settings.topic(Topic.REQUESTS))
+    committed = await log.committed(redrive_group(settings), [*spans, *requests])
+    done = done_letters(committed, spans)
+    opened = {
+        partition: known.offset
+        for partition in requests
+        if (known := committed[partition]) is not None and known.metadata == OPEN
+    }
+    if opened:
+        async with log.reader(list(opened)) as reader:
+            held = await spans_of(reader, list(opened))
+            since = {
+                partition: Span(min(max(span.start, opened[partition]), span.end), span.end)
+                for partition, span in held.items()
+            }
+            async for records in read_spans(reader, since):
+                count_copies(records, done)
+    return done
+
+
+def count_copies(records: Iterable[Record], done: Mapping[TopicPartition, Progress]) -> int:
+    """Mark the letters as done whose copies are among these records; how many were not yet."""
+    found = 0
+    for record in records:
+        letter = dict(record.headers).get(REPLAY_LETTER)
+        place = None if letter is None else _place(letter)
+        if place is None:
+            continue
+        partition, offset = place
+        progress = done.get(partition)
+        if progress is not None and offset not in progress:
+            progress.cover(offset - 1, offset)
+            found += 1
+    return found
+
+
+def _place(identity: bytes) -> tuple[TopicPartition, int] | None:
+    topic, _, rest = identity.decode(errors="replace").partition("/")
+    partition, _, offset = rest.partition("/")
+    if not (partition.isdecimal() and offset.isdecimal()):
+        return None
+    return TopicPartition(topic, int(partition)), int(offset)
+
+
+def committable(done: Mapping[TopicPartition, Progress]) -> dict[TopicPartition, Committed]:
+    """What to commit for the dead letters."""
+    return {partition: progress.committable() for partition, progress in done.items()}
+
+
+def require_room(
+    progress: Progress, partition: TopicPartition, places: Sequence[tuple[int, int]]
+) -> None:
+    """See that a commit can say of these letters, too, that they are done.
+
+    `places` has, of each letter, the offset read before it and its own.
+
+    Raises:
+        MemoryFull: it cannot; they must not be sent.
+    """
+    trial = Progress(progress.base, progress.ranges)
+    for previous, offset in places:
+        trial.cover(previous, offset)
+    if Progress.from_committed(trial.committable()) != trial:
+        raise MemoryFull(
+            f"{partition}: expected at most as many separate ranges of redriven letters as fit a "
+            f"commit's metadata, got {len(trial.ranges)} above offset {trial.base}; "
+            f"redrive or discard the letters from {trial.base} on first (--discard)"
+        )

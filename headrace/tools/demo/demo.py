@@ -1,0 +1,127 @@
+"""The demo: four services in one process, two models, an open loop of requests, every answer
+held against the truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.config import KafkaSettings, ModelSettings, Settings, TelemetrySettings, make_settings
+from headrace.models.onnx_backend import require_onnx_runtime
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
+from headrace.runtime.topic_plan import plan_topics
+from headrace.tools.demo.load import Due, plan_load
+from headrace.tools.demo.magika_model import MagikaModel, find_magika
+from headrace.tools.demo.questions import Questions, load_digits
+from headrace.tools.demo.report import Reasons, closing_reasons
+from headrace.tools.demo.samples import Sample, kinds, make_samples
+from headrace.tools.demo.tally import Result, Tally
+from headrace.tools.demo.traffic import Traffic
+from headrace.tools.demo.view import View, open_view
+from headrace.tools.local_kafka import LocalKafka
+
+SEED = 1
+FILES_OF_EACH_KIND = 10
+
+
+class Outcome(NamedTuple):
+    """What came of it, and why batches closed."""
+
+    result: Result
+    reasons: Reasons
+
+
+async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = False) -> Outcome:
+    """Ask for `seconds`, wait for the last answers, and count.
+
+    Args:
+        seconds: how long requests are sent; getting ready and waiting come on top.
+        say: takes lines for people about what is going on.
+        kafka: over a Kafka of its own on this machine, instead of the embedded log.
+
+    Raises:
+        BrokerUnavailable: this machine cannot get a Kafka.
+        ConfigurationError: an environment variable sets something wrong, or ONNX Runtime is not
+            installed.
+    """
+    require_onnx_runtime()
+    magika = find_magika()
+    if magika is None:
+        say("the package magika is not installed (extra `demo`): digits only, no files")
+    with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
+        repository = Path(folder)
+        samples, capacity_per_s = await asyncio.to_thread(_prepare, repository, magika)
+        async with _broker(say, kafka=kafka) as broker:
+            questions = Questions(load_digits(), samples)
+            load = plan_load(questions, seconds, SEED, file_capacity_per_s=capacity_per_s)
+            labels = magika.labels if magika else ()
+            return await ask_all(demo_settings(repository, broker), load, labels)
+
+
+def _prepare(repository: Path, magika: MagikaModel | None) -> tuple[list[Sample], float]:
+    """Fill the model repository, make the files to ask about, and see how many a second this
+    machine can tell; none without magika.
+    """
+    with as_file(files("headrace.tools.demo") / "models") as models:
+        shutil.copytree(models, repository, dirs_exist_ok=True)
+    if magika is None:
+        return [], 0.0
+    magika.add_to(repository)
+    samples = make_samples(FILES_OF_EACH_KIND * len(kinds()), SEED)
+    return samples, magika.measure_rows_per_s()
+
+
+@asynccontextmanager
+async def _broker(
+    say: Callable[[str], None], *, kafka: bool
+) -> AsyncIterator[KafkaSettings | None]:
+    if not kafka:
+        yield None
+        return
+    say("starting Kafka (fetched once, 45 MB)")
+    async with LocalKafka() as cluster:
+        yield KafkaSettings(bootstrap_servers=cluster.bootstrap_servers)
+
+
+def demo_settings(repository: Path, kafka: KafkaSettings | None = None) -> Settings:
+    """The demo's own log and models, whatever the environment says of these."""
+    own = {
+        "kafka": kafka,
+        "models": ModelSettings(repository=repository),
+        "telemetry": TelemetrySettings(http_port=0, log_level="warning"),
+    }
+    return make_settings({}).model_copy(update=own)
+
+
+async def ask_all(settings: Settings, load: Iterable[Due], file_labels: Sequence[str]) -> Outcome:
+    """Run the four services, ask everything of a plan, and stop them again.
+
+    `file_labels` are the names of the magika model's outputs, in their order.
+    """
+    tally = Tally()
+    async with open_log(settings) as log:
+        # The embedded log has them already.
+        await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
+        async with running(Pipeline(settings, log)) as pipeline:
+            with open_view() as view:
+                async with asyncio.TaskGroup() as tasks:
+                    showing = tasks.create_task(_show(view, tally), name="view")
+                    await Traffic(log, settings, tally, file_labels).run(load)
+                    showing.cancel()
+            return Outcome(tally.result(), closing_reasons(pipeline.metrics.registry))
+
+
+async def _show(view: View, tally: Tally) -> None:
+    started_s = time.monotonic()
+    while True:
+        await asyncio.sleep(view.period_s)
+        view.show(tally.glance(time.monotonic(), started_s))

@@ -1,0 +1,271 @@
+"""Counting what was asked and what was answered: pure, and told the time in seconds."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.tools.demo.answers import OK, Answer
+from headrace.tools.demo.questions import WRONG, Question
+
+WINDOW_S = 1.0
+KEPT_TRACES = 500
+MIN_RIGHT = {"digits": 0.9, "magika": 0.85}
+"""The lowest share of right answers that can still be chance."""
+
+
+class Latency(NamedTuple):
+    """Milliseconds from when a request was due to be sent until its answer was read."""
+
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+class Glance(NamedTuple):
+    """How it goes: totals, and the last second's rates and times."""
+
+    elapsed_s: float
+    asked: int
+    answered: int
+    in_flight: int
+    answers_per_s: float
+    batch_mean: float
+    batch_max: int
+    queue_ms: float
+    p50_ms: float
+    p99_ms: float
+
+
+class GroupResult(NamedTuple):
+    """One kind of request. `rows` counts what was to be told right: images, files, errors."""
+
+    group: str
+    asked: int
+    answered: int
+    rows: int
+    right: int
+    latency: Latency | None
+
+
+class BatchResult(NamedTuple):
+    """The batches of one model, as its answers tell. `sizes` counts batches by their rows."""
+
+    model: str
+    batches: int
+    mean_rows: float
+    sizes: dict[int, int]
+
+
+class ErrorResult(NamedTuple):
+    """One kind of error that was asked for, with an example of its message."""
+
+    subject: str
+    code: str
+    message: str
+    answers: int
+    dead_letters: int
+
+
+class Trace(NamedTuple):
+    """One request, its answer, and how long it was away."""
+
+    question: Question
+    answer: Answer
+    total_ms: float
+
+
+class Result(NamedTuple):
+    """What came of it all. `faults` says what is not as it must be; empty when all is well."""
+
+    groups: tuple[GroupResult, ...]
+    batches: tuple[BatchResult, ...]
+    errors: tuple[ErrorResult, ...]
+    trace: Trace | None
+    faults: tuple[str, ...]
+
+
+class _Group:
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.asked = 0
+        self.rows = 0
+        self.right = 0
+        self.latencies_ms = array("d")
+
+
+class _Recent(NamedTuple):
+    at_s: float
+    latency_ms: float
+    queue_ms: float
+    batch_size: int
+
+
+class Tally:
+    """Counts questions, answers and dead letters."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, tuple[Question, float]] = {}
+        self._groups: dict[str, _Group] = {}
+        self._recent: deque[_Recent] = deque()
+        self._rows_by_size: dict[str, Counter[int]] = {}
+        self._errors: dict[str, ErrorResult] = {}
+        self._unkept: dict[bytes, Question] = {}
+        self._traces: deque[Trace] = deque(maxlen=KEPT_TRACES)
+        self._asked = 0
+        self._answered = 0
+        self._unknown = 0
+        self._unexpected: list[str] = []
+
+    @property
+    def in_flight(self) -> int:
+        """Questions without an answer."""
+        return len(self._waiting)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every question is answered, and every dead letter kept."""
+        return not self._waiting and not self._unkept
+
+    def ask(self, question: Question, due_s: float) -> None:
+        """A question is about to be sent; its latency counts from when that was due."""
+        self._asked += 1
+        self._waiting[question.correlation_id] = question, due_s
+        self._groups.setdefault(question.group, _Group(question.model)).asked += 1
+        if question.dead_letter:
+            self._unkept[question.correlation_id] = question
+
+    def answer(self, answer: Answer, now_s: float) -> None:
+        """An answer was read."""
+        waiting = self._waiting.pop(answer.correlation_id, None)
+        if waiting is None:
+            self._unknown += 1
+            return
+        question, due_s = waiting
+        latency_ms = (now_s - due_s) * 1000
+        self._answered += 1
+        group = self._groups[question.group]
+        group.latencies_ms.append(latency_ms)
+        group.rows += len(question.labels) or 1
+        if question.code:
+            self._count_error(group, question, answer)
+        elif answer.status != OK:
+            self._unexpected.append(f"{question.subject}: {answer.status}: {answer.message}")
+        else:
+            self._count_labels(group, question, answer)
+            self._traces.append(Trace(question, answer, latency_ms))
+            queue_ms = answer.queue_us / 1000
+            self._recent.append(_Recent(now_s, latency_ms, queue_ms, answer.batch_size))
+
+    def dead_letter(self, correlation_id: bytes, code: str) -> None:
+        """A dead letter was read; `code` is its `kafka_dlt-exception-fqcn`."""
+        question = self._unkept.pop(correlation_id, None)
+        if question is None or question.code != code:
+            self._unexpected.append(f"a dead letter {correlation_id!r} with code {code}")
+            return
+        seen = self._error(question)
+        self._errors[question.subject] = seen._replace(dead_letters=seen.dead_letters + 1)
+
+    def glance(self, now_s: float, started_s: float) -> Glance:
+        """How it goes at `now_s`. Forgets what is older than the window."""
+        recent = self._recent
+        while recent and recent[0].at_s < now_s - WINDOW_S:
+            recent.popleft()
+        elapsed_s = now_s - started_s
+        sizes = [each.batch_size for each in recent]
+        latencies_ms = [each.latency_ms for each in recent] or [0.0]
+        return Glance(
+            elapsed_s=elapsed_s,
+            asked=self._asked,
+            answered=self._answered,
+            in_flight=self.in_flight,
+            answers_per_s=len(recent) / max(min(elapsed_s, WINDOW_S), 1e-3),
+            batch_mean=sum(sizes) / max(len(sizes), 1),
+            batch_max=max(sizes, default=0),
+            queue_ms=sum(each.queue_ms for each in recent) / max(len(recent), 1),
+            p50_ms=float(np.quantile(latencies_ms, 0.5)),
+            p99_ms=float(np.quantile(latencies_ms, 0.99)),
+        )
+
+    def result(self) -> Result:
+        """What came of it all."""
+        groups = tuple(
+            GroupResult(
+                name,
+                group.asked,
+                len(group.latencies_ms),
+                group.rows,
+                group.right,
+                _latency(group.latencies_ms),
+            )
+            for name, group in self._groups.items()
+        )
+        batches = tuple(_batches(model, rows) for model, rows in self._rows_by_size.items())
+        errors = tuple(self._errors.values())
+        return Result(groups, batches, errors, self._typical_trace(), tuple(self._faults()))
+
+    def _count_error(self, group: _Group, question: Question, answer: Answer) -> None:
+        if answer.status != question.code:
+            self._unexpected.append(
+                f"{question.subject}: expected {question.code}, got {answer.status}"
+            )
+            return
+        group.right += 1
+        seen = self._error(question)
+        self._errors[question.subject] = seen._replace(
+            answers=seen.answers + 1, message=answer.message
+        )
+
+    def _error(self, question: Question) -> ErrorResult:
+        fresh = ErrorResult(question.subject, question.code, "", 0, 0)
+        return self._errors.get(question.subject, fresh)
+
+    def _count_labels(self, group: _Group, question: Question, answer: Answer) -> None:
+        if len(answer.labels) != len(question.labels):
+            self._unexpected.append(
+                f"{question.subject}: expected {len(question.labels)} rows, "
+                f"got {len(answer.labels)}"
+            )
+            return
+        pairs = zip(answer.labels, question.labels, strict=True)
+        group.right += sum(given == true for given, true in pairs)
+        sizes = self._rows_by_size.setdefault(question.model, Counter())
+        sizes[answer.batch_size] += len(question.labels)
+
+    def _typical_trace(self) -> Trace | None:
+        """A request of median latency, from those that shared their batch if there are any."""
+        shared = [trace for trace in self._traces if trace.answer.batch_size > 1]
+        traces = sorted(shared or self._traces, key=lambda trace: trace.total_ms)
+        return traces[len(traces) // 2] if traces else None
+
+    def _faults(self) -> list[str]:
+        faults = list(self._unexpected)
+        if self._waiting:
+            faults.append(f"requests without an answer: {len(self._waiting)}")
+        if self._unkept:
+            faults.append(f"dead letters that are missing: {len(self._unkept)}")
+        if self._unknown:
+            faults.append(f"answers beyond one to a request: {self._unknown}")
+        for name, group in self._groups.items():
+            least = MIN_RIGHT[group.model] if name != WRONG else 1.0
+            if group.rows and group.right < least * group.rows:
+                faults.append(f"{name}: only {group.right} of {group.rows} right")
+        return faults
+
+
+def _latency(latencies_ms: Sequence[float]) -> Latency | None:
+    if not latencies_ms:
+        return None
+    return Latency(*(float(part) for part in np.quantile(latencies_ms, (0.5, 0.9, 0.99, 1.0))))
+
+
+def _batches(model: str, rows_by_size: Counter[int]) -> BatchResult:
+    """A batch of n rows shows as n rows whose answers say so: their number divided by n."""
+    sizes = {size: round(rows / size) for size, rows in sorted(rows_by_size.items())}
+    batches = sum(sizes.values())
+    return BatchResult(model, batches, rows_by_size.total() / max(batches, 1), sizes)

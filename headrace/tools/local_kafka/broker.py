@@ -1,0 +1,256 @@
+"""A real Kafka on this machine's loopback: one node or a few, for tests, demo and trying out."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from headrace.tools.local_kafka.errors import BrokerUnavailable
+from headrace.tools.local_kafka.installation import install
+from headrace.tools.local_kafka.ports import free_port, is_free
+from headrace.tools.local_kafka.process import JvmProcess
+from headrace.tools.local_kafka.properties import HOST, NodePorts
+from headrace.tools.local_kafka.readiness import known_brokers, listens
+from headrace.tools.local_kafka.security import (
+    Certificates,
+    ScramTls,
+    make_certificates,
+    scram_arguments,
+    secure_listener,
+)
+from headrace.tools.local_kafka.storage import ClusterDirectory
+
+_POLL_S = 0.05
+_WATCH_POLL_S = 0.5
+_STOP_TIMEOUT_S = 10.0
+
+
+class LocalKafka:
+    """A Kafka cluster in KRaft mode whose nodes are brokers and controllers in one.
+
+    `async with` starts and stops it; it is bound to no event loop, so that one cluster serves
+    many, one after the other. Start it from a thread that lives as long as it shall: on Linux
+    the nodes are killed with the thread that started them, so that none outlives a killed
+    process.
+
+    Args:
+        directory: where data, certificates and logs are kept, and found again by a later
+            cluster; None means a temporary directory, removed at the end.
+        nodes: how many; they have the ids 1 to `nodes`.
+        port: where node 1 listens, with the others above; 0 picks free ports.
+        security: None for plaintext alone, or a listener with TLS and SASL beside it.
+        properties: broker settings (`server.properties`) that go over all others.
+        start_timeout_s: how long a start may take before it counts as failed.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        nodes: int = 1,
+        port: int = 0,
+        security: ScramTls | None = None,
+        properties: Mapping[str, str] | None = None,
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        if nodes < 1:
+            raise ValueError(f"nodes: expected 1 or more, got {nodes}")
+        self._kept = directory
+        self._count = nodes
+        self._port = port
+        self._security = security
+        self._overrides = dict(properties or {})
+        self._start_timeout_s = start_timeout_s
+        self._path: Path | None = None
+        self._certificates: Certificates | None = None
+        self._ports: tuple[NodePorts, ...] = ()
+        self._nodes: tuple[JvmProcess, ...] = ()
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """Where clients connect: the listener with TLS and SASL if there is one."""
+        secure = self._security is not None
+        return self._addresses([each.secure if secure else each.plaintext for each in self._ports])
+
+    @property
+    def plaintext_bootstrap_servers(self) -> str:
+        """The listener without security, which is always there."""
+        return self._addresses([each.plaintext for each in self._ports])
+
+    @staticmethod
+    def _addresses(ports: list[int]) -> str:
+        return ",".join(f"{HOST}:{port}" for port in ports)
+
+    @property
+    def certificates(self) -> Certificates:
+        """The PEM files of the TLS listener, its authority and a client among them."""
+        if self._certificates is None:
+            raise RuntimeError("this cluster has no TLS listener, or has not been started")
+        return self._certificates
+
+    @property
+    def ca_file(self) -> Path:
+        """The certificate authority that clients shall trust (PEM)."""
+        return self.certificates.authority
+
+    @property
+    def node_ids(self) -> range:
+        """The ids of the nodes, from 1."""
+        return range(1, self._count + 1)
+
+    def pid(self, node_id: int = 1) -> int | None:
+        """The process id of a node, or None while it does not run."""
+        return self.node(node_id).pid
+
+    def node(self, node_id: int = 1) -> JvmProcess:
+        """The process of a node."""
+        if not self._nodes:
+            raise RuntimeError("the cluster has not been started")
+        if node_id not in self.node_ids:
+            raise ValueError(f"node_id: expected 1 to {self._count}, got {node_id}")
+        return self._nodes[node_id - 1]
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Install Kafka if needed, format the storage, start all nodes, wait until they serve.
+
+        Raises:
+            BrokerUnavailable: if this machine cannot get a broker, or a port is in use.
+            ChecksumMismatch: if a fetched jar is not the one in the lock.
+            BrokerFailed: if a node does not come up; with the end of its log.
+        """
+        if self._nodes:
+            raise RuntimeError("the cluster runs already")
+        installation = await asyncio.to_thread(install)
+        self._path = self._kept or Path(tempfile.mkdtemp(prefix="headrace-kafka-"))
+        self._path = self._path.resolve()
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._ports = self._choose_ports()
+            directory = ClusterDirectory(self._path, self._count)
+            directory.configure(self._ports, self._security_settings(), self._overrides)
+            users = [] if self._security is None else scram_arguments(self._security)
+            await directory.format(installation, users, self._start_timeout_s)
+            self._nodes = tuple(directory.broker(installation, each) for each in self.node_ids)
+            for node in self._nodes:
+                node.spawn()
+            await self._wait_serving(self.node_ids)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End all nodes, by force where they take too long, and remove temporary files."""
+        nodes, self._nodes = self._nodes, ()
+        try:
+            async with asyncio.TaskGroup() as stopping:
+                for node in nodes:
+                    stopping.create_task(node.stop(_STOP_TIMEOUT_S), name=f"stop {node.name}")
+        finally:
+            if self._path is not None and self._kept is None:
+                shutil.rmtree(self._path)
+            self._path = None
+
+    async def start_node(self, node_id: int = 1) -> None:
+        """Start a node that was stopped or killed, and wait until it serves. Its data is there.
+
+        Raises:
+            BrokerFailed: if it does not come up; with the end of its log.
+        """
+        self.node(node_id).spawn()
+        await self._wait_serving([node_id])
+
+    async def stop_node(self, node_id: int = 1) -> None:
+        """End a node cleanly: its partitions move to other nodes first, where there are some."""
+        await self.node(node_id).stop(_STOP_TIMEOUT_S)
+
+    def kill_node(self, node_id: int = 1) -> None:
+        """End a node as a crash would (SIGKILL)."""
+        self.node(node_id).kill()
+
+    def pause_node(self, node_id: int = 1) -> None:
+        """Hold a node's process (SIGSTOP): its connections stay open and answer nothing."""
+        self.node(node_id).pause()
+
+    def resume_node(self, node_id: int = 1) -> None:
+        """Let a held node go on (SIGCONT)."""
+        self.node(node_id).resume()
+
+    async def watch(self) -> None:
+        """Return never: raise `BrokerFailed` when a node has ended that nobody stopped."""
+        while True:
+            self._check_alive(self.node_ids)
+            await asyncio.sleep(_WATCH_POLL_S)
+
+    async def _wait_serving(self, node_ids: Sequence[int]) -> None:
+        """Wait until each of these nodes takes connections and lists all of them."""
+        node_id = node_ids[0]
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                for node_id in node_ids:
+                    await self._wait_listening(node_id)
+                for node_id in node_ids:
+                    await self._wait_listing(node_id, node_ids)
+        except TimeoutError:
+            expected = f"to serve within {self._start_timeout_s:.0f} s"
+            raise self.node(node_id).failure(expected) from None
+
+    async def _wait_listening(self, node_id: int) -> None:
+        while not await listens(HOST, self._ports[node_id - 1].plaintext):
+            self._check_alive([node_id])
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait_listing(self, node_id: int, node_ids: Sequence[int]) -> None:
+        server = f"{HOST}:{self._ports[node_id - 1].plaintext}"
+        while not await known_brokers(server) >= frozenset(node_ids):
+            self._check_alive(node_ids)
+            await asyncio.sleep(_POLL_S)
+
+    def _check_alive(self, node_ids: Sequence[int]) -> None:
+        for number in node_ids:
+            if not self.node(number).is_running:
+                raise self.node(number).failure("to run")
+
+    def _choose_ports(self) -> tuple[NodePorts, ...]:
+        taken: set[int] = set()
+
+        def pick(wanted: int = 0) -> int:
+            if wanted and not is_free(wanted, HOST):
+                raise BrokerUnavailable(f"port {wanted} on {HOST} is in use; choose another")
+            port = wanted or free_port(taken, HOST)
+            taken.add(port)
+            return port
+
+        fixed = [self._port + number if self._port else 0 for number in range(self._count)]
+        secure = self._security is not None
+        return tuple(
+            NodePorts(
+                plaintext=pick(0 if secure else port),
+                controller=pick(),
+                secure=pick(port) if secure else 0,
+            )
+            for port in fixed
+        )
+
+    def _security_settings(self) -> dict[str, str]:
+        if self._security is None:
+            return {}
+        assert self._path is not None
+        self._certificates = make_certificates(self._path)
+        return secure_listener(self._security, self._certificates)

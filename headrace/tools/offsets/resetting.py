@@ -1,0 +1,199 @@
+"""Moving the base of source partitions while nobody works on them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+from headrace.config import Settings
+from headrace.delivery.acked_offsets import Progress
+from headrace.errors import ConfigurationError, Fatal
+from headrace.log.port import Committed, Consumer, Log, TopicPartition
+from headrace.tools.offsets.state import PartitionOffsets, read_with, source_partitions
+from headrace.topics import STAGES
+
+
+class Edge(Enum):
+    """A target that is an end of the partition."""
+
+    EARLIEST = auto()
+    LATEST = auto()
+
+
+class Target(NamedTuple):
+    """Where the base shall be: one of these.
+
+    Attributes:
+        edge: an end of each partition.
+        offset: the same offset in each partition.
+        timestamp_ms: the first record at or after this time, in epoch milliseconds; the end of a
+            partition that has none.
+    """
+
+    edge: Edge | None = None
+    offset: int | None = None
+    timestamp_ms: int | None = None
+
+
+class GroupActive(Fatal):
+    """Somebody works on the partitions, and would move the base again."""
+
+
+class Reset(NamedTuple):
+    """What a reset does to one partition.
+
+    Attributes:
+        before: the state that it found.
+        after: the base and the answered ranges that are committed in its place.
+    """
+
+    before: PartitionOffsets
+    after: Progress
+
+    @property
+    def repeats(self) -> int:
+        """Offsets that were answered, as far as is known, and will be once more."""
+        if self.after.base >= self.before.position:
+            return 0
+        above = 0 if self.before.progress is None else self.before.progress.answered_above[0]
+        return self.before.position - self.after.base + above
+
+    @property
+    def skips(self) -> int:
+        """Offsets that nobody has answered and nobody will."""
+        progress = self.before.progress or Progress(self.before.position)
+        gone = progress.unanswered(self.after.base)
+        return sum(stop - max(start, self.before.position) for start, stop in gone)
+
+
+def moved(progress: Progress | None, base: int) -> Progress:
+    """What is answered after the base was set.
+
+    Forward, the ranges above the new base stay, so that a record which is stuck can be passed
+    over without answering again what has overtaken it. Backward, all from the new base on is to be
+    answered again.
+    """
+    if progress is None or base < progress.base:
+        return Progress(base)
+    return Progress(base, [each for each in progress.ranges if each[1] > base])
+
+
+async def reset(
+    log: Log,
+    settings: Settings,
+    target: Target,
+    numbers: Collection[int] = (),
+    *,
+    dry_run: bool = False,
+) -> list[Reset]:
+    """Set the base of all source partitions, or of those with these numbers.
+
+    With exactly once, every partition's producer is entered first: that ends what a former owner
+    has left open, whose offsets could count later otherwise.
+
+    Raises:
+        GroupActive: a stage of this namespace is running; the text says which, and where.
+        ConfigurationError: there is no such topic or partition, or the offset lies outside of one.
+        LogUnavailable: no broker answers.
+    """
+    await require_idle(log, settings)
+    partitions = _chosen(await source_partitions(log, settings), numbers)
+    async with log.reader(partitions) as reader:
+        if settings.delivery.guarantee == "exactly_once" and not dry_run:
+            return await _reset_sealed(log, settings, target, reader, partitions)
+        resets = await _planned(log, settings, target, reader, partitions)
+        if not dry_run:
+            await log.commit(settings.namespace, _offsets(partitions, resets))
+        return resets
+
+
+async def require_idle(log: Log, settings: Settings) -> None:
+    """Raises `GroupActive` while a stage of the namespace is a member of its group."""
+    groups = [settings.namespace, *(f"{settings.namespace}.{stage}" for stage in STAGES)]
+    found = [(group, member) for group in groups for member in await log.members(group)]
+    if found:
+        who = "; ".join(
+            f"{group}: {member.member_id} at {member.host.lstrip('/') or 'an unknown host'}"
+            for group, member in found
+        )
+        raise GroupActive(f"expected all stages to be stopped, got members of {who}")
+
+
+async def _reset_sealed(
+    log: Log,
+    settings: Settings,
+    target: Target,
+    reader: Consumer,
+    partitions: Sequence[TopicPartition],
+) -> list[Reset]:
+    resets: list[Reset] = []
+    group = settings.namespace
+    for partition in partitions:
+        transactional_id = f"{group}.{partition.topic}.{partition.partition}"
+        async with log.transactional_producer(transactional_id, group) as producer:
+            planned = await _planned(log, settings, target, reader, [partition])
+            await producer.seal({}, _offsets([partition], planned))
+        # What a producer has sealed is seen by everybody once it has a successor, not before.
+        async with log.transactional_producer(transactional_id, group):
+            resets += planned
+    return resets
+
+
+async def _planned(
+    log: Log,
+    settings: Settings,
+    target: Target,
+    reader: Consumer,
+    partitions: Sequence[TopicPartition],
+) -> list[Reset]:
+    states = await read_with(log, settings, reader, partitions)
+    bases = await _bases(reader, target, partitions, states)
+    return [
+        Reset(state, moved(state.progress, base)) for state, base in zip(states, bases, strict=True)
+    ]
+
+
+async def _bases(
+    reader: Consumer,
+    target: Target,
+    partitions: Sequence[TopicPartition],
+    states: Sequence[PartitionOffsets],
+) -> list[int]:
+    if target.timestamp_ms is not None:
+        found = await reader.offsets_for_times(dict.fromkeys(partitions, target.timestamp_ms))
+        offsets = [found[each] for each in partitions]
+        return [
+            state.end if offset is None else offset
+            for offset, state in zip(offsets, states, strict=True)
+        ]
+    if target.offset is not None:
+        for state in states:
+            _require_held(state, target.offset)
+        return [target.offset] * len(states)
+    return [state.beginning if target.edge is Edge.EARLIEST else state.end for state in states]
+
+
+def _require_held(state: PartitionOffsets, offset: int) -> None:
+    if not state.beginning <= offset <= state.end:
+        raise ConfigurationError(
+            f"partition {state.partition}: expected an offset from {state.beginning} to "
+            f"{state.end}, got {offset}"
+        )
+
+
+def _chosen(partitions: Sequence[TopicPartition], numbers: Collection[int]) -> list[TopicPartition]:
+    for number in numbers:
+        if not 0 <= number < len(partitions):
+            raise ConfigurationError(
+                f"expected a partition from 0 to {len(partitions) - 1}, got {number}"
+            )
+    return [each for each in partitions if not numbers or each.partition in numbers]
+
+
+def _offsets(
+    partitions: Sequence[TopicPartition], resets: Sequence[Reset]
+) -> Mapping[TopicPartition, Committed]:
+    return {
+        each: planned.after.committable() for each, planned in zip(partitions, resets, strict=True)
+    }

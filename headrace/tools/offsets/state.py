@@ -1,0 +1,109 @@
+"""The committed state of each source partition beside what the partition holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headrace.config import Settings
+from headrace.delivery.acked_offsets import Progress, UnknownMetadata
+from headrace.errors import ConfigurationError
+from headrace.log.port import Committed, Consumer, Log, TopicPartition
+from headrace.topics import Topic
+
+_FORMS = {"": "none", "1r": "runs", "1b": "bitmap"}
+
+
+class PartitionOffsets(NamedTuple):
+    """One source partition: what is committed for it, and what it holds.
+
+    Attributes:
+        partition: its number.
+        beginning: the first offset that the log still holds.
+        end: the offset that the next record will get; with transactions, the last stable one.
+        committed: the base and the metadata text; None where nothing is committed.
+        progress: what they say; None where nothing is committed, or the text cannot be read.
+    """
+
+    partition: int
+    beginning: int
+    end: int
+    committed: Committed | None
+    progress: Progress | None
+
+    @property
+    def position(self) -> int:
+        """Where a new owner would start to read."""
+        base = self.beginning if self.committed is None else self.committed.offset
+        return max(base, self.beginning)
+
+    @property
+    def lag(self) -> int:
+        """Offsets between the position and the end."""
+        return max(0, self.end - self.position)
+
+    @property
+    def unanswered(self) -> int:
+        """Of the lag, the offsets that are in no answered range."""
+        ranges = [] if self.progress is None else self.progress.ranges
+        above = sum(max(0, stop - max(start, self.position)) for start, stop in ranges)
+        return max(0, self.lag - above)
+
+    @property
+    def form(self) -> str:
+        """How the answered ranges are written: `none`, `runs`, `bitmap`; or `unreadable`."""
+        if self.committed is None:
+            return "none"
+        if self.progress is None:
+            return "unreadable"
+        return _FORMS[self.committed.metadata[:2]]
+
+
+async def source_partitions(log: Log, settings: Settings) -> list[TopicPartition]:
+    """The partitions of `requests`. Raises `ConfigurationError` where there is no such topic."""
+    name = settings.topic(Topic.REQUESTS)
+    info = (await log.describe_topics([name]))[name]
+    if info is None:
+        raise ConfigurationError(f"topic {name}: expected it to exist; `headrace topics create`")
+    return [TopicPartition(name, number) for number in range(info.partitions)]
+
+
+async def read_offsets(log: Log, settings: Settings) -> list[PartitionOffsets]:
+    """The state of every source partition, in order.
+
+    Raises:
+        LogUnavailable: no broker answers.
+        ConfigurationError: there is no such topic.
+    """
+    partitions = await source_partitions(log, settings)
+    async with log.reader(partitions) as reader:
+        return await read_with(log, settings, reader, partitions)
+
+
+async def read_with(
+    log: Log, settings: Settings, reader: Consumer, partitions: Sequence[TopicPartition]
+) -> list[PartitionOffsets]:
+    """`read_offsets` of some partitions, with a reader that is there already."""
+    committed = await log.committed(settings.namespace, partitions)
+    beginnings = await reader.beginning_offsets(partitions)
+    ends = await reader.end_offsets(partitions)
+    return [
+        PartitionOffsets(
+            each.partition,
+            beginnings[each],
+            ends[each],
+            committed[each],
+            readable_progress(committed[each]),
+        )
+        for each in partitions
+    ]
+
+
+def readable_progress(committed: Committed | None) -> Progress | None:
+    """What a commit says; None where there is none, or its metadata is of no known form."""
+    if committed is None:
+        return None
+    try:
+        return Progress.from_committed(committed)
+    except UnknownMetadata:
+        return None

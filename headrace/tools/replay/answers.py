@@ -1,0 +1,149 @@
+"""A sink that is a pipeline in this process: requests into its embedded log, answers counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple, TypeAlias
+
+from headrace.client.replies import last_header
+from headrace.config import Settings
+from headrace.errors import ConfigurationError, Retriable
+from headrace.log.port import Consumer, Log, Producer, Record, Run, TopicPartition
+from headrace.tools.replay.recording import record_bytes
+from headrace.tools.replay.sinks import TopicSink
+from headrace.topics import Topic
+
+MAX_WAITING_RECORDS = 8192
+MAX_WAITING_BYTES = 16 * 1024 * 1024
+"""How much may be unanswered at once. The embedded log drops the oldest records beyond its
+retention, 64 MiB for each partition, whether they have been read or not."""
+
+ANSWER_TIMEOUT_S = 60.0
+"""How long to wait for the next answer before the rest are given up."""
+
+POLL_S = 0.1
+POLL_RECORDS = 1000
+
+
+class Unanswered(Retriable):
+    """The pipeline has not answered for a while."""
+
+
+class Asked(NamedTuple):
+    """A request under way. `sent_s` is of the monotonic clock."""
+
+    original: Record
+    size: int
+    sent_s: float
+
+
+OnAnswer: TypeAlias = Callable[[Record, Record, float], None]
+"""Called with the original, its answer, and the seconds between sending and answer."""
+
+
+class PipelineSink:
+    """Copies as requests of a pipeline; made by `into_pipeline`.
+
+    Attributes:
+        statuses: how many answers had which `x-status`.
+    """
+
+    def __init__(self, requests: TopicSink, on_answer: OnAnswer | None) -> None:
+        self.statuses: Counter[str] = Counter()
+        self._requests = requests
+        self._on_answer = on_answer
+        self._waiting: dict[str, Asked] = {}
+        self._waiting_bytes = 0
+        self._next_offsets: Counter[TopicPartition] = Counter()
+        self._progress = asyncio.Event()
+        self._stopping = False
+
+    async def send(self, records: Sequence[Record]) -> Sequence[Run]:
+        """See `Sink`. Waits while too much is unanswered, whatever the pace."""
+        while self._waiting and (
+            len(self._waiting) > MAX_WAITING_RECORDS or self._waiting_bytes > MAX_WAITING_BYTES
+        ):
+            await self._next_answers()
+        sent_s = time.monotonic()
+        for record in records:
+            # Nobody else writes to this log, so the copy's offset is known beforehand.
+            partition = self._requests.partition_of(record)
+            name = f"{partition}/{self._next_offsets[partition]}"
+            self._next_offsets[partition] += 1
+            size = record_bytes(record)
+            self._waiting[name] = Asked(record, size, sent_s)
+            self._waiting_bytes += size
+        return await self._requests.send(records)
+
+    async def finish(self) -> None:
+        """Wait until all is answered. Raises `Unanswered`."""
+        while self._waiting:
+            await self._next_answers()
+
+    async def read(self, answers: Consumer) -> None:
+        """Take answers until `stop`."""
+        while not self._stopping:
+            for records in (await answers.poll(POLL_S, POLL_RECORDS)).values():
+                for record in records:
+                    self._take(record)
+                self._progress.set()
+
+    def stop(self) -> None:
+        """End `read` with its next poll."""
+        self._stopping = True
+
+    def _take(self, answer: Record) -> None:
+        name = (last_header(answer.headers, "x-request") or b"").decode()
+        asked = self._waiting.pop(name, None)
+        if asked is None:
+            return  # a second copy, which at-least-once delivery allows
+        self._waiting_bytes -= asked.size
+        self.statuses[(last_header(answer.headers, "x-status") or b"").decode()] += 1
+        if self._on_answer is not None:
+            self._on_answer(asked.original, answer, time.monotonic() - asked.sent_s)
+
+    async def _next_answers(self) -> None:
+        self._progress.clear()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await self._progress.wait()
+        except TimeoutError:
+            raise Unanswered(
+                f"{len(self._waiting)} requests are not answered, "
+                f"the last answer came {ANSWER_TIMEOUT_S:g} s ago"
+            ) from None
+
+
+@asynccontextmanager
+async def into_pipeline(
+    log: Log,
+    settings: Settings,
+    make_sink: Callable[[Producer, tuple[str, int]], TopicSink],
+    on_answer: OnAnswer | None = None,
+) -> AsyncIterator[PipelineSink]:
+    """The requests of a pipeline that runs on this log, whose answers are read meanwhile.
+
+    The log is a new embedded one, to which nobody else writes; `make_sink` makes the `TopicSink`
+    of a producer and a target.
+    """
+    topics = [settings.topic(Topic.REQUESTS), settings.topic(Topic.RESPONSES)]
+    found = await log.describe_topics(topics)
+    counts = []
+    for topic in topics:
+        info = found[topic]
+        if info is None:
+            raise ConfigurationError(f"{topic}: expected a topic, but there is none of this name")
+        counts.append(info.partitions)
+    partitions = [TopicPartition(topics[1], number) for number in range(counts[1])]
+    async with log.producer() as producer, log.reader(partitions) as answers:
+        sink = PipelineSink(make_sink(producer, (topics[0], counts[0])), on_answer)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(sink.read(answers), name="replay-answers")
+            try:
+                yield sink
+            finally:
+                sink.stop()

@@ -1,0 +1,120 @@
+"""Those that are asked: a pipeline in this process, or answers that were recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import NamedTuple, Protocol
+
+from headrace.client.replies import last_header
+from headrace.client.rpc import Exchange
+from headrace.errors import ConfigurationError, Retriable
+from headrace.log.port import NewRecord, Record
+from headrace.tools.replay.compare.answers import MISSING, Measured, measured
+from headrace.tools.replay.recording import Recording, identity, record_bytes
+
+ANSWER_TIMEOUT_S = 60.0
+MAX_RECORDED_BYTES = 1024 * 1024 * 1024
+"""Recorded answers are held in memory until they are asked for."""
+
+RECORD_OVERHEAD_BYTES = 500
+
+_LEFT_OUT = frozenset(
+    {
+        "kafka_correlationId",
+        "kafka_replyTopic",
+        "kafka_replyPartition",
+        "x-deadline-ms",
+        "x-timeout-ms",
+    }
+)
+
+
+class Asked(NamedTuple):
+    """One request and its three answers; `again` is None where there is no second run."""
+
+    request: Record
+    reference: Measured
+    again: Measured | None
+    candidate: Measured
+
+
+class Subject(Protocol):
+    """Whoever answers."""
+
+    async def answer(self, request: Record) -> Measured:
+        """The answer to a recorded request."""
+        ...
+
+
+class Unanswered(Retriable):
+    """The pipeline has not answered for a minute."""
+
+
+class PipelineSubject:
+    """A pipeline whose log this exchange is on. Requests are asked without their deadlines, which
+    would make the outcome a matter of time.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def answer(self, request: Record) -> Measured:
+        """See `Subject`. Raises `Unanswered`."""
+        headers = [header for header in request.headers if header[0] not in _LEFT_OUT]
+        started = time.perf_counter_ns()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await self._exchange.ask(NewRecord(request.key, request.value, headers))
+        except TimeoutError:
+            raise Unanswered(
+                f"{identity(request)}: no answer within {ANSWER_TIMEOUT_S:g} s"
+            ) from None
+        return measured(answer, (time.perf_counter_ns() - started) // 1000)
+
+
+class RecordedSubject:
+    """Answers by the identity of the request they answer; see `load_answers`. A copy that a
+    replay has made (`x-replay-of`) may be answered by its original's.
+    """
+
+    def __init__(self, answers: Mapping[str, Record]) -> None:
+        self._answers = answers
+
+    async def answer(self, request: Record) -> Measured:
+        """See `Subject`; `missing` where none was recorded."""
+        record = self._answers.get(identity(request))
+        if record is None:
+            copied_from = last_header(request.headers, "x-replay-of")
+            record = self._answers.get((copied_from or b"").decode(errors="replace"))
+        if record is None:
+            return Measured(MISSING, "no answer to this request was recorded")
+        return measured(record)
+
+
+async def load_answers(
+    recording: Recording, max_bytes: int = MAX_RECORDED_BYTES
+) -> dict[str, Record]:
+    """Recorded answers by the request they answer (`x-request`). The first counts; a second one
+    is a duplicate.
+
+    Raises:
+        ConfigurationError: they are more than `max_bytes`.
+    """
+    answers: dict[str, Record] = {}
+    size = 0
+    async with aclosing(recording.chunks()) as chunks:
+        async for chunk in chunks:
+            for record in chunk:
+                size += record_bytes(record) + RECORD_OVERHEAD_BYTES
+                request = last_header(record.headers, "x-request")
+                if request is not None:
+                    answers.setdefault(request.decode(errors="replace"), record)
+            if size > max_bytes:
+                raise ConfigurationError(
+                    f"{recording.name}: expected at most {max_bytes} bytes of recorded answers, "
+                    "got more; select fewer"
+                )
+    return answers

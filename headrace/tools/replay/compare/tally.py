@@ -1,0 +1,171 @@
+"""What the differences of all requests together show: counts, extremes, means. Pure.
+
+Of each request one number is kept for each float output, for the plots; nothing of its arrays.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headrace.tools.replay.compare.answers import OK, AnswerDifference, Measured
+from headrace.tools.replay.compare.arrays import ArrayDifference, is_float, resolution
+
+WORST_KEPT = 10
+
+
+class OutputTally:
+    """One output over all requests that both sides answered.
+
+    Attributes:
+        count: how many pairs there were; `exact` of them equal, `comparable` floats of one shape,
+            `mismatched` neither.
+        max_abs, mean_abs, cosine_min, cosine_mean: over the comparable pairs; a mean weighs every
+            request the same.
+        top1, topk: the mean share, see `ArrayDifference`; None where it has no meaning.
+        scale: the largest absolute value of the references.
+        resolution: of the dtype; 0 for other than floats.
+        largest: the largest difference of each comparable pair.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.exact = self.comparable = self.mismatched = 0
+        self.max_abs = self.scale = self.resolution = 0.0
+        self.cosine_min = 1.0
+        self.largest = array("d")
+        self._abs_sum = self._cosine_sum = self._top1_sum = self._topk_sum = 0.0
+        self._ranked = 0
+
+    def add(self, difference: ArrayDifference, dtype: np.dtype[Any] | None) -> None:
+        """Count one pair; `dtype` is the reference's."""
+        self.count += 1
+        self.exact += difference.exact
+        if not difference.comparable:
+            self.mismatched += not difference.exact
+            return
+        self.comparable += 1
+        self.max_abs = max(self.max_abs, difference.max_abs)
+        self.scale = max(self.scale, difference.scale)
+        self.cosine_min = min(self.cosine_min, difference.cosine)
+        self._abs_sum += difference.mean_abs
+        self._cosine_sum += difference.cosine
+        self.largest.append(difference.max_abs)
+        if dtype is not None and is_float(dtype):
+            self.resolution = max(self.resolution, resolution(dtype))
+        if difference.top1 is not None and difference.topk is not None:
+            self._ranked += 1
+            self._top1_sum += difference.top1
+            self._topk_sum += difference.topk
+
+    @property
+    def exact_share(self) -> float:
+        """Of all pairs."""
+        return self.exact / self.count if self.count else 1.0
+
+    @property
+    def mismatched_share(self) -> float:
+        """Pairs that differ without numbers to say how far: labels, texts, other shapes."""
+        return self.mismatched / self.count if self.count else 0.0
+
+    @property
+    def mean_abs(self) -> float:
+        return self._abs_sum / self.comparable if self.comparable else 0.0
+
+    @property
+    def cosine_mean(self) -> float:
+        return self._cosine_sum / self.comparable if self.comparable else 1.0
+
+    @property
+    def top1(self) -> float | None:
+        return self._top1_sum / self._ranked if self._ranked else None
+
+    @property
+    def topk(self) -> float | None:
+        return self._topk_sum / self._ranked if self._ranked else None
+
+
+class PairTally:
+    """One side against the reference, over all requests.
+
+    Attributes:
+        count: requests; `exact` of them without any difference.
+        codes: how often the reference had one code and this side another, or the same.
+        outputs: by name.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.exact = 0
+        self.codes: Counter[tuple[str, str]] = Counter()
+        self.outputs: dict[str, OutputTally] = {}
+
+    def add(self, difference: AnswerDifference, reference: Measured) -> None:
+        """Count one request."""
+        self.count += 1
+        self.exact += difference.exact
+        self.codes[difference.codes] += 1
+        for name, each in difference.outputs.items():
+            output = reference.outputs.get(name)
+            dtype = None if output is None else output.dtype
+            self.outputs.setdefault(name, OutputTally()).add(each, dtype)
+
+    @property
+    def code_changes(self) -> dict[tuple[str, str], int]:
+        """The pairs of codes that differ."""
+        return {codes: count for codes, count in self.codes.items() if codes[0] != codes[1]}
+
+    @property
+    def changed_share(self) -> float:
+        """Requests that ended with another code."""
+        return sum(self.code_changes.values()) / self.count if self.count else 0.0
+
+    @property
+    def compared(self) -> int:
+        """Requests that both sides answered with outputs."""
+        return self.codes[OK, OK]
+
+    @property
+    def reference_ok(self) -> int:
+        """Requests that the reference answered with outputs."""
+        return sum(count for codes, count in self.codes.items() if codes[0] == OK)
+
+
+class WorstCase(NamedTuple):
+    """A request whose answers differ most."""
+
+    topic: str
+    partition: int
+    offset: int
+    model: str
+    difference: AnswerDifference
+    reference: Measured
+    other: Measured
+
+
+class WorstCases:
+    """The few that differ most, in bounded memory."""
+
+    def __init__(self, kept: int = WORST_KEPT) -> None:
+        self._kept = kept
+        self._heap: list[tuple[tuple[int, float], int, WorstCase]] = []
+        self._numbers = itertools.count()
+
+    def add(self, case: WorstCase) -> None:
+        """Keep it if it is one of the worst; what does not differ is none."""
+        if case.difference.exact:
+            return
+        # The earlier of two that are equally bad stays.
+        entry = (case.difference.badness, -next(self._numbers), case)
+        if len(self._heap) < self._kept:
+            heapq.heappush(self._heap, entry)
+        else:
+            heapq.heappushpop(self._heap, entry)
+
+    def sorted(self) -> Sequence[WorstCase]:
+        """The worst first."""
+        return [case for _, _, case in sorted(self._heap, key=lambda entry: entry[:2])[::-1]]

@@ -1,0 +1,383 @@
+"""A pipeline's batcher and executors in simulated time: the discrete-event core.
+
+The batching policy is the real one, handed in: it is asked for batches as executor instances ask
+for them, with a clock that jumps from one event to the next. Nothing is run; a batch of b rows
+keeps its instance for S(b) microseconds. Models whose runs are short are run on the event loop,
+which does everything else as well: it is one server for all of them, and works in turns. Beside
+that, reading, decoding, encoding and the log take no time, and instances do not share a processor.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.consumer.source import MAX_POLL_RECORDS
+from headrace.models.latency import Latency
+from headrace.protocol.messages import Batch, Envelope, Request
+from headrace.transport.channels import IDLE, Ask
+
+ModelKey = tuple[str, str]
+"""A model's name and version."""
+
+NO_TIMEOUT = -1
+EXPIRED = -1
+"""In the place of a latency: the request ended while it waited, late or refused."""
+NEVER = 1 << 62
+"""Later than any moment."""
+
+
+class Limits(NamedTuple):
+    """What batches of a model are allowed, by the names of `model.toml`."""
+
+    max_batch_size: int
+    max_batch_bytes: int
+    max_queue_delay_ms: float
+    latency: Latency | None = None
+
+
+class Policy(Protocol):
+    """The batcher's rules; `headrace.services.batcher.forming.Forming` has these."""
+
+    ended: list[Request]
+
+    def __len__(self) -> int: ...
+    def add(self, request: Request) -> None: ...
+    def next(self, key: ModelKey | None, now_us: int, ask: Ask = IDLE) -> Batch | None: ...
+    def next_event_us(self, now_us: int) -> int | None: ...
+
+
+class Kind(NamedTuple):
+    """What decides who may share a batch, and who goes first."""
+
+    model: str
+    version: str
+    shape_class: tuple[int, ...]
+    tenant: str = ""
+    priority: int = 0
+
+    @property
+    def key(self) -> ModelKey:
+        return self.model, self.version
+
+
+class Arrivals(NamedTuple):
+    """Requests that arrive: one element of each array for each of them.
+
+    Attributes:
+        at_us: epoch microseconds, ascending.
+        rows: of each request.
+        size_bytes: of its inputs.
+        timeout_us: from its arrival to its deadline; `NO_TIMEOUT` for none.
+        kind: its place in `kinds`.
+    """
+
+    at_us: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    size_bytes: NDArray[np.int64]
+    timeout_us: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    kinds: tuple[Kind, ...]
+
+    def chosen(self, places: NDArray[np.bool_] | slice) -> Arrivals:
+        """Some of them."""
+        at_us, rows, size_bytes, timeout_us, kind = (column[places] for column in self[:5])
+        return Arrivals(at_us, rows, size_bytes, timeout_us, kind, self.kinds)
+
+    def faster(self, factor: float) -> Arrivals:
+        """The same at `factor` times the rate: gaps are shorter, timeouts are not."""
+        if not len(self.at_us):
+            return self
+        start_us = int(self.at_us[0])
+        gaps_us = (self.at_us - start_us) / factor
+        return self._replace(at_us=start_us + np.rint(gaps_us).astype(np.int64))
+
+
+class Turn(NamedTuple):
+    """What the event loop makes of requests that it reads together, in microseconds.
+
+    Attributes:
+        answered_us: from when it begins to read them until their answers are encoded.
+        busy_us: until it can read again.
+    """
+
+    answered_us: int
+    busy_us: int
+
+
+class EventLoop(NamedTuple):
+    """The event loop as a server.
+
+    Attributes:
+        keys: the models' versions that run on it; none of them has a `max_queue_delay_ms`.
+        turn: what it makes of requests, of which it is told how many there are of each version.
+        most: what one poll returns at most.
+    """
+
+    keys: Sequence[ModelKey]
+    turn: Callable[[Mapping[ModelKey, int]], Turn]
+    most: int = MAX_POLL_RECORDS
+
+
+def untold(batch: Batch, service_us: int, end_us: int) -> None:
+    """Nobody wants to know that a batch has ended."""
+
+
+class Farm(NamedTuple):
+    """Who computes.
+
+    Attributes:
+        instances: of each model's version that arrives.
+        service_us: how long a batch of some rows of a model takes.
+        prepare_us: how long its rows are gathered and copied before that.
+        leads_us: of versions whose instances prepare their next batch while they compute: how
+            long before the end of a run it closes.
+        around_us: by model, how much later than its run's end a request is answered.
+        ended: told of each batch that has ended, how long it took, and when that was.
+        loop: of what runs on it; None where nothing does.
+    """
+
+    instances: Mapping[ModelKey, int]
+    service_us: Callable[[str, int], int]
+    prepare_us: int = 0
+    leads_us: Mapping[ModelKey, int] = {}
+    around_us: Mapping[str, int] = {}
+    ended: Callable[[Batch, int, int], None] = untold
+    loop: EventLoop | None = None
+
+
+@dataclass(slots=True)
+class Observed:
+    """What a simulation has seen.
+
+    Attributes:
+        latency_us: of each arrival, from then until its batch was done; `EXPIRED` for some.
+        in_process_us: the same without waiting for the event loop: from when it was read.
+        late: how many were done, but after their deadlines.
+        reasons: how many batches closed for which reason.
+        batch_rows: how many batches had how many rows.
+        busy_us: of all instances of a model's version together.
+        end_us: when all work was over.
+    """
+
+    latency_us: NDArray[np.int64]
+    in_process_us: NDArray[np.int64]
+    late: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    batch_rows: Counter[int] = field(default_factory=Counter)
+    busy_us: Counter[ModelKey] = field(default_factory=Counter)
+    end_us: int = 0
+
+
+class _Instance:
+    """One that is idle, or computes and may have prepared its next batch.
+
+    Attributes:
+        asks_us: from when on it asks for a batch; `NEVER` while it has one to go on with.
+        free_us: when what it computes is done.
+    """
+
+    __slots__ = ("asks_us", "free_us", "key", "next_batch", "next_us", "service_us")
+
+    def __init__(self, key: ModelKey) -> None:
+        self.key = key
+        self.asks_us = 0
+        self.free_us = 0
+        self.next_batch: Batch | None = None
+        self.next_us = 0
+        self.service_us = 0
+
+
+class _Done(NamedTuple):
+    """A batch's end; `order` keeps batches from being compared. No instance: the event loop's."""
+
+    at_us: int
+    order: int
+    batch: Batch
+    instance: _Instance | None
+
+
+class _Receipt:
+    """Nothing is owed to a log, and no partition is ever revoked."""
+
+    void = False
+
+    @property
+    def assignment(self) -> _Receipt:
+        """Itself: nobody takes it away."""
+        return self
+
+    def settle(self) -> None: ...
+
+
+_RECEIPT = _Receipt()
+
+
+class Simulation:
+    """One run; `run` makes it.
+
+    Args:
+        arrivals: who comes when.
+        policy: a new one.
+        farm: has instances for every kind of arrival.
+    """
+
+    def __init__(self, arrivals: Arrivals, policy: Policy, farm: Farm) -> None:
+        self._arrivals = arrivals
+        self._policy = policy
+        self._farm = farm
+        self._instances = [
+            _Instance(key)
+            for key, number in farm.instances.items()
+            if farm.loop is None or key not in farm.loop.keys
+            for _ in range(number)
+        ]
+        self._unread: deque[int] = deque()
+        self._loop_free_us = 0
+        on_loop = () if farm.loop is None else farm.loop.keys
+        self._on_loop = [kind.key in on_loop for kind in arrivals.kinds]
+        self._running: list[_Done] = []
+        self._order = count()
+        self._envelopes = [
+            Envelope(model=one.model, version=one.version, tenant=one.tenant, priority=one.priority)
+            for one in arrivals.kinds
+        ]
+        # Plain integers: an array's elements cost more each time than these do once.
+        self._columns = list(zip(*(column.tolist() for column in arrivals[:5]), strict=True))
+        self._next = 0
+        expired = np.full(len(self._columns), EXPIRED, np.int64)
+        self._seen = Observed(expired, expired.copy())
+
+    def run(self) -> Observed:
+        """From the first arrival until the last batch is done."""
+        now_us = 0
+        while (event_us := self._next_event_us(now_us)) is not None:
+            now_us = event_us
+            self._complete(now_us)
+            self._arrive(now_us)
+            if self._unread and self._loop_free_us <= now_us:
+                self._turn(now_us)
+            self._pull(now_us)
+            self._policy.ended.clear()  # their latency stays `EXPIRED`
+        return self._seen
+
+    def _next_event_us(self, now_us: int) -> int | None:
+        times = [self._running[0].at_us] if self._running else []
+        coming_us = self._columns[self._next][0] if self._next < len(self._columns) else NEVER
+        if self._unread:
+            times.append(self._loop_free_us)
+        elif self._farm.loop is not None and coming_us < NEVER:
+            times.append(max(self._loop_free_us, coming_us))
+        asking_us = min([each.asks_us for each in self._instances], default=NEVER)
+        if asking_us <= now_us:
+            if coming_us < NEVER:
+                times.append(coming_us)
+            if self._policy and (due_us := self._policy.next_event_us(now_us)) is not None:
+                times.append(due_us)
+        elif asking_us < NEVER:
+            times.append(asking_us)
+        # While nobody asks an arrival changes nothing: it is taken in afterwards.
+        return min(times, default=None)
+
+    def _complete(self, now_us: int) -> None:
+        while self._running and self._running[0].at_us <= now_us:
+            done = heapq.heappop(self._running)
+            self._seen.end_us = max(self._seen.end_us, done.at_us)
+            around_us = 0
+            if done.instance is not None:
+                around_us = self._farm.around_us.get(done.batch.model, 0)
+            answered_us = done.at_us + around_us
+            for request in done.batch.requests:
+                came_us = self._columns[request.offset][0]
+                self._seen.latency_us[request.offset] = answered_us - came_us
+                self._seen.in_process_us[request.offset] = answered_us - request.ingested_us
+                deadline_ms = request.envelope.deadline_ms
+                if deadline_ms and answered_us >= deadline_ms * 1000:
+                    self._seen.late += 1
+            instance = done.instance
+            if instance is None:
+                continue
+            self._farm.ended(done.batch, instance.service_us, done.at_us)
+            batch, instance.next_batch = instance.next_batch, None
+            if batch is None:
+                instance.asks_us = instance.free_us = 0
+            else:
+                self._start(instance, batch, max(done.at_us, instance.next_us))
+
+    def _arrive(self, now_us: int) -> None:
+        columns, first = self._columns, self._next
+        while self._next < len(columns) and columns[self._next][0] <= now_us:
+            self._next += 1
+        for place in range(first, self._next):
+            if self._on_loop[columns[place][4]]:
+                self._unread.append(place)
+            else:
+                self._policy.add(self._request(place, columns[place][0]))
+
+    def _turn(self, now_us: int) -> None:
+        """The event loop reads what has come, runs it in batches, and answers all of it."""
+        loop, unread = self._farm.loop, self._unread
+        assert loop is not None
+        requests = [
+            self._request(unread.popleft(), now_us) for _ in range(min(len(unread), loop.most))
+        ]
+        for request in requests:
+            self._policy.add(request)
+        counts = Counter((request.model, request.version) for request in requests)
+        turn = loop.turn(counts)
+        self._loop_free_us = self._seen.end_us = now_us + turn.busy_us
+        for key in counts:
+            while (batch := self._policy.next(key, now_us)) is not None:
+                done = _Done(now_us + turn.answered_us, next(self._order), batch, None)
+                heapq.heappush(self._running, done)
+                self._seen.reasons[batch.reason] += 1
+                self._seen.batch_rows[batch.rows] += 1
+            self._seen.busy_us[key] += turn.busy_us
+
+    def _request(self, place: int, read_us: int) -> Request:
+        at_us, rows, size_bytes, timeout_us, number = self._columns[place]
+        kind, envelope = self._arrivals.kinds[number], self._envelopes[number]
+        if timeout_us != NO_TIMEOUT:
+            envelope = envelope._replace(deadline_ms=max((at_us + timeout_us) // 1000, 1))
+        request = Request(_RECEIPT, 0, place, place - 1, at_us // 1000, None, None, (), envelope)
+        request.ingested_us = read_us
+        request.model, request.version = envelope.model, envelope.version
+        request.rows, request.size_bytes = rows, size_bytes
+        request.shape_class = kind.shape_class
+        return request
+
+    def _pull(self, now_us: int) -> None:
+        """Who asks for a batch gets one, if there is one."""
+        for instance in self._instances:
+            if instance.asks_us > now_us or not self._policy:
+                continue
+            busy = instance.free_us > now_us
+            ask = Ask(close_at_us=instance.asks_us) if busy else IDLE
+            batch = self._policy.next(instance.key, now_us, ask)
+            if batch is None:
+                continue
+            ready_us = now_us + self._farm.prepare_us
+            if busy:
+                instance.next_batch, instance.next_us = batch, ready_us
+                instance.asks_us = NEVER
+            else:
+                self._start(instance, batch, ready_us)
+
+    def _start(self, instance: _Instance, batch: Batch, at_us: int) -> None:
+        farm, seen = self._farm, self._seen
+        service_us = farm.service_us(batch.model, batch.rows)
+        instance.service_us = service_us
+        instance.free_us = at_us + service_us
+        lead_us = farm.leads_us.get(instance.key)
+        instance.asks_us = NEVER if lead_us is None else instance.free_us - lead_us
+        heapq.heappush(self._running, _Done(instance.free_us, next(self._order), batch, instance))
+        seen.reasons[batch.reason] += 1
+        seen.batch_rows[batch.rows] += 1
+        seen.busy_us[instance.key] += service_us

@@ -1,0 +1,151 @@
+"""What a command does with a recording: count it, save it, or replay it into a topic."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from headrace.errors import ConfigurationError
+from headrace.log.port import Log, Producer, TopicPartition
+from headrace.tools.replay.capture import CaptureWriter
+from headrace.tools.replay.checkpoint import Checkpoint, read_checkpoint
+from headrace.tools.replay.marking import Marking
+from headrace.tools.replay.opening import open_recording
+from headrace.tools.replay.pacing import Pace, Unpaced
+from headrace.tools.replay.recording import Recording, record_bytes
+from headrace.tools.replay.replay import Outcome, Replay
+from headrace.tools.replay.resume import already_there, keeping
+from headrace.tools.replay.selection import Selection
+from headrace.tools.replay.sinks import CaptureSink, TopicSink
+from headrace.tools.replay.totals import PartitionTotals, Totals
+
+Advanced: TypeAlias = Callable[[int, int, Mapping[TopicPartition, int]], None]
+"""See `headrace.tools.replay.replay.Replay`."""
+
+Watch: TypeAlias = Callable[[Recording], Advanced]
+"""Called with the opened recording; gives what is told of each step."""
+
+
+class Source(NamedTuple):
+    """A topic (its name) or a capture file (a `Path`), and what is selected of it."""
+
+    origin: str | Path
+    selection: Selection
+
+
+@dataclass(frozen=True, slots=True)
+class TopicJob:
+    """How to replay into a topic.
+
+    Attributes:
+        topic: that exists already.
+        checkpoint: where to keep one; a file that is there is gone on from.
+        options: what else makes the run this run, in JSON's types; see `Checkpoint.options`.
+    """
+
+    topic: str
+    pace: Pace
+    marking: Marking
+    by_key: bool = False
+    checkpoint: Path | None = None
+    options: Mapping[str, Any] | None = None
+
+
+class Replayed(NamedTuple):
+    """A run that has ended well; `resumed` if it went on from a checkpoint."""
+
+    run_id: str
+    outcome: Outcome
+    resumed: bool = False
+
+
+def new_run_id() -> str:
+    """An id that no other run has."""
+    return f"replay-{secrets.token_hex(6)}"
+
+
+def now_ms() -> int:
+    """The wall clock, in epoch milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+async def count(
+    recording: Recording, advanced: Advanced = lambda *_: None
+) -> list[PartitionTotals]:
+    """What a replay would send: counts, bytes and time span of each partition."""
+    totals = Totals()
+    async with aclosing(recording.chunks()) as chunks:
+        async for chunk in chunks:
+            totals.add(chunk)
+            reached = {
+                TopicPartition(each.topic, each.partition): each.offset + 1 for each in chunk
+            }
+            advanced(len(chunk), sum(map(record_bytes, chunk)), reached)
+    return totals.partitions()
+
+
+async def save(recording: Recording, path: Path, advanced: Advanced) -> Outcome:
+    """Capture a recording.
+
+    Raises:
+        ConfigurationError: the file is there already, or cannot be made.
+        CaptureFault: it cannot be written any further.
+    """
+    with CaptureWriter(path, recording.name) as writer:
+        return await Replay(recording, Unpaced(), CaptureSink(writer), advanced=advanced).run()
+
+
+async def replay_into_topic(log: Log, source: Source, job: TopicJob, watch: Watch) -> Replayed:
+    """Send marked copies into a topic; go on from a checkpoint where there is one.
+
+    Raises:
+        ConfigurationError: there is no such topic or source, or the checkpoint is another run's.
+        ExceptionGroup: see `Replay.run`.
+    """
+    before = None
+    if job.checkpoint is not None:
+        before = await asyncio.to_thread(read_checkpoint, job.checkpoint, job.options or {})
+    if before is not None and before.finished:
+        return Replayed(before.run_id, Outcome(0, 0, before.records, 0.0), resumed=True)
+    selection = source.selection if before is None else before.rest_of(source.selection)
+    marking = job.marking
+    if before is not None:
+        marking = Marking(before.run_id, marking.keep_reply, marking.reply_to)
+    async with AsyncExitStack() as stack:
+        recording = await stack.enter_async_context(open_recording(log, source.origin, selection))
+        producer = await stack.enter_async_context(log.producer())
+        target = await topic_of(producer, job.topic)
+        keeper = None
+        skip: frozenset[str] = frozenset()
+        if job.checkpoint is not None:
+            if before is not None:
+                skip = frozenset(await already_there(log, job.topic, before))
+            checkpoint = before or Checkpoint(
+                marking.run_id, dict(job.options or {}), recording.spans, {}
+            )
+            keeper = await stack.enter_async_context(
+                keeping(log, job.checkpoint, checkpoint, target, is_new=before is None)
+            )
+        sink = TopicSink(producer, target, marking, now_ms, by_key=job.by_key)
+        await sink.prepare()
+        replay = Replay(
+            recording, job.pace, sink, skip=skip, advanced=watch(recording), watcher=keeper
+        )
+        outcome = await replay.run()
+        if keeper is not None:
+            await keeper.finish()
+    return Replayed(marking.run_id, outcome, before is not None)
+
+
+async def topic_of(producer: Producer, topic: str) -> tuple[str, int]:
+    """A topic's name and its number of partitions. Raises `ConfigurationError`."""
+    partitions = await producer.partitions_for(topic)
+    if partitions is None:
+        raise ConfigurationError(f"{topic}: expected a topic, but there is none of this name")
+    return topic, partitions

@@ -1,0 +1,61 @@
+"""S(b) by a quick measurement: a model's backend is loaded and run at a few batch sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from headrace.errors import ConfigurationError
+from headrace.models.version import ModelVersion
+from headrace.models.warmup import sized_inputs
+from headrace.tools.replay.service_times import ServiceTime, fitted
+
+MEASURE_S = 0.3
+"""For each batch size."""
+MOST_RUNS = 2000
+LEAST_RUNS = 5
+_FIRST_SIZES = (1, 2, 4)
+
+
+def measure(version: ModelVersion, measure_s: float = MEASURE_S) -> ServiceTime:
+    """The median times of runs with one of the model's warm-up samples. It blocks for seconds.
+
+    What an executor does around a run (gathering the inputs, sharing out the outputs, the way to
+    another thread) is not in it.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded, or cannot run.
+    """
+    backend = version.new_backend()
+    backend.load()
+    try:
+        backend.warm_up()
+        runs: list[tuple[int, float]] = []
+        for rows in _sizes(version.max_batch_size):
+            inputs = sized_inputs(version.signature, version.config, version.directory, rows)
+            times_us: list[float] = []
+            end_s = time.perf_counter() + measure_s
+            while len(times_us) < LEAST_RUNS or (
+                len(times_us) < MOST_RUNS and time.perf_counter() < end_s
+            ):
+                began_s = time.perf_counter()
+                backend.run(inputs)
+                times_us.append((time.perf_counter() - began_s) * 1e6)
+            runs += [(rows, us) for us in times_us]
+    except ConfigurationError:
+        raise
+    except Exception as error:  # a model may raise anything
+        raise ConfigurationError(f"{version.name}/{version.version}: {error}") from error
+    finally:
+        backend.unload()
+    return fitted(runs)
+
+
+def _sizes(limit: int) -> Iterator[int]:
+    """1, 2, 4, then multiples of 8, and the limit itself."""
+    yield from (size for size in _FIRST_SIZES if size < limit)
+    step = 8
+    while step * (limit // step) > 8 * step:  # at most eight of them
+        step *= 2
+    yield from range(step, limit, step)
+    yield limit

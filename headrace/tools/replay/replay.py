@@ -1,0 +1,186 @@
+"""The run: read ahead, send what is due, await what was sent; three tasks and two queues."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import NamedTuple, Protocol
+
+from headrace.log.port import Record, Run, TopicPartition
+from headrace.tools.replay.pacing import Pace, Punctuality, Schedule, Unpaced, due_until
+from headrace.tools.replay.recording import Recording, identity, record_bytes
+from headrace.tools.replay.sinks import Sink
+
+CHUNKS_AHEAD = 4
+TURNS_UNACKNOWLEDGED = 64
+
+
+class Outcome(NamedTuple):
+    """What a run has done.
+
+    Attributes:
+        records: sent, and acknowledged.
+        bytes: of their keys, values and headers, as recorded.
+        skipped: left out, because an earlier part of this run had sent them already.
+        seconds: from the first record's due time until all are acknowledged, and answered where
+            the sink awaits that.
+        spacing_p50_ms, spacing_p99_ms, spacing_max_ms: how far from its due time a record was
+            handed over; None where there was no pace to keep.
+    """
+
+    records: int
+    bytes: int
+    skipped: int
+    seconds: float
+    spacing_p50_ms: float | None = None
+    spacing_p99_ms: float | None = None
+    spacing_max_ms: float | None = None
+
+    @property
+    def rate_per_s(self) -> float:
+        """Records per second, as reached."""
+        return self.records / self.seconds if self.seconds else 0.0
+
+
+class Watcher(Protocol):
+    """Told of what has been acknowledged; a progress bar, or a checkpoint."""
+
+    def hand_over(self) -> int:
+        """Records are about to be handed over, in the turn whose number this gives."""
+        ...
+
+    async def acknowledged(
+        self, turn: int, records: int, positions: Mapping[TopicPartition, int]
+    ) -> None:
+        """All turns up to this one are safe; `positions` are the next offsets of the recording,
+        of the partitions that this turn moved.
+        """
+        ...
+
+
+class _Turn(NamedTuple):
+    """Records that were handed over together."""
+
+    number: int
+    records: int
+    bytes: int
+    positions: Mapping[TopicPartition, int]
+    runs: Sequence[Run]
+
+
+class Replay:
+    """Sends a recording into a sink at a pace.
+
+    Args:
+        skip: identities of records that are passed over.
+        advanced: called with the records, and the bytes, of each acknowledged turn, and the
+            positions that it reached in the recording.
+        watcher: what keeps the checkpoint.
+        clock: a monotonic one, in seconds.
+        sleep: waits so many seconds on that clock.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        pace: Pace,
+        sink: Sink,
+        *,
+        skip: frozenset[str] = frozenset(),
+        advanced: Callable[[int, int, Mapping[TopicPartition, int]], None] = lambda *_: None,
+        watcher: Watcher | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._recording = recording
+        self._pace = pace
+        self._sink = sink
+        self._skip = skip
+        self._advanced = advanced
+        self._watcher = watcher
+        self._clock = clock
+        self._sleep = sleep
+        self._ahead: asyncio.Queue[list[Record] | None] = asyncio.Queue(CHUNKS_AHEAD)
+        self._turns: asyncio.Queue[_Turn | None] = asyncio.Queue(TURNS_UNACKNOWLEDGED)
+        self._read_ahead = asyncio.Event()
+        self._punctuality = Punctuality()
+        self._started_s = self._ended_s = 0.0
+        self._records = self._bytes = self._skipped = self._turn = 0
+
+    async def run(self) -> Outcome:
+        """Send all of it, once.
+
+        Raises:
+            ExceptionGroup: with what ended it: what `Recording.chunks` raises, or what the
+                producer does (`LogUnavailable`, `RecordTooLarge`, `RecordRefused`).
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read(), name="replay-read")
+            tasks.create_task(self._send(), name="replay-send")
+            tasks.create_task(self._await_acknowledgements(), name="replay-acknowledgements")
+        await self._sink.finish()
+        if self._records:
+            self._ended_s = self._clock()
+        seconds = self._ended_s - self._started_s
+        outcome = Outcome(self._records, self._bytes, self._skipped, seconds)
+        if isinstance(self._pace, Unpaced) or not self._records:
+            return outcome
+        return outcome._replace(
+            spacing_p50_ms=self._punctuality.percentile_s(50) * 1000,
+            spacing_p99_ms=self._punctuality.percentile_s(99) * 1000,
+            spacing_max_ms=self._punctuality.max_s * 1000,
+        )
+
+    async def _read(self) -> None:
+        async with aclosing(self._recording.chunks()) as chunks:
+            async for chunk in chunks:
+                await self._ahead.put(chunk)
+                if self._ahead.full():
+                    self._read_ahead.set()
+        self._read_ahead.set()
+        await self._ahead.put(None)
+
+    async def _send(self) -> None:
+        # The clock starts when reading is ahead, or the first records would be late.
+        await self._read_ahead.wait()
+        schedule: Schedule | None = None
+        while (chunk := await self._ahead.get()) is not None:
+            if schedule is None:
+                self._started_s = self._ended_s = self._clock()
+                schedule = Schedule(self._pace, self._started_s)
+            dues = schedule.plan(chunk)
+            start = 0
+            while start < len(chunk):
+                end = due_until(dues, start, self._clock())
+                if end == start:
+                    await self._sleep(dues[start] - self._clock())
+                    continue
+                await self._hand_over(chunk[start:end], dues[start:end])
+                start = end
+        await self._turns.put(None)
+
+    async def _hand_over(self, records: Sequence[Record], dues: Sequence[float]) -> None:
+        number = self._watcher.hand_over() if self._watcher is not None else 0
+        positions = {
+            TopicPartition(record.topic, record.partition): record.offset + 1 for record in records
+        }
+        sent = records
+        if self._skip:
+            sent = [record for record in records if identity(record) not in self._skip]
+            self._skipped += len(records) - len(sent)
+        runs = await self._sink.send(sent) if sent else ()
+        self._punctuality.add(dues, self._clock())
+        size = sum(map(record_bytes, sent))
+        self._records += len(sent)
+        self._bytes += size
+        await self._turns.put(_Turn(number, len(records), size, positions, runs))
+
+    async def _await_acknowledgements(self) -> None:
+        while (turn := await self._turns.get()) is not None:
+            for run in turn.runs:
+                await run.acknowledged
+            self._advanced(turn.records, turn.bytes, turn.positions)
+            if self._watcher is not None:
+                await self._watcher.acknowledged(turn.number, turn.records, turn.positions)

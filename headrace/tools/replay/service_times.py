@@ -1,0 +1,259 @@
+"""S(b): how long a batch of b rows takes, given, learned from answers, or measured."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from itertools import accumulate, cycle
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from headrace.client.replies import last_header
+from headrace.errors import ConfigurationError
+from headrace.log.port import Record
+from headrace.protocol.codec.faults import DECODE_ERRORS
+from headrace.protocol.headers import JSON
+from headrace.tools.replay.recording import Recording
+
+ENOUGH = 5
+"""A batch size that was seen less often is left out, where there are others."""
+
+
+class Point(NamedTuple):
+    """A batch size and what it takes: the median, in microseconds, of `seen` times."""
+
+    rows: int
+    us: float
+    seen: int = 1
+
+
+class ServiceTime:
+    """S(b) of one model, in microseconds.
+
+    Where points are known, S is their medians, made monotone, with straight lines between
+    them; below and beyond them, and without any, it is the line t0 + a b.
+
+    Args:
+        points: known sizes.
+        line: t0 and a; None for the least squares of the points, each as often as it was seen.
+        ratios: of single runs to S of their sizes, in the order in which they were.
+        overhead_us: what every batch costs besides, always the same.
+
+    Attributes:
+        around_us: by how much later a request is answered, while its instance goes on; see `learn`.
+
+    Raises:
+        ValueError: neither points nor a line, or negative times.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[Point],
+        line: tuple[float, float] | None = None,
+        *,
+        ratios: Sequence[float] = (),
+        overhead_us: float = 0.0,
+    ) -> None:
+        if not points and line is None:
+            raise ValueError("expected points or a line")
+        known = sorted(points)
+        self.t0_us, self.a_us = line or _fitted(known)
+        if min(self.t0_us, self.a_us, *(each.us for each in known), 0) < 0:
+            raise ValueError("expected times that are not negative")
+        self.points = tuple(known)
+        self._rows = [each.rows for each in known]
+        self._us = list(accumulate((each.us for each in known), max))
+        self._ratios = tuple(ratios)
+        self._overhead_us = overhead_us
+        self.around_us = 0
+
+    def __call__(self, rows: int) -> int:
+        """At least one microsecond."""
+        return max(1, round(self._us_of(rows) + self._overhead_us))
+
+    def drawn(self, chance: random.Random) -> Callable[[int], int]:
+        """What gives S(b) of one run after the other, each as slow as one that was recorded.
+
+        They come in the order in which they were, from any of them on and round and round: a
+        machine that is slow for a while is slow for many runs in a row. Without ratios all take S.
+        """
+        ratios, overhead_us = self._ratios, self._overhead_us
+        if not ratios:
+            return self
+        first = chance.randrange(len(ratios))
+        drawn = cycle((*ratios[first:], *ratios[:first]))
+
+        def run_us(rows: int) -> int:
+            return max(1, round(self._us_of(rows) * next(drawn) + overhead_us))
+
+        return run_us
+
+    def spread(self, runs: Iterable[tuple[int, float]]) -> ServiceTime:
+        """The same, with the ratios of single runs: their rows, and how many microseconds."""
+        return self._with(ratios=[us / max(self._us_of(rows), 1e-3) for rows, us in runs])
+
+    def steady(self) -> ServiceTime:
+        """The same without ratios: every run takes S."""
+        return self._with(ratios=())
+
+    def _us_of(self, rows: int) -> float:
+        at = bisect_left(self._rows, rows)
+        if at < len(self._rows) and self._rows[at] == rows:
+            return self._us[at]
+        if not self._rows:
+            return self.t0_us + self.a_us * rows
+        if at == len(self._rows):
+            return self._us[-1] + self.a_us * (rows - self._rows[-1])
+        if at == 0:
+            return max(self._us[0] - self.a_us * (self._rows[0] - rows), 0.0)
+        share = (rows - self._rows[at - 1]) / (self._rows[at] - self._rows[at - 1])
+        return self._us[at - 1] + share * (self._us[at] - self._us[at - 1])
+
+    def later(self, overhead_us: float) -> ServiceTime:
+        """The same, with a time that every batch costs besides."""
+        return self._with(overhead_us=self._overhead_us + overhead_us)
+
+    def _with(
+        self, *, ratios: Sequence[float] | None = None, overhead_us: float | None = None
+    ) -> ServiceTime:
+        changed = ServiceTime(
+            self.points,
+            (self.t0_us, self.a_us),
+            ratios=self._ratios if ratios is None else ratios,
+            overhead_us=self._overhead_us if overhead_us is None else overhead_us,
+        )
+        changed.around_us = self.around_us
+        return changed
+
+    def __str__(self) -> str:
+        known = ", ".join(f"S({each.rows})={each.us:.0f}" for each in self.points)
+        text = f"{self.t0_us:.0f} + {self.a_us:.1f} b us" + (f" ({known})" if known else "")
+        return text + (f" + {self._overhead_us:.0f} us" if self._overhead_us else "")
+
+
+def _fitted(points: Sequence[Point]) -> tuple[float, float]:
+    """Least squares with neither part below 0; a single point is all fixed cost."""
+    if len({each.rows for each in points}) == 1:
+        return points[0].us, 0.0
+    rows = np.array([each.rows for each in points], dtype=float)
+    us = np.array([each.us for each in points])
+    weights = np.array([each.seen for each in points], dtype=float)
+    a_us, t0_us = np.polyfit(rows, us, 1, w=np.sqrt(weights))
+    if t0_us < 0:
+        return 0.0, float((weights * rows * us).sum() / (weights * rows * rows).sum())
+    if a_us < 0:
+        return float((weights * us).sum() / weights.sum()), 0.0
+    return float(t0_us), float(a_us)
+
+
+def parse_service_time(text: str) -> tuple[str, ServiceTime]:
+    """`[MODEL=]T0+A` in microseconds, A for each row; without a model the name is empty.
+
+    Raises:
+        ValueError: it is not.
+    """
+    model, _, line = text.rpartition("=")
+    t0, plus, a = line.partition("+")
+    try:
+        t0_us, a_us = float(t0), float(a) if plus else 0.0
+        if not math.isfinite(t0_us + a_us) or t0_us + a_us <= 0:
+            raise ValueError(line)
+        return model, ServiceTime((), (t0_us, a_us))
+    except ValueError:
+        raise ValueError(
+            f"expected [MODEL=]T0+A in microseconds, as 1000+50 or digits=60+1.5, got {text!r}"
+        ) from None
+
+
+# --- learned from answers ---------------------------------------------------------------------
+
+
+class _Parameters(msgspec.Struct):
+    compute_us: int = 0
+    batch_us: int = 0
+    batch_size: int = 0
+
+
+class _Answer(msgspec.Struct):
+    model_name: str = ""
+    parameters: _Parameters | None = None
+
+
+_from_msgpack = msgspec.msgpack.Decoder(_Answer).decode
+_from_json = msgspec.json.Decoder(_Answer).decode
+
+
+async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
+    """By model: the median of `compute_us` for each `batch_size` of the answers.
+
+    What is around the runs is the lower quartile of `batch_us`. A batch that closes just in time
+    waits for the run before it, which is part of the others.
+
+    Raises:
+        ConfigurationError: there is not one answer that tells.
+    """
+    seen: defaultdict[str, _Runs] = defaultdict(_Runs)
+    async with aclosing(answers.chunks()) as chunks:
+        async for chunk in chunks:
+            for record in chunk:
+                found = _answer(record)
+                if found is not None and found.parameters and found.parameters.batch_size > 0:
+                    parameters = found.parameters
+                    seen[found.model_name].add(parameters)
+    if not seen:
+        raise ConfigurationError(
+            f"{answers.name}: expected answers with compute_us and batch_size, got none"
+        )
+    return {model: runs.fitted() for model, runs in seen.items()}
+
+
+class _Runs:
+    """Runs, out of answers of which up to b tell of the same run of b rows."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, float]] = []
+        self._around_us: list[int] = []
+        self._told: defaultdict[tuple[int, int], int] = defaultdict(int)
+
+    def add(self, said: _Parameters) -> None:
+        run = said.batch_size, said.compute_us
+        if not self._told[run]:
+            self._runs.append(run)
+            self._around_us.append(said.batch_us)
+        self._told[run] = (self._told[run] + 1) % said.batch_size
+
+    def fitted(self) -> ServiceTime:
+        found = fitted(self._runs)
+        found.around_us = round(float(np.quantile(self._around_us, 0.25)))
+        return found
+
+
+def fitted(runs: Sequence[tuple[int, float]]) -> ServiceTime:
+    """S(b) of single runs, rows and microseconds of each in the order of time, and their spread."""
+    return ServiceTime(_points(runs)).spread(runs)
+
+
+def _points(runs: Iterable[tuple[int, float]]) -> list[Point]:
+    by_rows: defaultdict[int, list[float]] = defaultdict(list)
+    for rows, us in runs:
+        by_rows[rows].append(us)
+    points = [Point(rows, median(times), len(times)) for rows, times in by_rows.items()]
+    return [each for each in points if each.seen >= ENOUGH] or points
+
+
+def _answer(record: Record) -> _Answer | None:
+    if record.value is None or last_header(record.headers, "x-status") not in (None, b"ok"):
+        return None
+    content_type = (last_header(record.headers, "content-type") or b"").decode("ascii", "replace")
+    decode = _from_json if content_type.partition(";")[0].strip().lower() == JSON else _from_msgpack
+    try:
+        return decode(record.value)
+    except DECODE_ERRORS:
+        return None

@@ -1,0 +1,264 @@
+"""What latency, batches and missed deadlines would be: recorded arrivals, other limits.
+
+One scenario is one run of the simulation in `headrace.tools.replay.events`; `docs/simulate.md`
+says what it leaves out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.consumer.source import MAX_POLL_RECORDS
+from headrace.models.latency import Latency
+from headrace.protocol.messages import Batch
+from headrace.tools.replay.events import (
+    Arrivals,
+    Farm,
+    Limits,
+    ModelKey,
+    Observed,
+    Policy,
+    Simulation,
+)
+from headrace.tools.replay.service_times import ServiceTime
+from headrace.tools.replay.simulated_loop import LoopTime, event_loop
+
+PolicyFactory: TypeAlias = Callable[[Callable[[str, str], Limits]], Policy]
+"""Makes the batcher's rules from the limits of each model's version. It is handed in, since the
+rules belong to a service, and what is below the services does not know them."""
+
+SEED = 1
+"""Of what chance decides: which of a model's recorded runs a simulated one is like."""
+
+PROBABILITIES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
+"""Of the latencies in an outcome."""
+
+
+AHEAD_FROM_US = 2000
+"""An only instance whose runs take that long has its next batch closed while it computes."""
+LEAD_US = 1000
+"""So long before the run that is under way should end."""
+
+
+class Served(NamedTuple):
+    """A model's version as it is served now, and how long its batches take.
+
+    Attributes:
+        loop_time: of its turns, where its runs are made on the event loop.
+    """
+
+    limits: Limits
+    instances: int
+    service_time: ServiceTime
+    loop_time: LoopTime | None = None
+
+    def on_loop(self) -> bool:
+        """Whether the event loop is what it is served by."""
+        return self.loop_time is not None and not self.limits.max_queue_delay_ms
+
+    def known(self) -> Served:
+        """With a fresh knowledge of its runs, such as warm-up gives."""
+        latency = Latency()
+        for point in self.service_time.points:
+            latency.observe((), point.rows, self.service_time(point.rows))
+        return self._replace(limits=self.limits._replace(latency=latency))
+
+    def capacity_per_s(self) -> float:
+        """The most rows a second that all instances do: those of the best batch size."""
+        if self.loop_time is not None and self.on_loop():
+            return self.loop_time.capacity_per_s(MAX_POLL_RECORDS)
+        sizes = range(1, self.limits.max_batch_size + 1)
+        return self.instances * max(rows / self.service_time(rows) for rows in sizes) * 1e6
+
+
+class Scenario(NamedTuple):
+    """What is different; None leaves it as it is."""
+
+    rate_factor: float = 1.0
+    instances: int | None = None
+    max_batch_size: int | None = None
+    max_queue_delay_ms: float | None = None
+
+    def applied(self, served: Served) -> Served:
+        """How the version would be served."""
+        limits = served.limits
+        if self.max_batch_size is not None:
+            limits = limits._replace(max_batch_size=self.max_batch_size)
+        if self.max_queue_delay_ms is not None:
+            limits = limits._replace(max_queue_delay_ms=self.max_queue_delay_ms)
+        return served._replace(limits=limits, instances=self.instances or served.instances)
+
+
+def scenarios(
+    rate_factors: Sequence[float],
+    instances: Sequence[int],
+    max_batch_sizes: Sequence[int],
+    max_queue_delays_ms: Sequence[float],
+) -> list[Scenario]:
+    """Every combination, the present one first; an empty sequence leaves its part as it is."""
+    asked = product(
+        rate_factors or (1.0,),
+        instances or (None,),
+        max_batch_sizes or (None,),
+        max_queue_delays_ms or (None,),
+    )
+    return list(dict.fromkeys([Scenario(), *(Scenario(*one) for one in asked)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a scenario comes to.
+
+    Attributes:
+        rate_per_s: of the requests that arrived.
+        load: rows that arrived, of the most that could be done; of the busiest version. From 1
+            on the queue grows for as long as it lasts, and latencies say how long that was.
+        latencies_ms: at `PROBABILITIES`, of the requests that were done; empty if none was.
+        in_process_ms: the same without waiting for the event loop to read them.
+        mean_batch: in rows.
+        reasons: how many batches closed for which reason.
+        expired: requests whose deadline passed while they waited; they cost no run.
+        late: requests that were done after their deadline.
+        utilisation: share of the time that an instance is busy; of the busiest version.
+    """
+
+    scenario: Scenario
+    requests: int
+    rate_per_s: float
+    load: float
+    latencies_ms: tuple[float, ...]
+    in_process_ms: tuple[float, ...]
+    mean_ms: float
+    batches: int
+    mean_batch: float
+    reasons: Mapping[str, int]
+    expired: int
+    late: int
+    utilisation: float
+
+    def latency_ms(self, probability: float) -> float:
+        """At one of `PROBABILITIES`; NaN if no request was done."""
+        if not self.latencies_ms:
+            return float("nan")
+        return self.latencies_ms[PROBABILITIES.index(probability)]
+
+    def in_process_latency_ms(self, probability: float) -> float:
+        """At one of `PROBABILITIES`, from when it was read; NaN if no request was done."""
+        if not self.in_process_ms:
+            return float("nan")
+        return self.in_process_ms[PROBABILITIES.index(probability)]
+
+    def as_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        names = [f"p{probability * 100:g}_ms" for probability in PROBABILITIES[:-1]]
+        return {
+            **self.scenario._asdict(),
+            "requests": self.requests,
+            "rate_per_s": self.rate_per_s,
+            "load": self.load,
+            **dict(zip([*names, "max_ms"], self.latencies_ms, strict=False)),
+            **dict(zip((f"in_process_{one}" for one in names), self.in_process_ms, strict=False)),
+            "mean_ms": self.mean_ms if self.latencies_ms else None,
+            "batches": self.batches,
+            "mean_batch": self.mean_batch,
+            "reasons": dict(self.reasons),
+            "expired": self.expired,
+            "late": self.late,
+            "utilisation": self.utilisation,
+        }
+
+
+def simulate(
+    arrivals: Arrivals,
+    served: Mapping[ModelKey, Served],
+    scenario: Scenario,
+    make_policy: PolicyFactory,
+) -> Outcome:
+    """Run one scenario.
+
+    Args:
+        arrivals: at least one.
+        served: has every version that arrives.
+        scenario: what is different.
+        make_policy: makes the batcher's rules.
+    """
+    changed = {key: scenario.applied(each).known() for key, each in served.items()}
+    faster = arrivals.faster(scenario.rate_factor)
+    policy = make_policy(lambda name, version: changed[name, version].limits)
+    return _outcome(scenario, faster, changed, Simulation(faster, policy, _farm(changed)).run())
+
+
+def _farm(served: Mapping[ModelKey, Served]) -> Farm:
+    """Executors as they are: what their runs have taken is known to the batcher's rules."""
+    chance = random.Random(SEED)  # noqa: S311 - the same for every scenario, no secret
+    runs = {model: each.service_time.drawn(chance) for (model, _), each in served.items()}
+
+    def ended(batch: Batch, service_us: int, end_us: int) -> None:
+        latency = served[batch.model, batch.version].limits.latency
+        if latency is not None:
+            latency.observe(batch.requests[0].shape_class, batch.rows, service_us)
+            if batch.end_us:
+                latency.slipped(end_us - batch.end_us)
+
+    turns = {key: each.loop_time for key, each in served.items() if each.on_loop()}
+    return Farm(
+        {key: each.instances for key, each in served.items()},
+        lambda model, rows: runs[model](rows),
+        leads_us={
+            key: LEAD_US
+            for key, each in served.items()
+            if each.instances == 1 and each.service_time(1) >= AHEAD_FROM_US
+        },
+        around_us={model: each.service_time.around_us for (model, _), each in served.items()},
+        ended=ended,
+        loop=event_loop({key: one for key, one in turns.items() if one is not None}, chance),
+    )
+
+
+def _outcome(
+    scenario: Scenario, arrivals: Arrivals, served: Mapping[ModelKey, Served], seen: Observed
+) -> Outcome:
+    done_us = seen.latency_us[seen.latency_us >= 0]
+    in_process_us = seen.in_process_us[seen.in_process_us >= 0]
+    start_us = int(arrivals.at_us[0])
+    arriving_us = max(int(arrivals.at_us[-1]) - start_us, 1)
+    running_us = max(seen.end_us - start_us, 1)
+    batches = seen.batch_rows.total()
+    rows = sum(size * times for size, times in seen.batch_rows.items())
+    return Outcome(
+        scenario=scenario,
+        requests=len(arrivals.at_us),
+        rate_per_s=len(arrivals.at_us) / arriving_us * 1e6,
+        load=max(_loads(arrivals, served, arriving_us)),
+        latencies_ms=_quantiles_ms(done_us),
+        in_process_ms=_quantiles_ms(in_process_us),
+        mean_ms=float(done_us.mean() / 1000) if len(done_us) else float("nan"),
+        batches=batches,
+        mean_batch=rows / batches if batches else 0.0,
+        reasons=dict(seen.reasons.most_common()),
+        expired=len(seen.latency_us) - len(done_us),
+        late=seen.late,
+        utilisation=max(
+            seen.busy_us[key] / (each.instances * running_us) for key, each in served.items()
+        ),
+    )
+
+
+def _quantiles_ms(latency_us: NDArray[np.int64]) -> tuple[float, ...]:
+    return tuple(np.quantile(latency_us, PROBABILITIES) / 1000) if len(latency_us) else ()
+
+
+def _loads(arrivals: Arrivals, served: Mapping[ModelKey, Served], arriving_us: int) -> list[float]:
+    per_kind = np.bincount(arrivals.kind, arrivals.rows, len(arrivals.kinds))
+    rows = dict.fromkeys(served, 0.0)
+    for kind, arrived in zip(arrivals.kinds, per_kind, strict=True):
+        if arrived:
+            rows[kind.key] += float(arrived)
+    return [count / arriving_us * 1e6 / served[key].capacity_per_s() for key, count in rows.items()]

@@ -1,0 +1,167 @@
+"""A recording that is a topic: read by a reader that is in no group."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from headrace.errors import ConfigurationError
+from headrace.log.errors import LogUnavailable
+from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
+from headrace.tools.replay.recording import CHUNK_RECORDS, Recording, Span
+from headrace.tools.replay.selection import Selection, Window
+from headrace.tools.replay.timeline import Timeline
+
+POLL_S = 0.2
+POLL_RECORDS = 2000
+SILENCE_S = 30.0
+"""After so long without a word from any broker, reading gives up."""
+
+AHEAD_BYTES = 64 * 1024 * 1024
+"""What may wait for slower partitions, of all partitions together."""
+
+LEAST_AHEAD_BYTES = 1024 * 1024
+
+
+class TopicRecording(Recording):
+    """What was selected of a topic; made by `open_topic`.
+
+    Args:
+        log: open for as long as this is used.
+        spans: of all partitions that are read.
+    """
+
+    def __init__(self, log: Log, topic: str, spans: Sequence[Span], selection: Selection) -> None:
+        self.name = topic
+        self.spans = spans
+        self._log = log
+        self._selection = selection
+
+    async def chunks(self) -> AsyncGenerator[list[Record], None]:
+        """See `Recording`."""
+        left = self._selection.limit
+        partitions = [span.partition for span in self.spans if span.begin < span.end]
+        if not partitions or left == 0:
+            return
+        async with self._log.reader(partitions) as reader:
+            reading = _Reading(reader, self.spans, self._selection)
+            while not reading.timeline.finished:
+                most = CHUNK_RECORDS if left is None else min(left, CHUNK_RECORDS)
+                chunk = reading.timeline.take(most)
+                if not chunk:
+                    for gap in await reading.advance():
+                        if self.passed_over is not None:
+                            self.passed_over(gap)
+                    continue
+                yield chunk
+                if left is not None:
+                    left -= len(chunk)
+                    if not left:
+                        return
+
+
+class _Reading:
+    """One reading: polls into the timeline, and holds back partitions that are far ahead."""
+
+    def __init__(self, reader: Consumer, spans: Sequence[Span], selection: Selection) -> None:
+        self._reader = reader
+        self._ends = {span.partition: span.end for span in spans if span.begin < span.end}
+        self._selection = selection
+        self._paused: set[TopicPartition] = set()
+        self._most_ahead_bytes = max(AHEAD_BYTES // len(self._ends), LEAST_AHEAD_BYTES)
+        self.timeline = Timeline(self._ends)
+        for span in spans:
+            if span.partition in self._ends:
+                reader.seek(span.partition, span.begin)
+
+    async def advance(self) -> list[Gap]:
+        """Poll once, see which partitions have ended, and return what cannot be read."""
+        polled = await self._reader.poll(POLL_S, POLL_RECORDS)
+        for partition, records in polled.items():
+            if not self.timeline.is_finished(partition):
+                self._take(partition, records)
+        gaps = [gap for gap in self._reader.gaps() if gap.first < self._ends[gap.partition]]
+        await self._look_for_ends()
+        self._hold_back()
+        return gaps
+
+    def _take(self, partition: TopicPartition, records: Sequence[Record]) -> None:
+        end = self._ends[partition]
+        within = [record for record in records if record.offset < end]
+        self.timeline.add(partition, [each for each in within if self._selection.fits(each)])
+        if records[-1].offset >= end - 1:
+            self._finish(partition)
+
+    async def _look_for_ends(self) -> None:
+        """What is left below an end may be transaction markers, which no poll returns."""
+        for partition, end in self._ends.items():
+            waits = self.timeline.is_waiting_for(partition)
+            if waits and await self._reader.position(partition) >= end:
+                self._finish(partition)
+        silent_s = self._reader.last_contact_s()
+        if silent_s > SILENCE_S:
+            raise LogUnavailable(f"no broker has answered for {silent_s:.0f} s")
+
+    def _finish(self, partition: TopicPartition) -> None:
+        self.timeline.finish(partition)
+        self._reader.pause([partition])
+
+    def _hold_back(self) -> None:
+        for partition in self._ends:
+            if self.timeline.is_finished(partition):
+                continue
+            held_bytes = self.timeline.held_bytes(partition)
+            if partition in self._paused:
+                if held_bytes <= self._most_ahead_bytes // 2:
+                    self._reader.resume([partition])
+                    self._paused.discard(partition)
+            elif held_bytes > self._most_ahead_bytes:
+                self._reader.pause([partition])
+                self._paused.add(partition)
+
+
+@asynccontextmanager
+async def open_topic(log: Log, topic: str, selection: Selection) -> AsyncIterator[TopicRecording]:
+    """A topic's records up to its last stable offsets of now.
+
+    Raises:
+        ConfigurationError: there is no such topic, or it lacks a partition that was asked for.
+        LogUnavailable: no broker answers.
+    """
+    info = (await log.describe_topics([topic]))[topic]
+    if info is None:
+        raise ConfigurationError(f"{topic}: expected a topic, but there is none of this name")
+    window = selection.window
+    for number in sorted(window.partitions or ()):
+        if number >= info.partitions:
+            raise ConfigurationError(
+                f"{topic}: expected a partition below {info.partitions}, got {number}"
+            )
+    partitions = [
+        TopicPartition(topic, number)
+        for number in range(info.partitions)
+        if window.includes(number)
+    ]
+    async with log.reader(partitions) as reader:
+        spans = await _spans(reader, partitions, window)
+    yield TopicRecording(log, topic, spans, selection)
+
+
+async def _spans(
+    reader: Consumer, partitions: Sequence[TopicPartition], window: Window
+) -> list[Span]:
+    begins = dict(await reader.beginning_offsets(partitions))
+    ends = dict(await reader.end_offsets(partitions))
+    if window.from_ms is not None:
+        for partition, offset in (await _offsets_at(reader, partitions, window.from_ms)).items():
+            begins[partition] = ends[partition] if offset is None else offset
+    if window.until_ms is not None:
+        for partition, offset in (await _offsets_at(reader, partitions, window.until_ms)).items():
+            ends[partition] = ends[partition] if offset is None else min(offset, ends[partition])
+    return [window.span(each, begins[each], ends[each]) for each in partitions]
+
+
+async def _offsets_at(
+    reader: Consumer, partitions: Sequence[TopicPartition], timestamp_ms: int
+) -> Mapping[TopicPartition, int | None]:
+    return await reader.offsets_for_times(dict.fromkeys(partitions, timestamp_ms))

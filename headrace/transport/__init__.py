@@ -1,0 +1,1 @@
+"""How two stages are joined: channels in one process, topics between processes."""

@@ -1,0 +1,222 @@
+"""The `batches` topic between a batcher and an executor that are apart."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from headrace.consumer.source import Source
+from headrace.crash_isolation.isolation import Isolation
+from headrace.delivery.failures import ran_alone, rejection
+from headrace.delivery.inflight import (
+    RECORD_OVERHEAD_BYTES,
+    Assignment,
+    beside_bytes,
+    settle_all,
+)
+from headrace.delivery.producing import deliver, too_large
+from headrace.errors import Rejected
+from headrace.log.port import NewRecord, Producer, Record, TopicPartition
+from headrace.protocol.codec import decode_batch, encode_batch
+from headrace.protocol.messages import Batch, Request
+from headrace.telemetry.metrics import Metrics
+from headrace.topics import Stage
+from headrace.transport.channels import Ask, Outlet, PullChannel
+from headrace.transport.executor_registry import ModelKey
+from headrace.transport.heartbeat import Announcer
+from headrace.transport.rebinding import Rebind, refuse_to_rebind
+from headrace.transport.topic_io import admitted, decoded, refuse
+
+
+class BatchWriter:
+    """Writes batches to `batches`, and settles the requests of what is acknowledged.
+
+    Args:
+        topic: its name, with how many partitions it has.
+        refused: takes requests that do not fit into a record, as failures.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        topic: TopicPartition,
+        refused: Outlet[list[Request]],
+        metrics: Metrics | None = None,
+    ) -> None:
+        self._producer = producer
+        self._topic, self._partitions = topic
+        self._refused = refused
+        self._metrics = metrics
+        self._turn = count()
+
+    async def write(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
+        """Write batches; returns those that are too large for one record each.
+
+        Args:
+            batches: of any models; each becomes a record.
+            partition: None for the one whose turn it is.
+        """
+        if partition is None:
+            partition = next(self._turn) % self._partitions
+        target = TopicPartition(self._topic, partition)
+        records = [NewRecord(None, encode_batch(batch)) for batch in batches]
+        refused = await deliver(self._producer, target, records, self._metrics)
+        for index, batch in enumerate(batches):
+            if index not in refused:
+                settle_all([request.receipt for request in batch.requests])
+        return [batches[index] for index in too_large(target, refused)]
+
+    async def write_or_refuse(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
+        """Write batches of one request each; the too large ones are refused, and returned."""
+        refused = await self.write(batches, partition)
+        if refused:
+            requests = [request for batch in refused for request in batch.requests]
+            await self._refused.send([refuse(one, self._topic, Stage.BATCHER) for one in requests])
+        return refused
+
+    async def write_all(self, batch: Batch, partition: int | None) -> None:
+        """Write a batch, as its single requests if need be."""
+        for large in await self.write([batch], partition):
+            await self.write_or_refuse(apart(large), partition)
+
+    def close(self) -> None:
+        """Nothing more is refused."""
+        self._refused.close()
+
+
+def _copied_bytes(batch: Batch) -> int:
+    """Return what the requests of a batch take beside the record that they came in."""
+    beside = sum([beside_bytes(request.key, request.headers) for request in batch.requests])
+    return RECORD_OVERHEAD_BYTES * (len(batch.requests) - 1) + beside
+
+
+def apart(batch: Batch) -> list[Batch]:
+    """Each request as a batch of its own."""
+    return [
+        Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
+        for place, request in enumerate(batch.requests)
+    ]
+
+
+class BatchFeed:
+    """Reads `batches` and hands them to the executor instances that pull for their model.
+
+    Args:
+        check: raises `Rejected` for a model version that does not run here.
+        answers: takes requests whose model does not run here, as failures.
+        announcer: told of each batch, and of the requests that end here.
+        rebind: binds a request whose version has gone to another one, or raises `Rejected`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        answers: Outlet[list[Request]],
+        check: Callable[[str, str], object],
+        announcer: Announcer | None = None,
+        rebind: Rebind = refuse_to_rebind,
+    ) -> None:
+        self._source = source
+        self._rebind = rebind
+        self._answers = answers
+        self._check = check
+        self._announcer = announcer
+        self._ready: dict[ModelKey, deque[Batch]] = {}
+        self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._next)
+
+    async def run(self) -> None:
+        """Until the source stops reading."""
+        while (delivery := await self._source.receive()) is not None:
+            refused: list[Request] = []
+            for record in delivery.records:
+                batch = self._admit(delivery.assignment, record, delivery.isolation)
+                if batch is None:
+                    continue
+                if self._announcer is not None:
+                    self._announcer.received(batch)
+                if delivery.isolation is not None:
+                    refused += self._take_carefully(batch, record.offset, delivery.isolation)
+                else:
+                    refused += self._take(batch)
+            self.pulls.kick()
+            if refused:
+                await self._answers.send(refused)
+        self.pulls.close()
+        self._answers.close()
+
+    def _take(self, batch: Batch) -> list[Request]:
+        """Let it run, by another version where its own does not run here; returns the requests
+        that cannot run, as failures.
+        """
+        try:
+            self._check(batch.model, batch.version)
+        except Rejected as gone:
+            batches, refused = self._bind_again(batch, gone)
+            if refused and self._announcer is not None:
+                self._announcer.finished(batch.batch_id, refused)
+        else:
+            batches, refused = [batch], []
+        for each in batches:
+            self._ready.setdefault((each.model, each.version), deque()).append(each)
+        return refused
+
+    def _bind_again(self, batch: Batch, gone: Rejected) -> tuple[list[Batch], list[Request]]:
+        """Return batches of other versions, of one shape class each, and requests that fit none."""
+        bound: dict[tuple[str, tuple[int, ...]], list[Request]] = {}
+        refused: list[Request] = []
+        for request in batch.requests:
+            try:
+                self._rebind(request, gone)
+            except Rejected as error:
+                request.fail(rejection(error, Stage.EXECUTOR))
+                refused.append(request)
+            else:
+                bound.setdefault((request.version, request.shape_class), []).append(request)
+        batches = [
+            Batch(f"{batch.batch_id}.{place}", requests, batch.reason)
+            for place, requests in enumerate(bound.values())
+        ]
+        return batches, refused
+
+    def _take_carefully(self, batch: Batch, offset: int, isolation: Isolation) -> list[Request]:
+        """Take a batch without those of its requests that are condemned; if its record is isolated,
+        each of the others by itself, before all that wait.
+        """
+        places = enumerate(batch.requests)
+        condemned = [one for place, one in places if (offset, place) in isolation.condemned]
+        for request in condemned:
+            request.fail(ran_alone(Stage.EXECUTOR))
+        if condemned and self._announcer is not None:
+            self._announcer.finished(batch.batch_id, condemned)
+        left = [request for request in batch.requests if request.failure is None]
+        if left and isolation.isolated is None:
+            return condemned + self._take(Batch(batch.batch_id, left, batch.reason))
+        try:
+            self._check(batch.model, batch.version)
+        except Rejected:
+            return condemned + (
+                self._take(Batch(batch.batch_id, left, batch.reason)) if left else []
+            )
+        isolation.isolate(batch.requests)
+        for place, request in enumerate(batch.requests):
+            if request.failure is None:
+                one = Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
+                self.pulls.put_first((batch.model, batch.version), one)
+        return condemned
+
+    def _admit(
+        self, assignment: Assignment, record: Record, isolation: Isolation | None
+    ) -> Batch | None:
+        receipt = admitted(assignment, record, isolation)
+        if receipt is None:
+            return None
+        batch = decoded(record, receipt, decode_batch)
+        if batch is not None:
+            receipt.parts = len(batch.requests)
+            receipt.resize(receipt.size_bytes + _copied_bytes(batch))
+        return batch
+
+    def _next(self, key: ModelKey | None, _ask: Ask) -> Batch | None:
+        queue = self._ready.get(key) if key is not None else None
+        return queue.popleft() if queue else None

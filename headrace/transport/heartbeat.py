@@ -1,0 +1,163 @@
+"""An executor that tells batchers in other processes what it can do and what it has done.
+
+What is to be told is collected while the record before it is being written, so that the number of
+records follows the log's pace and not that of the batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from headrace.delivery.producing import deliver
+from headrace.log.partitioner import partition_for_key
+from headrace.log.port import NewRecord, Producer, TopicPartition
+from headrace.models.version import ModelVersion
+from headrace.protocol.codec.events import encode_event
+from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
+from headrace.protocol.messages import Batch, Request
+
+HEARTBEAT_S = 1.0
+LOOK_S = 0.1
+"""How soon partitions that were assigned or revoked are told."""
+TELL_S = 0.01
+"""How soon completions are told. Of a batch that took longer, it is told at once."""
+
+
+class Identity(NamedTuple):
+    """Who announces.
+
+    Attributes:
+        executor: a name that no other process has, and no earlier one had.
+        silent_after_s: when the consumer group takes it for dead; so may batchers.
+    """
+
+    executor: str
+    silent_after_s: float
+
+
+class _Stay:
+    """A batch that is here: how many of its requests have not ended, and since when it is."""
+
+    __slots__ = ("left", "since_s")
+
+    def __init__(self, left: int, since_s: float) -> None:
+        self.left = left
+        self.since_s = since_s
+
+
+class Announcer:
+    """Writes an executor's announcements.
+
+    Args:
+        topic: the events topic, with how many partitions it has.
+        partitions: those of `batches` that this process reads now.
+        models: the versions that are ready now.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        topic: TopicPartition,
+        identity: Identity,
+        partitions: Callable[[], list[int]],
+        models: Callable[[], Sequence[ModelVersion]],
+    ) -> None:
+        self._producer = producer
+        self._identity = identity
+        self._partitions = partitions
+        self._models = models
+        key = identity.executor.encode()
+        self._key, self._target = key, TopicPartition(topic[0], partition_for_key(key, topic[1]))
+        self._told: list[int] = []
+        self._unfinished: dict[str, _Stay] = {}
+        self._completions: list[Completion] = []
+        self._last_end_s = 0.0
+        self._news = asyncio.Event()
+        self._closed = False
+
+    def received(self, batch: Batch) -> None:
+        """A batch was read, which is owed a completion."""
+        self._unfinished[batch.batch_id] = _Stay(len(batch.requests), time.monotonic())
+
+    def finished(self, batch_id: str, requests: Sequence[Request]) -> None:
+        """These requests of a batch, or of a part of one, have ended."""
+        root = batch_id
+        while root not in self._unfinished:
+            root, _, part = root.rpartition(".")
+            if not part:
+                return
+        stay = self._unfinished[root]
+        stay.left -= len(requests)
+        if stay.left > 0:
+            return
+        del self._unfinished[root]
+        now_s = time.monotonic()
+        whole = root == batch_id and all(one.failure is None for one in requests)
+        first = requests[0]
+        busy_s = now_s - max(stay.since_s, self._last_end_s)
+        self._last_end_s = now_s
+        self._completions.append(
+            Completion(
+                batch_id=root,
+                model=first.model,
+                version=first.version,
+                shape_class=list(first.shape_class),
+                rows=first.batch_rows if whole else 0,
+                compute_us=first.compute_us if whole else 0,
+                stay_us=int((now_s - stay.since_s) * 1e6),
+                busy_us=int(busy_s * 1e6),
+            )
+        )
+        if busy_s >= TELL_S:
+            self._news.set()
+        elif len(self._completions) == 1:
+            asyncio.get_running_loop().call_later(TELL_S, self._news.set)
+
+    def close(self) -> None:
+        """Say the rest, and that it leaves."""
+        self._closed = True
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until it is closed."""
+        while not self._closed:
+            await self._announce()
+            await self._wait_for_news()
+        await self._announce()
+
+    async def _wait_for_news(self) -> None:
+        end_s = time.monotonic() + HEARTBEAT_S
+        while time.monotonic() < end_s and self._partitions() == self._told:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+            return
+
+    async def _announce(self) -> None:
+        self._news.clear()
+        self._told = self._partitions()
+        completions, self._completions = self._completions, []
+        event = ExecutorEvent(
+            executor=self._identity.executor,
+            silent_after_ms=int(self._identity.silent_after_s * 1000),
+            partitions=self._told,
+            models=[_hosted(version) for version in self._models()],
+            completions=completions,
+            leaving=self._closed,
+        )
+        await deliver(self._producer, self._target, [NewRecord(self._key, encode_event(event))])
+
+
+def _hosted(version: ModelVersion) -> HostedModel:
+    return HostedModel(
+        name=version.name,
+        version=version.version,
+        instances=version.config.instances,
+        max_batch_size=version.max_batch_size,
+        batching_off=version.batching_off,
+    )
