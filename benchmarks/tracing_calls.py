@@ -1,10 +1,11 @@
-"""What a request costs the event loop's thread to trace: the calls that the stages make, alone.
+"""Processor time that tracing costs a request: the calls that the stages make, and the encoding.
 
     python -m benchmarks.tracing_calls
 
-Batches of 32 go past all points where spans are made, with one sampled request in each, and with
-none; the difference is that request's. Spans are encoded and queued, and not sent. By the
-processor time of the thread, the best of many rounds, so that it can be told on a busy machine.
+Batches of 32 go past all points where spans are made: with no sampled request, with one in each,
+and with all of them sampled by their callers, which are over the rate. Spans are queued and not
+sent; encoding them is measured apart. It is the processor time of the thread, the best of many
+rounds, so that a busy machine changes it little.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Sequence
 from typing import cast
 
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.environment_variables import (
     OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
     OTEL_BSP_MAX_QUEUE_SIZE,
     OTEL_BSP_SCHEDULE_DELAY,
 )
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
@@ -56,13 +60,13 @@ def _request(offset: int, traceparent: bytes | None) -> Request:
     return request
 
 
-def _batches(*, sampled: bool) -> list[list[Request]]:
-    """With one sampled request in each, or none."""
+def _batches(sampled: int) -> list[list[Request]]:
+    """Batches in each of which so many requests are sampled by their callers."""
     found = []
     for number in range(1, BATCHES + 1):
-        chosen = f"00-{number:032x}-{number:016x}-01".encode() if sampled else None
+        chosen = f"00-{number:032x}-{number:016x}-01".encode()
         offsets = range(number * ROWS, (number + 1) * ROWS)
-        found.append([_request(one, None if one % ROWS else chosen) for one in offsets])
+        found.append([_request(one, chosen if one % ROWS < sampled else None) for one in offsets])
     return found
 
 
@@ -77,8 +81,8 @@ def _pass_through(tracing: Tracing, batches: list[list[Request]]) -> None:
         tracing.answered(requests, TopicPartition("headrace.responses", 2), times)
 
 
-def _taken_us(tracing: Tracing, *, sampled: bool) -> float:
-    batches = _batches(sampled=sampled)
+def _taken_us(tracing: Tracing, sampled: int) -> float:
+    batches = _batches(sampled)
     gc.collect()
     gc.disable()
     began_ns = time.thread_time_ns()
@@ -88,20 +92,35 @@ def _taken_us(tracing: Tracing, *, sampled: bool) -> float:
     return taken_ns / 1000
 
 
+def _encoded_us(spans: Sequence[ReadableSpan]) -> float:
+    began_ns = time.thread_time_ns()
+    encode_spans(spans).SerializeToString()
+    return (time.thread_time_ns() - began_ns) / 1000
+
+
+def _tracing(export: TraceExport, metrics: Metrics, callers_per_second: float) -> Tracing:
+    rates = {"sample_ratio": 0.0, "caller_traces_per_second": callers_per_second}
+    return Tracing(export.write, make_settings({"telemetry": rates}), metrics)
+
+
 def main() -> None:
     """Measure and print."""
     os.environ.update(NEVER)
-    metrics = Metrics(CollectorRegistry())
-    export = TraceExport(InMemorySpanExporter(), "headrace", "headrace", metrics)
-    settings = make_settings({"telemetry": {"sample_ratio": 0.0}})
-    tracing = Tracing(export.write, settings, metrics)
-    pairs = [
-        (_taken_us(tracing, sampled=False), _taken_us(tracing, sampled=True)) for _ in range(ROUNDS)
+    metrics, exporter = Metrics(CollectorRegistry()), InMemorySpanExporter()
+    export = TraceExport(exporter, "headrace", "headrace", metrics)
+    unlimited, limited = (_tracing(export, metrics, rate) for rate in (1e6, 0.0))
+    rounds = [
+        (_taken_us(unlimited, 0), _taken_us(unlimited, 1), _taken_us(limited, ROWS))
+        for _ in range(ROUNDS)
     ]
-    without_us, with_us = map(min, zip(*pairs, strict=True))
-    print(f"not sampled: {without_us / BATCHES / ROWS:.2f} us a request")
-    print(f"sampled: {(with_us - without_us) / BATCHES:.1f} us a request besides")
-    export.close()
+    none_us, one_us, all_us = map(min, zip(*rounds, strict=True))
+    export.close(within_s=60)
+    spans = exporter.get_finished_spans()[: 6 * BATCHES]
+    encoded_us = min(_encoded_us(spans) for _ in range(ROUNDS))
+    print(f"not sampled: {none_us / BATCHES / ROWS:.2f} us a request")
+    print(f"sampled by its caller, over the rate: {all_us / BATCHES / ROWS:.2f} us a request")
+    print(f"sampled: {(one_us - none_us) / BATCHES:.1f} us a request besides")
+    print(f"encoding its spans: {encoded_us / BATCHES:.1f} us a request, on the exporting thread")
 
 
 if __name__ == "__main__":

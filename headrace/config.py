@@ -70,6 +70,7 @@ Real = Annotated[float, Field(allow_inf_nan=False)]
 NOT_BOOL = BeforeValidator(_refuse_bool)
 """Beside each number and its bounds: pydantic takes `true` for 1."""
 
+Rate = Annotated[Real, Field(ge=0, le=1_000_000), NOT_BOOL]
 Port = Annotated[int, Field(ge=0, le=65535), NOT_BOOL]
 Rows = Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL]
 QueueDelayMs = Annotated[Real, Field(ge=0, le=_HOUR_MS), NOT_BOOL]
@@ -214,7 +215,13 @@ class TelemetrySettings(_Group):
     neither there is no tracing.
     """
     sample_ratio: Annotated[Real, Field(ge=0, le=1), NOT_BOOL] = 0.01
-    """Of the requests that come without a trace of their own; errors are kept in any case."""
+    """Share of the requests without a trace context that get a trace."""
+    traces_per_second: Rate = 10.0
+    """At most so many of them, in each process with ingest."""
+    caller_traces_per_second: Rate = 20.0
+    """At most so many requests whose caller's `traceparent` says that they are sampled."""
+    failure_traces_per_second: Rate = 20.0
+    """At most so many failed requests that have no trace, missed deadlines included."""
     http_host: str = "127.0.0.1"
     http_port: Port = 8080
     log_level: Literal["debug", "info", "warning", "error"] = "info"

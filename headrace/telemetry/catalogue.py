@@ -369,10 +369,11 @@ TRACES = (
         "Exports of spans that no collector took.",
     ),
     Spec(
-        "headrace_trace_failures_unkept",
+        "headrace_traces_rate_limited",
         "counter",
-        (),
-        "Failed requests without a trace: not sampled, and too many failed at the same time.",
+        ("sampled_by",),
+        "Requests that got no trace because of a rate in `telemetry`, by what asked for one: "
+        "ratio, caller or failure.",
     ),
 )
 

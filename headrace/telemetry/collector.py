@@ -101,12 +101,12 @@ def service_name(stages: Sequence[Stage]) -> str:
 
 def _exporter(collector: Collector) -> SpanExporter:
     if collector.protocol == GRPC:
-        from headrace.telemetry.otlp_grpc import GrpcExporter
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as by_grpc
 
-        return GrpcExporter(endpoint=collector.endpoint)
-    from headrace.telemetry.otlp_http import HttpExporter
+        return by_grpc.OTLPSpanExporter(endpoint=collector.endpoint)
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as by_http
 
-    return HttpExporter(endpoint=collector.endpoint)
+    return by_http.OTLPSpanExporter(endpoint=collector.endpoint)
 
 
 def _variable(name: str) -> str:

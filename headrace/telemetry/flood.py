@@ -1,19 +1,12 @@
-"""Keeps one kind of event from flooding the log: a token bucket for each, without I/O."""
+"""Rate limit of log lines, for each kind of event, without I/O."""
 
 from __future__ import annotations
+
+from headrace.telemetry.token_bucket import TokenBucket
 
 BURST = 20
 PER_S = 2.0
 MAX_KINDS = 1000
-
-
-class _Bucket:
-    __slots__ = ("at_s", "suppressed", "tokens")
-
-    def __init__(self, now_s: float) -> None:
-        self.tokens = float(BURST)
-        self.at_s = now_s
-        self.suppressed = 0
 
 
 class Flood:
@@ -24,11 +17,13 @@ class Flood:
     """
 
     def __init__(self) -> None:
-        self._buckets: dict[str, _Bucket] = {}
+        self._buckets: dict[str, TokenBucket] = {}
+        self._since_last: dict[str, int] = {}
         self.suppressed: dict[str, int] = {}
 
     def admit(self, kind: str, now_s: float) -> int | None:
-        """How many of the kind were held back since the last that passed; None: hold this back.
+        """Return how many of the kind were suppressed since the last that passed; None if this
+        one is suppressed too.
 
         Args:
             kind: of the event; beyond `MAX_KINDS` they share one bucket.
@@ -38,13 +33,9 @@ class Flood:
             kind = ""
         bucket = self._buckets.get(kind)
         if bucket is None:
-            bucket = self._buckets[kind] = _Bucket(now_s)
-        bucket.tokens = min(BURST, bucket.tokens + (now_s - bucket.at_s) * PER_S)
-        bucket.at_s = now_s
-        if bucket.tokens < 1:
-            bucket.suppressed += 1
-            self.suppressed[kind] = self.suppressed.get(kind, 0) + 1
-            return None
-        bucket.tokens -= 1
-        suppressed, bucket.suppressed = bucket.suppressed, 0
-        return suppressed
+            bucket = self._buckets[kind] = TokenBucket(BURST, PER_S)
+        if bucket.take(now_s):
+            return self._since_last.pop(kind, 0)
+        self._since_last[kind] = self._since_last.get(kind, 0) + 1
+        self.suppressed[kind] = self.suppressed.get(kind, 0) + 1
+        return None

@@ -51,8 +51,8 @@ class Metrics:
             heap_trimmed: counters without labels.
         rebound: likewise, of requests that were bound to another version.
         attempts, condemned, transaction_timeouts: likewise; suspects, known_executors: gauges.
-        trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures,
-            trace_failures_unkept: likewise.
+        trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures: likewise.
+        traces_rate_limited: by `sampled_by`, see `headrace.telemetry.sampling`.
         loop_lag: see `headrace.telemetry.loop_lag`.
     """
 
@@ -101,7 +101,7 @@ class Metrics:
         self.trace_spans_dropped = self._counter("trace_spans_dropped")
         self.trace_links_dropped = self._counter("trace_links_dropped")
         self.trace_export_failures = self._counter("trace_export_failures")
-        self.trace_failures_unkept = self._counter("trace_failures_unkept")
+        self.traces_rate_limited = self._counter("traces_rate_limited")
 
     def _counter(self, name: str) -> Counter:
         spec = CATALOGUE[f"headrace_{name}"]

@@ -1,9 +1,9 @@
-"""The way out for spans: OpenTelemetry's SDK, which queues them and sends them by OTLP.
+"""Export of spans by OpenTelemetry's SDK, which queues, encodes and sends them by OTLP.
 
-Spans come finished, so they are encoded at once and handed to the SDK's batch processor, without a
-tracer, a sampler or a context in between, which would take ten times as long; and the ids are ours
-to choose, which links in both directions need. Its thread only sends: one that encoded would hold
-the interpreter for most of a burst, and the event loop would wait for it again and again.
+Spans come finished, so they go to the SDK's batch processor as `ReadableSpan`s, without a tracer,
+a sampler or a context in between: their ids are chosen here, which links in both directions need.
+The SDK's thread encodes them and holds the interpreter meanwhile, which is why
+`headrace.telemetry.sampling` limits how many there are.
 
 A collector that is away costs spans, which are counted, and one line in the log a minute.
 """
@@ -24,14 +24,17 @@ from opentelemetry.sdk.environment_variables import (
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace.span import TraceState
 
 import headrace
 from headrace.errors import ConfigurationError
+from headrace.protocol.trace_context import SAMPLED, AttributeValue, SpanId
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.otlp import EncodedSpan, Envelope, encode_span
-from headrace.telemetry.span_attributes import SCHEMA_URL
+from headrace.telemetry.span_attributes import ERROR_TYPE, SCHEMA_URL
 from headrace.telemetry.tracing import FinishedSpan
 
 log = structlog.get_logger(__name__)
@@ -42,6 +45,7 @@ CLOSE_S = 1.5
 CUT_OFF_S = 0.3
 SAY_SO_EVERY_S = 60.0
 
+_SAMPLED = TraceFlags(SAMPLED)
 _SCOPE = InstrumentationScope("headrace", headrace.__version__, SCHEMA_URL)
 
 
@@ -50,7 +54,7 @@ class TraceExport:
     and ends with `close`.
 
     Args:
-        exporter: takes `EncodedSpan`s.
+        exporter: sends the spans.
         service_name: what the process is called, unless `OTEL_SERVICE_NAME` or
             `OTEL_RESOURCE_ATTRIBUTES` say otherwise.
 
@@ -62,7 +66,7 @@ class TraceExport:
         self, exporter: SpanExporter, service_name: str, namespace: str, metrics: Metrics
     ) -> None:
         self._metrics = metrics
-        self._envelope = Envelope(_resource(service_name, namespace), _SCOPE)
+        self._resource = _resource(service_name, namespace)
         self._link_limit = _number(OTEL_SPAN_LINK_COUNT_LIMIT)
         queue_size = _number(OTEL_BSP_MAX_QUEUE_SIZE)
         self._queue_size = DEFAULT_QUEUE_SIZE if queue_size is None else queue_size
@@ -80,7 +84,9 @@ class TraceExport:
             self._metrics.trace_spans_dropped.inc()
             return
         self._queued += 1
-        self._processor.on_end(self._encoded(span))
+        if self._link_limit is not None and len(span.links) > self._link_limit:
+            self._metrics.trace_links_dropped.inc(len(span.links) - self._link_limit)
+        self._processor.on_end(readable_span(span, self._resource, self._link_limit))
 
     def close(self, within_s: float = CLOSE_S) -> None:
         """Send what is queued, in the time given; what is left then is dropped. Blocks."""
@@ -97,15 +103,63 @@ class TraceExport:
     def _waiting(self) -> int:
         return self._queued - self._exporter.taken
 
-    def _encoded(self, span: FinishedSpan) -> EncodedSpan:
-        """Without a limit set, with as many links as there are: a batch has no more requests than
-        rows, and these have a limit.
-        """
-        links = span.links[: self._link_limit]
-        dropped = len(span.links) - len(links)
-        if dropped:
-            self._metrics.trace_links_dropped.inc(dropped)
-        return EncodedSpan(encode_span(span, links, dropped), self._envelope)
+
+def readable_span(
+    span: FinishedSpan, resource: Resource, link_limit: int | None = None
+) -> ReadableSpan:
+    """Return the SDK's form of a span.
+
+    Args:
+        span: what happened.
+        resource: the process that the span is from.
+        link_limit: without one, a span has all its links: a batch has no more requests than rows,
+            and these have a limit.
+    """
+    state = None if span.tracestate is None else _trace_state(span.tracestate)
+    attributes = {name: _valid(value) for name, value in span.attributes.items()}
+    status = Status()
+    if span.failure is not None:
+        attributes[ERROR_TYPE] = str(span.failure.code)
+        status = Status(StatusCode.ERROR, _valid_text(span.failure.message))
+    flags = TraceFlags(span.flags | SAMPLED)
+    trace_id, parent_id = span.place.trace_id, span.parent_id
+    return ReadableSpan(
+        _valid_text(span.name),
+        context=SpanContext(*span.place, is_remote=False, trace_flags=flags, trace_state=state),
+        parent=SpanContext(trace_id, parent_id, span.remote, flags) if parent_id else None,
+        resource=resource,
+        attributes=attributes,
+        links=_links(span.links, link_limit),
+        kind=SpanKind[span.kind],
+        status=status,
+        start_time=span.start_us * 1000,
+        end_time=span.end_us * 1000,
+        instrumentation_scope=_SCOPE,
+    )
+
+
+def _links(places: Sequence[SpanId], limit: int | None) -> Sequence[Link]:
+    """The first links, in a list that tells the SDK how many were dropped."""
+    if not places:
+        return ()
+    links: BoundedList[Link] = BoundedList(limit)
+    links.extend([Link(SpanContext(*place, False, _SAMPLED)) for place in places[:limit]])
+    links.dropped = len(places) - len(links)
+    return links
+
+
+def _trace_state(header: bytes) -> TraceState:
+    """A `tracestate` without the members that cannot be read."""
+    return TraceState.from_header([header.decode("ascii", "replace")])
+
+
+def _valid(value: AttributeValue) -> AttributeValue:
+    return _valid_text(value) if isinstance(value, str) else value
+
+
+def _valid_text(text: str) -> str:
+    """The text without surrogates, which UTF-8 has no bytes for: one would fail a whole export."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 class _CountingExporter(SpanExporter):

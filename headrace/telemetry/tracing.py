@@ -8,8 +8,8 @@ the tables.
 Whether a request is sampled is decided once, at ingest, and travels with it. A span is made when
 its stage is done, in one go, from times that were taken anyway: nothing is kept open across an
 `await`. A request that is not sampled and fails is kept nevertheless: the responder makes the
-spans of the stages behind it from the times that the request carries. Only a flood of failures is
-not kept whole, since it would be the traces that then stop the process.
+spans of the stages behind it from the times that the request carries. How many there are of each
+is limited by `headrace.telemetry.sampling`.
 
 Nothing here knows the SDK; `headrace.telemetry.trace_export` makes spans of what is written.
 """
@@ -30,11 +30,10 @@ from headrace.protocol.trace_context import (
     new_span_id,
     new_trace,
     parse_traceparent,
-    until_sampled,
 )
 from headrace.telemetry import span_attributes as attributes_of
-from headrace.telemetry.allowance import Allowance
 from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.sampling import Sampler
 from headrace.telemetry.span_attributes import (
     AFTER_THE_FACT,
     Answering,
@@ -43,12 +42,6 @@ from headrace.telemetry.span_attributes import (
     Run,
 )
 from headrace.topics import Stage, Topic
-
-KEPT_AT_ONCE = 1000
-KEPT_PER_S = 200.0
-"""How many failures are kept that were not sampled: at once, and in the long run. Each costs a
-tenth of a millisecond.
-"""
 
 REPLY_TOPIC = "(reply topic)"
 """Stands in a span's name for topics that callers choose, since a name must have few values."""
@@ -94,10 +87,7 @@ class Tracing:
         self, write: Callable[[FinishedSpan], None], settings: Settings, metrics: Metrics
     ) -> None:
         self._write = write
-        self._metrics = metrics
-        self._kept = Allowance(KEPT_AT_ONCE, KEPT_PER_S)
-        self._ratio = settings.telemetry.sample_ratio
-        self._until_sampled = until_sampled(self._ratio)
+        self._sampler = Sampler(settings.telemetry, metrics)
         # A system that the conventions do not list gets a name of its own.
         self._system = "headrace" if settings.kafka is None else "kafka"
         self._requests = settings.topic(Topic.REQUESTS)
@@ -113,24 +103,13 @@ class Tracing:
 
     def ingested(self, requests: Sequence[Request], now_us: int) -> None:
         """Ingest is done with these; here it is decided which are sampled."""
-        passing = self._until_sampled
         for request in requests:
             request.checked_us = now_us
-            header = request.envelope.traceparent
-            parent = None if header is None else parse_traceparent(header)
-            if parent is None:
-                if passing:
-                    passing -= 1
-                    continue
-                passing = until_sampled(self._ratio)
-                parent = new_trace()
-            elif not parent.flags & SAMPLED:
-                continue
+        for request, parent in self._sampler.sample(requests, now_us):
             trace = request.trace = Trace(parent, _began_us(request))
             self._leave(
                 Stage.INGEST, request, now_us, attributes_of.ingest(request, trace.since_us)
             )
-        self._until_sampled = passing
 
     def formed(self, batch: Batch, now_us: int) -> None:
         """A batch has closed."""
@@ -195,10 +174,7 @@ class Tracing:
 
     def keep(self, request: Request, now_us: int) -> None:
         """A request has failed: it gets its trace now if it has none."""
-        if request.trace is not None:
-            return
-        if not self._kept.take(now_us):
-            self._metrics.trace_failures_unkept.inc()
+        if request.trace is not None or not self._sampler.keep_failure(now_us):
             return
         header = request.envelope.traceparent
         parent = (None if header is None else parse_traceparent(header)) or new_trace()

@@ -128,6 +128,7 @@ async def journey(
         models,
         TELEMETRY__OTLP_ENDPOINT=jaeger.otlp_endpoint,
         TELEMETRY__SAMPLE_RATIO="0",  # the producer decides
+        TELEMETRY__CALLER_TRACES_PER_SECOND=str(REQUESTS),
     )
     await headrace(["topics", "create"], settings)
     provider = TracerProvider(

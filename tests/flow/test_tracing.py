@@ -48,13 +48,12 @@ CALLERS = [Caller(0xABC000 + number, 0xDEF000 + number) for number in range(REQU
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    """One model, `digits`; a root is never sampled."""
+    """One model, `digits`; a root is never sampled, all that callers sample are."""
     version = tmp_path / "digits" / "1"
     version.mkdir(parents=True)
     onnx.save(digits(), version / "model.onnx")
-    return make_settings(
-        {"models": {"repository": str(tmp_path)}, "telemetry": {"sample_ratio": 0.0}}
-    )
+    telemetry = {"sample_ratio": 0.0, "caller_traces_per_second": 2 * REQUESTS}
+    return make_settings({"models": {"repository": str(tmp_path)}, "telemetry": telemetry})
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What is written as OTLP, as the official protobuf classes read it."""
+"""Spans as a collector reads them, after the SDK has encoded them as OTLP."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Span
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from headrace.errors import Code
 from headrace.protocol.messages import Failure
-from headrace.protocol.trace_context import SAMPLED, SpanId
-from headrace.telemetry.otlp import Envelope, encode_span
+from headrace.protocol.trace_context import SAMPLED, AttributeValue, SpanId
+from headrace.telemetry.trace_export import readable_span
 from headrace.telemetry.tracing import FinishedSpan
-from tests.support.otlp import decoded, value_of
 
+RESOURCE = Resource({"service.name": "headrace"}, "https://schema/resource")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 WORD = st.integers(1, 2**64 - 1)
 PLACES = st.builds(SpanId, st.integers(1, 2**128 - 1), WORD)
@@ -38,16 +40,24 @@ SPANS = st.builds(
 )
 
 
-def _read(span: FinishedSpan, dropped_links: int) -> Span:
-    message = ScopeSpans()
-    message.ParseFromString(encode_span(span, span.links, dropped_links))
-    assert len(message.spans) == 1
-    read: Span = message.spans[0]
+def _read(span: FinishedSpan, link_limit: int | None = None) -> Span:
+    request = encode_spans([readable_span(span, RESOURCE, link_limit)])
+    message = ExportTraceServiceRequest.FromString(request.SerializeToString())
+    (of_resource,) = message.resource_spans
+    (of_scope,) = of_resource.scope_spans
+    (read,) = of_scope.spans
+    assert isinstance(read, Span)
     return read
 
 
-def _expected(span: FinishedSpan, dropped_links: int) -> dict[str, Any]:
-    """As the SDK's own encoder has it, and the flags of the trace besides."""
+def _value(pair: KeyValue) -> AttributeValue:
+    kind = pair.value.WhichOneof("value")
+    assert kind is not None
+    value: AttributeValue = getattr(pair.value, kind)
+    return value
+
+
+def _expected(span: FinishedSpan, link_limit: int) -> dict[str, Any]:
     attributes = dict(span.attributes)
     if span.failure is not None:
         attributes["error.type"] = str(span.failure.code)
@@ -59,21 +69,21 @@ def _expected(span: FinishedSpan, dropped_links: int) -> dict[str, Any]:
         "span_id": span.place.span_id,
         "parent_id": span.parent_id,
         "times": (span.start_us * 1000, span.end_us * 1000),
-        "flags": span.flags | SAMPLED | 0x100 | (0x200 if is_remote else 0),
+        "flags": 0x300 if is_remote else 0x100,
         "attributes": attributes,
-        "links": [(*place, SAMPLED | 0x100) for place in span.links],
-        "dropped_links": dropped_links,
+        "links": [(*place, 0x100) for place in span.links[:link_limit]],
+        "dropped_links": max(0, len(span.links) - link_limit),
         "status": (0, "") if span.failure is None else (2, span.failure.message),
     }
 
 
 @settings(deadline=None)
-@given(SPANS, st.integers(0, 2**32 - 1))
-def test_every_field_of_a_span_is_read_as_it_was_meant(
-    span: FinishedSpan, dropped_links: int
+@given(SPANS, st.integers(0, 5))
+def test_exported_span_has_every_field_of_the_finished_one(
+    span: FinishedSpan, link_limit: int
 ) -> None:
     """Whatever its lengths, numbers and texts are."""
-    read = _read(span, dropped_links)
+    read = _read(span, link_limit)
 
     assert {
         "name": read.name,
@@ -83,53 +93,37 @@ def test_every_field_of_a_span_is_read_as_it_was_meant(
         "parent_id": int.from_bytes(read.parent_span_id, "big"),
         "times": (read.start_time_unix_nano, read.end_time_unix_nano),
         "flags": read.flags,
-        "attributes": {pair.key: value_of(pair) for pair in read.attributes},
+        "attributes": {pair.key: _value(pair) for pair in read.attributes},
         "links": [
             (int.from_bytes(one.trace_id, "big"), int.from_bytes(one.span_id, "big"), one.flags)
             for one in read.links
         ],
         "dropped_links": read.dropped_links_count,
         "status": (read.status.code, read.status.message),
-    } == _expected(span, dropped_links)
-
-
-@settings(deadline=None)
-@given(st.lists(SPANS, max_size=5), TEXT)
-def test_a_request_has_its_spans_in_order_and_says_who_they_are_from(
-    spans: list[FinishedSpan], name: str
-) -> None:
-    """Resource and scope stand there once, for all of them."""
-    resource = Resource({"service.name": name}, "https://schema/resource")
-    scope = InstrumentationScope("headrace", "1", "https://schema/scope")
-    request = Envelope(resource, scope).request([encode_span(span, ()) for span in spans])
-
-    read = decoded(request)
-    assert [span.name for span in read] == [span.name for span in spans]
-    assert {span.resource for span in read} <= {resource}
-    assert {span.instrumentation_scope for span in read} <= {scope}
+    } == _expected(span, link_limit)
 
 
 @given(st.characters(categories=["Cs"]))
-def test_half_a_character_costs_a_question_mark(half: str) -> None:
+def test_surrogate_in_a_text_becomes_a_question_mark(half: str) -> None:
     """UTF-8 has none, and the span is sent all the same."""
     span = FinishedSpan(half, "INTERNAL", SpanId(1, 1), 0, False, SAMPLED, 1, 2, {"id": half})
 
-    read = _read(span, 0)
+    read = _read(span)
     assert (read.name, read.attributes[0].value.string_value) == ("?", "?")
 
 
 @given(st.binary(max_size=80))
-def test_whatever_stands_in_a_tracestate_the_span_is_sent(header: bytes) -> None:
+def test_span_with_an_unreadable_tracestate_is_sent(header: bytes) -> None:
     """What cannot be read is left out."""
     span = FinishedSpan("a", "INTERNAL", SpanId(1, 1), 0, False, SAMPLED, 1, 2, {})
 
-    assert _read(span._replace(tracestate=header), 0).name == "a"
+    assert _read(span._replace(tracestate=header)).name == "a"
 
 
-def test_the_state_of_the_callers_trace_goes_on() -> None:
+def test_tracestate_of_the_caller_is_exported() -> None:
     """All members, in their order."""
     span = FinishedSpan("a", "INTERNAL", SpanId(1, 1), 0, False, SAMPLED, 1, 2, {})
 
-    assert _read(span._replace(tracestate=b"congo=t61rcWkgMzE,rojo=00f067"), 0).trace_state == (
+    assert _read(span._replace(tracestate=b"congo=t61rcWkgMzE,rojo=00f067")).trace_state == (
         "congo=t61rcWkgMzE,rojo=00f067"
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 from prometheus_client import CollectorRegistry
 
@@ -18,7 +19,6 @@ from headrace.telemetry.span_attributes import Answering, Run
 from headrace.telemetry.trace_export import TraceExport
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import Stage
-from tests.support.otlp import Decoding
 from tests.support.receipts import NO_RECEIPT
 
 T = 1_700_000_000_000_000
@@ -74,23 +74,28 @@ def answer_traceparent(request: Request) -> str:
     return dict(headers)["traceparent"].decode()
 
 
-def tracing_settings(ratio: float = 1.0) -> Settings:
-    """Settings by which a root is sampled in this share of cases."""
-    return make_settings({"telemetry": {"sample_ratio": ratio}})
+def tracing_settings(ratio: float = 1.0, **rates: float) -> Settings:
+    """Settings by which a root is sampled in this share of cases, without a limit unless given."""
+    unlimited = dict.fromkeys(
+        ("traces_per_second", "caller_traces_per_second", "failure_traces_per_second"), 1e6
+    )
+    return make_settings({"telemetry": {"sample_ratio": ratio, **unlimited, **rates}})
 
 
 @contextmanager
-def tracing_spans(settings: Settings | None = None) -> Iterator[tuple[Tracing, Spans]]:
+def tracing_spans(
+    settings: Settings | None = None, metrics: Metrics | None = None
+) -> Iterator[tuple[Tracing, Spans]]:
     """Tracing into memory; the spans are there when the context is left."""
-    exporter, spans = Decoding(), Spans()
-    metrics = Metrics(CollectorRegistry())
+    exporter, spans = InMemorySpanExporter(), Spans()
+    metrics = metrics or Metrics(CollectorRegistry())
     export = TraceExport(exporter, "headrace", "headrace", metrics)
     try:
         yield Tracing(export.write, settings or tracing_settings(), metrics), spans
     finally:
         # A machine may stand still for longer than a process that ends would wait.
         export.close(within_s=30)
-        spans.all = tuple(exporter.spans)
+        spans.all = exporter.get_finished_spans()
 
 
 def split(tracing: Tracing) -> None:

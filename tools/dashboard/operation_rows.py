@@ -217,15 +217,15 @@ PROCESSES = Row(
             "Traces",
             "Spans that the collector has taken, and what was lost.",
             "ops",
-            tuple(
-                Query(rate(f"headrace_trace_{metric}"), metric.replace("_", " "))
-                for metric in (
-                    "spans",
-                    "spans_dropped",
-                    "links_dropped",
-                    "export_failures",
-                    "failures_unkept",
-                )
+            (
+                *(
+                    Query(rate(f"headrace_trace_{metric}"), metric.replace("_", " "))
+                    for metric in ("spans", "spans_dropped", "links_dropped", "export_failures")
+                ),
+                Query(
+                    rate("headrace_traces_rate_limited", "sampled_by"),
+                    "rate limited: {{sampled_by}}",
+                ),
             ),
         ),
         Panel(

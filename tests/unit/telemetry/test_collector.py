@@ -98,7 +98,7 @@ async def test_without_an_endpoint_there_is_no_tracing() -> None:
 def test_without_tracing_opentelemetry_is_not_loaded() -> None:
     """The composition root and all stages are imported without it."""
     code = (
-        "import sys, headrace.pipeline; "
+        "import sys, headrace.runtime.process; "
         "print([name for name in sys.modules if name.startswith(('opentelemetry', 'grpc'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

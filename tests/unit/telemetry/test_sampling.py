@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from headrace.errors import Code
+from headrace.protocol.messages import Failure
 from headrace.protocol.trace_context import until_sampled
 from headrace.telemetry import tracing as tracing_module
+from headrace.telemetry.metrics import Metrics
+from headrace.topics import Stage
 from tests.support.spans import (
     CALLER,
     TRACE_ID,
@@ -22,6 +27,7 @@ from tests.support.spans import (
     tracing_spans,
 )
 
+FAILED = Failure(Code.MODEL_FAILED, "it fell over", Stage.EXECUTOR)
 STAGES = ("ingest", "batcher", "executor", "responder")
 
 
@@ -115,3 +121,78 @@ def test_callers_decisions_leave_the_share_of_the_others_alone() -> None:
 def test_a_ratio_at_its_ends_is_no_matter_of_chance(ratio: float, expected: int) -> None:
     """Each is sampled, or none ever."""
     assert until_sampled(ratio) == expected
+
+
+@pytest.mark.parametrize(
+    ("rate", "header", "sampled_by"),
+    [
+        ("traces_per_second", None, "ratio"),
+        ("caller_traces_per_second", traceparent("01"), "caller"),
+    ],
+)
+def test_requests_over_their_rate_get_no_trace_and_are_counted(
+    rate: str, header: bytes | None, sampled_by: str
+) -> None:
+    """Of 20 at once three are traced; half a second later there is room for one or two more."""
+    metrics = Metrics(CollectorRegistry())
+    requests = [make_traced(header) for _ in range(40)]
+    with tracing_spans(tracing_settings(**{rate: 3.0}), metrics) as (tracing, _):
+        tracing.ingested(requests[:20], T)
+        tracing.ingested(requests[20:], T + 500_000)
+
+    traced = [request.trace is not None for request in requests]
+    assert (sum(traced[:20]), sum(traced[20:])) == (3, 1)
+    assert _rate_limited(metrics, sampled_by) == 36
+
+
+def test_failures_over_their_rate_get_no_trace_and_are_counted() -> None:
+    """Of 20 failures at once three are traced."""
+    metrics = Metrics(CollectorRegistry())
+    settings = tracing_settings(ratio=0.0, failure_traces_per_second=3.0)
+    requests = [make_traced(None) for _ in range(20)]
+    with tracing_spans(settings, metrics) as (tracing, _):
+        tracing.ingested(requests, T)
+        for request in requests:
+            request.fail(FAILED)
+            tracing.keep(request, T)
+
+    assert sum(request.trace is not None for request in requests) == 3
+    assert _rate_limited(metrics, "failure") == 17
+
+
+def test_callers_that_sample_everything_leave_the_rate_of_the_others_alone() -> None:
+    """Requests without a context get their three traces all the same."""
+    rates = {"traces_per_second": 3.0, "caller_traces_per_second": 2.0}
+    requests = [make_traced(traceparent("01") if one % 2 else None) for one in range(40)]
+    with tracing_spans(tracing_settings(**rates)) as (tracing, _):
+        tracing.ingested(requests, T)
+
+    assert sum(request.trace is not None for request in requests[::2]) == 3
+    assert sum(request.trace is not None for request in requests[1::2]) == 2
+
+
+def test_failure_over_the_callers_rate_is_kept_in_the_callers_trace() -> None:
+    """Its rate is another one."""
+    request = make_traced(traceparent("01"))
+    with tracing_spans(tracing_settings(caller_traces_per_second=0.0)) as (tracing, _):
+        tracing.ingested([request], T)
+        request.fail(FAILED)
+        tracing.keep(request, T)
+
+    assert request.trace is not None
+    assert request.trace.trace_id == TRACE_ID
+
+
+def test_rate_of_zero_traces_nothing() -> None:
+    """Not even the first one."""
+    request = make_traced(None)
+    with tracing_spans(tracing_settings(traces_per_second=0.0)) as (tracing, _):
+        tracing.ingested([request], T)
+
+    assert request.trace is None
+
+
+def _rate_limited(metrics: Metrics, sampled_by: str) -> float | None:
+    return metrics.registry.get_sample_value(
+        "headrace_traces_rate_limited_total", {"sampled_by": sampled_by}
+    )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
@@ -20,7 +21,6 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.trace_export import CLOSE_S, CUT_OFF_S, TraceExport
 from headrace.telemetry.tracing import FinishedSpan
-from tests.support.otlp import Decoding
 from tests.support.spans import T, make_run, make_traced, traceparent, tracing_spans
 
 Export = Callable[[Sequence[ReadableSpan]], SpanExportResult]
@@ -60,13 +60,13 @@ def _count(metrics: Metrics, name: str) -> float | None:
 
 def test_what_the_collector_takes_is_counted(metrics: Metrics) -> None:
     """Leaving sends what is queued."""
-    exporter = Decoding()
+    exporter = InMemorySpanExporter()
     export = TraceExport(exporter, "s", "n", metrics)
     for number in range(1, 6):
         export.write(_span(number))
     export.close()
 
-    assert len(exporter.spans) == 5
+    assert len(exporter.get_finished_spans()) == 5
     assert (_count(metrics, "trace_spans"), _count(metrics, "trace_spans_dropped")) == (5, 0)
 
 
@@ -160,12 +160,13 @@ def test_links_over_the_limit_are_dropped_and_counted(
 ) -> None:
     """The span says how many it lost, and so does the metric."""
     monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "2")
-    exporter = Decoding()
+    exporter = InMemorySpanExporter()
     export = TraceExport(exporter, "s", "n", metrics)
     export.write(_span()._replace(links=[SpanId(2, number) for number in range(1, 6)]))
     export.close()
 
-    assert (len(exporter.spans[0].links), exporter.spans[0].dropped_links) == (2, 3)
+    (span,) = exporter.get_finished_spans()
+    assert (len(span.links), span.dropped_links) == (2, 3)
     assert _count(metrics, "trace_links_dropped") == 3
 
 
@@ -182,28 +183,27 @@ def test_without_a_limit_a_large_batch_keeps_all_its_links() -> None:
 
 def test_a_failure_is_the_status_and_the_type_of_its_span(metrics: Metrics) -> None:
     """The message is the status' description, the code `error.type`."""
-    exporter = Decoding()
+    exporter = InMemorySpanExporter()
     export = TraceExport(exporter, "s", "n", metrics)
     export.write(_span()._replace(failure=Failure(Code.MODEL_FAILED, "it broke", "executor")))
     export.close()
 
-    assert (exporter.spans[0].status.is_ok, exporter.spans[0].status.description) == (
-        False,
-        "it broke",
-    )
-    assert (exporter.spans[0].attributes or {})["error.type"] == "MODEL_FAILED"
+    (span,) = exporter.get_finished_spans()
+    assert (span.status.is_ok, span.status.description) == (False, "it broke")
+    assert (span.attributes or {})["error.type"] == "MODEL_FAILED"
 
 
 def test_the_environment_says_who_we_are(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
     """`OTEL_SERVICE_NAME` goes over our name, `OTEL_RESOURCE_ATTRIBUTES` adds to it."""
     monkeypatch.setenv("OTEL_SERVICE_NAME", "scoring")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-    exporter = Decoding()
+    exporter = InMemorySpanExporter()
     export = TraceExport(exporter, "headrace-ingest", "orders", metrics)
     export.write(_span())
     export.close()
 
-    resource = exporter.spans[0].resource.attributes
+    (span,) = exporter.get_finished_spans()
+    resource = span.resource.attributes
     assert resource["service.name"] == "scoring"
     assert resource["deployment.environment.name"] == "test"
     assert resource["service.namespace"] == "orders"

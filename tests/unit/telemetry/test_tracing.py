@@ -194,7 +194,7 @@ def test_bisecting_is_visible() -> None:
     assert (good.status.is_ok, bad.status.is_ok) == (True, False)
 
 
-# --- what is always kept -----------------------------------------------------------------------
+# --- failures that were not sampled -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("header", [None, traceparent("00")], ids=["root", "unsampled-caller"])
@@ -237,18 +237,6 @@ def test_a_missed_deadline_is_kept() -> None:
     assert attributes["error.type"] == "DEADLINE_EXCEEDED"
     assert attributes["headrace.deadline.slack_ms"] == -3
     assert [len(spans.of(stage)) for stage in STAGES] == [1, 1, 1, 1]
-
-
-def test_a_flood_of_failures_is_kept_in_part() -> None:
-    """The first thousand, and after a second two hundred more."""
-    requests = [make_traced(None) for _ in range(2500)]
-    with tracing_spans(tracing_settings(ratio=0.0)) as (tracing, _):
-        tracing.ingested(requests, T + 1000)
-        for number, request in enumerate(requests):
-            request.fail(FAILED)
-            tracing.keep(request, T if number < 1500 else T + 1_000_000)
-
-    assert sum(request.trace is not None for request in requests) == 1200
 
 
 def test_what_ingest_refuses_has_no_spans_of_later_stages() -> None:

@@ -1,0 +1,30 @@
+"""Token bucket: limits how often something may happen, without I/O."""
+
+from __future__ import annotations
+
+
+class TokenBucket:
+    """Holds up to `burst` tokens, gains `per_second` tokens a second, and starts full.
+
+    Args:
+        burst: how many tokens can be taken at once.
+        per_second: how many tokens can be taken a second in the long run.
+    """
+
+    __slots__ = ("_burst", "_filled_at_s", "_per_second", "_tokens")
+
+    def __init__(self, burst: float, per_second: float) -> None:
+        self._burst = burst
+        self._per_second = per_second
+        self._tokens = burst
+        self._filled_at_s = 0.0
+
+    def take(self, now_s: float) -> bool:
+        """Take a token, and return whether there was one. A clock that goes back adds none."""
+        gained = max(0.0, now_s - self._filled_at_s) * self._per_second
+        self._tokens = min(self._burst, self._tokens + gained)
+        self._filled_at_s = now_s
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
