@@ -111,7 +111,31 @@ async def test_opening_waits_for_the_pause_to_end(monkeypatch: pytest.MonkeyPatc
         await opening
 
 
-def _cluster_of_one() -> ClusterMetadata:
+async def test_broker_that_accepts_and_never_answers_is_given_up_after_the_request_timeout() -> (
+    None
+):
+    """A client whose own timeout is that of a JoinGroup does not wait for that long."""
+    hung_up = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        hung_up.set()
+
+    async with await asyncio.start_server(say_nothing, HERE[0]) as server:
+        address = server.sockets[0].getsockname()
+        connection = Connection(
+            KafkaSettings(bootstrap_servers="127.0.0.1:9092", request_timeout_ms=1000)
+        )
+        client = AIOKafkaClient(**connection.client_options(request_timeout_ms=35_000))
+        connection.take_over_bootstrap(client)
+        client.cluster = _cluster_of_one(address)
+        async with asyncio.timeout(15):
+            assert not await client.ready(1)
+            await hung_up.wait()
+
+
+def _cluster_of_one(address: tuple[str, int] = HERE) -> ClusterMetadata:
     cluster = ClusterMetadata()
-    cluster._brokers = {1: BrokerMetadata(1, *HERE, None)}
+    cluster._brokers = {1: BrokerMetadata(1, *address, None)}
     return cluster

@@ -166,7 +166,10 @@ class Connection:
                 **self._security,
             )
             try:
-                await connection.connect()
+                # Not the client's timeout: a consumer's is that of a JoinGroup, and all that the
+                # client sends waits for the lock. A broker that starts may accept and not answer.
+                async with asyncio.timeout(self.request_timeout_s):
+                    await connection.connect()
             except (OSError, KafkaError) as error:
                 # In the words of aiokafka's own client, in whose place this connects.
                 aiokafka_client.log.error("Unable connect to node with id %s: %s", key[0], error)
