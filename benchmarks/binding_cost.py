@@ -31,19 +31,19 @@ ROWS = (1, 2, 8, 32)
 BATCHES = 500
 
 
-class Receipt:
+class AckHandle:
     """Of nothing."""
 
-    void = False
+    revoked = False
 
-    def settle(self) -> None:
+    def ack(self) -> None:
         """There is nobody to tell."""
 
 
 def _requests(count: int) -> list[Request]:
     requests = []
     for number in range(count):
-        request = Request(Receipt(), 0, number, number - 1, 0, None, None, [], Envelope())
+        request = Request(AckHandle(), 0, number, number - 1, 0, None, None, [], Envelope())
         pixels = np.full((1, 64), number, np.float32)
         request.inputs = (from_array("pixels", pixels),)
         request.shape_class, request.size_bytes = (), pixels.nbytes

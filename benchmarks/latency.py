@@ -21,7 +21,7 @@ from benchmarks.saturation import prepare, run_bare
 from benchmarks.stages import scrape, stages_between
 from benchmarks.subjects import Subject
 from headrace.log.port import TopicPartition
-from headrace.tools.bench.load import Course, Load, Payload
+from headrace.tools.bench.load import Load, LoadPlan, Payload
 from headrace.tools.bench.measured import Measured
 
 LOADS = (0.2, 0.5, 0.8)
@@ -138,7 +138,7 @@ class LatencyRun:
             raise ProgramFailed(f"no answer in {START_WAIT_S:g} s: {running.last_words()}")
 
     def _load(self, seconds: float, skip_s: float = 0.0, wait_s: float = LAST_ANSWERS_S) -> Load:
-        course = Course(
+        course = LoadPlan(
             TopicPartition(self._place.requests, PARTITIONS),
             TopicPartition(self._place.responses, PARTITIONS),
             seconds,

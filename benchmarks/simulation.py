@@ -50,7 +50,7 @@ from benchmarks.told_load import (
 )
 from headrace.config import Settings, make_settings
 from headrace.log.port import Log
-from headrace.services.batcher.forming import Forming
+from headrace.services.batcher.forming import DynamicBatcher
 from headrace.telemetry.logs import configure_logging
 from headrace.tools.replay.arrivals import read_arrivals
 from headrace.tools.replay.events import Arrivals, Limits
@@ -136,7 +136,7 @@ def outcome(arrivals: Arrivals, settings: Settings, times: Times) -> Outcome:
     """Their simulation."""
     models = latest_models(settings, None)
     now = served_now(settings, arrivals, times.service, models, times.loop)
-    return simulate(arrivals, now, Scenario(), lambda limits: Forming(limits, "simulated"))
+    return simulate(arrivals, now, Scenario(), lambda limits: DynamicBatcher(limits, "simulated"))
 
 
 class Comparison:

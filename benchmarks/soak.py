@@ -27,7 +27,7 @@ from benchmarks.processes import Running
 from benchmarks.saturation import prepare
 from benchmarks.subjects import SUBJECTS
 from headrace.log.port import TopicPartition
-from headrace.tools.bench.load import Course, Load, Payload
+from headrace.tools.bench.load import Load, LoadPlan, Payload
 from headrace.tools.bench.measured import Measured
 
 NOTE_EVERY_S = 10.0
@@ -49,7 +49,7 @@ async def soak(minutes: float, per_s: float) -> tuple[list[tuple[float, float]],
         await prepare(cluster, FUSED_CONTESTANT, subject, place)
 
         def load(seconds: float) -> Load:
-            course = Course(
+            course = LoadPlan(
                 TopicPartition(place.requests, PARTITIONS),
                 TopicPartition(place.responses, PARTITIONS),
                 seconds,

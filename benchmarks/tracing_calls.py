@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.config import make_settings
 from headrace.log.port import TopicPartition
-from headrace.protocol.ack import Receipt
+from headrace.protocol.ack import AckHandle
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
@@ -48,7 +48,7 @@ NEVER = {
 """By which nothing is sent while it is measured."""
 
 
-_OWES_NOTHING = cast(Receipt, None)  # nobody settles it
+_OWES_NOTHING = cast(AckHandle, None)  # nobody acknowledges it
 
 
 def _request(offset: int, traceparent: bytes | None) -> Request:

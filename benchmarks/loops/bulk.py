@@ -67,7 +67,7 @@ class Loop:
                     builder = self._producer.create_batch()
                     builder.append(key=record.key, value=value, timestamp=now_ms, headers=[])
         sent.append(await self._send(builder, partition))
-        return asyncio.ensure_future(self._settle(partition, records[-1].offset + 1, sent))
+        return asyncio.ensure_future(self._ack(partition, records[-1].offset + 1, sent))
 
     async def _send(self, builder: Any, partition: TopicPartition) -> asyncio.Future[Any]:
         acknowledged: asyncio.Future[Any] = await self._producer.send_batch(
@@ -75,7 +75,7 @@ class Loop:
         )
         return acknowledged
 
-    async def _settle(
+    async def _ack(
         self, partition: TopicPartition, offset: int, sent: Sequence[asyncio.Future[Any]]
     ) -> None:
         for acknowledged in sent:

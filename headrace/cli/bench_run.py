@@ -22,7 +22,7 @@ from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
 from headrace.tools.bench.advice import Facts
-from headrace.tools.bench.load import Course, Load, Payload
+from headrace.tools.bench.load import Load, LoadPlan, Payload
 from headrace.tools.bench.measured import Measured
 from headrace.tools.bench.payloads import from_arrays, from_capture, from_file, made_up
 from headrace.tools.replay.present import latest_models
@@ -113,7 +113,7 @@ async def _payloads(asked: Asked, known: ModelVersion | None) -> Sequence[Payloa
     return [made_up(known, asked.version, as_json=asked.as_json)]
 
 
-async def _course(settings: Settings, log: Log, asked: Asked) -> Course:
+async def _course(settings: Settings, log: Log, asked: Asked) -> LoadPlan:
     names = [settings.topic(topic) for topic in (Topic.REQUESTS, Topic.RESPONSES)]
     found = await log.describe_topics(names)
     sized: list[TopicPartition] = []
@@ -122,7 +122,9 @@ async def _course(settings: Settings, log: Log, asked: Asked) -> Course:
         if topic is None:
             raise ConfigurationError(f"topic {name}: expected it; `headrace topics create`")
         sized.append(TopicPartition(name, topic.partitions))
-    return Course(sized[0], sized[1], asked.seconds, skip_s=min(asked.warm_up_s, asked.seconds / 2))
+    return LoadPlan(
+        sized[0], sized[1], asked.seconds, skip_s=min(asked.warm_up_s, asked.seconds / 2)
+    )
 
 
 def _facts(

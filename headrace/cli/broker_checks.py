@@ -14,7 +14,7 @@ from headrace.runtime.topic_plan import MIN_INSYNC_REPLICAS
 from headrace.topics import TOPICS, Topic
 
 if TYPE_CHECKING:
-    from headrace.log.kafka.cluster import Survey, SurveyedTopic
+    from headrace.log.kafka.cluster import ClusterInfo, DescribedTopic
 
 OLDEST_RELEASE: Final = {"at_least_once": (3, 0), "exactly_once": (4, 0)}
 
@@ -142,7 +142,7 @@ def _session_judgements(kafka: KafkaSettings) -> Iterator[_Judgement]:
     )
 
 
-def check_rights(settings: Settings, survey: Survey) -> Iterator[Finding]:
+def check_rights(settings: Settings, survey: ClusterInfo) -> Iterator[Finding]:
     """What access rules keep us from, and which stages need it.
 
     A process has all rights that its own stages need, so what is forbidden is a warning, but for
@@ -172,7 +172,7 @@ def transactional_id(settings: Settings) -> str:
     return f"{settings.namespace}.{settings.topic(Topic.REQUESTS)}.0"
 
 
-def _topic_rights(settings: Settings, topic: Topic, survey: Survey) -> Iterator[Finding]:
+def _topic_rights(settings: Settings, topic: Topic, survey: ClusterInfo) -> Iterator[Finding]:
     name, spec = settings.topic(topic), TOPICS[topic]
     found = survey.topics.get(name)
     if found is not None and found.rights is None:
@@ -191,7 +191,9 @@ def _topic_rights(settings: Settings, topic: Topic, survey: Survey) -> Iterator[
             )
 
 
-def check_replicas(survey: Survey, existing: Mapping[str, TopicInfo | None]) -> Iterator[Finding]:
+def check_replicas(
+    survey: ClusterInfo, existing: Mapping[str, TopicInfo | None]
+) -> Iterator[Finding]:
     """Whether acknowledged records survive a broker, and one broker's restart stops nobody."""
     for name, found in survey.topics.items():
         info = existing.get(name)
@@ -199,7 +201,7 @@ def check_replicas(survey: Survey, existing: Mapping[str, TopicInfo | None]) -> 
             yield from _replica_findings(name, found, int(info.config.get(MIN_INSYNC_REPLICAS, 1)))
 
 
-def _replica_findings(name: str, found: SurveyedTopic, needed: int) -> Iterator[Finding]:
+def _replica_findings(name: str, found: DescribedTopic, needed: int) -> Iterator[Finding]:
     least = f"{MIN_INSYNC_REPLICAS} is {needed}"
     if found.replicas < needed:
         yield Finding(

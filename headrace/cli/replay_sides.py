@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.client.rpc import Exchange
+from headrace.client.rpc import RpcClient
 from headrace.config import ModelSettings, Settings
 from headrace.errors import ConfigurationError
 from headrace.models.repository import FoundModel, Repository
@@ -137,6 +137,6 @@ async def ask_pipeline(settings: Settings, models: Path) -> AsyncIterator[Pipeli
     async with (
         open_log(embedded) as log,
         running(Pipeline(embedded, log)),
-        Exchange(log, embedded) as exchange,
+        RpcClient(log, embedded) as exchange,
     ):
         yield PipelineSubject(exchange)

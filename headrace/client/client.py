@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headrace.client.replies import ClientClosed
-from headrace.client.rpc import Exchange
+from headrace.client.rpc import RpcClient
 from headrace.config import KafkaSettings, Settings, check_namespace, make_settings
 from headrace.errors import ConfigurationError, HeadraceError, Rejected, Retriable
 from headrace.log.port import Log, NewRecord, Record
@@ -120,7 +120,7 @@ class Client:
         self._reply_partition = reply_partition
         self._content_type = content_type
         self._permits = asyncio.Semaphore(max_in_flight)
-        self._exchange: Exchange | None = None
+        self._exchange: RpcClient | None = None
         self._stack = AsyncExitStack()
 
     @property
@@ -143,7 +143,7 @@ class Client:
                         "kafka.bootstrap_servers, or pass an embedded log"
                     )
                 log = await stack.enter_async_context(open_log(self._settings))
-            exchange = Exchange(log, self._settings, self._reply_partition)
+            exchange = RpcClient(log, self._settings, self._reply_partition)
             self._exchange = await stack.enter_async_context(exchange)
             self._stack = stack.pop_all()
         return self

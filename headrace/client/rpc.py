@@ -29,7 +29,7 @@ COUNT_FOR_S = 30.0
 """How long partitions that were added to the topic of requests may stay unused."""
 
 
-class Exchange:
+class RpcClient:
     """Sends request records and waits for the records that answer them.
 
     Args:

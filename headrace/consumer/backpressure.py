@@ -24,7 +24,7 @@ import structlog
 
 from headrace.consumer.deferring import MAX_DEFERRED
 from headrace.delivery.acked_offsets import SAFE_SPAN_OFFSETS, Progress, may_outgrow
-from headrace.delivery.inflight import Assignment, Ledger
+from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Consumer, Log, TopicPartition
 from headrace.telemetry.logs import Event
@@ -37,11 +37,11 @@ MAX_UNANSWERED = 16_384
 """Records of a partition that were passed on and are not answered by another process yet."""
 
 
-class Pauses:
+class Backpressure:
     """Pauses partitions and resumes them.
 
     Args:
-        ledger: of what is read.
+        in-flight tracker: of what is read.
         bounds_metadata: whether the commit's metadata bounds what may be read.
         shares: whether each partition gets but its share of the budget.
 
@@ -51,8 +51,8 @@ class Pauses:
         reasons: why, of partitions that are paused alone.
     """
 
-    def __init__(self, ledger: Ledger, *, bounds_metadata: bool, shares: bool) -> None:
-        self._ledger = ledger
+    def __init__(self, tracker: InFlightTracker, *, bounds_metadata: bool, shares: bool) -> None:
+        self._tracker = tracker
         self._bounds_metadata = bounds_metadata
         self._shares = shares
         self._elsewhere: dict[TopicPartition, Progress] = {}
@@ -68,7 +68,7 @@ class Pauses:
             waiting_bytes: of what was polled and is not admitted yet.
             stopping: nothing more shall be read.
         """
-        budget = self._ledger.budget
+        budget = self._tracker.budget
         # What was polled and not yet admitted is charged as well, but only here.
         budget.used_bytes += waiting_bytes
         wanted = budget.exceeded or stopping
@@ -91,7 +91,7 @@ class Pauses:
         """Another process answers for this partition, and this is what it has committed."""
         self._elsewhere[partition] = progress
 
-    def progress(self, assignment: Assignment) -> Progress:
+    def progress(self, assignment: AssignedPartition) -> Progress:
         """What is answered of a partition, as far as is known here."""
         return self._elsewhere.get(assignment.partition, assignment.progress)
 
@@ -102,7 +102,7 @@ class Pauses:
 
     def _crowded(self) -> Mapping[TopicPartition, str]:
         """Why, of the partitions that are to be paused alone."""
-        assignments = self._ledger.assignments
+        assignments = self._tracker.assignments
         found = {each.partition: "metadata" for each in assignments if self._outgrows(each)}
         if self._elsewhere:
             found |= {each.partition: "ahead" for each in assignments if self._is_ahead(each)}
@@ -111,11 +111,11 @@ class Pauses:
         found |= {each.partition: "share" for each in assignments if self._defers_many(each)}
         return found
 
-    def _defers_many(self, assignment: Assignment) -> bool:
+    def _defers_many(self, assignment: AssignedPartition) -> bool:
         paused = self.reasons.get(assignment.partition) == "share"
         return len(assignment.deferred) >= (RESUME_DEFERRED if paused else MAX_DEFERRED)
 
-    def _outgrows(self, assignment: Assignment) -> bool:
+    def _outgrows(self, assignment: AssignedPartition) -> bool:
         if not self._bounds_metadata:
             return False
         progress = self.progress(assignment)
@@ -124,18 +124,18 @@ class Pauses:
             return False
         return may_outgrow(span, span - progress.answered_above[0])
 
-    def _is_ahead(self, assignment: Assignment) -> bool:
+    def _is_ahead(self, assignment: AssignedPartition) -> bool:
         progress = self.progress(assignment)
         span = assignment.last_read + 1 - progress.base
         return span - progress.answered_above[0] >= MAX_UNANSWERED
 
-    def _exceeds(self, assignment: Assignment) -> bool:
+    def _exceeds(self, assignment: AssignedPartition) -> bool:
         """By the number of records: bytes are counted for all partitions together."""
-        budget, records = self._ledger.budget, self._ledger.in_flight()
+        budget, records = self._tracker.budget, self._tracker.in_flight()
         if not records:
             return False
         used_bytes = budget.used_bytes * assignment.in_flight / records
-        return used_bytes * len(self._ledger.assignments) >= budget.limit_bytes
+        return used_bytes * len(self._tracker.assignments) >= budget.limit_bytes
 
     async def watch(self, log_: Log, group: str) -> None:
         """Look now and then at what another process has committed for our partitions.
@@ -144,7 +144,7 @@ class Pauses:
         """
         while True:
             await asyncio.sleep(LOOK_S)
-            crowded = [each.partition for each in self._ledger.assignments if self._is_long(each)]
+            crowded = [each.partition for each in self._tracker.assignments if self._is_long(each)]
             if not crowded:
                 continue
             try:
@@ -156,6 +156,6 @@ class Pauses:
                 if found is not None:
                     self._elsewhere[partition] = Progress.from_committed(found)
 
-    def _is_long(self, assignment: Assignment) -> bool:
+    def _is_long(self, assignment: AssignedPartition) -> bool:
         progress = self.progress(assignment)
         return assignment.last_read - progress.base >= SAFE_SPAN_OFFSETS // 4

@@ -25,14 +25,14 @@ from itertools import count
 from typing import NamedTuple, TypeAlias
 
 from headrace.clock import Clock, wall_clock_us
-from headrace.delivery.budget import Claim, Shares
-from headrace.delivery.inflight import Assignment, Deferred, LedgerReceipt
+from headrace.delivery.budget import Claim, FairQueue
+from headrace.delivery.inflight import AssignedPartition, Deferred, InFlightAck
 from headrace.log.port import TopicPartition
 from headrace.protocol.messages import Envelope, Failure, Request
 
 Refusal: TypeAlias = Callable[[Envelope, int], Failure | None]
 """Why a request with this envelope, behind so many deferred rows, would be late; see
-`headrace.services.batcher.forming.Forming.refusal`."""
+`headrace.services.batcher.forming.DynamicBatcher.refusal`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Deferral:
 
     def __init__(
         self,
-        shares: Shares,
+        shares: FairQueue,
         refusal: Refusal | None = None,
         times: DeferringTimes = DeferringTimes(),  # frozen
         clock: Clock = wall_clock_us,
@@ -88,7 +88,7 @@ class Deferral:
         self._waiting: dict[Claim, deque[Deferred]] = {}
         self._deadlines: list[tuple[int, int, Deferred]] = []
         self._order = count()
-        self._late: dict[tuple[Assignment, int], Failure] = {}
+        self._late: dict[tuple[AssignedPartition, int], Failure] = {}
         self._predicted_s = 0.0
         self._wanted = asyncio.Event()
         self._freed = asyncio.Event()
@@ -121,18 +121,18 @@ class Deferral:
         over: list[Request] = []
         model, tenant, claim = "", "", None
         for request in requests:
-            receipt = request.receipt
-            if type(receipt) is not LedgerReceipt:  # a record that cancels another one
+            ack_handle = request.ack_handle
+            if type(ack_handle) is not InFlightAck:  # a record that cancels another one
                 kept.append(request)
                 continue
             envelope = request.envelope
             if claim is None or request.model != model or envelope.tenant != tenant:
                 model, tenant = request.model, envelope.tenant
                 claim = self.shares.claim(model, tenant)
-            size_bytes = receipt.size_bytes
+            size_bytes = ack_handle.size_bytes
             if free or (not claim.deferred and self.shares.has_room(claim, size_bytes)):
                 claim.charge(size_bytes)
-                receipt.claim = claim
+                ack_handle.claim = claim
                 kept.append(request)
             else:
                 over.append(request)
@@ -166,9 +166,9 @@ class Deferral:
         able: list[Request] = []
         ended: list[Request] = []
         for request in requests:
-            receipt = request.receipt
-            assert isinstance(receipt, LedgerReceipt)
-            failure = self._late.pop((receipt.assignment, receipt.offset), None)
+            ack_handle = request.ack_handle
+            assert isinstance(ack_handle, InFlightAck)
+            failure = self._late.pop((ack_handle.assignment, ack_handle.offset), None)
             if failure is None:
                 able.append(request)
             else:
@@ -201,13 +201,13 @@ class Deferral:
         return claim.deferred > 0 or claim.deferred_s > recently_s
 
     def _defer(self, request: Request) -> None:
-        receipt = request.receipt
-        assert isinstance(receipt, LedgerReceipt)
-        if receipt.void:
-            receipt.settle()
+        ack_handle = request.ack_handle
+        assert isinstance(ack_handle, InFlightAck)
+        if ack_handle.revoked:
+            ack_handle.ack()
             return
         claim = self.shares.claim(request.model, request.envelope.tenant)
-        deferred = receipt.defer(claim, request.rows, _asked(request))
+        deferred = ack_handle.defer(claim, request.rows, _asked(request))
         claim.deferred += 1
         claim.deferred_s = time.monotonic()
         self._waiting.setdefault(claim, deque()).append(deferred)
@@ -222,11 +222,11 @@ class Deferral:
     # --- what goes ----------------------------------------------------------------------------
 
     def freed(self) -> None:
-        """Something was settled, so that there may be room."""
+        """Something was acknowledged, so that there may be room."""
         self._freed.set()
 
     def forget(self) -> None:
-        """Forget what is void, or about to be: the next owner finds it in the log."""
+        """Forget what is revoked, or about to be: the next owner finds it in the log."""
         for claim, waiting in list(self._waiting.items()):
             left = deque(each for each in waiting if not _is_gone(each))
             claim.deferred -= len(waiting) - len(left)
@@ -235,7 +235,7 @@ class Deferral:
                 del self._waiting[claim]
         self._deadlines = [entry for entry in self._deadlines if not _is_gone(entry[2])]
         heapq.heapify(self._deadlines)
-        self._late = {each: failure for each, failure in self._late.items() if not each[0].void}
+        self._late = {each: failure for each, failure in self._late.items() if not each[0].revoked}
 
     def partitions(self) -> set[TopicPartition]:
         """Return the partitions that have deferred records which are not being read again."""
@@ -253,7 +253,7 @@ class Deferral:
             return False
         return True
 
-    def pick(self) -> dict[Assignment, list[Deferred]]:
+    def pick(self) -> dict[AssignedPartition, list[Deferred]]:
         """Return what is to be read again now, in offset order, and reserve its room."""
         now_us, now_s = self._clock(), time.monotonic()
         picked = self._pick_due(now_us)
@@ -268,7 +268,7 @@ class Deferral:
                 deferred.reserve()
                 picked.append(deferred)
         self._waiting = {claim: waiting for claim, waiting in self._waiting.items() if waiting}
-        found: dict[Assignment, list[Deferred]] = {}
+        found: dict[AssignedPartition, list[Deferred]] = {}
         for deferred in picked:
             deferred.claim.deferred -= 1
             found.setdefault(deferred.assignment, []).append(deferred)
@@ -349,4 +349,4 @@ def _offset(deferred: Deferred) -> int:
 def _is_gone(deferred: Deferred) -> bool:
     """Its assignment has ended, or has forgotten it."""
     assignment = deferred.assignment
-    return assignment.void or assignment.deferred.get(deferred.offset) is not deferred
+    return assignment.revoked or assignment.deferred.get(deferred.offset) is not deferred

@@ -27,20 +27,20 @@ class Stall:
     """For how long records have been waiting while none was answered."""
 
     def __init__(self) -> None:
-        self._settled = 0
+        self._acked = 0
         self._since_s: float | None = None
 
-    def look(self, now_s: float, settled: int, *, waits: bool) -> None:
+    def look(self, now_s: float, acked: int, *, waits: bool) -> None:
         """Take note of how many were answered, from the beginning, and whether any record waits."""
         if not waits:
             self._since_s = None
-        elif self._since_s is None or settled != self._settled:
+        elif self._since_s is None or acked != self._acked:
             self._since_s = now_s
-        self._settled = settled
+        self._acked = acked
 
-    def for_s(self, now_s: float, settled: int) -> float:
+    def for_s(self, now_s: float, acked: int) -> float:
         """Return the time without an answer; 0 while nothing waits, or something was answered."""
-        if self._since_s is None or settled != self._settled:
+        if self._since_s is None or acked != self._acked:
             return 0.0
         return now_s - self._since_s
 
@@ -54,7 +54,7 @@ class Backlog:
 
     Attributes:
         stall: whether the source gets on.
-        settled: records answered from the beginning; the source counts here.
+        acknowledged: records answered from the beginning; the source counts here.
         ends: the end offset of each of our partitions, as last told.
         throughput: what was learned.
     """
@@ -63,7 +63,7 @@ class Backlog:
         self._records = records
         self._is_working = is_working
         self.stall = Stall()
-        self.settled = 0
+        self.acked = 0
         self.ends: dict[TopicPartition, int] = {}
         self.throughput = Throughput()
 
@@ -74,9 +74,9 @@ class Backlog:
             if time.monotonic() - asked_s >= ASK_S:
                 await self._ask(consumer)
                 asked_s = time.monotonic()
-            self.throughput.observe(time.monotonic(), self.settled, self._records())
+            self.throughput.observe(time.monotonic(), self.acked, self._records())
             waits = self._is_working() or await self._is_unread(consumer)
-            self.stall.look(time.monotonic(), self.settled, waits=waits)
+            self.stall.look(time.monotonic(), self.acked, waits=waits)
             await asyncio.sleep(LOOK_S)
 
     def forget(self, partitions: Sequence[TopicPartition]) -> None:

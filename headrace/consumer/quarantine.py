@@ -27,11 +27,11 @@ from headrace.consumer.ready_queue import Arrivals, Delivery
 from headrace.consumer.source_settings import SourceSettings
 from headrace.crash_isolation.isolation import Isolated, IsolatedReceipt, Isolation
 from headrace.crash_isolation.liveness import process_name
-from headrace.crash_isolation.markers import Marks, Owner
-from headrace.crash_isolation.poison_search import Alone, Suspects
+from headrace.crash_isolation.markers import CrashMarkers, Owner
+from headrace.crash_isolation.poison_search import Alone, PoisonSearch
 from headrace.crash_isolation.run_gate import Entry, RunGate
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.inflight import Ledger
+from headrace.delivery.inflight import InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Consumer, TopicPartition
 from headrace.protocol.messages import Request
@@ -48,12 +48,12 @@ MARKED_RECORDS = 64
 """As many are read under one mark: each that was, and did not do it, runs alone after an end."""
 
 
-class Probation:
+class QuarantineGate:
     """The suspects of one source.
 
     Args:
         marks: where marks are kept.
-        ledger: of what the source reads.
+        in-flight tracker: of what the source reads.
         settings: of the source; without `max_attempts` nothing is ever suspect, and nothing marked.
         arrivals: where the first stage receives records that were parked.
 
@@ -63,19 +63,19 @@ class Probation:
 
     def __init__(
         self,
-        marks: Marks,
-        ledger: Ledger,
+        marks: CrashMarkers,
+        tracker: InFlightTracker,
         metrics: Metrics,
         settings: SourceSettings,
         arrivals: Arrivals,
     ) -> None:
         self._marks = marks
-        self._ledger = ledger
+        self._tracker = tracker
         self._metrics = metrics
         self._settings = settings
         self._arrivals = arrivals
         self._member = ""
-        self._suspects = Suspects(settings.max_attempts)
+        self._suspects = PoisonSearch(settings.max_attempts)
         self._partitions: set[TopicPartition] = set()
         self._parked: deque[Isolated] = deque()
         self._on_trial: Isolated | None = None
@@ -172,7 +172,7 @@ class Probation:
         self._reckon()
 
     def _look_at(self, partition: TopicPartition, position: int = 0) -> None:
-        assignment = self._ledger.get(partition)
+        assignment = self._tracker.get(partition)
         if assignment is None:
             return  # lost to another owner, of which the group will tell
         progress = assignment.progress
@@ -200,8 +200,8 @@ class Probation:
         if isolated is not None:
             await self.gate.enter_alone(Alone(partition, isolated.record.offset, 0))
             self._reading_alone = isolated
-            # It may have become void while it waited for the others to leave.
-            isolated.is_delivered = not isolated.receipt.void
+            # It may have become revoked while it waited for the others to leave.
+            isolated.is_delivered = not isolated.ack_handle.revoked
             return delivery if isolated.is_delivered else delivery._replace(records=())
         self._tell_of_condemned(delivery, isolation)
         # Accused records are parked and not read now, so that they are not marked either.
@@ -248,8 +248,8 @@ class Probation:
         """Deliver the next parked record again, if none is on trial."""
         while self._on_trial is None and self._parked:
             isolated = self._parked.popleft()
-            if isolated.receipt.void:
-                isolated.receipt.settle()  # which gives its bytes back
+            if isolated.ack_handle.revoked:
+                isolated.ack_handle.ack()  # which gives its bytes back
                 continue
             self._on_trial = isolated
             isolation = self._isolation(isolated.assignment.partition)
@@ -261,21 +261,21 @@ class Probation:
     def has_run(self, requests: Sequence[Request]) -> None:
         """Requests that ran alone have come to their end, whatever that is."""
         for request in requests:
-            receipt = request.receipt
-            assert isinstance(receipt, IsolatedReceipt)
+            ack_handle = request.ack_handle
+            assert isinstance(ack_handle, IsolatedReceipt)
             # From here on it is a request like any other: it is answered beside others.
-            request.receipt = receipt.record_receipt
-            receipt.isolated.open_places -= 1
-            if not receipt.isolated.open_places:
-                self._conclude(receipt.isolated)
+            request.ack_handle = ack_handle.record_receipt
+            ack_handle.isolated.open_places -= 1
+            if not ack_handle.isolated.open_places:
+                self._conclude(ack_handle.isolated)
 
     def _conclude(self, isolated: Isolated) -> None:
         if isolated is not self._on_trial:
             return
         self._on_trial = None
         if not isolated.is_delivered:
-            isolated.receipt.settle()  # it is void, and gives its bytes back
-        elif not isolated.receipt.void:
+            isolated.ack_handle.ack()  # it is revoked, and gives its bytes back
+        elif not isolated.ack_handle.revoked:
             self._suspects.survived(isolated.assignment.partition, isolated.record.offset)
         self._reckon()
         self._try_next()

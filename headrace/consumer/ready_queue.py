@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.budget import Budget
-from headrace.delivery.inflight import Assignment, record_bytes
+from headrace.delivery.inflight import AssignedPartition, record_bytes
 from headrace.log.port import Record, TopicPartition
 
 MAX_JOINED_RECORDS = 512
@@ -32,7 +32,7 @@ class Delivery(NamedTuple):
     process is careful, since there were unclean ends.
     """
 
-    assignment: Assignment
+    assignment: AssignedPartition
     records: Sequence[Record]
     isolation: Isolation | None = None
     skipped: int | None = None

@@ -15,7 +15,7 @@ import structlog
 
 from headrace.consumer.deferring import Deferral
 from headrace.consumer.ready_queue import Arrivals, Delivery
-from headrace.delivery.inflight import Assignment, Deferred
+from headrace.delivery.inflight import AssignedPartition, Deferred
 from headrace.errors import Retriable
 from headrace.log.errors import OffsetOutOfRange
 from headrace.log.port import Consumer, Log, Record, TopicPartition
@@ -96,7 +96,7 @@ class Rereading:
                         await self._read(reader, assignment, picked)
 
     async def _read(
-        self, reader: Consumer, assignment: Assignment, picked: Sequence[Deferred]
+        self, reader: Consumer, assignment: AssignedPartition, picked: Sequence[Deferred]
     ) -> None:
         partition = assignment.partition
         wanted = {each.offset: each for each in picked}
@@ -112,12 +112,12 @@ class Rereading:
             self._deferral.put_back(wanted.values())
 
     async def _read_all(
-        self, reader: Consumer, assignment: Assignment, wanted: dict[int, Deferred]
+        self, reader: Consumer, assignment: AssignedPartition, wanted: dict[int, Deferred]
     ) -> None:
         """Read the wanted records, and take each out of `wanted` as it is found."""
         partition, position = assignment.partition, -NEAR_OFFSETS
         until_s = time.monotonic() + self._times.read_s
-        while wanted and not assignment.void and time.monotonic() < until_s:
+        while wanted and not assignment.revoked and time.monotonic() < until_s:
             first = min(wanted)
             if not position <= first < position + NEAR_OFFSETS:
                 reader.seek(partition, first)

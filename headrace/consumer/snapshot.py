@@ -1,16 +1,18 @@
-"""What there is to see of a source: plain numbers out of its ledger, made when somebody looks."""
+"""What there is to see of a source: plain numbers out of its in-flight tracker, made when
+somebody looks.
+"""
 
 from __future__ import annotations
 
 import time
 from typing import NamedTuple
 
-from headrace.consumer.backpressure import Pauses
+from headrace.consumer.backpressure import Backpressure
 from headrace.consumer.deferring import Deferral
 from headrace.consumer.lag import Backlog
 from headrace.consumer.stalled_offsets import Bases
 from headrace.delivery.committer import Committer, Companion
-from headrace.delivery.inflight import NEVER_COMMITTED, Assignment, Ledger
+from headrace.delivery.inflight import NEVER_COMMITTED, AssignedPartition, InFlightTracker
 from headrace.log.port import TopicPartition
 from headrace.telemetry.snapshots import CommitSnapshot, PartitionSnapshot, SourceSnapshot
 
@@ -29,13 +31,13 @@ class Parts(NamedTuple):
 
     topic: str
     group: str
-    ledger: Ledger
+    tracker: InFlightTracker
     companion: Companion | None
     committer: Committer
     backlog: Backlog
     waiting_bytes: int
     commits: bool
-    pauses: Pauses
+    pauses: Backpressure
     bases: Bases
     last_contact_s: float
     deferral: Deferral | None
@@ -52,22 +54,22 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
             base_age_s=parts.bases.age_s(where, now_s),
             is_stuck=parts.bases.is_stuck(where, now_s),
         )
-        for each in partition_snapshots(parts.ledger, parts.backlog)
+        for each in partition_snapshots(parts.tracker, parts.backlog)
         for where in (TopicPartition(each.topic, each.partition),)
     ]
     backlog = sum(each.backlog_records for each in partitions)
     throughput = parts.backlog.throughput
     companions = () if parts.companion is None else tuple(parts.companion.snapshots())
-    budget = parts.ledger.budget
+    budget = parts.tracker.budget
     return SourceSnapshot(
         topic=parts.topic,
         group=parts.group,
         last_contact_s=parts.last_contact_s,
-        in_flight_records=parts.ledger.in_flight(),
+        in_flight_records=parts.tracker.in_flight(),
         in_flight_bytes=budget.used_bytes + parts.waiting_bytes,
         limit_bytes=budget.limit_bytes,
         paused=parts.pauses.reason,
-        oldest_age_s=_oldest_age_s(parts.ledger),
+        oldest_age_s=_oldest_age_s(parts.tracker),
         backlog_records=backlog,
         throughput_per_s=throughput.per_s,
         time_to_drain_s=throughput.time_to_drain_s(backlog),
@@ -78,21 +80,21 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
             last_failure=parts.committer.last_failure,
         ),
         partitions=(*partitions, *companions),
-        stalled_s=parts.backlog.stall.for_s(now_s, parts.backlog.settled),
+        stalled_s=parts.backlog.stall.for_s(now_s, parts.backlog.acked),
         assigning_s=0.0 if parts.assigning_since_s is None else now_s - parts.assigning_since_s,
         model_bytes={} if parts.deferral is None else parts.deferral.shares.model_bytes(),
     )
 
 
-def partition_snapshots(ledger: Ledger, backlog: Backlog) -> list[PartitionSnapshot]:
+def partition_snapshots(tracker: InFlightTracker, backlog: Backlog) -> list[PartitionSnapshot]:
     """The partitions that are read, in order."""
     return [
         _partition(assignment, backlog)
-        for assignment in sorted(ledger.assignments, key=lambda each: each.partition)
+        for assignment in sorted(tracker.assignments, key=lambda each: each.partition)
     ]
 
 
-def _partition(assignment: Assignment, backlog: Backlog) -> PartitionSnapshot:
+def _partition(assignment: AssignedPartition, backlog: Backlog) -> PartitionSnapshot:
     progress, committed = assignment.progress, assignment.committed
     answered, ranges = progress.answered_above
     return PartitionSnapshot(
@@ -110,11 +112,11 @@ def _partition(assignment: Assignment, backlog: Backlog) -> PartitionSnapshot:
     )
 
 
-def _oldest_age_s(ledger: Ledger) -> float:
+def _oldest_age_s(tracker: InFlightTracker) -> float:
     """0 where nothing is in flight: marks of records that were put back may be left then."""
     oldest_ms = [
         timestamp_ms
-        for each in ledger.assignments
+        for each in tracker.assignments
         if each.in_flight and (timestamp_ms := each.ages.oldest_ms(each.progress.base)) is not None
     ]
     return max(0.0, time.time() - min(oldest_ms) / 1000) if oldest_ms else 0.0

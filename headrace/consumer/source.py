@@ -1,12 +1,13 @@
-"""A process's source: reads its first topic, keeps the ledger, commits what is settled.
+"""A process's source: reads its first topic, keeps the in-flight tracker, commits what is
+acknowledged.
 
 The path of a record here: `poll` → its partition's assignment is looked up → it waits in the
-ready queue → the stage receives it, admits it and works on it → its receipt is settled → the
-committer, in the background, commits the base and what is answered above it; no record waits.
+ready queue → the stage receives it, admits it and works on it → its ack handle is acknowledged →
+the committer, in the background, commits the base and what is answered above it; no record waits.
 
 On assignment: read what is committed, seek to its base, and only then let records in. For exactly
 once the partitions' former owners are fenced before that. On revocation: let nothing more in, give
-what is in flight until the drain deadline, commit, and void the rest. Reading pauses while the
+what is in flight until the drain deadline, commit, and revoked the rest. Reading pauses while the
 budget is exceeded; polling never does.
 """
 
@@ -21,29 +22,29 @@ from typing import Any, Self
 
 import structlog
 
-from headrace.consumer.backpressure import Pauses
+from headrace.consumer.backpressure import Backpressure
 from headrace.consumer.deferring import Deferral, Refusal
 from headrace.consumer.lag import Backlog
-from headrace.consumer.quarantine import Probation
+from headrace.consumer.quarantine import QuarantineGate
 from headrace.consumer.ready_queue import Arrivals, Delivery
 from headrace.consumer.rereading import Rereading
 from headrace.consumer.snapshot import Parts, partition_snapshots, source_snapshot
 from headrace.consumer.source_settings import SourceSettings
 from headrace.consumer.stalled_offsets import Bases
-from headrace.crash_isolation.markers import Marks
+from headrace.crash_isolation.markers import CrashMarkers
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.budget import Budget, Shares
+from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.committer import COMMIT_RETRY_S, Committer
-from headrace.delivery.inflight import Assignment, Ledger
+from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.delivery.offset_reset import TopicIdentity, go_on_in_range, starting_progress
-from headrace.delivery.offset_store import Books
+from headrace.delivery.offset_store import OffsetStore
 from headrace.delivery.ordering import KeyChains
-from headrace.delivery.source_offsets import Origins
-from headrace.delivery.transactions import Sealing
+from headrace.delivery.source_offsets import SourceOffsets
+from headrace.delivery.transactions import PartitionTransactions
 from headrace.errors import Retriable
 from headrace.log.errors import OffsetOutOfRange
 from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
-from headrace.primitives.auto_reset_event import Signal
+from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import SourceSnapshot
@@ -66,7 +67,7 @@ class Source:
     """The first inlet of a process. Enter it, `run` it in a task, and `receive` from it.
 
     Attributes:
-        ledger: of what was read.
+        in-flight tracker: of what was read.
         books: of what is answered.
         deferral: of requests over their shares; None where there are no shares.
         sealing: for exactly once, where answers are given here.
@@ -79,32 +80,32 @@ class Source:
         log_: Log,
         settings: SourceSettings,
         metrics: Metrics,
-        companion: Origins | None = None,
+        companion: SourceOffsets | None = None,
         refusal: Refusal | None = None,
     ) -> None:
         self._log = log_
         self._settings = settings
         self._metrics = metrics
         self._companion = companion
-        self.ledger = Ledger(Budget(settings.budget_bytes), self._on_settled)
+        self.tracker = InFlightTracker(Budget(settings.budget_bytes), self._on_settled)
         requests = settings.requests or settings.topic
-        self.books = Books(self.ledger, companion, requests, settings.topic)
+        self.books = OffsetStore(self.tracker, companion, requests, settings.topic)
         self.sealing = (
-            Sealing(log_, self.books, settings.group, metrics, self._void_all)
+            PartitionTransactions(log_, self.books, settings.group, metrics, self._void_all)
             if settings.exactly_once and settings.commits
             else None
         )
         # What answers repeats is on `requests`; repeats on the topics between are recognised.
-        self._pauses = Pauses(
-            self.ledger,
+        self._pauses = Backpressure(
+            self.tracker,
             bounds_metadata=settings.requests == settings.topic,
             shares=settings.shares,
         )
-        self.deferral = _deferral(self.ledger.budget, settings, refusal)
-        self._bases = Bases(self.ledger, settings.kept_s)
+        self.deferral = _deferral(self.tracker.budget, settings, refusal)
+        self._bases = Bases(self.tracker, settings.kept_s)
         self._ready = Arrivals()
-        self.probation = Probation(
-            Marks(log_, settings.group), self.ledger, metrics, settings, self._ready
+        self.probation = QuarantineGate(
+            CrashMarkers(log_, settings.group), self.tracker, metrics, settings, self._ready
         )
         self._revocations: list[Callable[[], None]] = []
         if self.deferral is not None:
@@ -112,8 +113,8 @@ class Source:
         self._reads_requests = requests == settings.topic
         self._identity = TopicIdentity(log_, settings.topic)
         self._behind: dict[TopicPartition, int] = {}
-        self._settled = Signal()
-        self._committer = Committer(self.ledger, companion, metrics, self._settled, self.sealing)
+        self._acked = AutoResetEvent()
+        self._committer = Committer(self.tracker, companion, metrics, self._acked, self.sealing)
         self._backlog = Backlog(self._unanswered, self._is_working)
         self._assigning_since_s: float | None = None
         self.reading = Activity(f"reader of {settings.topic}", READER_LIMIT_S)
@@ -142,7 +143,7 @@ class Source:
         try:  # nobody cancels a poll: it is let end, as far as that does not take too long
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self._reading:
-                    await self._settled.wait(POLL_TIMEOUT_S)
+                    await self._acked.wait(POLL_TIMEOUT_S)
         except TimeoutError:
             log.warning(Event.READING_CUT_OFF)
 
@@ -158,7 +159,7 @@ class Source:
         finally:
             self.reading.end()
             self._reading = False
-            self._settled.give()
+            self._acked.give()
 
     def _beside(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
         group = self._settings.progress_group
@@ -178,16 +179,16 @@ class Source:
         self.probation.is_done()
         while (delivery := await self._ready.next()) is not None:
             is_isolated = delivery.isolation is not None and delivery.isolation.isolated is not None
-            if delivery.assignment.void and not is_isolated:
+            if delivery.assignment.revoked and not is_isolated:
                 continue
             if delivery.skipped is None and (is_isolated or self.probation.gate.is_marking):
                 delivery = await self.probation.let_in(delivery)
-                if delivery.assignment.void or not delivery.records:
+                if delivery.assignment.revoked or not delivery.records:
                     self.probation.is_done()
                     continue
             if delivery.skipped is None or self._reads_requests:
                 return delivery
-            delivery.assignment.admit(delivery.skipped, 0).settle()
+            delivery.assignment.admit(delivery.skipped, 0).ack()
         return None
 
     def stop_reading(self) -> None:
@@ -204,13 +205,13 @@ class Source:
             # The last commit is tried in any case, and not for long.
             async with self._last_commit(max(deadline, loop.time() + LAST_COMMIT_S)):
                 while not await self._committer.commit(self._consumer) and loop.time() < deadline:
-                    await self._settled.wait(COMMIT_RETRY_S)
-        await self.probation.revoked([each.partition for each in self.ledger.assignments])
+                    await self._acked.wait(COMMIT_RETRY_S)
+        await self.probation.revoked([each.partition for each in self.tracker.assignments])
         self._void_all()  # what is answered from now on would not be committed any more
         self._closing = True
 
     def when_revoked(self, call: Callable[[], None]) -> None:
-        """Call this whenever receipts have become void."""
+        """Call this whenever ack handles have become revoked."""
         self._revocations.append(call)
 
     def last_contact_s(self) -> float:
@@ -224,7 +225,7 @@ class Source:
             Parts(
                 topic=settings.topic,
                 group=settings.group,
-                ledger=self.ledger,
+                tracker=self.tracker,
                 companion=self._companion,
                 committer=self._committer,
                 backlog=self._backlog,
@@ -239,10 +240,12 @@ class Source:
         )
 
     def _unanswered(self) -> int:
-        return sum(each.backlog_records for each in partition_snapshots(self.ledger, self._backlog))
+        return sum(
+            each.backlog_records for each in partition_snapshots(self.tracker, self._backlog)
+        )
 
     def _is_working(self) -> bool:
-        assignments = self.ledger.assignments
+        assignments = self.tracker.assignments
         return bool(self._ready) or any(each.in_flight or each.deferred for each in assignments)
 
     # --- reading ---------------------------------------------------------------------------
@@ -256,7 +259,7 @@ class Source:
                 await self._go_on_in_range(error)
                 continue
             for partition, records in polled.items():
-                assignment = self.ledger.get(partition)
+                assignment = self.tracker.get(partition)
                 if assignment is None or not self._is_wanted(partition):
                     continue
                 for delivery in self.probation.divided(Delivery(assignment, records)):
@@ -265,7 +268,7 @@ class Source:
                 self._pass_over(gap, polled.get(gap.partition, ()))
             if self._ready:
                 self._ready.tell()
-                await self._ready.let_work(self.ledger.budget)
+                await self._ready.let_work(self.tracker.budget)
 
     def _arrive(self, delivery: Delivery) -> None:
         assignment, records = delivery.assignment, delivery.records
@@ -284,7 +287,7 @@ class Source:
             gap: what the last poll has passed over.
             polled: what it returned of the same partition.
         """
-        assignment = self.ledger.get(gap.partition)
+        assignment = self.tracker.get(gap.partition)
         if assignment is None or not self._is_wanted(gap.partition):
             return  # the next owner meets it
         if gap.end - 1 in assignment.progress:
@@ -310,17 +313,17 @@ class Source:
         ):
             timeout_s = PAUSED_POLL_S if self._pauses.paused else POLL_TIMEOUT_S
             return await self._consumer.poll(timeout_s, MAX_POLL_RECORDS)
-        await self._settled.wait(PAUSED_POLL_S)
+        await self._acked.wait(PAUSED_POLL_S)
         return await self._consumer.poll(0, MAX_POLL_RECORDS)
 
     async def _go_on_in_range(self, error: OffsetOutOfRange) -> None:
         if not error.positions:
             raise error
-        former = self.ledger.assignments
+        former = self.tracker.assignments
         try:
             replacement = await self._identity.replacement()
             found = await go_on_in_range(
-                self._consumer, self.ledger, error.positions, is_replaced=bool(replacement)
+                self._consumer, self.tracker, error.positions, is_replaced=bool(replacement)
             )
             self._identity.known = replacement or self._identity.known
         except Retriable as unavailable:
@@ -328,10 +331,10 @@ class Source:
             await asyncio.sleep(RETRY_S)
         else:
             for partition, beginning in found.skipped.items():
-                assignment = self.ledger.get(partition)
+                assignment = self.tracker.get(partition)
                 if assignment is not None:
                     self._skip(assignment, error.positions[partition], beginning)
-            for assignment in self.ledger.assignments:
+            for assignment in self.tracker.assignments:
                 if assignment not in former:  # of a topic in the place of the one that was read
                     self._begin(assignment)
             for call in self._revocations:
@@ -346,7 +349,7 @@ class Source:
         of the records that are left is kept, and nothing of a lost record is counted for the one
         that gets its offset.
         """
-        former = {each: self.ledger.get(each) for each in partitions}
+        former = {each: self.tracker.get(each) for each in partitions}
         deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
         self._ready.drop(frozenset(partitions))
         await self._drain(partitions, self._revocation_drain_s)
@@ -354,8 +357,8 @@ class Source:
             async with self._last_commit(deadline):
                 await self._committer.commit(self._consumer, frozenset(partitions))
         # A rebalance may have come meanwhile, and has taken them up already where they are ours.
-        ours = [each for each, one in former.items() if one and self.ledger.get(each) is one]
-        self._void(ours)
+        ours = [each for each, one in former.items() if one and self.tracker.get(each) is one]
+        self._revoked(ours)
         while ours and not self._closing:
             try:
                 progresses = await self._prepare(ours)
@@ -366,13 +369,13 @@ class Source:
         else:
             return
         for partition in ours:
-            if partition in self._consumer.assignment() and self.ledger.get(partition) is None:
+            if partition in self._consumer.assignment() and self.tracker.get(partition) is None:
                 self._consumer.seek(partition, progresses[partition].base)
-                self._begin(self.ledger.assign(partition, progresses[partition]))
+                self._begin(self.tracker.assign(partition, progresses[partition]))
         # Committed at once: the longer it takes, the more records stand where the lost ones stood.
-        self._settled.give()
+        self._acked.give()
 
-    def _skip(self, assignment: Assignment, first: int, beginning: int) -> None:
+    def _skip(self, assignment: AssignedPartition, first: int, beginning: int) -> None:
         """Nothing was read from `first` on, and what lies below `beginning` is gone."""
         self._metrics.skipped.inc(beginning - first)
         self._ready.put(Delivery(assignment, (), skipped=beginning - 1))
@@ -399,7 +402,7 @@ class Source:
         self._assigning_since_s = None
         for partition, progress in progresses.items():
             self._consumer.seek(partition, progress.base)
-            self._begin(self.ledger.assign(partition, progress))
+            self._begin(self.tracker.assign(partition, progress))
         self._metrics.rebalanced()
         self.assigned.set()
         log.info(Event.ASSIGNED, partitions=[str(p) for p in partitions])
@@ -416,7 +419,7 @@ class Source:
             await self._companion.assigned(self._consumer, numbers)
         return progresses
 
-    def _begin(self, assignment: Assignment) -> None:
+    def _begin(self, assignment: AssignedPartition) -> None:
         """What is answered is known from our own answers, or from another process's commits."""
         committed = self._behind.pop(assignment.partition, None)
         if committed is not None and not self._settings.commits:
@@ -427,11 +430,11 @@ class Source:
         if self._settings.chains_keys:
             assignment.chains = KeyChains(partial(self._is_answered, assignment))
 
-    def _is_answered(self, assignment: Assignment, offset: int) -> bool:
+    def _is_answered(self, assignment: AssignedPartition, offset: int) -> bool:
         return offset in self._pauses.progress(assignment)
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
-        """Finish what is in flight, commit it, both within one deadline; void the rest."""
+        """Finish what is in flight, commit it, both within one deadline; revoked the rest."""
         self._leaving = frozenset(partitions)
         self._ready.drop(self._leaving)
         deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
@@ -440,7 +443,7 @@ class Source:
             async with self._last_commit(deadline):
                 await self._committer.commit(self._consumer, self._leaving)
         await self.probation.revoked(partitions)
-        self._void(partitions)
+        self._revoked(partitions)
         if self.sealing is not None:
             await self.sealing.release([p.partition for p in partitions])
         log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
@@ -451,11 +454,11 @@ class Source:
 
     def _void_all(self) -> None:
         self._ready.drop(None)
-        self._void([assignment.partition for assignment in self.ledger.assignments])
+        self._revoked([assignment.partition for assignment in self.tracker.assignments])
 
-    def _void(self, partitions: Sequence[TopicPartition]) -> None:
+    def _revoked(self, partitions: Sequence[TopicPartition]) -> None:
         for partition in partitions:
-            self.ledger.revoke(partition)
+            self.tracker.revoke(partition)
         if self._companion is not None:
             self._companion.revoked([p.partition for p in partitions])
         for call in self._revocations:
@@ -490,24 +493,24 @@ class Source:
             for each in partitions
         }
 
-    # --- settling and committing -----------------------------------------------------------
+    # --- acks and commits -----------------------------------------------------------
 
     def _on_settled(self) -> None:
-        self._backlog.settled = self.ledger.budget.settled
-        self._settled.give()
+        self._backlog.acked = self.tracker.budget.acked
+        self._acked.give()
         if self.deferral is not None:
             self.deferral.freed()
 
     async def _drain(self, partitions: Sequence[TopicPartition] | None, deadline_s: float) -> None:
         try:
             async with asyncio.timeout(deadline_s):
-                while self.ledger.in_flight(partitions):
-                    await self._settled.wait(deadline_s)
+                while self.tracker.in_flight(partitions):
+                    await self._acked.wait(deadline_s)
         except TimeoutError:
-            log.warning(Event.DRAIN_INCOMPLETE, in_flight=self.ledger.in_flight(partitions))
+            log.warning(Event.DRAIN_INCOMPLETE, in_flight=self.tracker.in_flight(partitions))
 
 
 def _deferral(budget: Budget, settings: SourceSettings, refusal: Refusal | None) -> Deferral | None:
     if min(settings.model_share, settings.tenant_share) >= 1:
         return None
-    return Deferral(Shares(budget, settings.model_share, settings.tenant_share), refusal)
+    return Deferral(FairQueue(budget, settings.model_share, settings.tenant_share), refusal)

@@ -13,7 +13,7 @@ class SourceSettings:
         group: the consumer group of the membership.
         progress_group: whose committed offsets say where to start; ours, except for an ingest
             without its responder.
-        commits: whether settled work is committed here.
+        commits: whether acknowledged work is committed here.
         kind: members of the group that are of another kind are kept out.
         requests: the topic whose progress is kept here; the one that is read, unless results are.
         exactly_once: answers are sealed with what they commit.
@@ -21,7 +21,7 @@ class SourceSettings:
         chains_keys: each request is told which one with the same key goes before it.
         kept_s: how long what is passed on is kept, where another process answers.
         model_share, tenant_share: what one model, or one tenant, may hold of the budget while no
-            other holds anything; see `headrace.delivery.budget.Shares`. 1 is no limit.
+            other holds anything; see `headrace.delivery.budget.FairQueue`. 1 is no limit.
         max_attempts: so many ends while it ran alone condemn a record; 0 suspects none.
         runs: models run in this process, of what is read here.
     """

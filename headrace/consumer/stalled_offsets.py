@@ -20,7 +20,7 @@ from typing import NamedTuple
 import structlog
 
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.inflight import Assignment, Ledger
+from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Committed, Log, TopicPartition
 from headrace.telemetry.logs import Event
@@ -33,7 +33,7 @@ LOOK_S = 30.0
 class _Standing(NamedTuple):
     """A base, of one assignment, and since when it stands."""
 
-    assignment: Assignment
+    assignment: AssignedPartition
     base: int
     since_s: float
 
@@ -42,12 +42,12 @@ class Bases:
     """How long each base has been standing.
 
     Args:
-        ledger: of what was passed on.
+        in-flight tracker: of what was passed on.
         limit_s: after so long it is stuck.
     """
 
-    def __init__(self, ledger: Ledger, limit_s: float) -> None:
-        self._ledger = ledger
+    def __init__(self, tracker: InFlightTracker, limit_s: float) -> None:
+        self._tracker = tracker
         self._limit_s = limit_s
         self._standing: dict[TopicPartition, _Standing] = {}
         self._told: set[tuple[TopicPartition, int]] = set()
@@ -57,7 +57,7 @@ class Bases:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                ours = [each.partition for each in self._ledger.assignments]
+                ours = [each.partition for each in self._tracker.assignments]
                 committed = await log_.committed(group, ours)
             except Retriable as error:
                 log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
@@ -68,7 +68,7 @@ class Bases:
         """Take note of what is committed now, and tell of each base that is stuck, once."""
         before, self._standing = self._standing, {}
         for partition, found in committed.items():
-            assignment = self._ledger.get(partition)
+            assignment = self._tracker.get(partition)
             if assignment is None or found is None or not _is_passed_on(assignment, found):
                 continue
             standing = before.get(partition)
@@ -96,7 +96,7 @@ class Bases:
         return now_s - standing.since_s >= self._limit_s
 
 
-def _is_passed_on(assignment: Assignment, committed: Committed) -> bool:
+def _is_passed_on(assignment: AssignedPartition, committed: Committed) -> bool:
     """Whether the lowest request that is not answered has been passed on in this assignment."""
     base = Progress.from_committed(committed).base
     return base <= assignment.last_delivered and base in assignment.progress

@@ -11,35 +11,35 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from headrace.crash_isolation.poison_search import Alone, Unit
-from headrace.delivery.inflight import Assignment, LedgerReceipt, record_bytes
+from headrace.delivery.inflight import AssignedPartition, InFlightAck, record_bytes
 from headrace.log.port import Record, TopicPartition
-from headrace.protocol.ack import Receipt, Revocable
+from headrace.protocol.ack import AckHandle, Revocable
 from headrace.protocol.messages import Request
 
 
 class IsolatedReceipt:
-    """The receipt of a request that is to run alone, until it has."""
+    """The ack handle of a request that is to run alone, until it has."""
 
     __slots__ = ("isolated", "place", "record_receipt")
 
     def __init__(self, isolated: Isolated, place: int) -> None:
         self.isolated = isolated
         self.place = place
-        self.record_receipt: Receipt = isolated.receipt
+        self.record_receipt: AckHandle = isolated.ack_handle
 
     @property
     def assignment(self) -> Revocable:
-        """See `Receipt`."""
+        """See `AckHandle`."""
         return self.record_receipt.assignment
 
     @property
-    def void(self) -> bool:
-        """See `Receipt`."""
-        return self.record_receipt.void
+    def revoked(self) -> bool:
+        """See `AckHandle`."""
+        return self.record_receipt.revoked
 
-    def settle(self) -> None:
-        """See `Receipt`."""
-        self.record_receipt.settle()
+    def ack(self) -> None:
+        """See `AckHandle`."""
+        self.record_receipt.ack()
 
 
 class Isolated:
@@ -53,14 +53,18 @@ class Isolated:
         open_places: how many of its requests are still to end their runs.
     """
 
-    __slots__ = ("after", "assignment", "is_delivered", "open_places", "receipt", "record")
+    __slots__ = ("ack_handle", "after", "assignment", "is_delivered", "open_places", "record")
 
     def __init__(
-        self, assignment: Assignment, record: Record, receipt: LedgerReceipt, after: int = -1
+        self,
+        assignment: AssignedPartition,
+        record: Record,
+        ack_handle: InFlightAck,
+        after: int = -1,
     ) -> None:
         self.assignment = assignment
         self.record = record
-        self.receipt = receipt
+        self.ack_handle = ack_handle
         self.after = after
         self.is_delivered = False
         self.open_places = 0
@@ -87,13 +91,13 @@ class Isolation(NamedTuple):
         """Return whether a record is to be parked; one that is condemned is not run any more."""
         return offset in self.accused and (offset, 0) not in self.condemned
 
-    def set_aside(self, assignment: Assignment, record: Record) -> None:
+    def set_aside(self, assignment: AssignedPartition, record: Record) -> None:
         """Admit an accused record and park it."""
         after = -1
         if assignment.chains is not None:  # its place is where it was read
             after = assignment.chains.follow(record.key, record.offset)
-        receipt = assignment.admit(record.offset, record_bytes(record))
-        self.park(Isolated(assignment, record, receipt, after))
+        ack_handle = assignment.admit(record.offset, record_bytes(record))
+        self.park(Isolated(assignment, record, ack_handle, after))
 
     def isolate(self, requests: Iterable[Request]) -> None:
         """Have the requests of the isolated record run alone, each by itself.
@@ -107,27 +111,27 @@ class Isolation(NamedTuple):
         for place, request in enumerate(requests):
             if request.failure is None:
                 isolated.open_places += 1
-                request.receipt = IsolatedReceipt(isolated, place)
+                request.ack_handle = IsolatedReceipt(isolated, place)
 
 
 def is_isolated(request: Request) -> bool:
     """Whether a request is to run alone."""
-    return type(request.receipt) is IsolatedReceipt
+    return type(request.ack_handle) is IsolatedReceipt
 
 
 def alone_of(request: Request) -> Alone:
     """Return what is marked while an isolated request runs."""
-    receipt = request.receipt
-    assert isinstance(receipt, IsolatedReceipt)
-    isolated = receipt.isolated
-    return Alone(isolated.assignment.partition, isolated.record.offset, receipt.place)
+    ack_handle = request.ack_handle
+    assert isinstance(ack_handle, IsolatedReceipt)
+    isolated = ack_handle.isolated
+    return Alone(isolated.assignment.partition, isolated.record.offset, ack_handle.place)
 
 
 def places_of(requests: Iterable[Request]) -> set[tuple[TopicPartition, int]]:
     """Return the records that requests were read from, as far as they are owed for."""
-    receipts = [request.receipt for request in requests]
+    ack_handles = [request.ack_handle for request in requests]
     return {
-        (receipt.assignment.partition, receipt.offset)
-        for receipt in receipts
-        if isinstance(receipt, LedgerReceipt)
+        (ack_handle.assignment.partition, ack_handle.offset)
+        for ack_handle in ack_handles
+        if isinstance(ack_handle, InFlightAck)
     }

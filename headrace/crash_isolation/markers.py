@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from headrace.crash_isolation.liveness import is_gone
-from headrace.crash_isolation.poison_search import CLEAN, Mark
+from headrace.crash_isolation.poison_search import CLEAN, CrashMarker
 from headrace.delivery.acked_offsets import Range, UnknownMetadata, decode_ranges, encode_ranges
 from headrace.log.port import Committed, Log, TopicPartition
 from headrace.telemetry.logs import Event
@@ -54,7 +54,7 @@ class Owner(NamedTuple):
 NOBODY = Owner("", "")
 
 
-class Marks:
+class CrashMarkers:
     """The marks of the partitions that one group reads.
 
     Args:
@@ -65,12 +65,12 @@ class Marks:
         self._log = log_
         self._reading = group
         self._group = f"{group}.marks"
-        self._kept: dict[TopicPartition, tuple[Mark, Owner]] = {}
+        self._kept: dict[TopicPartition, tuple[CrashMarker, Owner]] = {}
         self._turn = asyncio.Lock()
 
     async def read(
         self, partitions: Sequence[TopicPartition]
-    ) -> dict[TopicPartition, tuple[Mark, Owner]]:
+    ) -> dict[TopicPartition, tuple[CrashMarker, Owner]]:
         """What is kept of these partitions, and who wrote it.
 
         Raises:
@@ -81,7 +81,7 @@ class Marks:
         self._kept.update(found)
         return found
 
-    async def write(self, marks: Mapping[TopicPartition, Mark], owner: Owner) -> None:
+    async def write(self, marks: Mapping[TopicPartition, CrashMarker], owner: Owner) -> None:
         """Keep these marks; those that are kept already cost nothing.
 
         Raises:
@@ -121,7 +121,7 @@ class Marks:
                 log.warning(Event.MEMBER_REMOVED, member=owner.member, process=owner.process)
 
 
-def _read(partition: TopicPartition, committed: Committed | None) -> tuple[Mark, Owner]:
+def _read(partition: TopicPartition, committed: Committed | None) -> tuple[CrashMarker, Owner]:
     if committed is None or not committed.metadata:
         return CLEAN, NOBODY
     try:
@@ -132,7 +132,7 @@ def _read(partition: TopicPartition, committed: Committed | None) -> tuple[Mark,
         return CLEAN, NOBODY
 
 
-def encode_mark(mark: Mark, owner: Owner = NOBODY) -> str:
+def encode_mark(mark: CrashMarker, owner: Owner = NOBODY) -> str:
     """Return a mark as text, within the bounds of a commit's metadata."""
     worst = sorted(mark.attempts.items(), key=lambda item: (-item[1], item[0]))[:MOST_ATTEMPTS]
     fields: dict[str, Any] = {
@@ -153,14 +153,14 @@ def encode_mark(mark: Mark, owner: Owner = NOBODY) -> str:
     )
 
 
-def decode_mark(text: str) -> tuple[Mark, Owner]:
+def decode_mark(text: str) -> tuple[CrashMarker, Owner]:
     """Return what `encode_mark` was given. Raises `ValueError`."""
     fields = json.loads(text)
     if not isinstance(fields, dict) or fields.get("v") != VERSION:
         raise ValueError(f"mark: expected version {VERSION}, got {text[:40]!r}")
     alone = fields.get("alone")
     try:
-        mark = Mark(
+        mark = CrashMarker(
             is_open=bool(fields["open"]),
             stop=int(fields["stop"]),
             ends=int(fields["ends"]),

@@ -34,7 +34,7 @@ Unit: TypeAlias = tuple[int, int]
 _NONE: Mapping[Unit, int] = MappingProxyType({})
 
 
-class Mark(NamedTuple):
+class CrashMarker(NamedTuple):
     """What is kept of one partition.
 
     Attributes:
@@ -56,7 +56,7 @@ class Mark(NamedTuple):
     accused: tuple[Range, ...] = ()
 
 
-CLEAN = Mark()
+CLEAN = CrashMarker()
 
 
 class Alone(NamedTuple):
@@ -80,7 +80,7 @@ class _History:
         self.answered: set[Unit] = set()
 
 
-class Suspects:
+class PoisonSearch:
     """The suspects among the records of the partitions of one process.
 
     Args:
@@ -91,7 +91,9 @@ class Suspects:
         self._max_attempts = max_attempts
         self._histories: dict[TopicPartition, _History] = {}
 
-    def take_up(self, partition: TopicPartition, mark: Mark, progress: Progress, end: int) -> None:
+    def take_up(
+        self, partition: TopicPartition, mark: CrashMarker, progress: Progress, end: int
+    ) -> None:
         """Conclude from the mark of a partition that is assigned.
 
         Args:
@@ -197,7 +199,7 @@ class Suspects:
 
     def mark(
         self, partition: TopicPartition, running: Iterable[int] = (), alone: Alone | None = None
-    ) -> Mark:
+    ) -> CrashMarker:
         """Return what is true of a partition while it is read.
 
         Args:
@@ -210,7 +212,7 @@ class Suspects:
         if alone is not None:
             running = (alone.offset,) if alone.partition == partition else ()
             place = alone.place if alone.partition == partition else None
-        return Mark(
+        return CrashMarker(
             is_open=True,
             stop=history.stop,
             ends=history.ends,
@@ -220,7 +222,7 @@ class Suspects:
             accused=ranges_of(history.accused),
         )
 
-    def closing_mark(self, partition: TopicPartition) -> Mark:
+    def closing_mark(self, partition: TopicPartition) -> CrashMarker:
         """Return what is true of a partition that is given up in good order.
 
         What the search has found stays, so that it outlives a rebalance. What merely runs is no

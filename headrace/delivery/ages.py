@@ -7,7 +7,7 @@ from collections import deque
 MAX_MARKS = 256
 
 
-class Ages:
+class RecordAges:
     """The first timestamp of each chunk that was read, until the chunk is answered.
 
     A chunk that is answered in part counts as old as its first record: the age is too high by what

@@ -22,15 +22,15 @@ class Budget:
     """A limit in bytes with hysteresis.
 
     Attributes:
-        settled: how many records were answered.
+        acknowledged: how many records were answered.
     """
 
-    __slots__ = ("_exceeded", "limit_bytes", "settled", "used_bytes")
+    __slots__ = ("_exceeded", "acked", "limit_bytes", "used_bytes")
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self.settled = 0
+        self.acked = 0
         self._exceeded = False
 
     @property
@@ -82,7 +82,7 @@ class Claim:
             self.tenant.used_bytes += size_bytes
 
 
-class Shares:
+class FairQueue:
     """Claims on one budget, by model and tenant.
 
     Args:

@@ -1,4 +1,4 @@
-"""Commits in the background: what is settled goes to the log a little later, all at once.
+"""Commits in the background: what is acknowledged goes to the log a little later, all at once.
 
 There is never more than one commit under way, so that an older one cannot overtake a newer one
 and move the group backwards. A commit that fails is not sent again as it was: the next one says
@@ -14,12 +14,12 @@ from typing import Protocol
 
 import structlog
 
-from headrace.delivery.inflight import Ledger
-from headrace.delivery.transactions import Sealing
+from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.transactions import PartitionTransactions
 from headrace.errors import Retriable
 from headrace.log.errors import Fenced
 from headrace.log.port import Committed, Consumer, TopicPartition
-from headrace.primitives.auto_reset_event import Signal
+from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import PartitionSnapshot
@@ -50,10 +50,10 @@ class Companion(Protocol):
 
 
 class Committer:
-    """Commits what a ledger and its companion say.
+    """Commits what an in-flight tracker and its companion say.
 
     Args:
-        settled: given whenever there may be something new to commit.
+        acknowledged: given whenever there may be something new to commit.
         sealing: given for exactly once, where commits go by transactions, most of them with
             answers: left is only what no answer carries.
 
@@ -63,18 +63,18 @@ class Committer:
 
     def __init__(
         self,
-        ledger: Ledger,
+        tracker: InFlightTracker,
         companion: Companion | None,
         metrics: Metrics,
-        settled: Signal,
-        sealing: Sealing | None = None,
+        acked: AutoResetEvent,
+        sealing: PartitionTransactions | None = None,
     ) -> None:
-        self._ledger = ledger
+        self._tracker = tracker
         self._sealing = sealing
         self._interval_s = COMMIT_INTERVAL_S if sealing is None else SEAL_INTERVAL_S
         self._companion = companion
         self._metrics = metrics
-        self._settled = settled
+        self._acked = acked
         self._turn = asyncio.Lock()
         self._encoding_s = 0.0
         self._pending_since_s: float | None = None
@@ -97,7 +97,7 @@ class Committer:
             if not await self.commit(consumer):
                 pause_s = COMMIT_RETRY_S
             elif not self._committable():
-                await self._settled.wait(again_s - time.monotonic())
+                await self._acked.wait(again_s - time.monotonic())
             await asyncio.sleep(max(pause_s, self._encoding_s * _SHARE_OF_LOOP))
 
     async def commit(
@@ -115,7 +115,7 @@ class Committer:
                 offsets = {
                     partition: committed
                     for partition, committed in offsets.items()
-                    if partition in revoked or self._ledger.get(partition) is None
+                    if partition in revoked or self._tracker.get(partition) is None
                 }
             if not offsets:
                 self._pending_since_s = None
@@ -140,7 +140,7 @@ class Committer:
             return
         with self._metrics.commit():
             await consumer.commit(offsets)
-        self._ledger.was_committed(offsets)
+        self._tracker.was_committed(offsets)
         if self._companion is not None:
             self._companion.was_committed(offsets)
 
@@ -151,19 +151,19 @@ class Committer:
 
     def _committable(self) -> dict[TopicPartition, Committed]:
         began_s = time.perf_counter()
-        offsets = self._ledger.committable()
+        offsets = self._tracker.committable()
         if self._companion is not None:
             offsets |= self._companion.committable()
         self._encoding_s = time.perf_counter() - began_s
         return offsets
 
     def _forget_committed(self) -> None:
-        self._ledger.forget_committed()
+        self._tracker.forget_committed()
         if self._companion is not None:
             self._companion.forget_committed()
 
 
-async def _seal_rests(sealing: Sealing, numbers: Collection[int]) -> None:
+async def _seal_rests(sealing: PartitionTransactions, numbers: Collection[int]) -> None:
     """One transaction for each source partition, side by side: each may wait for its turn.
 
     Raises:

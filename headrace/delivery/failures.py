@@ -13,8 +13,8 @@ VOID = Failure(Code.CANCELLED, "the partition was revoked", "log")
 
 def any_void(requests: Iterable[Request]) -> bool:
     """Whether the partition of one of them, at least, has been revoked."""
-    assignments = {request.receipt.assignment for request in requests}
-    return True in [each.void for each in assignments]
+    assignments = {request.ack_handle.assignment for request in requests}
+    return True in [each.revoked for each in assignments]
 
 
 def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None:

@@ -3,19 +3,19 @@
 Retention has taken records that were never read, or the log begins above 0. Whoever keeps the base
 of the partition may be another process, which sees no gap in what it does not read. So the range
 comes to it as a request that ends at once, with neither outputs nor a failure; it is answered to
-nobody, and settling it moves the base.
+nobody, and acknowledging it moves the base.
 """
 
 from __future__ import annotations
 
-from headrace.delivery.inflight import Assignment
+from headrace.delivery.inflight import AssignedPartition
 from headrace.protocol.messages import Envelope, Request
 
 _NO_HEADERS = Envelope()
 
 
-def skipped_range(assignment: Assignment, last: int) -> Request:
+def skipped_range(assignment: AssignedPartition, last: int) -> Request:
     """What stands for everything after the record that was admitted last, up to `last`."""
-    receipt = assignment.admit(last, 0)
-    origin = (assignment.partition.partition, last, receipt.previous, 0)
-    return Request(receipt, *origin, None, None, [], _NO_HEADERS)
+    ack_handle = assignment.admit(last, 0)
+    origin = (assignment.partition.partition, last, ack_handle.previous, 0)
+    return Request(ack_handle, *origin, None, None, [], _NO_HEADERS)

@@ -1,16 +1,16 @@
-"""The in-flight ledger: what was read, what is answered, and what may be committed.
+"""The in-flight tracker: what was read, what is answered, and what may be committed.
 
-A record that is read is *admitted* and gets a receipt. The receipt travels with the request and
-is *settled* when all that came of the record is acknowledged. In between, its bytes count
-against the budget; over the budget, reading pauses until enough is settled.
+A record that is read is *admitted* and gets an ack handle. The ack handle travels with the
+request and is *acknowledged* when the log has everything that came of the record. In between, its
+bytes count against the budget; over the budget, reading pauses until enough is acknowledged.
 
 Two rules carry the delivery guarantee:
 
 1. Nothing at or above the lowest unanswered offset is committed as done: the commit is the base
    of `Progress`, and what is answered above it goes into the metadata.
-2. A receipt belongs to one assignment of its partition (its epoch). When the partition is
-   revoked the epoch is over and the receipt is *void*: settling it gives its bytes back and
-   moves nothing, since the partition's new owner does that work again.
+2. An ack handle belongs to one assignment of its partition (its epoch). When the partition is
+   revoked the epoch is over and the ack handle is *revoked*: acknowledging it gives its bytes
+   back and moves nothing, since the partition's new owner does that work again.
 
 All of it is synchronous and knows no log; `headrace.consumer.source` drives it.
 """
@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.ages import Ages
+from headrace.delivery.ages import RecordAges
 from headrace.delivery.budget import Budget, Claim
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Committed, Record, TopicPartition
-from headrace.protocol.ack import Receipt
+from headrace.protocol.ack import AckHandle
 from headrace.protocol.messages import Envelope
 
 RECORD_OVERHEAD_BYTES = 1024
@@ -86,11 +86,13 @@ class Deferred:
         "size_bytes",
     )
 
-    def __init__(self, receipt: LedgerReceipt, claim: Claim, rows: int, envelope: Envelope) -> None:
-        self.assignment = receipt.assignment
-        self.offset = receipt.offset
-        self.previous = receipt.previous
-        self.size_bytes = receipt.size_bytes
+    def __init__(
+        self, ack_handle: InFlightAck, claim: Claim, rows: int, envelope: Envelope
+    ) -> None:
+        self.assignment = ack_handle.assignment
+        self.offset = ack_handle.offset
+        self.previous = ack_handle.previous
+        self.size_bytes = ack_handle.size_bytes
         self.claim = claim
         self.rows = rows
         self.envelope = envelope
@@ -110,18 +112,18 @@ class Deferred:
             self.assignment.budget.used_bytes -= self.size_bytes
 
 
-class Assignment:
+class AssignedPartition:
     """One partition while it is ours, from being assigned to being revoked.
 
     Attributes:
         epoch: counts the assignments of this process.
         last_delivered: the offset of the record admitted last, or the base less one.
         last_read: likewise, of the record read last.
-        in_flight: records read and not settled.
+        in_flight: records read and not acknowledged.
         ages: of what was read.
         chains: which record goes before which, where answers keep the order of their keys.
         deferred: records that are left in the log, by offset.
-        void: the partition was revoked.
+        revoked: the partition was revoked.
     """
 
     __slots__ = (
@@ -137,7 +139,7 @@ class Assignment:
         "notify",
         "partition",
         "progress",
-        "void",
+        "revoked",
     )
 
     def __init__(
@@ -156,13 +158,13 @@ class Assignment:
         self.last_delivered = progress.base - 1
         self.last_read = progress.base - 1
         self.in_flight = 0
-        self.ages = Ages()
+        self.ages = RecordAges()
         self.committed = NEVER_COMMITTED
         self.chains: KeyChains | None = None
         self.deferred: dict[int, Deferred] = {}
-        self.void = False
+        self.revoked = False
 
-    def admit(self, offset: int, size_bytes: int) -> LedgerReceipt:
+    def admit(self, offset: int, size_bytes: int) -> InFlightAck:
         """Take a record in and charge its bytes. Offsets come in rising order, except those that
         were deferred.
         """
@@ -177,20 +179,20 @@ class Assignment:
             previous = deferred.previous
         self.in_flight += 1
         self.budget.used_bytes += size_bytes
-        return LedgerReceipt(self, previous, offset, size_bytes)
+        return InFlightAck(self, previous, offset, size_bytes)
 
     def admitted(self, last: int, records: int, size_bytes: int) -> None:
-        """Count records in, up to the last one, whose receipts were made without `admit`."""
+        """Count records in, up to the last one, whose ack handles were made without `admit`."""
         self.last_delivered = last
         self.in_flight += records
         self.budget.used_bytes += size_bytes
 
-    def settled(self, previous: int, last: int, records: int, size_bytes: int) -> None:
+    def acked(self, previous: int, last: int, records: int, size_bytes: int) -> None:
         """So many records are answered that follow one another, from after `previous` to `last`."""
         self.in_flight -= records
         self.budget.used_bytes -= size_bytes
-        if not self.void:
-            self.budget.settled += records
+        if not self.revoked:
+            self.budget.acked += records
             self.progress.cover(previous, last)
         self.notify()
 
@@ -204,14 +206,14 @@ class Assignment:
         self.notify()
 
 
-class LedgerReceipt(Struct, eq=False, gc=False):
-    """What is owed for one record. `parts` settlements settle it: a batch record has many.
+class InFlightAck(Struct, eq=False, gc=False):
+    """What is owed for one record. `parts` settlements acknowledge it: a batch record has many.
 
-    A struct for speed, and never encoded. An assignment knows none of its receipts, so they are
+    A struct for speed, and never encoded. An assignment knows none of its ack handles, so they are
     in no cycle, and the garbage collector need not look at them.
     """
 
-    assignment: Assignment
+    assignment: AssignedPartition
     previous: int
     offset: int
     size_bytes: int
@@ -219,9 +221,9 @@ class LedgerReceipt(Struct, eq=False, gc=False):
     claim: Claim | None = None
 
     @property
-    def void(self) -> bool:
+    def revoked(self) -> bool:
         """The partition was revoked: work on the record is for nothing."""
-        return self.assignment.void
+        return self.assignment.revoked
 
     def resize(self, size_bytes: int) -> None:
         """Charge another number of bytes, once it is known what is really kept."""
@@ -240,82 +242,84 @@ class LedgerReceipt(Struct, eq=False, gc=False):
         assignment.notify()
         return deferred
 
-    def settle(self) -> None:
-        """One part is acknowledged; the last one settles the record."""
+    def ack(self) -> None:
+        """One part is acknowledged; the last one acknowledges the record."""
         self.parts -= 1
         if self.parts:
             return
         if self.claim is not None:
             self.claim.charge(-self.size_bytes)
-        self.assignment.settled(self.previous, self.offset, 1, self.size_bytes)
+        self.assignment.acked(self.previous, self.offset, 1, self.size_bytes)
 
 
-def settle_all(receipts: Iterable[Receipt]) -> None:
-    """Settle many. What follows one another in a partition is settled, and told of, at once."""
-    assignment: Assignment | None = None
+def ack_all(ack_handles: Iterable[AckHandle]) -> None:
+    """Acknowledge many. What follows one another in a partition is acknowledged, and told of, at
+    once.
+    """
+    assignment: AssignedPartition | None = None
     previous = last = -1
     count = size_bytes = 0
-    for receipt in receipts:
-        if type(receipt) is not LedgerReceipt or receipt.parts != 1:
-            receipt.settle()
+    for ack_handle in ack_handles:
+        if type(ack_handle) is not InFlightAck or ack_handle.parts != 1:
+            ack_handle.ack()
             continue
-        receipt.parts = 0
-        if receipt.claim is not None:
-            receipt.claim.charge(-receipt.size_bytes)
-        if receipt.previous != last or receipt.assignment is not assignment:
+        ack_handle.parts = 0
+        if ack_handle.claim is not None:
+            ack_handle.claim.charge(-ack_handle.size_bytes)
+        if ack_handle.previous != last or ack_handle.assignment is not assignment:
             if assignment is not None:
-                assignment.settled(previous, last, count, size_bytes)
-            assignment, previous = receipt.assignment, receipt.previous
+                assignment.acked(previous, last, count, size_bytes)
+            assignment, previous = ack_handle.assignment, ack_handle.previous
             count = size_bytes = 0
-        last = receipt.offset
+        last = ack_handle.offset
         count += 1
-        size_bytes += receipt.size_bytes
+        size_bytes += ack_handle.size_bytes
     if assignment is not None:
-        assignment.settled(previous, last, count, size_bytes)
+        assignment.acked(previous, last, count, size_bytes)
 
 
-class Ledger:
+class InFlightTracker:
     """All partitions of one consumer.
 
     Args:
         budget: shared by the partitions.
-        notify: called whenever something was settled.
+        notify: called whenever something was acknowledged.
     """
 
     def __init__(self, budget: Budget, notify: Callable[[], None]) -> None:
         self.budget = budget
         self._notify = notify
         self._epoch = 0
-        self._assigned: dict[TopicPartition, Assignment] = {}
+        self._assigned: dict[TopicPartition, AssignedPartition] = {}
 
-    def assign(self, partition: TopicPartition, progress: Progress) -> Assignment:
+    def assign(self, partition: TopicPartition, progress: Progress) -> AssignedPartition:
         """Begin an epoch of a partition; one that was not revoked properly ends here."""
         self.revoke(partition)
         self._epoch += 1
-        assignment = Assignment(partition, self._epoch, progress, self.budget, self._notify)
+        assignment = AssignedPartition(partition, self._epoch, progress, self.budget, self._notify)
         self._assigned[partition] = assignment
         return assignment
 
     def revoke(self, partition: TopicPartition) -> None:
-        """End the epoch of a partition: its receipts are void from now on."""
+        """End the epoch of a partition: its ack handles are revoked from now on."""
         assignment = self._assigned.pop(partition, None)
         if assignment is not None:
-            assignment.void = True
+            assignment.revoked = True
             for deferred in assignment.deferred.values():
                 deferred.release()
             assignment.deferred.clear()
 
-    def get(self, partition: TopicPartition) -> Assignment | None:
+    def get(self, partition: TopicPartition) -> AssignedPartition | None:
         """The present assignment of a partition, if it is ours."""
         return self._assigned.get(partition)
 
     @property
-    def assignments(self) -> list[Assignment]:
+    def assignments(self) -> list[AssignedPartition]:
         """All that is ours now."""
         return list(self._assigned.values())
 
     def in_flight(self, partitions: Iterable[TopicPartition] | None = None) -> int:
-        """Records read and not settled, of these partitions or of all."""
+        """Records read and not acknowledged, of these partitions or of all."""
         if partitions is None:
             return sum(assignment.in_flight for assignment in self._assigned.values())
         return sum(

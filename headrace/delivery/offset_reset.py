@@ -1,10 +1,10 @@
 """Where reading starts, and where it goes on when the log no longer holds a position.
 
 A position beyond the end of a partition has one of two causes, which the id of the topic tells
-apart. The topic was deleted and made anew: what is known of its offsets is void, and it is read
+apart. The topic was deleted and made anew: what is known of its offsets is revoked, and it is read
 from its beginning. Or the partition has lost its end, by the election of a leader that was not in
 sync: what is answered below the new end stays so, and reading goes on there. What is known of the
-offsets above is void, since other records get them.
+offsets above is revoked, since other records get them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import structlog
 
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.inflight import Ledger
+from headrace.delivery.inflight import InFlightTracker
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
 from headrace.telemetry.logs import Event
 
@@ -97,7 +97,7 @@ class OutOfRange(NamedTuple):
 
 async def go_on_in_range(
     consumer: Consumer,
-    ledger: Ledger,
+    tracker: InFlightTracker,
     positions: Mapping[TopicPartition, int],
     *,
     is_replaced: bool,
@@ -114,7 +114,7 @@ async def go_on_in_range(
     beginnings = await consumer.beginning_offsets(list(positions))
     found = OutOfRange({}, [])
     for partition, position in positions.items():
-        if ledger.get(partition) is None or partition not in consumer.assignment():
+        if tracker.get(partition) is None or partition not in consumer.assignment():
             continue  # revoked meanwhile
         beginning = beginnings[partition]
         if position < beginning:
@@ -122,7 +122,7 @@ async def go_on_in_range(
             log.error(Event.RECORDS_SKIPPED, partition=str(partition), first=position, count=count)
             found.skipped[partition] = beginning
         elif is_replaced:
-            ledger.assign(partition, Progress(beginning))
+            tracker.assign(partition, Progress(beginning))
         else:
             found.truncated.append(partition)
             continue

@@ -1,7 +1,8 @@
 """The books of the source partitions: what is answered of each, wherever its records are read.
 
-With all four stages in a process the ledger of the source has them. Where results are read in the
-source's place, `Origins` does, and the place in `results` is committed beside them.
+With all four stages in a process the in-flight tracker of the source has them. Where results are
+read in the source's place, `SourceOffsets` does, and the place in `results` is committed beside
+them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.inflight import Ledger, LedgerReceipt, settle_all
-from headrace.delivery.source_offsets import Origins
+from headrace.delivery.inflight import InFlightAck, InFlightTracker, ack_all
+from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.port import Committed, TopicPartition
 from headrace.protocol.messages import Request
 
@@ -21,20 +22,20 @@ Outgoing = tuple[Request, TopicPartition]
 Offsets = dict[TopicPartition, Committed]
 
 
-class Books:
+class OffsetStore:
     """What is answered, and what may be committed with the next answers.
 
     Args:
-        ledger: of what this process reads.
+        in-flight tracker: of what this process reads.
         origins: where that is `results`; None where it is the source.
         requests: the topic of the source.
         reading: the topic that is read.
     """
 
     def __init__(
-        self, ledger: Ledger, origins: Origins | None, requests: str, reading: str
+        self, tracker: InFlightTracker, origins: SourceOffsets | None, requests: str, reading: str
     ) -> None:
-        self._ledger = ledger
+        self._tracker = tracker
         self._origins = origins
         self._requests = requests
         self._reading = reading
@@ -47,15 +48,15 @@ class Books:
         """Of a source partition; None when it is not ours."""
         if self._origins is not None:
             return self._origins.progress(number)
-        assignment = self._ledger.get(self.source(number))
+        assignment = self._tracker.get(self.source(number))
         return None if assignment is None else assignment.progress
 
-    def settle(self, requests: Sequence[Request]) -> None:
+    def ack(self, requests: Sequence[Request]) -> None:
         """Their answers are acknowledged."""
         origins = self._origins
         if origins is not None:
             origins.answered(requests)
-        settle_all([request.receipt for request in requests])
+        ack_all([request.ack_handle for request in requests])
 
     def fit(
         self, number: int, outgoing: Sequence[Outgoing]
@@ -93,26 +94,26 @@ class Books:
         if self._origins is None:
             return offsets
         read = TopicPartition(self._reading, number)
-        assignment = self._ledger.get(read)
+        assignment = self._tracker.get(read)
         if assignment is not None:
             progress = assignment.progress.copy()
             for request, _ in outgoing:
-                receipt = request.receipt
-                assert isinstance(receipt, LedgerReceipt)  # of a record of `results`
-                progress.cover(receipt.previous, receipt.offset)
+                ack_handle = request.ack_handle
+                assert isinstance(ack_handle, InFlightAck)  # of a record of `results`
+                progress.cover(ack_handle.previous, ack_handle.offset)
             offsets[read] = progress.committable()
         return offsets
 
     def unsealed(self, number: int) -> Offsets:
         """What may be committed now for this partition and differs from what was."""
-        offsets = self._ledger.committable()
+        offsets = self._tracker.committable()
         if self._origins is not None:
             offsets |= self._origins.committable()
         return {each: offsets[each] for each in offsets if each.partition == number}
 
     def sealed(self, offsets: Offsets) -> None:
         """These are committed."""
-        self._ledger.was_committed(offsets)
+        self._tracker.was_committed(offsets)
         if self._origins is not None:
             self._origins.was_committed(offsets)
 

@@ -32,7 +32,7 @@ LOOK_S = 1.0
 RETRY_S = 0.5
 
 
-class Origins:
+class SourceOffsets:
     """Progress and claims for each source partition whose results we read.
 
     Args:
@@ -89,8 +89,8 @@ class Origins:
 
     async def has_other_records(self) -> bool:
         """Whether other records stand at offsets that are known: the topic is another one by now,
-        or has lost its end. What was known of them is void then. Asked at most once a second; waits
-        until it is known.
+        or has lost its end. What was known of them is revoked then. Asked at most once a second;
+        waits until it is known.
         """
         if time.monotonic() - self._looked_s < LOOK_S or self._consumer is None:
             return False

@@ -6,8 +6,9 @@ former owner and ends what it left open; what is committed is read after that, n
 
 A transaction that fails leaves a producer of no more use. Its successor takes the seat in the same
 way, and the committed offsets then say whether the transaction was sealed: answers that were are
-settled, the others are sealed again. After a fence the group is asked first: one that still counts
-us in has no other owner of the partition, and we go on; otherwise all that we hold is void.
+acknowledged, the others are sealed again. After a fence the group is asked first: one that still
+counts us in has no other owner of the partition, and we go on; otherwise all that we hold is
+revoked.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import structlog
 
 from headrace.delivery.failures import any_void
-from headrace.delivery.offset_store import Books, Offsets, Outgoing, by_offset, requests_of
+from headrace.delivery.offset_store import Offsets, OffsetStore, Outgoing, by_offset, requests_of
 from headrace.errors import HeadraceError, Rejected, Retriable, drop_tracebacks
 from headrace.log.errors import Fenced, NoLeader, TransactionTimedOut
 from headrace.log.port import Consumer, Log, NewRecord, TopicPartition, TransactionalProducer
@@ -34,7 +35,7 @@ Records = Mapping[TopicPartition, Sequence[NewRecord]]
 Compose = Callable[[Sequence[Outgoing]], Records]
 
 
-class Unsealed(Retriable):
+class TransactionAborted(Retriable):
     """The transaction failed, a successor has taken the seat: what is not answered, seal again.
 
     Attributes:
@@ -46,7 +47,7 @@ class Unsealed(Retriable):
         self.timed_out = timed_out
 
 
-class Lost(Retriable):
+class PartitionLost(Retriable):
     """The partition is not ours any more: its answers are another's to give."""
 
 
@@ -68,21 +69,21 @@ class _Seat:
 
     def require_ours(self) -> None:
         if self.closed:
-            raise Lost(f"source partition {self.number} is not ours any more")
+            raise PartitionLost(f"source partition {self.number} is not ours any more")
 
 
-class Sealing:
+class PartitionTransactions:
     """The seats of a process, and the transactions made from them.
 
     Args:
         group: whose offsets are committed.
-        on_lost: called when the group does not count us in any more: all assignments are void.
+        on_lost: called when the group does not count us in any more: all assignments are revoked.
     """
 
     def __init__(
         self,
         log_: Log,
-        books: Books,
+        books: OffsetStore,
         group: str,
         metrics: Metrics,
         on_lost: Callable[[], None],
@@ -134,26 +135,26 @@ class Sealing:
             log.warning(Event.SEAT_LEFT_OPEN, partitions=[seat.number for seat in seats])
 
     async def seal(self, number: int, outgoing: list[Outgoing], compose: Compose) -> None:
-        """Answer requests of one source partition, and settle them.
+        """Answer requests of one source partition, and acknowledge them.
 
-        Those that are void, or answered already, are settled without an answer.
+        Those that are revoked, or answered already, are acknowledged without an answer.
 
         Args:
             number: of the partition.
-            outgoing: in any order. What is settled is taken out of the list. What stays in it,
+            outgoing: in any order. What is acknowledged is taken out of the list. What stays in it,
                 without an error, has to wait: in the commit's metadata is no room for its offset.
             compose: makes the answers and dead letters.
 
         Raises:
-            Unsealed: it was not sealed; what is left in the list is to be sealed again.
-            Lost: what is left is void.
+            TransactionAborted: nothing was committed; what is left in the list is to be sent again.
+            PartitionLost: what is left is revoked.
             NoLeader: a partition takes nothing for now; nothing has begun.
             RecordsRefused: with all records that their topics never take; nothing has begun.
             Rejected: the log refuses one of the records, or all of them together.
         """
         seat = self._seats.get(number)
         if seat is None:
-            raise Lost(f"source partition {number} is not ours")
+            raise PartitionLost(f"source partition {number} is not ours")
         async with seat.turn:
             seat.require_ours()
             if seat.spent:  # somebody was cancelled
@@ -169,18 +170,18 @@ class Sealing:
             await self._recover(
                 seat, await self._transact(seat, compose(fitting), offsets), fitting
             )
-            self._books.settle(requests_of(fitting))
+            self._books.ack(requests_of(fitting))
             outgoing[:] = outgoing[len(fitting) :]
 
     async def seal_rest(self, number: int) -> None:
         """Commit what no answer carries: what was skipped, duplicates that were dropped.
 
         Raises:
-            Unsealed, Lost: see `seal`.
+            TransactionAborted, PartitionLost: see `seal`.
         """
         seat = self._seats.get(number)
         if seat is None:
-            raise Lost(f"source partition {number} is not ours")
+            raise PartitionLost(f"source partition {number} is not ours")
         async with seat.turn:
             seat.require_ours()
             if seat.spent:
@@ -190,7 +191,7 @@ class Sealing:
                 await self._recover(seat, await self._transact(seat, {}, offsets), ())
 
     def _fresh(self, number: int, outgoing: Sequence[Outgoing]) -> Sequence[Outgoing]:
-        """By rising offset, without those that are void or answered, which are settled."""
+        """By rising offset, without those that are revoked or answered, which are acknowledged."""
         progress = self._books.progress(number)
         ordered = by_offset(outgoing)
         is_above = progress is not None and ordered and ordered[0][0].offset >= progress.highest
@@ -199,12 +200,12 @@ class Sealing:
         fresh: list[Outgoing] = []
         for each in ordered:
             request = each[0]
-            if request.receipt.void or progress is None:
-                self._metrics.void.inc()
-                request.receipt.settle()
+            if request.ack_handle.revoked or progress is None:
+                self._metrics.revoked.inc()
+                request.ack_handle.ack()
             elif request.offset in progress:
                 self._metrics.duplicates.inc()
-                self._books.settle([request])
+                self._books.ack([request])
             else:
                 fresh.append(each)
         return fresh
@@ -224,7 +225,7 @@ class Sealing:
 
         Raises:
             NoLeader, Rejected: nothing has begun.
-            Lost: the partition was given up meanwhile.
+            PartitionLost: the partition was given up meanwhile.
         """
         producer = seat.producer
         assert producer is not None
@@ -238,7 +239,9 @@ class Sealing:
             if not isinstance(error, Exception):
                 raise
             if seat.closed:
-                raise Lost(f"source partition {seat.number} was given up meanwhile") from error
+                raise PartitionLost(
+                    f"source partition {seat.number} was given up meanwhile"
+                ) from error
             if not isinstance(error, Rejected | Retriable):
                 raise
             log.warning(Event.SEAL_FAILED, partition=seat.number, reason=str(error))
@@ -253,7 +256,7 @@ class Sealing:
         """Replace a producer that has failed, and learn whether its answers were committed.
 
         Raises:
-            Unsealed: they were not, or the transaction had none.
+            TransactionAborted: they were not, or the transaction had none.
             Rejected: the log refuses one of the records.
         """
         if failure is None:
@@ -265,7 +268,7 @@ class Sealing:
             # All of a transaction is visible, or nothing: here perhaps its end was not heard of.
             if not (outgoing and self._are_answered(seat.number, outgoing)):
                 timed_out = isinstance(failure, TransactionTimedOut | Fenced)
-                raise Unsealed(str(failure), timed_out=timed_out)
+                raise TransactionAborted(str(failure), timed_out=timed_out)
         finally:
             del failure
 
@@ -281,7 +284,7 @@ class Sealing:
                 await self._take(seat)
                 source = self._books.source(seat.number)
                 committed = await seat.consumer.committed([source])
-            except Lost:
+            except PartitionLost:
                 raise
             except Retriable as unavailable:
                 fenced = fenced or isinstance(unavailable, Fenced)

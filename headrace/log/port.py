@@ -249,7 +249,7 @@ class Consumer(Entered, Protocol):
     async def is_member(self) -> bool:
         """Ask the group whether it still counts us in, in our generation (a Heartbeat).
 
-        False: we are a zombie, and all that we hold is void. It is what tells, after a producer
+        False: we are a zombie, and all that we hold is revoked. It is what tells, after a producer
         was fenced, whether the broker ended our transaction or another owner took over.
 
         Raises:

@@ -249,7 +249,7 @@ class Models:
                 self._notify(Change("load", version))
             else:
                 self.mark_ready(version)
-        self._settle(opened.name)
+        self._ack(opened.name)
 
     def _remove(self, name: str) -> None:
         model = self._models.pop(name)
@@ -280,7 +280,7 @@ class Models:
         version.state, version.reason = State.READY, ""
         previous = model.serving.get(version.version)
         model.serving[version.version] = version
-        self._settle(version.name)
+        self._ack(version.name)
         if previous is not None and previous is not version:
             self._unload(previous)
         replaced = self._replaced.take(version.name, version.version)
@@ -295,7 +295,7 @@ class Models:
             return
         if model.serving.get(version.version) is version:
             del model.serving[version.version]
-        self._settle(version.name)
+        self._ack(version.name)
 
     # --- what executors of other processes say ------------------------------------------------
 
@@ -339,7 +339,7 @@ class Models:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _settle(self, name: str) -> None:
+    def _ack(self, name: str) -> None:
         model = self._models[name]
         outdated = model.outdated()
         for version in outdated:

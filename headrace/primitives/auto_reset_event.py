@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Signal:
+class AutoResetEvent:
     """Given any number of times; who waits next hears of it once."""
 
     def __init__(self) -> None:

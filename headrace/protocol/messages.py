@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from headrace.protocol.ack import Receipt
+from headrace.protocol.ack import AckHandle
 from headrace.protocol.trace_context import Trace
 
 MAX_RANK = 16
@@ -284,7 +284,7 @@ class Request(Struct, eq=False):
     struct for speed, and is never encoded.
 
     Attributes:
-        receipt: of the record by which it came into this process.
+        ack handle: of the record by which it came into this process.
         partition, offset, previous, timestamp_ms, after: its origin, see `WireOrigin`.
         key, value, headers: its source record's, untouched.
         ingested_us, formed_us: when it was read, and when its batch closed; epoch microseconds.
@@ -307,7 +307,7 @@ class Request(Struct, eq=False):
             of texts each has its own. So nobody has to look at each of them.
     """
 
-    receipt: Receipt
+    ack_handle: AckHandle
     partition: int
     offset: int
     previous: int

@@ -20,15 +20,15 @@ from headrace.models.user_code import on_daemon_thread
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.shutdown import Stop, stop_on_signals
-from headrace.runtime.stage_group import Segment, segments
+from headrace.runtime.stage_group import StageGroup, segments
 from headrace.runtime.topic_plan import check_topics
 from headrace.telemetry.collector import open_tracing
-from headrace.telemetry.flood import Flood
+from headrace.telemetry.flood import LogRateLimiter
 from headrace.telemetry.gauges import show, show_interpreter
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
-from headrace.telemetry.last_resort import LastResort
+from headrace.telemetry.last_resort import StallWatchdog
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import WaitingSnapshot
@@ -38,7 +38,9 @@ from headrace.topics import STAGES, Stage
 log = structlog.get_logger(__name__)
 
 LAST_COMMIT_S = 1.0
-"""For what is settled when the drain's time is over; without an answer it is repeated elsewhere."""
+"""For what is acknowledged when the drain's time is over; without an answer it is repeated
+elsewhere.
+"""
 UNLOAD_CHECK_S = 1.0
 
 
@@ -74,7 +76,7 @@ class Pipeline:
         self.health = Health()
         self.ready = asyncio.Event()
         self._segments = [
-            Segment(settings, log_, part, self.models, instruments) for part in segments(stages)
+            StageGroup(settings, log_, part, self.models, instruments) for part in segments(stages)
         ]
         limit_s = settings.limits.max_unanswered_s
         self.state = ProcessState(stages, self.health, self.metrics, self.models.status, limit_s)
@@ -218,7 +220,7 @@ async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
 async def run(
     settings: Settings,
     stages: Sequence[Stage],
-    flood: Flood,
+    flood: LogRateLimiter,
     announce: Callable[[int], None] | None = None,
 ) -> int:
     """`headrace run`: serve until SIGTERM or SIGINT. Returns the exit code.
@@ -238,7 +240,7 @@ async def run(
         pipeline.state.log_lines_suppressed = flood.suppressed
         show_interpreter(metrics.registry)
         stack.enter_context(stop_on_signals(stop))
-        stack.enter_context(LastResort(settings.limits.max_stall_s))
+        stack.enter_context(StallWatchdog(settings.limits.max_stall_s))
         telemetry = settings.telemetry
         server = HttpServer(
             (telemetry.http_host, telemetry.http_port),

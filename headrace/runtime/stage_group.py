@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from headrace.config import Settings
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
-from headrace.delivery.source_offsets import Origins
+from headrace.delivery.source_offsets import SourceOffsets
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log, Producer, TopicPartition
 from headrace.models.registry import Models
@@ -44,12 +44,12 @@ from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import DeviceSnapshot, WaitingSnapshot
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage, Topic
-from headrace.transport.batch_io import BatchFeed, BatchWriter
-from headrace.transport.channels import Channel, Inlet, Outlet, PullChannel, join_lists
-from headrace.transport.dispatcher import BatchOutlet
-from headrace.transport.executor_events import Hearing
+from headrace.transport.batch_io import BatchReceiver, BatchWriter
+from headrace.transport.channels import BatchQueue, Channel, Inlet, Outlet, join_lists
+from headrace.transport.dispatcher import BatchDispatcher
+from headrace.transport.executor_events import ExecutorEventReader
 from headrace.transport.executor_registry import ModelKey
-from headrace.transport.heartbeat import Announcer, Identity
+from headrace.transport.heartbeat import ExecutorHeartbeat, Identity
 from headrace.transport.rebinding import Rebinder
 from headrace.transport.topic_io import (
     item_inlet,
@@ -85,7 +85,7 @@ def segments(stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
     return [tuple(stages)]
 
 
-class Segment:
+class StageGroup:
     """One run of stages of a process.
 
     It ends when its source stops reading and everything that was read is answered.
@@ -110,7 +110,9 @@ class Segment:
         self._batcher: BatcherService | None = None
         self._executor: ExecutorService | None = None
         self._origins = (
-            Origins(log, settings.topic(Topic.REQUESTS)) if stages[0] is Stage.RESPONDER else None
+            SourceOffsets(log, settings.topic(Topic.REQUESTS))
+            if stages[0] is Stage.RESPONDER
+            else None
         )
         reading = self._source_settings()
         refusal = self._deferred_refusal if Stage.BATCHER in stages else None
@@ -185,7 +187,7 @@ class Segment:
         return None if self._batcher is None else self._batcher.waiting()
 
     async def abandon(self) -> None:
-        """Commit what is settled; what is still in flight will be done again elsewhere."""
+        """Commit what is acknowledged; what is still in flight will be done again elsewhere."""
         await self.source.close_down(0)
 
     # --- wiring ----------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class Segment:
         items: Inlet[Chunk] | None = None
         if Stage.INGEST in self._stages:
             items = self._wire_ingest(producer, answers)
-        pulls: PullChannel[ModelKey, Batch] | None = None
+        pulls: BatchQueue[ModelKey, Batch] | None = None
         if Stage.BATCHER in self._stages:
             items = items or item_inlet(self.source, answers.writer())
             pulls = self._wire_batcher(items, answers)
@@ -205,8 +207,8 @@ class Segment:
         elif pulls is not None:
             topic = await self._sized(Topic.BATCHES)
             writer = BatchWriter(producer, topic, answers.writer(), self._metrics)
-            hearing = Hearing(self._log, await self._sized(Topic.EVENTS))
-            outlet = BatchOutlet(pulls, writer, self._models, hearing, self._metrics)
+            hearing = ExecutorEventReader(self._log, await self._sized(Topic.EVENTS))
+            outlet = BatchDispatcher(pulls, writer, self._models, hearing, self._metrics)
             self._runs["write-batches"] = outlet.run
 
     def _wire_ingest(self, producer: Producer, answers: _Edge) -> Channel[Chunk]:
@@ -240,7 +242,7 @@ class Segment:
         assert self._batcher is not None
         return self._batcher.refusal(envelope, rows)
 
-    def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> PullChannel[ModelKey, Batch]:
+    def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> BatchQueue[ModelKey, Batch]:
         prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # no two processes make the same ids
         batcher = BatcherService(
             items,
@@ -256,16 +258,16 @@ class Segment:
 
     def _wire_executor(
         self,
-        pulls: PullChannel[ModelKey, Batch] | None,
+        pulls: BatchQueue[ModelKey, Batch] | None,
         answers: _Edge,
         producer: Producer,
         events: TopicPartition | None,
     ) -> None:
-        announcer: Announcer | None = None
+        announcer: ExecutorHeartbeat | None = None
         if pulls is None:
             assert events is not None
             announcer = self._announcer(producer, events)
-            feed = BatchFeed(
+            feed = BatchReceiver(
                 self.source,
                 answers.writer(),
                 self._models.lookup_bound,
@@ -286,14 +288,14 @@ class Segment:
         self._runs["executor"] = executor.run
         self._executor = executor
 
-    def _announcer(self, producer: Producer, events: TopicPartition) -> Announcer:
+    def _announcer(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
         kafka = self._settings.kafka
         silent_after_s = SILENT_AFTER_S if kafka is None else kafka.session_timeout_ms / 1000
-        return Announcer(
+        return ExecutorHeartbeat(
             producer,
             events,
             Identity(f"{os.getpid()}-{secrets.token_hex(4)}", silent_after_s),
-            lambda: sorted(each.partition.partition for each in self.source.ledger.assignments),
+            lambda: sorted(each.partition.partition for each in self.source.tracker.assignments),
             lambda: self._models.versions(State.READY),
         )
 

@@ -24,7 +24,7 @@ def _nothing() -> None:
     pass
 
 
-class BulkCounter(Collector):
+class BatchedCounter(Collector):
     """A counter that is moved in bulk, from one thread.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Series:
         self.total = 0.0
 
 
-class BulkHistogram(Collector):
+class BatchedHistogram(Collector):
     """A histogram that is filled in bulk, from one thread.
 
     Args:

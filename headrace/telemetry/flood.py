@@ -9,7 +9,7 @@ PER_S = 2.0
 MAX_KINDS = 1000
 
 
-class Flood:
+class LogRateLimiter:
     """Lets `BURST` events of a kind pass at once, and `PER_S` a second after that.
 
     Attributes:

@@ -19,7 +19,7 @@ WINDS_PER_LIMIT = 10
 STDERR = 2
 
 
-class LastResort:
+class StallWatchdog:
     """While the context lasts, a loop that stands still for `limit_s` ends the process (exit 1).
 
     Args:

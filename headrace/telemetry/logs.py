@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import structlog
 
 from headrace.printable import printable
-from headrace.telemetry.flood import Flood
+from headrace.telemetry.flood import LogRateLimiter
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor
@@ -109,7 +109,7 @@ _SECRETIVE = "aiokafka"
 """A logger whose debug lines hold what a client logs in with: the bytes of SASL exchanges."""
 
 
-def configure_logging(level: str, stream: TextIO | None = None) -> Flood:
+def configure_logging(level: str, stream: TextIO | None = None) -> LogRateLimiter:
     """Set up logging for the process; call it once, where the process starts.
 
     Returns:
@@ -124,7 +124,7 @@ def configure_logging(level: str, stream: TextIO | None = None) -> Flood:
     """
     stream = stream if stream is not None else sys.stderr
     threshold = _LEVELS[level]
-    flood = Flood()
+    flood = LogRateLimiter()
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -157,7 +157,7 @@ def configure_logging(level: str, stream: TextIO | None = None) -> Flood:
     return flood
 
 
-def _output(stream: TextIO, flood: Flood, shared: list[Processor]) -> logging.Handler:
+def _output(stream: TextIO, flood: LogRateLimiter, shared: list[Processor]) -> logging.Handler:
     lines = logging.StreamHandler(stream)
     lines.addFilter(_Sieve(flood))
     lines.setFormatter(
@@ -175,7 +175,7 @@ def _output(stream: TextIO, flood: Flood, shared: list[Processor]) -> logging.Ha
 class _Sieve(logging.Filter):
     """Holds back what floods: our own lines before they cost anything, others' when they come."""
 
-    def __init__(self, flood: Flood) -> None:
+    def __init__(self, flood: LogRateLimiter) -> None:
         super().__init__()
         self._flood = flood
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.telemetry.bulk import BulkHistogram
+from headrace.telemetry.bulk import BatchedHistogram
 
 PERIOD_S = 0.1
 
@@ -16,7 +16,7 @@ class LoopLag:
         last_s: what the last look found, in seconds.
     """
 
-    def __init__(self, histogram: BulkHistogram) -> None:
+    def __init__(self, histogram: BatchedHistogram) -> None:
         self._histogram = histogram
         self.last_s = 0.0
 

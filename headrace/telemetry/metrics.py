@@ -19,7 +19,7 @@ from headrace.errors import Code, Retriable
 from headrace.log.errors import Fenced
 from headrace.log.port import Gap
 from headrace.protocol.messages import Batch, Request
-from headrace.telemetry.bulk import BulkCounter, BulkHistogram
+from headrace.telemetry.bulk import BatchedCounter, BatchedHistogram
 from headrace.telemetry.catalogue import CATALOGUE, ROWS, SECONDS
 from headrace.telemetry.request_times import RequestTimes
 
@@ -47,7 +47,7 @@ class Metrics:
         registry: where they are registered; a process has one, a test makes its own.
 
     Attributes:
-        duplicates, void, bisections, unkept, unanswered, skipped,
+        duplicates, revoked, bisections, unkept, unanswered, skipped,
             heap_trimmed: counters without labels.
         rebound: likewise, of requests that were bound to another version.
         attempts, condemned, transaction_timeouts: likewise; suspects, known_executors: gauges.
@@ -84,7 +84,7 @@ class Metrics:
         self._commit_failures = self._counter("commit_failures")
         self._rebalances = self._counter("rebalances")
         self.duplicates = self._counter("duplicates")
-        self.void = self._counter("void")
+        self.revoked = self._counter("void")
         self.bisections = self._counter("bisections")
         self.rebound = self._counter("rebound_requests")
         self.unkept = self._counter("unkept_dead_letters")
@@ -111,13 +111,13 @@ class Metrics:
         spec = CATALOGUE[f"headrace_{name}"]
         return Gauge(spec.name, spec.meaning, spec.labels, registry=self.registry)
 
-    def _bulk_counter(self, name: str) -> BulkCounter:
-        counter = BulkCounter(CATALOGUE[f"headrace_{name}"])
+    def _bulk_counter(self, name: str) -> BatchedCounter:
+        counter = BatchedCounter(CATALOGUE[f"headrace_{name}"])
         self.registry.register(counter)
         return counter
 
-    def _bulk(self, name: str, bounds: Sequence[float]) -> BulkHistogram:
-        histogram = BulkHistogram(CATALOGUE[f"headrace_{name}"], bounds)
+    def _bulk(self, name: str, bounds: Sequence[float]) -> BatchedHistogram:
+        histogram = BatchedHistogram(CATALOGUE[f"headrace_{name}"], bounds)
         self.registry.register(histogram)
         return histogram
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.protocol.messages import Request
-from headrace.telemetry.bulk import BulkHistogram
+from headrace.telemetry.bulk import BatchedHistogram
 
 MAX_NOTED = 4096
 
@@ -45,10 +45,10 @@ class RequestTimes:
 
     def __init__(
         self,
-        total: BulkHistogram,
-        in_log: BulkHistogram,
-        queued: BulkHistogram,
-        slack: BulkHistogram,
+        total: BatchedHistogram,
+        in_log: BatchedHistogram,
+        queued: BatchedHistogram,
+        slack: BatchedHistogram,
     ) -> None:
         self._total = total
         self._in_log = in_log

@@ -23,7 +23,7 @@ from headrace.telemetry.snapshots import (
     SourceSnapshot,
     WaitingSnapshot,
 )
-from headrace.telemetry.watchdog import Activity, LoopWatch
+from headrace.telemetry.watchdog import Activity, LoopWatchdog
 
 BROKER_SILENCE_S = 10.0
 """Without a word from the broker for so long, a process is not ready."""
@@ -55,7 +55,7 @@ class ProcessState:
     Attributes:
         sources, activities, waiting: asked for what they know; the composition root adds them.
         place: which process it is; the composition root sets it.
-        log_lines_suppressed: by kind, see `headrace.telemetry.flood.Flood`.
+        log_lines_suppressed: by kind, see `headrace.telemetry.flood.LogRateLimiter`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ProcessState:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Watch the event loop and the log while the context lasts."""
-        with LoopWatch() as watch, self.recent_errors.listening():
+        with LoopWatchdog() as watch, self.recent_errors.listening():
             self.activities.append(lambda: [watch.turns])
             lag = asyncio.create_task(self.loop_lag.run(), name="loop-lag")
             try:

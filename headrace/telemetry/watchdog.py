@@ -69,7 +69,7 @@ class Activity:
         return f"{self.name}: no progress for {for_s:.0f} s"
 
 
-class LoopWatch:
+class LoopWatchdog:
     """A thread that watches an event loop. Enter it on the loop that it shall watch.
 
     Args:

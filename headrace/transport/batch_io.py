@@ -11,9 +11,9 @@ from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.failures import ran_alone, rejection
 from headrace.delivery.inflight import (
     RECORD_OVERHEAD_BYTES,
-    Assignment,
+    AssignedPartition,
+    ack_all,
     beside_bytes,
-    settle_all,
 )
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
@@ -22,15 +22,15 @@ from headrace.protocol.codec import decode_batch, encode_batch
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from headrace.transport.channels import Ask, Outlet, PullChannel
+from headrace.transport.channels import Ask, BatchQueue, Outlet
 from headrace.transport.executor_registry import ModelKey
-from headrace.transport.heartbeat import Announcer
+from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.transport.topic_io import admitted, decoded, refuse
 
 
 class BatchWriter:
-    """Writes batches to `batches`, and settles the requests of what is acknowledged.
+    """Writes batches to `batches`, and acknowledges the requests of what is acknowledged.
 
     Args:
         topic: its name, with how many partitions it has.
@@ -64,7 +64,7 @@ class BatchWriter:
         refused = await deliver(self._producer, target, records, self._metrics)
         for index, batch in enumerate(batches):
             if index not in refused:
-                settle_all([request.receipt for request in batch.requests])
+                ack_all([request.ack_handle for request in batch.requests])
         return [batches[index] for index in too_large(target, refused)]
 
     async def write_or_refuse(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
@@ -99,7 +99,7 @@ def apart(batch: Batch) -> list[Batch]:
     ]
 
 
-class BatchFeed:
+class BatchReceiver:
     """Reads `batches` and hands them to the executor instances that pull for their model.
 
     Args:
@@ -114,7 +114,7 @@ class BatchFeed:
         source: Source,
         answers: Outlet[list[Request]],
         check: Callable[[str, str], object],
-        announcer: Announcer | None = None,
+        announcer: ExecutorHeartbeat | None = None,
         rebind: Rebind = refuse_to_rebind,
     ) -> None:
         self._source = source
@@ -123,7 +123,7 @@ class BatchFeed:
         self._check = check
         self._announcer = announcer
         self._ready: dict[ModelKey, deque[Batch]] = {}
-        self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._next)
+        self.pulls: BatchQueue[ModelKey, Batch] = BatchQueue(self._next)
 
     async def run(self) -> None:
         """Until the source stops reading."""
@@ -206,15 +206,15 @@ class BatchFeed:
         return condemned
 
     def _admit(
-        self, assignment: Assignment, record: Record, isolation: Isolation | None
+        self, assignment: AssignedPartition, record: Record, isolation: Isolation | None
     ) -> Batch | None:
-        receipt = admitted(assignment, record, isolation)
-        if receipt is None:
+        ack_handle = admitted(assignment, record, isolation)
+        if ack_handle is None:
             return None
-        batch = decoded(record, receipt, decode_batch)
+        batch = decoded(record, ack_handle, decode_batch)
         if batch is not None:
-            receipt.parts = len(batch.requests)
-            receipt.resize(receipt.size_bytes + _copied_bytes(batch))
+            ack_handle.parts = len(batch.requests)
+            ack_handle.resize(ack_handle.size_bytes + _copied_bytes(batch))
         return batch
 
     def _next(self, key: ModelKey | None, _ask: Ask) -> Batch | None:

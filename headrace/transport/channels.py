@@ -1,7 +1,7 @@
 """Memory channels: how two stages of one process are joined.
 
 A `Channel` passes chunks on and holds one, which may grow; what bounds the work in a process is
-the byte budget at its source, not its channels. A `PullChannel` turns the direction round: a free
+the byte budget at its source, not its channels. A `BatchQueue` turns the direction round: a free
 executor asks for the next batch, so that no batch closes before somebody can run it.
 """
 
@@ -144,7 +144,7 @@ IDLE = Ask()
 Supply: TypeAlias = Callable[[K | None, Ask], T | None]
 
 
-class PullChannel(Generic[K, T]):
+class BatchQueue(Generic[K, T]):
     """Hands out what `supply` gives, one piece to each puller, as soon as there is one.
 
     Args:
@@ -156,14 +156,14 @@ class PullChannel(Generic[K, T]):
     def __init__(self, supply: Supply[K, T]) -> None:
         self._supply = supply
         self._first: dict[K, deque[T]] = {}
-        self._waiting: deque[tuple[Puller[K, T], asyncio.Future[T | None]]] = deque()
+        self._waiting: deque[tuple[BatchConsumer[K, T], asyncio.Future[T | None]]] = deque()
         self._closed = asyncio.Event()
 
-    def puller(self, key: K | None) -> Puller[K, T]:
+    def puller(self, key: K | None) -> BatchConsumer[K, T]:
         """A new puller for this key; None: for any."""
-        return Puller(self, key)
+        return BatchConsumer(self, key)
 
-    def take(self, puller: Puller[K, T]) -> T | None:
+    def take(self, puller: BatchConsumer[K, T]) -> T | None:
         """What there is now, without waiting."""
         return self._next(puller.key, puller.ask)
 
@@ -180,7 +180,7 @@ class PullChannel(Generic[K, T]):
             return piece
         return self._supply(key, ask)
 
-    async def wait(self, puller: Puller[K, T]) -> T | None:
+    async def wait(self, puller: BatchConsumer[K, T]) -> T | None:
         """Called by pullers."""
         if self._closed.is_set():
             return None
@@ -199,7 +199,7 @@ class PullChannel(Generic[K, T]):
 
     def kick(self) -> None:
         """Serve those who wait, the longest waiting first, as far as the supply reaches."""
-        left: deque[tuple[Puller[K, T], asyncio.Future[T | None]]] = deque()
+        left: deque[tuple[BatchConsumer[K, T], asyncio.Future[T | None]]] = deque()
         empty: set[tuple[K | None, Ask]] = set()
         for puller, waiter in self._waiting:
             if waiter.done():  # its puller was cancelled
@@ -224,10 +224,10 @@ class PullChannel(Generic[K, T]):
         await self._closed.wait()
 
 
-class Puller(Generic[K, T]):
+class BatchConsumer(Generic[K, T]):
     """One who pulls pieces of one key, one at a time."""
 
-    def __init__(self, channel: PullChannel[K, T], key: K | None) -> None:
+    def __init__(self, channel: BatchQueue[K, T], key: K | None) -> None:
         self._channel = channel
         self.key = key
         self.ask = IDLE

@@ -25,9 +25,15 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.transport.batch_io import BatchWriter, apart
 from headrace.transport.burst_limiter import Pace
-from headrace.transport.channels import PullChannel, Puller
-from headrace.transport.executor_events import Hearing
-from headrace.transport.executor_registry import ANYBODY, Berth, Fleet, ModelKey, Window
+from headrace.transport.channels import BatchConsumer, BatchQueue
+from headrace.transport.executor_events import ExecutorEventReader
+from headrace.transport.executor_registry import (
+    ANYBODY,
+    ExecutorRegistry,
+    ExecutorSlot,
+    ModelKey,
+    Window,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +56,7 @@ class _Station:
 
     __slots__ = ("berth", "changed", "puller", "room", "under_way", "window")
 
-    def __init__(self, berth: Berth, puller: Puller[ModelKey, Batch]) -> None:
+    def __init__(self, berth: ExecutorSlot, puller: BatchConsumer[ModelKey, Batch]) -> None:
         self.berth = berth
         self.puller = puller
         self.window = Window()
@@ -81,7 +87,7 @@ class _Flight(NamedTuple):
     since_s: float
 
 
-class BatchOutlet:
+class BatchDispatcher:
     """Pulls batches and writes them to `batches`.
 
     Args:
@@ -91,10 +97,10 @@ class BatchOutlet:
 
     def __init__(
         self,
-        pulls: PullChannel[ModelKey, Batch],
+        pulls: BatchQueue[ModelKey, Batch],
         writer: BatchWriter,
         models: Models,
-        hearing: Hearing,
+        hearing: ExecutorEventReader,
         metrics: Metrics,
     ) -> None:
         self._pulls = pulls
@@ -102,9 +108,9 @@ class BatchOutlet:
         self._models = models
         self._hearing = hearing
         self._metrics = metrics
-        self._fleet = Fleet()
+        self._fleet = ExecutorRegistry()
         self._pace = Pace()
-        self._stations: dict[Berth, _Station] = {}
+        self._stations: dict[ExecutorSlot, _Station] = {}
         self._flights: dict[str, _Flight] = {}
         self._closing = False
 
@@ -181,18 +187,18 @@ class BatchOutlet:
             known = berth.executor != ANYBODY
             station.resize(station.window.room(count) if known else count)
 
-    def _wanted(self) -> dict[Berth, int]:
+    def _wanted(self) -> dict[ExecutorSlot, int]:
         """Berths of the executors, with their instances; a model that none of them has is written
         to anybody, who then says why it does not run. While no executor is known all of them are.
         """
         berths = self._fleet.berths()
         if not berths:
-            return {Berth(ANYBODY, None): UNACKNOWLEDGED_BATCHES}
+            return {ExecutorSlot(ANYBODY, None): UNACKNOWLEDGED_BATCHES}
         hosted = {berth.key for berth in berths}
         homeless = {
             (version.name, version.version) for version in self._models.versions(State.READY)
         } - hosted
-        return berths | {Berth(ANYBODY, key): 1 for key in homeless}
+        return berths | {ExecutorSlot(ANYBODY, key): 1 for key in homeless}
 
     async def _fill(self, station: _Station) -> None:
         """Write batches as long as they come, and there is room."""

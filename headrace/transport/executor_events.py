@@ -21,7 +21,7 @@ RETRY_S = 0.5
 _MOST_RECORDS = 500
 
 
-class Hearing:
+class ExecutorEventReader:
     """Reads the events topic from its end. Every batcher hears all of it, so it is in no group.
 
     Args:

@@ -31,7 +31,7 @@ ANYBODY = ""
 """In the place of an executor: whoever reads the partition whose turn it is."""
 
 
-class Berth(NamedTuple):
+class ExecutorSlot(NamedTuple):
     """Where batches can be sent: to one executor, of one model version (None: of any)."""
 
     executor: str
@@ -82,7 +82,7 @@ class _Executor:
         self.turn = 0
 
 
-class Fleet:
+class ExecutorRegistry:
     """Which executors there are, what they take, and where they read."""
 
     def __init__(self) -> None:
@@ -120,10 +120,10 @@ class Fleet:
         for name in silent:
             self._forget(name)
 
-    def berths(self) -> dict[Berth, int]:
+    def berths(self) -> dict[ExecutorSlot, int]:
         """How many instances each has."""
         return {
-            Berth(name, key): instances
+            ExecutorSlot(name, key): instances
             for name, executor in self._executors.items()
             if executor.partitions
             for key, instances in executor.instances.items()

@@ -48,7 +48,7 @@ class _Stay:
         self.since_s = since_s
 
 
-class Announcer:
+class ExecutorHeartbeat:
     """Writes an executor's announcements.
 
     Args:

@@ -1,7 +1,7 @@
 """The edges of a process: topics in the place of memory channels.
 
-An outlet of this kind settles the receipts of what it has written once that is acknowledged:
-the next process owes the rest of the work.
+An outlet of this kind acknowledges the ack handles of what it has written once that is
+acknowledged: the next process owes the rest of the work.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.failures import ran_alone
 from headrace.delivery.inflight import (
-    Assignment,
-    LedgerReceipt,
+    AssignedPartition,
+    InFlightAck,
+    ack_all,
     beside_bytes,
     record_bytes,
-    settle_all,
 )
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Code, Rejected
@@ -44,7 +44,7 @@ MAX_WAITING = 4096
 """Requests that wait until a run can leave; who brings more waits."""
 
 
-class TopicInlet:
+class TopicReceiver:
     """Items or results, read from their topic; see `headrace.transport.channels.Inlet`.
 
     Args:
@@ -55,7 +55,7 @@ class TopicInlet:
     def __init__(
         self,
         source: Source,
-        decode: Callable[[bytes, LedgerReceipt], Request],
+        decode: Callable[[bytes, InFlightAck], Request],
         ended: Outlet[list[Request]] | None = None,
     ) -> None:
         self._source = source
@@ -107,27 +107,27 @@ class TopicInlet:
         return requests
 
     def _admit(
-        self, assignment: Assignment, record: Record, isolation: Isolation | None
+        self, assignment: AssignedPartition, record: Record, isolation: Isolation | None
     ) -> Request | None:
         """Return the request of a record; None if it is answered already, or is not one of ours, or
         was set aside.
         """
-        receipt = admitted(assignment, record, isolation)
-        if receipt is None:
+        ack_handle = admitted(assignment, record, isolation)
+        if ack_handle is None:
             return None
-        request = decoded(record, receipt, self._decode)
+        request = decoded(record, ack_handle, self._decode)
         if request is not None and (request.key is not None or request.headers):
             # Decoding copies these out of the record's value, which is kept as well.
-            receipt.resize(receipt.size_bytes + beside_bytes(request.key, request.headers))
+            ack_handle.resize(ack_handle.size_bytes + beside_bytes(request.key, request.headers))
         return request
 
 
 def admitted(
-    assignment: Assignment, record: Record, isolation: Isolation | None
-) -> LedgerReceipt | None:
-    """Return the receipt of a record that is to be decoded now; None if it is not to be."""
+    assignment: AssignedPartition, record: Record, isolation: Isolation | None
+) -> InFlightAck | None:
+    """Return the ack handle of a record that is to be decoded now; None if it is not to be."""
     if isolation is not None and isolation.isolated is not None:
-        return isolation.isolated.receipt
+        return isolation.isolated.ack_handle
     if record.offset in assignment.progress:
         assignment.skip(record.offset)
         return None
@@ -138,11 +138,11 @@ def admitted(
 
 
 def decoded(
-    record: Record, receipt: LedgerReceipt, decode: Callable[[bytes, LedgerReceipt], T]
+    record: Record, ack_handle: InFlightAck, decode: Callable[[bytes, InFlightAck], T]
 ) -> T | None:
-    """None, and settled, when the record is not one of ours: no request can be made out in it."""
+    """Return None, and acknowledge the record, if no request can be read from it."""
     try:
-        return decode(record.value or b"", receipt)
+        return decode(record.value or b"", ack_handle)
     except Rejected as error:
         log.error(
             Event.INTERNAL_RECORD_UNREADABLE,
@@ -151,21 +151,21 @@ def decoded(
             offset=record.offset,
             reason=str(error),
         )
-        receipt.settle()
+        ack_handle.ack()
         return None
 
 
-def item_inlet(source: Source, ended: Outlet[list[Request]]) -> TopicInlet:
+def item_inlet(source: Source, ended: Outlet[list[Request]]) -> TopicReceiver:
     """Reads `items`."""
-    return TopicInlet(source, decode_item, ended)
+    return TopicReceiver(source, decode_item, ended)
 
 
-def result_inlet(source: Source) -> TopicInlet:
+def result_inlet(source: Source) -> TopicReceiver:
     """Reads `results`."""
-    return TopicInlet(source, decode_result)
+    return TopicReceiver(source, decode_result)
 
 
-class TopicOutlet:
+class TopicSender:
     """Items or results, written to their topic, each to its source partition's number.
 
     Several writers may share one; it ends when all are closed. `run` is its task.
@@ -233,8 +233,8 @@ class TopicOutlet:
             self._left.set()
             requests: list[Request] = []
             for request in waiting:
-                if request.receipt.void:
-                    request.receipt.settle()
+                if request.ack_handle.revoked:
+                    request.ack_handle.ack()
                 else:
                     requests.append(request)
             await self._write_partition(target, requests)
@@ -245,16 +245,16 @@ class TopicOutlet:
         while left:
             records = [NewRecord(None, self._encode(request)) for request in left]
             refused = await deliver(self._producer, target, records, self._metrics)
-            receipts = [request.receipt for request in left]
-            settle_all(
-                [each for index, each in enumerate(receipts) if index not in refused]
+            ack_handles = [request.ack_handle for request in left]
+            ack_all(
+                [each for index, each in enumerate(ack_handles) if index not in refused]
                 if refused
-                else receipts
+                else ack_handles
             )
             unfitting = too_large(target, refused)
             left = [refuse(left[index], target.topic, self._stage) for index in unfitting]
             if left and self._refused is not None:
-                await self._refused.send(left)  # which settles them
+                await self._refused.send(left)  # which acknowledges them
                 return
 
 
@@ -301,11 +301,11 @@ def item_outlet(
     topic: str,
     refused: Outlet[list[Request]],
     metrics: Metrics | None = None,
-) -> TopicOutlet:
+) -> TopicSender:
     """Writes `items`."""
-    return TopicOutlet(producer, topic, encode_item, Stage.INGEST, refused, metrics)
+    return TopicSender(producer, topic, encode_item, Stage.INGEST, refused, metrics)
 
 
-def result_outlet(producer: Producer, topic: str, metrics: Metrics | None = None) -> TopicOutlet:
+def result_outlet(producer: Producer, topic: str, metrics: Metrics | None = None) -> TopicSender:
     """Writes `results`."""
-    return TopicOutlet(producer, topic, encode_result, Stage.EXECUTOR, metrics=metrics)
+    return TopicSender(producer, topic, encode_result, Stage.EXECUTOR, metrics=metrics)

@@ -150,7 +150,7 @@ class Closing:
             count += 1
             rows += row_count
             size_bytes += byte_count
-            judged = request.due_us or request.receipt.assignment.void
+            judged = request.due_us or request.ack_handle.assignment.revoked
             if not judged or self._joins(request):
                 request.formed_us = formed_us
                 requests.append(request)
@@ -163,7 +163,7 @@ class Closing:
         return reason
 
     def _joins(self, request: Request) -> bool:
-        if request.receipt.void:
+        if request.ack_handle.revoked:
             request.fail(VOID)
             self._ended.append(request)
             return False

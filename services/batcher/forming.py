@@ -106,7 +106,7 @@ def _alike(requests: Sequence[Request], start: int) -> tuple[int, bool]:
     return len(requests), dated
 
 
-class Forming:
+class DynamicBatcher:
     """Everything that waits for an executor.
 
     Args:

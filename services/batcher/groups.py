@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from headrace.protocol.messages import Request
 from headrace.services.batcher.admission import Pace
-from headrace.services.batcher.lanes import BatchLimits, Fifo, Group, Lane, Shares, Tenant
+from headrace.services.batcher.lanes import BatchLimits, FairQueue, Fifo, Group, Lane, Tenant
 from headrace.services.batcher.ranking import Ranking
 from headrace.transport.channels import Ask
 
@@ -42,7 +42,7 @@ class ModelQueue:
         self.count = 0
         self.rows = 0
         self.pace = Pace()
-        self.shares = Shares()
+        self.shares = FairQueue()
         self._delay_us = int(limits.max_queue_delay_ms * 1000)
         self._begin_by_us = 0
         self._groups: dict[tuple[int, ...], Group] = {}

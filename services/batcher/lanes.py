@@ -194,7 +194,7 @@ class Tenant:
         return self.rows.setdefault(priority, [0])
 
 
-class Shares:
+class FairQueue:
     """How many rows each tenant has had, in start-time fair queueing's virtual time."""
 
     __slots__ = ("_finished", "_now")
@@ -255,7 +255,9 @@ class Group:
         "size_bytes",
     )
 
-    def __init__(self, shape_class: tuple[int, ...], limits: BatchLimits, shares: Shares) -> None:
+    def __init__(
+        self, shape_class: tuple[int, ...], limits: BatchLimits, shares: FairQueue
+    ) -> None:
         self.shape_class = shape_class
         self.limits = limits
         self.best_rows = limits.max_batch_size

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from headrace.crash_isolation.isolation import is_isolated
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
-from headrace.services.batcher.forming import Forming, ModelKey
+from headrace.services.batcher.forming import DynamicBatcher, ModelKey
 from headrace.services.batcher.lanes import BatchLimits
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import WaitingSnapshot
 from headrace.topics import Stage
-from headrace.transport.channels import Ask, Inlet, Outlet, PullChannel
+from headrace.transport.channels import Ask, BatchQueue, Inlet, Outlet
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 
 
@@ -39,11 +39,11 @@ class BatcherService:
         self._inlet = inlet
         self._answers = answers
         self._metrics, self._tracing, self._clock, self._steady = instruments
-        self._forming = Forming(limits, prefix, rebind)
+        self._forming = DynamicBatcher(limits, prefix, rebind)
         self._prefix = prefix
         self._changed = asyncio.Event()
         self._alarm_us: int | None = None
-        self.pulls: PullChannel[ModelKey, Batch] = PullChannel(self._supply)
+        self.pulls: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
 
     def waiting(self) -> WaitingSnapshot:
         """What waits for a batch now."""
@@ -101,7 +101,7 @@ class BatcherService:
         """End what is cancelled. The records that say so are no requests: nobody answers them."""
         cancelling, ended = self._forming.cancel()
         for record in cancelling:
-            record.receipt.settle()
+            record.ack_handle.ack()
         self._metrics.cancelled(len(cancelling), ended)
 
     def _supply(self, key: ModelKey | None, ask: Ask) -> Batch | None:

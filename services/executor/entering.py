@@ -8,14 +8,14 @@ from typing import Protocol, TypeAlias
 from headrace.crash_isolation.isolation import alone_of, is_isolated, places_of
 from headrace.crash_isolation.run_gate import RunGate
 from headrace.protocol.messages import Batch, Request
-from headrace.services.executor.intake import Taken
+from headrace.services.executor.intake import PreparedBatch
 
 Outcome: TypeAlias = tuple[list[Request], list[Batch]]
 """Requests that are done, and what is to be run apart."""
 
 
 class Isolating(Protocol):
-    """The part of `headrace.consumer.quarantine.Probation` that is needed here."""
+    """The part of `headrace.consumer.quarantine.QuarantineGate` that is needed here."""
 
     @property
     def gate(self) -> RunGate:
@@ -38,7 +38,7 @@ class NotIsolating:
 
 
 async def enter_and_run(
-    isolating: Isolating, taken: Taken, run: Callable[[], Awaitable[Outcome]]
+    isolating: Isolating, taken: PreparedBatch, run: Callable[[], Awaitable[Outcome]]
 ) -> Outcome:
     """Run requests when they may; only a run that ends leaves the gate (see there)."""
     gate, requests = isolating.gate, taken.batch.requests

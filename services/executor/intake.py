@@ -19,7 +19,7 @@ from headrace.clock import Clock
 from headrace.crash_isolation.run_gate import Entry
 from headrace.models.backend import Arrays
 from headrace.protocol.messages import Batch, Request
-from headrace.transport.channels import Puller
+from headrace.transport.channels import BatchConsumer
 
 AHEAD_FROM_US = 2000
 """The timers of the event loop have steps of a millisecond: shorter runs are not looked beyond."""
@@ -27,7 +27,7 @@ LEAD_US = 1000
 """By so much more than gathering takes the next batch closes before the run's predicted end."""
 
 
-class Taken(NamedTuple):
+class PreparedBatch(NamedTuple):
     """A batch to run.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Later(NamedTuple):
     attempts: int
 
 
-class Intake:
+class Prefetch:
     """One instance's batches.
 
     Args:
@@ -78,8 +78,8 @@ class Intake:
 
     def __init__(
         self,
-        puller: Puller[tuple[str, str], Batch],
-        gather: Callable[[Batch], Taken],
+        puller: BatchConsumer[tuple[str, str], Batch],
+        gather: Callable[[Batch], PreparedBatch],
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._puller = puller
@@ -89,7 +89,7 @@ class Intake:
         self._later: list[_Later] = []
         self._numbers = count()
         self._fresh_turn = False
-        self._pulling: asyncio.Task[Taken | None] | None = None
+        self._pulling: asyncio.Task[PreparedBatch | None] | None = None
         self._gathering_us = 0
 
     def put_aside(self, parts: Iterable[Batch]) -> None:
@@ -101,7 +101,7 @@ class Intake:
         at_s = asyncio.get_running_loop().time() + pause_s
         heappush(self._later, _Later(at_s, next(self._numbers), batch, attempts))
 
-    async def next(self) -> Taken | None:
+    async def next(self) -> PreparedBatch | None:
         """The next batch; None when there will be no more."""
         begun = self._begun()
         if begun is not None:
@@ -114,7 +114,7 @@ class Intake:
             return taken or _of(self._parts.popleft(), fresh=False)
         return await (self._fresh_or_due() if self._later else self._fresh())
 
-    def _begun(self) -> Taken | None:
+    def _begun(self) -> PreparedBatch | None:
         """A batch whose run was begun ahead. What is begun now would wait for it on the thread,
         where neither its deadlines nor its time are looked at.
         """
@@ -128,11 +128,11 @@ class Intake:
     def _wait_s(self) -> float:
         return self._later[0].at_s - asyncio.get_running_loop().time()
 
-    def _due(self) -> Taken:
+    def _due(self) -> PreparedBatch:
         _, _, batch, attempts = heappop(self._later)
         return _of(batch, fresh=False)._replace(attempts=attempts)
 
-    async def _fresh_or_due(self) -> Taken | None:
+    async def _fresh_or_due(self) -> PreparedBatch | None:
         """Whatever comes first. Nobody cancels a pull, whose batch would be lost with it."""
         if self._pulling is None:
             self._pulling = self._tasks.create_task(self._pull(), name="executor-pull")
@@ -156,7 +156,7 @@ class Intake:
             self._pull_ahead(max(now_us, close_at_us)), name="executor-pull-ahead"
         )
 
-    async def _pull_ahead(self, close_at_us: int) -> Taken | None:
+    async def _pull_ahead(self, close_at_us: int) -> PreparedBatch | None:
         batch = await self._puller.pull(close_at_us)
         if batch is None:
             return None
@@ -167,7 +167,7 @@ class Intake:
         )
         return taken
 
-    async def _fresh(self) -> Taken | None:
+    async def _fresh(self) -> PreparedBatch | None:
         pulling, self._pulling = self._pulling, None
         if pulling is not None:
             if not pulling.done():  # the run has ended earlier than was predicted
@@ -175,11 +175,11 @@ class Intake:
             return await pulling
         return await self._pull()
 
-    async def _pull(self) -> Taken | None:
+    async def _pull(self) -> PreparedBatch | None:
         batch = await self._puller.pull()
         return None if batch is None else _of(batch)
 
-    def _fresh_now(self) -> Taken | None:
+    def _fresh_now(self) -> PreparedBatch | None:
         """A fresh batch, if there is one now."""
         if self._pulling is None:
             batch = self._puller.take()
@@ -190,5 +190,5 @@ class Intake:
         return pulling.result()
 
 
-def _of(batch: Batch, *, fresh: bool = True) -> Taken:
-    return Taken(batch, [], batch.requests, fresh=fresh)
+def _of(batch: Batch, *, fresh: bool = True) -> PreparedBatch:
+    return PreparedBatch(batch, [], batch.requests, fresh=fresh)

@@ -30,15 +30,15 @@ from headrace.services.executor.finite import refuse_nonfinite
 from headrace.services.executor.gather import scatter
 from headrace.services.executor.hosting import make_instance, tell_ready
 from headrace.services.executor.instance import Instance, TooLate
-from headrace.services.executor.intake import Intake, Taken
+from headrace.services.executor.intake import Prefetch, PreparedBatch
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.span_attributes import Run
 from headrace.telemetry.watchdog import RUN_GRACE_S, Activity
 from headrace.topics import Stage
-from headrace.transport.channels import Outlet, PullChannel, Puller
-from headrace.transport.heartbeat import Announcer
+from headrace.transport.channels import BatchConsumer, BatchQueue, Outlet
+from headrace.transport.heartbeat import ExecutorHeartbeat
 
 log = structlog.get_logger(__name__)
 
@@ -60,11 +60,11 @@ class ExecutorService:
 
     def __init__(
         self,
-        pulls: PullChannel[ModelKey, Batch],
+        pulls: BatchQueue[ModelKey, Batch],
         answers: Outlet[list[Request]],
         models: Models,
         instruments: Instruments,
-        announcer: Announcer | None = None,
+        announcer: ExecutorHeartbeat | None = None,
         isolating: Isolating | None = None,
     ) -> None:
         self._isolating = isolating or NotIsolating()
@@ -97,7 +97,7 @@ class ExecutorService:
         self._loading.update(self._models.versions(State.LOADING))
         for version in self._loading:
             changes.put_nowait(Change("load", version))
-        self._settled(None)
+        self._acked(None)
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follow(changes, tasks), name="executor-models")
             await self._pulls.ended()
@@ -108,7 +108,7 @@ class ExecutorService:
 
     async def _follow(self, changes: asyncio.Queue[Change], tasks: asyncio.TaskGroup) -> None:
         """Serve what is to be served."""
-        serving: dict[ModelVersion, list[Puller[ModelKey, Batch]]] = {}
+        serving: dict[ModelVersion, list[BatchConsumer[ModelKey, Batch]]] = {}
         while True:
             change = await changes.get()
             version = change.version
@@ -121,7 +121,9 @@ class ExecutorService:
                 for puller in serving.pop(version, ()):
                     puller.release()
 
-    async def _serve(self, version: ModelVersion, pullers: list[Puller[ModelKey, Batch]]) -> None:
+    async def _serve(
+        self, version: ModelVersion, pullers: list[BatchConsumer[ModelKey, Batch]]
+    ) -> None:
         """Load a version, run its instances, and unload it."""
         name = f"{version.name}-{version.version}"
         try:
@@ -134,7 +136,7 @@ class ExecutorService:
                 ]
                 self._models.mark_ready(version, preparation.verdict)
                 tell_ready(version)
-                self._settled(version)
+                self._acked(version)
                 async with asyncio.TaskGroup() as tasks:
                     for instance, puller in zip(instances, pullers, strict=True):
                         tasks.create_task(self._pull_and_run(version, instance, puller), name=name)
@@ -143,16 +145,16 @@ class ExecutorService:
                 Event.MODEL_FAILED, model=version.name, version=version.version, reason=str(error)
             )
             self._models.mark_failed(version, str(error))
-            self._settled(version)
+            self._acked(version)
 
-    def _settled(self, version: ModelVersion | None) -> None:
+    def _acked(self, version: ModelVersion | None) -> None:
         """A version has loaded or failed; when all have that were there first, say so."""
         self._loading.discard(version)
         if not self._loading:
             self.loaded.set()
 
     async def _pull_and_run(
-        self, version: ModelVersion, instance: Instance, puller: Puller[ModelKey, Batch]
+        self, version: ModelVersion, instance: Instance, puller: BatchConsumer[ModelKey, Batch]
     ) -> None:
         """One instance's loop. Parts of failed batches and fresh batches take turns."""
         limit_s = version.config.max_execution_s + RUN_GRACE_S
@@ -163,10 +165,10 @@ class ExecutorService:
             del self._activities[instance]
 
     async def _take_turns(
-        self, version: ModelVersion, instance: Instance, puller: Puller[ModelKey, Batch]
+        self, version: ModelVersion, instance: Instance, puller: BatchConsumer[ModelKey, Batch]
     ) -> None:
         async with asyncio.TaskGroup() as tasks:
-            intake = Intake(
+            intake = Prefetch(
                 puller, lambda batch: self._gather_ahead(version, instance, batch), tasks
             )
             while (taken := await intake.next()) is not None:
@@ -180,7 +182,9 @@ class ExecutorService:
                         self._announcer.finished(taken.batch.batch_id, finished)
                     await self._answers.send(finished)
 
-    def _gather_ahead(self, version: ModelVersion, instance: Instance, batch: Batch) -> Taken:
+    def _gather_ahead(
+        self, version: ModelVersion, instance: Instance, batch: Batch
+    ) -> PreparedBatch:
         """Gather a batch while another one computes, and have it begin when that one ends."""
         clock = self._anchored()
         began_us = clock()
@@ -198,10 +202,12 @@ class ExecutorService:
             and instance.start_ahead(arrays, self._while_in_time(wanted))
         )
         entry = self._gate.begin() if started else None
-        return Taken(batch, ended, wanted, arrays, began_us, clock(), clock=clock, entry=entry)
+        return PreparedBatch(
+            batch, ended, wanted, arrays, began_us, clock(), clock=clock, entry=entry
+        )
 
     async def _run(
-        self, version: ModelVersion, instance: Instance, intake: Intake, taken: Taken
+        self, version: ModelVersion, instance: Instance, intake: Prefetch, taken: PreparedBatch
     ) -> tuple[list[Request], list[Batch]]:
         """Run requests together; returns those that are done, and what is to be run apart."""
         batch = taken.batch
@@ -279,7 +285,12 @@ class ExecutorService:
             self._comparisons.pop(version, None)
 
     async def _compute(
-        self, version: ModelVersion, instance: Instance, intake: Intake, run: Run, taken: Taken
+        self,
+        version: ModelVersion,
+        instance: Instance,
+        intake: Prefetch,
+        run: Run,
+        taken: PreparedBatch,
     ) -> Failure | None:
         """Give each request its outputs, or say why all of them together have none."""
         try:
@@ -309,7 +320,7 @@ class ExecutorService:
             )
         return None
 
-    def _put_off(self, intake: Intake, run: Run, failure: Failure) -> list[Request] | None:
+    def _put_off(self, intake: Prefetch, run: Run, failure: Failure) -> list[Request] | None:
         """Run once more what the backend may be able to run later, as far as deadlines allow.
 
         Returns:
@@ -357,7 +368,7 @@ class ExecutorService:
         ended: list[Request] = []
         wanted: list[Request] = []
         for request in requests:
-            failure = VOID if request.receipt.void else None
+            failure = VOID if request.ack_handle.revoked else None
             if request.envelope.deadline_ms:
                 failure = failure or deadline_passed(request, now_us, Stage.EXECUTOR)
             if failure is None:

@@ -47,7 +47,7 @@ class Binding(Protocol):
 Lookup: TypeAlias = Callable[[str, str | None], Binding]
 
 
-class Alike(NamedTuple):
+class DecodeTemplate(NamedTuple):
     """What was found when a request of a layout was bound, and holds for the others.
 
     Attributes:
@@ -88,7 +88,7 @@ class Layout:
         self.head = value[: self._start]
         self.tail = value[self._stop :]
         self._bind: Bind | None = None
-        self._alike: Alike | None = None
+        self._alike: DecodeTemplate | None = None
         self.message = message
         self.doubt = 0
         tensor.data = memoryview(b"")  # or the first value would live as long as its layout
@@ -113,10 +113,10 @@ class Layout:
             place = (self.head, self.tail, self._start, self._stop)
             tensor = bound.tensors[0][:3]
             self._bind = version.bind
-            self._alike = Alike(*place, *tensor, version.name, version.version, bound[1:])
+            self._alike = DecodeTemplate(*place, *tensor, version.name, version.version, bound[1:])
         return bound
 
-    def alike(self, lookup: Lookup) -> Alike | None:
+    def alike(self, lookup: Lookup) -> DecodeTemplate | None:
         """What holds for every request of this layout now; None where each has to be bound."""
         if self._alike is None:
             return None
@@ -127,7 +127,7 @@ class Layout:
         return self._alike if version.bind is self._bind else None
 
 
-class Layouts:
+class DecodeCache:
     """The layouts of late, one for each length."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Layouts:
             return None
         return layout if value.startswith(layout.head) and value.endswith(layout.tail) else None
 
-    def alike(self, length: int, lookup: Lookup) -> Alike | None:
+    def alike(self, length: int, lookup: Lookup) -> DecodeTemplate | None:
         """What holds for the requests of the layout of this length, if it is bound by now."""
         layout = self._by_length.get(length)
         return None if layout is None else layout.alike(lookup)

@@ -9,8 +9,8 @@ from headrace.config import LimitSettings
 from headrace.delivery.failures import deadline_passed, ran_alone, rejection
 from headrace.delivery.inflight import (
     RECORD_OVERHEAD_BYTES,
-    Assignment,
-    LedgerReceipt,
+    AssignedPartition,
+    InFlightAck,
     beside_bytes,
     record_bytes,
 )
@@ -26,14 +26,14 @@ from headrace.protocol.headers import (
     parse_envelope,
 )
 from headrace.protocol.messages import Envelope, Failure, InputTensor, Request, Tensor
-from headrace.services.ingest.layouts import Alike, Layouts
+from headrace.services.ingest.layouts import DecodeCache, DecodeTemplate
 from headrace.services.ingest.transforming import Payload
 from headrace.topics import Stage
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}
 """Of these the value has the tensors; any other payload is made into tensors by the model."""
 
-_layouts = Layouts()
+_layouts = DecodeCache()
 """A cache, like `functools.lru_cache`: what is in it follows from the values alone."""
 
 COPIED_BYTES = 512
@@ -43,21 +43,21 @@ COPIED_BYTES = 512
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
 
 
-class _NothingOwed:
-    """The receipt of a record that nobody answers."""
+class _NullAck:
+    """The ack handle of a record that nobody answers."""
 
-    void = False
+    revoked = False
 
     @property
-    def assignment(self) -> _NothingOwed:
+    def assignment(self) -> _NullAck:
         """Itself: nobody takes it away."""
         return self
 
-    def settle(self) -> None:
-        """There is nothing to settle."""
+    def ack(self) -> None:
+        """There is nothing to acknowledge."""
 
 
-NOTHING_OWED = _NothingOwed()
+NULL_ACK = _NullAck()
 
 
 class ModelLookup(Protocol):
@@ -92,7 +92,7 @@ class Rules(NamedTuple):
 
 
 def read_requests(
-    records: Sequence[Record], assignment: Assignment, rules: Rules, now_us: int
+    records: Sequence[Record], assignment: AssignedPartition, rules: Rules, now_us: int
 ) -> list[Request]:
     """Admit records and make a request of each, in order; see `read_request`."""
     turn = _Turn(assignment, rules, now_us)
@@ -120,13 +120,13 @@ def read_requests(
     return requests
 
 
-class _AlikeByLength(dict[int, Alike | None]):
-    """What holds for requests of known layouts, during a turn; see `Layouts.alike`."""
+class _AlikeByLength(dict[int, DecodeTemplate | None]):
+    """What holds for requests of known layouts, during a turn; see `DecodeCache.alike`."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
 
-    def __missing__(self, length: int) -> Alike | None:
+    def __missing__(self, length: int) -> DecodeTemplate | None:
         known = None
         if length <= self._rules.limits.max_request_bytes:
             known = _layouts.alike(length, self._rules.models.lookup)
@@ -142,7 +142,7 @@ class _Turn:
         previous: the offset of the record that was read last.
     """
 
-    def __init__(self, assignment: Assignment, rules: Rules, now_us: int) -> None:
+    def __init__(self, assignment: AssignedPartition, rules: Rules, now_us: int) -> None:
         self.alike = _AlikeByLength(rules)
         self.previous = assignment.last_delivered
         self._assignment = assignment
@@ -154,11 +154,13 @@ class _Turn:
         self._size_bytes = 0
 
     def sync(self) -> None:
-        """Enter in the ledger what was read by `read_alike`."""
+        """Enter in the in-flight tracker what was read by `read_alike`."""
         self._assignment.admitted(self.previous, self._records, self._size_bytes)
         self._records = self._size_bytes = 0
 
-    def read_alike(self, record: Record, value: bytes, envelope: Envelope, alike: Alike) -> Request:
+    def read_alike(
+        self, record: Record, value: bytes, envelope: Envelope, alike: DecodeTemplate
+    ) -> Request:
         """The request in a record of this layout."""
         _, _, start, stop, name, datatype, shape, model, version, bound = alike
         rows, shape_class, tensor_bytes, wanted = bound
@@ -175,7 +177,7 @@ class _Turn:
         self._records += 1
         self._size_bytes += size_bytes
         return Request(
-            LedgerReceipt(self._assignment, previous, offset, size_bytes),
+            InFlightAck(self._assignment, previous, offset, size_bytes),
             self._partition,
             offset,
             previous,
@@ -206,10 +208,10 @@ def _is_plain(envelope: Envelope, now_us: int) -> bool:
 
 def read_request(
     record: Record,
-    assignment: Assignment,
+    assignment: AssignedPartition,
     rules: Rules,
     now_us: int,
-    receipt: LedgerReceipt | None = None,
+    ack_handle: InFlightAck | None = None,
 ) -> Request:
     """Admit a record and make a request of it.
 
@@ -217,11 +219,11 @@ def read_request(
     because it has to be answered. A request that is late already, or would be, by its headers,
     is charged nothing for its value. A record that cancels a request is not admitted: it goes on
     to where that request may wait, as one without a model and with nothing owed for it. With a
-    receipt, the record was admitted before.
+    ack handle, the record was admitted before.
     """
     timeout_ms = rules.limits.default_timeout_ms
     envelope = parse_envelope(record.headers, record.timestamp, timeout_ms)
-    return _read(record, envelope, assignment, rules, now_us, receipt)
+    return _read(record, envelope, assignment, rules, now_us, ack_handle)
 
 
 def cancels_another(record: Record) -> bool:
@@ -232,10 +234,10 @@ def cancels_another(record: Record) -> bool:
 def _read(
     record: Record,
     envelope: Envelope,
-    assignment: Assignment,
+    assignment: AssignedPartition,
     rules: Rules,
     now_us: int,
-    receipt: LedgerReceipt | None = None,
+    ack_handle: InFlightAck | None = None,
 ) -> Request:
     if envelope.cancels is not None and envelope.fault is None:
         fault = _misdirected(record, envelope, envelope.cancels)
@@ -244,9 +246,9 @@ def _read(
         envelope = envelope._replace(fault=fault)
     value = record.value
     size_bytes = record_bytes(record)
-    receipt = receipt or assignment.admit(record.offset, size_bytes)
-    origin = (record.partition, record.offset, receipt.previous, record.timestamp)
-    request = Request(receipt, *origin, record.key, value, record.headers, envelope)
+    ack_handle = ack_handle or assignment.admit(record.offset, size_bytes)
+    origin = (record.partition, record.offset, ack_handle.previous, record.timestamp)
+    request = Request(ack_handle, *origin, record.key, value, record.headers, envelope)
     request.ingested_us = now_us
     request.model, request.version = envelope.model, envelope.version
     if envelope.deadline_ms:
@@ -256,7 +258,7 @@ def _read(
         if request.failure is not None:
             request.value = None
             request.version = ""
-            receipt.resize(size_bytes - len(value or b""))
+            ack_handle.resize(size_bytes - len(value or b""))
             return request
     try:
         if envelope.fault is not None:
@@ -271,16 +273,18 @@ def _read(
         request.id = request.id or callers_id(value, envelope)
     if envelope.content_type not in MSGPACK_TYPES:
         # Tensors that are no views of the value are kept beside it.
-        receipt.resize(receipt.size_bytes + request.size_bytes)
+        ack_handle.resize(ack_handle.size_bytes + request.size_bytes)
     return request
 
 
-def read_condemned(record: Record, assignment: Assignment, rules: Rules, now_us: int) -> Request:
+def read_condemned(
+    record: Record, assignment: AssignedPartition, rules: Rules, now_us: int
+) -> Request:
     """Admit a record that is not run any more; it is not even decoded for a model."""
     envelope = parse_envelope(record.headers, record.timestamp, rules.limits.default_timeout_ms)
-    receipt = assignment.admit(record.offset, record_bytes(record))
-    origin = (record.partition, record.offset, receipt.previous, record.timestamp)
-    request = Request(receipt, *origin, record.key, record.value, record.headers, envelope)
+    ack_handle = assignment.admit(record.offset, record_bytes(record))
+    origin = (record.partition, record.offset, ack_handle.previous, record.timestamp)
+    request = Request(ack_handle, *origin, record.key, record.value, record.headers, envelope)
     request.ingested_us = now_us
     request.model, request.version = envelope.model, envelope.version
     request.id = callers_id(record.value, envelope)
@@ -305,11 +309,11 @@ def _misdirected(record: Record, envelope: Envelope, target: tuple[str, int, int
     )
 
 
-def _cancelling(record: Record, assignment: Assignment, envelope: Envelope) -> Request:
+def _cancelling(record: Record, assignment: AssignedPartition, envelope: Envelope) -> Request:
     assignment.pass_over(record.offset)
     origin = (record.partition, record.offset, record.offset - 1, record.timestamp)
     # Its headers may name a model as well, whose queue would take it for a request.
-    return Request(NOTHING_OWED, *origin, None, None, record.headers, envelope)
+    return Request(NULL_ACK, *origin, None, None, record.headers, envelope)
 
 
 def _bind(
@@ -367,7 +371,7 @@ def read_transformed(payload: Payload) -> Request:
     except Rejected as error:
         request.fail(rejection(error, Stage.INGEST))
         request.id = callers_id(request.value, request.envelope)
-    receipt = request.receipt
-    assert isinstance(receipt, LedgerReceipt)
-    receipt.resize(receipt.size_bytes + request.size_bytes)
+    ack_handle = request.ack_handle
+    assert isinstance(ack_handle, InFlightAck)
+    ack_handle.resize(ack_handle.size_bytes + request.size_bytes)
     return request

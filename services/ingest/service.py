@@ -11,12 +11,12 @@ from headrace.consumer.ready_queue import Delivery
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.gap_markers import skipped_range
-from headrace.delivery.inflight import Assignment
+from headrace.delivery.inflight import AssignedPartition
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Record
 from headrace.protocol.messages import Request
 from headrace.services.ingest.reading import (
-    NOTHING_OWED,
+    NULL_ACK,
     Rules,
     cancels_another,
     read_condemned,
@@ -74,7 +74,7 @@ class IngestService:
             if delivery.skipped is not None:
                 await self._answers.send([skipped_range(assignment, delivery.skipped)])
             isolation = delivery.isolation
-            while not assignment.void:
+            while not assignment.revoked:
                 able, ended = self._read(delivery, records)
                 if self._deferred:
                     able, ended = await self._transform(able, ended)
@@ -162,7 +162,7 @@ class IngestService:
     def _read_singly(
         self,
         records: Sequence[Record],
-        assignment: Assignment,
+        assignment: AssignedPartition,
         isolation: Isolation | None,
         now_us: int,
     ) -> list[Request]:
@@ -170,7 +170,7 @@ class IngestService:
         if isolation is not None and isolation.isolated is not None:
             isolated = isolation.isolated
             request = read_request(
-                isolated.record, assignment, self._rules, now_us, isolated.receipt
+                isolated.record, assignment, self._rules, now_us, isolated.ack_handle
             )
             request.after = isolated.after
             return [request]
@@ -195,5 +195,5 @@ def _chain(requests: Sequence[Request], chains: KeyChains) -> None:
     """Tell each request which one with the same key goes before it."""
     for request in requests:
         # One that cancels is not admitted: no answer of its own could go before another.
-        if request.receipt is not NOTHING_OWED:
+        if request.ack_handle is not NULL_ACK:
             request.after = chains.follow(request.key, request.offset)

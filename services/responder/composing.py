@@ -28,7 +28,7 @@ BARE_HEADERS = 3
 Addressed = dict[TopicPartition, list[Request]]
 
 
-class Composer:
+class AnswerEncoder:
     """Makes the records of ended requests, and tells what was answered."""
 
     def __init__(self, routes: Routes, instruments: Instruments) -> None:

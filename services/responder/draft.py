@@ -16,7 +16,7 @@ from headrace.errors import Rejected
 from headrace.log.errors import RecordsRefused
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.messages import Request
-from headrace.services.responder.composing import Addressed, Composer
+from headrace.services.responder.composing import Addressed, AnswerEncoder
 from headrace.telemetry.span_attributes import Answering
 
 ANSWER_BYTES = 256
@@ -30,7 +30,7 @@ class Draft:
     left out, and its dead letter may be left out.
     """
 
-    def __init__(self, composer: Composer) -> None:
+    def __init__(self, composer: AnswerEncoder) -> None:
         self._composer = composer
         self._bare: set[Request] = set()
         self._given_up: set[Request] = set()
@@ -108,7 +108,7 @@ class Draft:
     def next_form(
         self, request: Request, target: TopicPartition, refusal: Rejected
     ) -> TopicPartition:
-        """Give way with an answer, and return its target; see `Composer.give_way`."""
+        """Give way with an answer, and return its target; see `AnswerEncoder.give_way`."""
         self._encoded.pop(request, None)
         way = self._composer.give_way(request, target, refusal, bare=request in self._bare)
         if way is None:

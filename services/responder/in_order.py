@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from headrace.delivery.offset_store import Books, Outgoing
+from headrace.delivery.offset_store import OffsetStore, Outgoing
 from headrace.delivery.producing import deliver, deliver_in_order, too_large
 from headrace.errors import Rejected
 from headrace.log.port import Producer, TopicPartition
 from headrace.protocol.messages import Request
-from headrace.services.responder.composing import Addressed, Composer
+from headrace.services.responder.composing import Addressed, AnswerEncoder
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering
 
@@ -23,7 +23,7 @@ class OrderedStep:
     """Answers requests of one source partition; see `turns.Step`."""
 
     def __init__(
-        self, producer: Producer, composer: Composer, books: Books, metrics: Metrics
+        self, producer: Producer, composer: AnswerEncoder, books: OffsetStore, metrics: Metrics
     ) -> None:
         self._producer = producer
         self._composer = composer
@@ -33,7 +33,7 @@ class OrderedStep:
     async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
         addressed: Addressed = {}
         for request, target in outgoing:
-            if not (request.receipt.void or request.skipped):
+            if not (request.ack_handle.revoked or request.skipped):
                 addressed.setdefault(target, []).append(request)
         # Between two targets there is no order.
         async with asyncio.TaskGroup() as tasks:
@@ -41,12 +41,12 @@ class OrderedStep:
                 tasks.create_task(self._answer(target, requests), name=f"to-{target}")
         ours: list[Request] = []
         for request, _ in outgoing:
-            if request.receipt.void:
-                self._metrics.void.inc()
-                request.receipt.settle()
+            if request.ack_handle.revoked:
+                self._metrics.revoked.inc()
+                request.ack_handle.ack()
             else:
                 ours.append(request)
-        self._books.settle(ours)
+        self._books.ack(ours)
         return ()
 
     async def _answer(self, target: TopicPartition, requests: list[Request]) -> None:
@@ -58,7 +58,7 @@ class OrderedStep:
         start = 0
 
         def is_ours() -> bool:
-            return not requests[0].receipt.void  # all are of one assignment
+            return not requests[0].ack_handle.revoked  # all are of one assignment
 
         while start < len(records):
             refused = await deliver_in_order(

@@ -15,13 +15,13 @@ from typing import Self
 import structlog
 
 from headrace.delivery.failures import any_void
-from headrace.delivery.offset_store import Books
+from headrace.delivery.offset_store import OffsetStore
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, TopicPartition
 from headrace.primitives.byte_semaphore import Room
 from headrace.protocol.messages import Request
-from headrace.services.responder.composing import Addressed, Composer, answer_bytes
+from headrace.services.responder.composing import Addressed, AnswerEncoder, answer_bytes
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering
@@ -53,11 +53,11 @@ class _Pass:
             self._room.leave(self._size_bytes)
 
 
-class Overlapping:
+class AtLeastOnce:
     """Answers chunk by chunk; left when everything is acknowledged."""
 
     def __init__(
-        self, producer: Producer, composer: Composer, books: Books, metrics: Metrics
+        self, producer: Producer, composer: AnswerEncoder, books: OffsetStore, metrics: Metrics
     ) -> None:
         self._producer = producer
         self._composer = composer
@@ -94,7 +94,7 @@ class Overlapping:
         self._tasks.create_task(self._answer(addressed, permit), name="responder-answer")
 
     def revoked(self) -> None:
-        """Receipts have become void: let go of what stands at the side."""
+        """Ack handles have become revoked: let go of what stands at the side."""
         for target, waiting in self._stalled.items():
             self._stalled[target] = self._still_ours(waiting)
 
@@ -103,15 +103,15 @@ class Overlapping:
             return requests
         ours: list[Request] = []
         for request in requests:
-            if request.receipt.void:
-                self._metrics.void.inc()
-                request.receipt.settle()
+            if request.ack_handle.revoked:
+                self._metrics.revoked.inc()
+                request.ack_handle.ack()
             else:
                 ours.append(request)
         return ours
 
     async def _answer(self, addressed: Addressed, permit: _Pass) -> None:
-        """Send, wait for the acknowledgements, settle."""
+        """Send, wait for the acknowledgements, acknowledge."""
         left = set(addressed)
 
         def stall() -> None:
@@ -160,14 +160,14 @@ class Overlapping:
             target,
             records,
             self._metrics,
-            lambda index: not requests[index].receipt.void,
+            lambda index: not requests[index].ack_handle.revoked,
         )
         if refused:
             await self._answer_refused(
                 [
                     (requests[index], target, error, False)
                     for index, error in refused.items()
-                    if not requests[index].receipt.void
+                    if not requests[index].ack_handle.revoked
                 ]
             )
         acknowledged_us = clock()
@@ -177,7 +177,7 @@ class Overlapping:
             await self._keep(composer.letters(failed))
         times = Answering(began_us, encoded_us, acknowledged_us, clock())
         composer.answered({target: requests}, times)
-        self._books.settle(requests)
+        self._books.ack(requests)
 
     async def _answer_refused(self, refused: Sequence[Refusal]) -> None:
         """What was refused by itself gives way, until something of it is taken."""

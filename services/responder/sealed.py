@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import structlog
 
-from headrace.delivery.inflight import LedgerReceipt
+from headrace.delivery.inflight import InFlightAck
 from headrace.delivery.offset_store import Outgoing, by_offset, requests_of
-from headrace.delivery.transactions import Lost, Sealing, Unsealed
+from headrace.delivery.transactions import PartitionLost, PartitionTransactions, TransactionAborted
 from headrace.errors import Rejected, drop_tracebacks
 from headrace.log.errors import (
     LogRefused,
@@ -34,7 +34,7 @@ from headrace.log.errors import (
     UnknownPartition,
 )
 from headrace.log.port import TopicPartition
-from headrace.services.responder.composing import Composer
+from headrace.services.responder.composing import AnswerEncoder
 from headrace.services.responder.draft import Draft, sizes_of
 from headrace.services.responder.gathering import pause_s
 from headrace.services.responder.step_size import StepSize, StepSizing
@@ -71,7 +71,7 @@ class _Ended(NamedTuple):
 _NEVER = _Ended(float("-inf"), float("-inf"))
 
 
-class SealedStep:
+class TransactionalStep:
     """Answers requests of one source partition; see `turns.Step`.
 
     Args:
@@ -83,8 +83,8 @@ class SealedStep:
 
     def __init__(
         self,
-        sealing: Sealing,
-        composer: Composer,
+        sealing: PartitionTransactions,
+        composer: AnswerEncoder,
         metrics: Metrics,
         responses: str,
         *,
@@ -104,12 +104,12 @@ class SealedStep:
 
     async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
         began_s = time.monotonic()
-        first = outgoing[0][0].receipt if outgoing else None
+        first = outgoing[0][0].ack_handle if outgoing else None
         left = await self._answer_now(number, outgoing)
         last, ended_s = self._last.get(number, _NEVER), time.monotonic()
         follows = began_s - last.pause_ended_s < FOLLOWS_WITHIN_S
         found_s = 0.0
-        if follows and isinstance(first, LedgerReceipt) and not first.void:
+        if follows and isinstance(first, InFlightAck) and not first.revoked:
             answers, under_way = len(outgoing) - len(left), first.assignment.in_flight
             found_s = pause_s(answers, ended_s - last.ended_s, under_way)
             await asyncio.sleep(found_s)
@@ -147,7 +147,7 @@ class SealedStep:
         return []
 
     async def _seal(self, number: int, outgoing: list[Outgoing], draft: Draft) -> Rejected | None:
-        """Commit transactions until all is sealed, or void; what has to wait stays in the list.
+        """Commit transactions until all is sealed, or revoked; what has to wait stays in the list.
 
         Returns:
             why the log refuses a record of what is left in the list; None where it does not.
@@ -176,8 +176,8 @@ class SealedStep:
         return None
 
     async def _try(self, number: int, outgoing: list[Outgoing], draft: Draft) -> bool:
-        """One transaction; False when it failed. Void answers are settled without it, and those
-        for partitions without leaders stay in the list.
+        """One transaction; False when it failed. Void answers are acknowledged without it, and
+        those for partitions without leaders stay in the list.
         """
         size = self._size(number)
         size_bytes = 0 if size.limit_bytes is None else sum(sizes_of(outgoing))
@@ -186,15 +186,15 @@ class SealedStep:
         try:
             if not await self._commit(number, outgoing, draft, leaderless):
                 return False
-        except Unsealed as error:
+        except TransactionAborted as error:
             self._metrics.retried("send", len(outgoing))
             if error.timed_out:
                 self._halve(number, outgoing)
             return False
-        except Lost:
-            self._metrics.void.inc(len(outgoing))
+        except PartitionLost:
+            self._metrics.revoked.inc(len(outgoing))
             for request in requests_of(outgoing):
-                request.receipt.settle()
+                request.ack_handle.ack()
             outgoing.clear()
         finally:
             draft.release()

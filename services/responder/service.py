@@ -1,4 +1,5 @@
-"""The responder's path: a request with its outcome → where its answer goes → acknowledged, settled.
+"""The responder's path: a request with its outcome → where its answer goes → acknowledged,
+acknowledged.
 
 Every request of the process, however it ended, comes through here. How answers are given follows
 from what is promised of them: chunks overlap (`overlapping`), unless answers are sealed with the
@@ -11,19 +12,19 @@ import asyncio
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
-from headrace.delivery.inflight import LedgerReceipt
-from headrace.delivery.offset_store import Books
-from headrace.delivery.source_offsets import Origins
-from headrace.delivery.transactions import Sealing
+from headrace.delivery.inflight import InFlightAck
+from headrace.delivery.offset_store import OffsetStore
+from headrace.delivery.source_offsets import SourceOffsets
+from headrace.delivery.transactions import PartitionTransactions
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer
 from headrace.protocol.messages import Head, Request
-from headrace.services.responder.composing import Addressed, Composer, answer_bytes
+from headrace.services.responder.composing import Addressed, AnswerEncoder, answer_bytes
 from headrace.services.responder.directory import TopicDirectory
 from headrace.services.responder.in_order import OrderedStep
-from headrace.services.responder.overlapping import Overlapping
+from headrace.services.responder.overlapping import AtLeastOnce
 from headrace.services.responder.routing import Routes, choose_partition
-from headrace.services.responder.sealed import SealedStep
+from headrace.services.responder.sealed import TransactionalStep
 from headrace.services.responder.step_size import StepSizing
 from headrace.services.responder.turns import OrderBy, Turns
 from headrace.telemetry.instruments import Instruments
@@ -47,9 +48,9 @@ class Delivery(NamedTuple):
         step_sizing: how large a transaction may be, for exactly once.
     """
 
-    books: Books
-    origins: Origins | None = None
-    sealing: Sealing | None = None
+    books: OffsetStore
+    origins: SourceOffsets | None = None
+    sealing: PartitionTransactions | None = None
     order_by: OrderBy = "none"
     step_sizing: StepSizing = StepSizing()
 
@@ -74,15 +75,15 @@ class ResponderService:
         self._books = delivery.books
         self._origins = delivery.origins
         self._metrics = instruments.metrics
-        self._composer = Composer(routes, instruments)
+        self._composer = AnswerEncoder(routes, instruments)
         self._directory = TopicDirectory(producer, self._resolved)
         self._turns: Turns | None = None
         self._answers = self._make_answers(producer, delivery)
 
-    def _make_answers(self, producer: Producer, delivery: Delivery) -> Overlapping | Turns:
+    def _make_answers(self, producer: Producer, delivery: Delivery) -> AtLeastOnce | Turns:
         books, sealing, metrics = delivery.books, delivery.sealing, self._metrics
         if sealing is not None:
-            step: SealedStep | OrderedStep = SealedStep(
+            step: TransactionalStep | OrderedStep = TransactionalStep(
                 sealing,
                 self._composer,
                 metrics,
@@ -93,7 +94,7 @@ class ResponderService:
         elif delivery.order_by != "none":
             step = OrderedStep(producer, self._composer, books, metrics)
         else:
-            return Overlapping(producer, self._composer, books, metrics)
+            return AtLeastOnce(producer, self._composer, books, metrics)
         fused = delivery.origins is None
         self._turns = Turns(step, books, delivery.order_by, metrics, charges_held=fused)
         return self._turns
@@ -107,7 +108,7 @@ class ResponderService:
                     await self._answers.take(addressed)
 
     def revoked(self) -> None:
-        """Receipts have become void: let go of what waits for them."""
+        """Ack handles have become revoked: let go of what waits for them."""
         self._answers.revoked()
 
     async def _ours(self, chunk: list[Request]) -> list[Request]:
@@ -118,7 +119,7 @@ class ResponderService:
             ours += others
         for request in repeated:
             self._metrics.duplicates.inc()
-            request.receipt.settle()
+            request.ack_handle.ack()
         return ours
 
     def _sort_out(self, chunk: list[Request]) -> tuple[list[Request], list[Request]]:
@@ -128,22 +129,22 @@ class ResponderService:
         heads: tuple[Head, ...] | None = None
         size_bytes = 0
         for request in chunk:
-            receipt = request.receipt
-            if receipt.assignment.void:
-                self._metrics.void.inc()
-                receipt.settle()
+            ack_handle = request.ack_handle
+            if ack_handle.assignment.revoked:
+                self._metrics.revoked.inc()
+                ack_handle.ack()
             elif request.contents is None and request.skipped and self._turns is None:
-                self._books.settle([request])
+                self._books.ack([request])
             elif self._origins is None:
                 ours.append(request)
                 if request.heads is not heads:
                     heads, size_bytes = request.heads, answer_bytes([request])
-                if size_bytes > CHARGED_FROM_BYTES and isinstance(receipt, LedgerReceipt):
-                    receipt.resize(receipt.size_bytes + size_bytes)
+                if size_bytes > CHARGED_FROM_BYTES and isinstance(ack_handle, InFlightAck):
+                    ack_handle.resize(ack_handle.size_bytes + size_bytes)
             elif self._origins.claim(request.partition, request.offset):
                 ours.append(request)
             elif request.skipped:  # its end is answered, and what lies before it may not be
-                self._books.settle([request])
+                self._books.ack([request])
             else:
                 repeated.append(request)
         return ours, repeated
@@ -210,9 +211,9 @@ class ResponderService:
     ) -> None:
         addressed: Addressed = {}
         for request in requests:
-            if request.receipt.void:  # since it was asked for
-                self._metrics.void.inc()
-                request.receipt.settle()
+            if request.ack_handle.revoked:  # since it was asked for
+                self._metrics.revoked.inc()
+                request.ack_handle.ack()
             else:
                 self._add(addressed, request, partitions)
         await self._answers.take(addressed)

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Literal, Self
 
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.inflight import LedgerReceipt
-from headrace.delivery.offset_store import Books, Outgoing
+from headrace.delivery.inflight import InFlightAck
+from headrace.delivery.offset_store import OffsetStore, Outgoing
 from headrace.delivery.ordering import Order
-from headrace.primitives.auto_reset_event import Signal
+from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.byte_semaphore import Room
 from headrace.protocol.messages import Request
 from headrace.services.responder.composing import Addressed, answer_bytes
@@ -33,7 +33,8 @@ WAITING_S = 1.0
 
 OrderBy = Literal["none", "key", "partition"]
 Step = Callable[[int, list[Outgoing]], Awaitable[Sequence[Outgoing]]]
-"""Answers requests of one source partition, and settles them; returns those that have to wait."""
+"""Answers requests of one source partition, and acknowledges them; returns those that have to wait.
+"""
 
 
 class _Lane:
@@ -45,7 +46,7 @@ class _Lane:
         self.order: Order[Outgoing] = Order(progress)
         self.queue: list[Outgoing] = []
         self.waiting: list[Outgoing] = []
-        self.more = Signal()
+        self.more = AutoResetEvent()
         self.task: asyncio.Task[None] | None = None
 
 
@@ -63,7 +64,7 @@ class Turns:
     def __init__(
         self,
         step: Step,
-        books: Books,
+        books: OffsetStore,
         order_by: OrderBy,
         metrics: Metrics,
         *,
@@ -100,8 +101,8 @@ class Turns:
                 if number not in lanes:
                     lanes[number], free[number] = self._lane(number), []
                 lane = lanes[number]
-                if lane is None or request.receipt.void:
-                    self._void(request)
+                if lane is None or request.ack_handle.revoked:
+                    self._revoked(request)
                 elif self._order_by == "none":
                     free[number].append((request, target))
                 else:
@@ -113,7 +114,7 @@ class Turns:
         await self._room.enough()
 
     def revoked(self) -> None:
-        """Let go of what has become void, so that its bytes are free."""
+        """Let go of what has become revoked, so that its bytes are free."""
         for number, lane in list(self._lanes.items()):
             if lane.progress is not self._books.progress(number):
                 self._end(lane)
@@ -138,9 +139,9 @@ class Turns:
         if self._order_by == "key":
             before = request.after if request.after >= 0 else None
         free = lane.order.ended(request.offset, before, outgoing)
-        receipt = request.receipt
-        if not (free or self._charges_held) and isinstance(receipt, LedgerReceipt):
-            receipt.resize(0)
+        ack_handle = request.ack_handle
+        if not (free or self._charges_held) and isinstance(ack_handle, InFlightAck):
+            ack_handle.resize(0)
         return free
 
     def _queue(self, lane: _Lane, outgoing: list[Outgoing]) -> None:
@@ -179,7 +180,7 @@ class Turns:
         return self._lanes.get(lane.number) is lane
 
     def _end(self, lane: _Lane) -> None:
-        """Its assignment is over. What a step has in hand it finds to be void itself."""
+        """Its assignment is over. What a step has in hand it finds to be revoked itself."""
         if self._is_current(lane):
             del self._lanes[lane.number]
         lane.more.give()
@@ -189,11 +190,11 @@ class Turns:
             left += lane.waiting
             lane.waiting = []
         for request, _ in left + lane.order.drop():
-            self._void(request)
+            self._revoked(request)
 
-    def _void(self, request: Request) -> None:
-        self._metrics.void.inc()
-        request.receipt.settle()
+    def _revoked(self, request: Request) -> None:
+        self._metrics.revoked.inc()
+        request.ack_handle.ack()
 
 
 def _size(outgoing: Sequence[Outgoing]) -> int:

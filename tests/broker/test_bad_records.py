@@ -47,7 +47,7 @@ class Images:
         return self._images
 
 
-class Exchange:
+class RpcClient:
     """Sends records and finds what came of each by its offset."""
 
     def __init__(self, producer: AIOKafkaProducer, consumer: AIOKafkaConsumer, name: str) -> None:
@@ -90,7 +90,7 @@ class Exchange:
 
 
 @asynccontextmanager
-async def _exchange(bootstrap_servers: str, name: str) -> AsyncIterator[Exchange]:
+async def _exchange(bootstrap_servers: str, name: str) -> AsyncIterator[RpcClient]:
     async with (
         AIOKafkaProducer(
             bootstrap_servers=bootstrap_servers, max_request_size=8 * MAX_REQUEST_BYTES
@@ -106,7 +106,7 @@ async def _exchange(bootstrap_servers: str, name: str) -> AsyncIterator[Exchange
                 for number in range(PARTITIONS)
             ]
         )
-        yield Exchange(producer, consumer, name)
+        yield RpcClient(producer, consumer, name)
 
 
 def _check_refused(bad: BadRecord, number: int, answer: Any, dead_letter: Any) -> None:

@@ -36,7 +36,7 @@ Settle = Callable[[int], Settings]
 
 
 @pytest.fixture
-def settle(
+def ack(
     kafka: LocalKafka, tmp_path: Path, unique_name: str, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> Settle:
     """Settings with a limit, for the process and, through the environment, for commands."""
@@ -74,14 +74,14 @@ def _json(result: Result) -> Any:
 
 
 def test_a_letter_of_a_strict_limit_is_answered_once_the_limit_is_raised(
-    settle: Settle, call: Call
+    ack: Settle, call: Call
 ) -> None:
     """At the reply topic it named, with its correlation id; a second redrive sends nothing."""
-    asyncio.run(_fail(settle(STRICT_BYTES), 1))
+    asyncio.run(_fail(ack(STRICT_BYTES), 1))
 
     first = _json(call("dlq", "redrive", "--code", "TOO_LARGE", "--json"))
     second = _json(call("dlq", "redrive", "--json"))
-    refusal, answer = asyncio.run(_serve(settle(4096), 2))
+    refusal, answer = asyncio.run(_serve(ack(4096), 2))
 
     assert (first["sent"], second["sent"], second["done_before"]) == (1, 0, 1)
     assert dict(refusal.headers)["x-status"] == b"TOO_LARGE"
@@ -90,9 +90,9 @@ def test_a_letter_of_a_strict_limit_is_answered_once_the_limit_is_raised(
     assert isinstance(decode_response(answer.headers, answer.value), Answer)
 
 
-def test_letters_are_listed_shown_and_exported(settle: Settle, call: Call) -> None:
+def test_letters_are_listed_shown_and_exported(ack: Settle, call: Call) -> None:
     """What was redriven is marked; the request is decoded whatever limit it exceeded."""
-    settings = settle(STRICT_BYTES)
+    settings = ack(STRICT_BYTES)
     asyncio.run(_fail(settings, 3))
     call("dlq", "redrive", "1/1")
 
@@ -115,9 +115,9 @@ def test_letters_are_listed_shown_and_exported(settle: Settle, call: Call) -> No
     assert [(each["partition"], each["records"]) for each in counted] == [(1, 2)]
 
 
-def test_a_dry_run_and_a_transform_of_the_users(settle: Settle, call: Call, tmp_path: Path) -> None:
+def test_a_dry_run_and_a_transform_of_the_users(ack: Settle, call: Call, tmp_path: Path) -> None:
     """The dry run sends nothing; the script's records are what is sent."""
-    settings = settle(STRICT_BYTES)
+    settings = ack(STRICT_BYTES)
     asyncio.run(_fail(settings, 2))
     script = tmp_path / "mend.py"
     script.write_text("def transform(record):\n    return record._replace(value=b'mended')\n")
@@ -130,9 +130,9 @@ def test_a_dry_run_and_a_transform_of_the_users(settle: Settle, call: Call, tmp_
     assert [record.value for record in asyncio.run(_requests(settings))[2:]] == [b"mended"] * 2
 
 
-def test_a_letter_that_is_not_there_is_told(settle: Settle, call: Call) -> None:
+def test_a_letter_that_is_not_there_is_told(ack: Settle, call: Call) -> None:
     """With its place, and the exit code of a wrong call."""
-    settings = settle(STRICT_BYTES)
+    settings = ack(STRICT_BYTES)
     asyncio.run(_fail(settings, 1))
 
     result = call("dlq", "show", "1/7")

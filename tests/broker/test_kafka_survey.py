@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.config import KafkaSettings
-from headrace.log.kafka.cluster import Right, SurveyedTopic, survey
+from headrace.log.kafka.cluster import DescribedTopic, Right, survey
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import TopicInfo
 from headrace.tools.local_kafka import LocalKafka
@@ -23,7 +23,7 @@ async def test_a_survey_without_access_rules(kafka: LocalKafka, unique_name: str
     assert found.release >= (4, 0)
     assert found.settings is not None
     assert found.settings["offset.metadata.max.bytes"] == "4096"
-    assert found.topics == {unique_name: SurveyedTopic(frozenset(Right), 1, 1)}
+    assert found.topics == {unique_name: DescribedTopic(frozenset(Right), 1, 1)}
     assert (found.may_join, found.may_transact) == (True, True)
 
 
@@ -40,6 +40,6 @@ async def test_a_survey_tells_what_access_rules_forbid(kafka_installed: None) ->
         await allow_only(servers, "other", Operation.DESCRIBE, Resource.GROUP)
         await allow_only(servers, "other.0", Operation.DESCRIBE, Resource.TRANSACTIONAL_ID)
         found = await survey(settings, ["readable", "hidden"], "other", "other.0")
-        assert found.topics == {"readable": SurveyedTopic(frozenset({Right.READ}), 1, 1)}
+        assert found.topics == {"readable": DescribedTopic(frozenset({Right.READ}), 1, 1)}
         assert found.forbidden_topics == {"hidden"}
         assert (found.may_join, found.may_transact) == (False, False)

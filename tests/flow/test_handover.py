@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Settings, make_settings
-from headrace.crash_isolation.markers import NOBODY, Marks
-from headrace.crash_isolation.poison_search import Mark
+from headrace.crash_isolation.markers import NOBODY, CrashMarkers
+from headrace.crash_isolation.poison_search import CrashMarker
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicPartition
 from headrace.runtime.process import Pipeline
@@ -159,9 +159,9 @@ async def test_fast_request_during_a_search_is_answered_before_the_accused(
     topic, group = settings.topic(Topic.REQUESTS), settings.namespace
     if grouping != [FUSED]:
         group = f"{group}.{Stage.INGEST}"
-    accused = Mark(is_open=True, accused=((0, BACKLOG // PARTITIONS),))
+    accused = CrashMarker(is_open=True, accused=((0, BACKLOG // PARTITIONS),))
     marks = {TopicPartition(topic, number): accused for number in range(PARTITIONS)}
-    await Marks(log, group).write(marks, NOBODY)
+    await CrashMarkers(log, group).write(marks, NOBODY)
 
     async with serving(settings, log, grouping):
         slow_answered = 0

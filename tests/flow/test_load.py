@@ -10,11 +10,11 @@ import pytest
 
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
-from headrace.tools.bench.load import Course, Load, Payload
+from headrace.tools.bench.load import Load, LoadPlan, Payload
 from tests.support.conditions import eventually
 
 REQUESTS, RESPONSES = TopicPartition("requests", 2), TopicPartition("responses", 2)
-COURSE = Course(REQUESTS, RESPONSES, seconds=0.4, wait_s=5.0)
+COURSE = LoadPlan(REQUESTS, RESPONSES, seconds=0.4, wait_s=5.0)
 
 
 class Answering:

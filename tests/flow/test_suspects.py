@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from headrace.config import make_settings
-from headrace.crash_isolation.markers import NOBODY, Marks
-from headrace.crash_isolation.poison_search import Mark
+from headrace.crash_isolation.markers import NOBODY, CrashMarkers
+from headrace.crash_isolation.poison_search import CrashMarker
 from headrace.errors import Code
 from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 from headrace.topics import Stage, Topic
@@ -140,8 +140,8 @@ async def test_a_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
     requests = [TopicPartition(settings.topic(Topic.REQUESTS), each) for each in range(PARTITIONS)]
     reply = [("kafka_replyTopic", b"headrace.mine")]
     await write_to(log, requests[0], NewRecord(None, number_value(1.0, "0"), reply))
-    marks = Marks(log, settings.namespace)
-    await marks.write({each: Mark(is_open=True) for each in requests}, NOBODY)
+    marks = CrashMarkers(log, settings.namespace)
+    await marks.write({each: CrashMarker(is_open=True) for each in requests}, NOBODY)
     async with serving(settings, log, [FUSED]):
         for place in range(1, PARTITIONS):
             await write_to(log, requests[place], NewRecord(None, number_value(1.0, str(place))))

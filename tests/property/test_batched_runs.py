@@ -41,13 +41,13 @@ class Sent(NamedTuple):
 
     values: tuple[int, ...]
     deadline_ms: int = 0
-    void: bool = False
+    revoked: bool = False
 
     def code(self, poisons: set[int]) -> Code | None:
         """What it has to end with; None: with its outputs."""
         if self.deadline_ms == LATE_MS:
             return Code.DEADLINE_EXCEEDED
-        if self.void:
+        if self.revoked:
             return Code(VOID.code)
         return Code.MODEL_FAILED if poisons.intersection(self.values) else None
 
@@ -108,7 +108,7 @@ def check(repository: Path, chunks: list[list[Sent]], row: Any, poisons: set[int
             request = make_request(
                 "model", rows=len(sent.values), deadline_ms=sent.deadline_ms, inputs=inputs
             )
-            receipt_of(request).void = sent.void
+            receipt_of(request).revoked = sent.revoked
             made.append((sent, request, expected))
             arriving[-1].append(request)
 

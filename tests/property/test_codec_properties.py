@@ -33,8 +33,8 @@ from headrace.protocol.codec import (
 from headrace.protocol.headers import JSON, MSGPACK, answer_headers, parse_envelope
 from headrace.protocol.messages import Batch, Envelope, Request, Tensor
 from headrace.protocol.tensors import DATATYPES, from_array, split_rows, to_array
+from tests.support.ack_handles import NO_RECEIPT
 from tests.support.bad_records.building import packed
-from tests.support.receipts import NO_RECEIPT
 
 LIMITS = LimitSettings(max_request_bytes=65_536)
 CONTENT_TYPES = st.sampled_from([MSGPACK, JSON])

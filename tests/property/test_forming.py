@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from headrace.errors import Code, Rejected
 from headrace.models.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
-from headrace.services.batcher.forming import Forming
+from headrace.services.batcher.forming import DynamicBatcher
 from headrace.transport.channels import Ask
 from tests.support.work import NOW_US, Limits, make_request, receipt_of
 
@@ -100,12 +100,12 @@ def limits_of(name: str, version: str) -> Limits:
 
 
 class FormingMachine(RuleBasedStateMachine):
-    """Requests come, expire and become void while executors pull, in any order."""
+    """Requests come, expire and become revoked while executors pull, in any order."""
 
     @initialize()
     def begin(self) -> None:
         self.now_us = NOW_US
-        self.forming = Forming(limits_of, "test")
+        self.forming = DynamicBatcher(limits_of, "test")
         self.waiting: dict[int, Request] = {}
         self.batch_ids: set[str] = set()
 
@@ -139,7 +139,7 @@ class FormingMachine(RuleBasedStateMachine):
     def revoke(self, data: st.DataObject) -> None:
         if self.waiting:
             offset = data.draw(st.sampled_from(sorted(self.waiting)))
-            receipt_of(self.waiting[offset]).void = True
+            receipt_of(self.waiting[offset]).revoked = True
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -171,7 +171,7 @@ class FormingMachine(RuleBasedStateMachine):
         self.batch_ids.add(batch.batch_id)
         for request in requests:
             assert self.waiting.pop(request.offset) is request
-            assert not request.receipt.void
+            assert not request.ack_handle.revoked
             assert request.failure is None
             assert request.formed_us == self.now_us
             deadline_us = request.envelope.deadline_ms * 1000
@@ -182,7 +182,7 @@ class FormingMachine(RuleBasedStateMachine):
         for request in ended:
             assert self.waiting.pop(request.offset) is request
             assert request.failure is not None
-            assert request.receipt.void or request.failure.code in ENDED_HERE
+            assert request.ack_handle.revoked or request.failure.code in ENDED_HERE
 
     @invariant()
     def it_knows_how_many_wait(self) -> None:
@@ -220,7 +220,7 @@ TestForming.settings = settings(max_examples=150, stateful_step_count=50, deadli
 
 def formed(requests: Iterable[Request], limits: Limits, now_us: int = NOW_US) -> list[Batch]:
     """All batches that may close now."""
-    forming = Forming(lambda _name, _version: limits, "test")
+    forming = DynamicBatcher(lambda _name, _version: limits, "test")
     for request in requests:
         forming.add(request)
     batches = []
@@ -265,7 +265,7 @@ def test_a_batch_says_why_it_closed(limits: Limits, count: int, reason: str) -> 
 
 def test_a_delay_is_waited_for_and_no_longer() -> None:
     """With `max_queue_delay_ms` a batch that is not full closes when its first request is due."""
-    forming = Forming(lambda _name, _version: Limits(max_queue_delay_ms=5), "test")
+    forming = DynamicBatcher(lambda _name, _version: Limits(max_queue_delay_ms=5), "test")
     forming.add(make_request(ingested_us=NOW_US))
     forming.add(make_request(ingested_us=NOW_US + 3000))
     key = ("digits", "1")
@@ -279,7 +279,7 @@ def test_a_delay_is_waited_for_and_no_longer() -> None:
 
 def test_a_model_that_is_let_go_hands_out_what_would_have_waited() -> None:
     """An instance that serves no longer takes the rest without the delay: nobody else would."""
-    forming = Forming(lambda _name, _version: Limits(max_queue_delay_ms=1000), "test")
+    forming = DynamicBatcher(lambda _name, _version: Limits(max_queue_delay_ms=1000), "test")
     forming.add(make_request())
 
     assert forming.next(("digits", "1"), NOW_US) is None
@@ -288,7 +288,7 @@ def test_a_model_that_is_let_go_hands_out_what_would_have_waited() -> None:
 
 def test_the_oldest_goes_first_whatever_its_shape() -> None:
     """Groups take turns by their first request's age, so that no shape starves."""
-    forming = Forming(lambda _name, _version: Limits(max_batch_size=1), "test")
+    forming = DynamicBatcher(lambda _name, _version: Limits(max_batch_size=1), "test")
     requests = [
         make_request(shape_class=(number % 3,), ingested_us=NOW_US + number) for number in range(9)
     ]
@@ -309,7 +309,7 @@ def requests_alive() -> int:
 
 def test_a_request_that_has_left_is_not_kept_until_its_deadline() -> None:
     """Deadlines may be hours off; only what waits takes memory."""
-    forming = Forming(lambda _name, _version: Limits(), "test")
+    forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
     before = requests_alive()
 
     for _ in range(1000):
@@ -321,7 +321,7 @@ def test_a_request_that_has_left_is_not_kept_until_its_deadline() -> None:
 
 def test_a_request_that_has_expired_is_not_kept_behind_one_that_waits() -> None:
     """While nobody pulls, requests that end behind a patient one leave all the same."""
-    forming = Forming(lambda _name, _version: Limits(), "test")
+    forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
     forming.add(make_request())
     before = requests_alive()
 
@@ -345,7 +345,7 @@ def test_many_shapes_do_not_make_each_batch_slow() -> None:
     assert len(batches) == len(requests)
 
 
-def told(forming: Forming, places: dict[int, int]) -> list[object]:
+def told(forming: DynamicBatcher, places: dict[int, int]) -> list[object]:
     """All that is pulled, and all that has ended, by the places of the requests."""
     pulled = []
     for number in range(200):
@@ -362,7 +362,7 @@ def test_adding_chunks_is_adding_their_requests(chunks: list[list[Kind]], paced:
     """Which batches come of them, and which requests end, is the same."""
     found = []
     for together in (True, False):
-        forming = Forming(limits_of, "test")
+        forming = DynamicBatcher(limits_of, "test")
         places: dict[int, int] = {}
         if paced:
             learn_pace(forming)
@@ -379,7 +379,7 @@ def test_adding_chunks_is_adding_their_requests(chunks: list[list[Kind]], paced:
     assert found[0] == found[1]
 
 
-def learn_pace(forming: Forming) -> None:
+def learn_pace(forming: DynamicBatcher) -> None:
     """Let a backlog of `digits` be pulled, at a millisecond a row, until it is gone."""
     for _ in range(16):
         forming.add(made(Kind(("digits", "1"), (), 1, 1, None, "", 0), NOW_US), NOW_US)

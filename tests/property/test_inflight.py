@@ -1,4 +1,4 @@
-"""The in-flight ledger under any order of events."""
+"""The in-flight tracker under any order of events."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 )
 
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.budget import RESUME_FRACTION, Budget, Shares
-from headrace.delivery.inflight import Deferred, Ledger, LedgerReceipt
+from headrace.delivery.budget import RESUME_FRACTION, Budget, FairQueue
+from headrace.delivery.inflight import Deferred, InFlightAck, InFlightTracker
 from headrace.log.port import Committed, TopicPartition
 from headrace.protocol.messages import Envelope
 
@@ -49,31 +49,31 @@ class Partition:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """A consumer that is assigned partitions, reads, settles and loses them, in any order."""
+    """A consumer that is assigned partitions, reads, acknowledges and loses them, in any order."""
 
-    receipts: Bundle[tuple[LedgerReceipt, int]] = Bundle("receipts")
+    ack_handles: Bundle[tuple[InFlightAck, int]] = Bundle("receipts")
     deferred: Bundle[Deferred] = Bundle("deferred")
 
     @initialize()
     def begin(self) -> None:
-        self.settled = 0
-        self.ledger = Ledger(Budget(LIMIT_BYTES), self._count)
+        self.acked = 0
+        self.tracker = InFlightTracker(Budget(LIMIT_BYTES), self._count)
         self.partitions = {name: Partition() for name in PARTITIONS}
-        self.outstanding: dict[int, tuple[LedgerReceipt, int]] = {}
-        self.claim = Shares(self.ledger.budget, 0.5, 0.5).claim("model", "tenant")
+        self.outstanding: dict[int, tuple[InFlightAck, int]] = {}
+        self.claim = FairQueue(self.tracker.budget, 0.5, 0.5).claim("model", "tenant")
 
     def _count(self) -> None:
-        self.settled += 1
+        self.acked += 1
 
     @rule(name=st.sampled_from(PARTITIONS))
     def assign(self, name: TopicPartition) -> None:
         """Start from what is committed; an assignment that was never revoked ends by this."""
         partition = self.partitions[name]
-        self.ledger.assign(name, Progress.from_committed(partition.committed))
+        self.tracker.assign(name, Progress.from_committed(partition.committed))
         partition.position = partition.committed.offset
 
     @rule(
-        target=receipts,
+        target=ack_handles,
         name=st.sampled_from(PARTITIONS),
         gap=st.integers(0, 3),
         size_bytes=st.integers(0, 400),
@@ -81,9 +81,9 @@ class LedgerMachine(RuleBasedStateMachine):
     )
     def admit(
         self, name: TopicPartition, gap: int, size_bytes: int, parts: int
-    ) -> tuple[LedgerReceipt, int] | MultipleResults[tuple[LedgerReceipt, int]]:
+    ) -> tuple[InFlightAck, int] | MultipleResults[tuple[InFlightAck, int]]:
         """Read the next record; one that is answered already is passed over."""
-        assignment = self.ledger.get(name)
+        assignment = self.tracker.get(name)
         if assignment is None:
             return multiple()
         partition = self.partitions[name]
@@ -92,70 +92,70 @@ class LedgerMachine(RuleBasedStateMachine):
             assert offset in partition.answered
             assignment.skip(offset)
             return multiple()
-        receipt = assignment.admit(offset, size_bytes)
-        receipt.parts = parts
-        self.outstanding[id(receipt)] = (receipt, parts)
-        return receipt, parts
+        ack_handle = assignment.admit(offset, size_bytes)
+        ack_handle.parts = parts
+        self.outstanding[id(ack_handle)] = (ack_handle, parts)
+        return ack_handle, parts
 
-    @rule(entry=consumes(receipts), size_bytes=st.integers(0, 400))
-    def settle(self, entry: tuple[LedgerReceipt, int], size_bytes: int) -> None:
+    @rule(entry=consumes(ack_handles), size_bytes=st.integers(0, 400))
+    def ack(self, entry: tuple[InFlightAck, int], size_bytes: int) -> None:
         """All parts of a record are acknowledged, after its size became known."""
-        receipt, parts = entry
-        partition = self.partitions[receipt.assignment.partition]
-        before = receipt.assignment.progress.committable()
-        notified = self.settled
-        receipt.resize(size_bytes)
+        ack_handle, parts = entry
+        partition = self.partitions[ack_handle.assignment.partition]
+        before = ack_handle.assignment.progress.committable()
+        notified = self.acked
+        ack_handle.resize(size_bytes)
         for _ in range(parts):
-            receipt.settle()
-        del self.outstanding[id(receipt)]
-        assert self.settled == notified + 1
-        if receipt.void:
-            assert receipt.assignment.progress.committable() == before
+            ack_handle.ack()
+        del self.outstanding[id(ack_handle)]
+        assert self.acked == notified + 1
+        if ack_handle.revoked:
+            assert ack_handle.assignment.progress.committable() == before
         else:
-            partition.answered.add(receipt.offset)
-            assert receipt.offset in receipt.assignment.progress
+            partition.answered.add(ack_handle.offset)
+            assert ack_handle.offset in ack_handle.assignment.progress
 
-    @rule(target=deferred, entry=consumes(receipts))
-    def defer(self, entry: tuple[LedgerReceipt, int]) -> Deferred | MultipleResults[Deferred]:
-        """Leave a record in the log; what is void is settled instead."""
-        receipt, _ = entry
-        del self.outstanding[id(receipt)]
-        if receipt.void:
-            receipt.parts = 1
-            receipt.settle()
+    @rule(target=deferred, entry=consumes(ack_handles))
+    def defer(self, entry: tuple[InFlightAck, int]) -> Deferred | MultipleResults[Deferred]:
+        """Leave a record in the log; what is revoked is acknowledged instead."""
+        ack_handle, _ = entry
+        del self.outstanding[id(ack_handle)]
+        if ack_handle.revoked:
+            ack_handle.parts = 1
+            ack_handle.ack()
             return multiple()
-        return receipt.defer(self.claim, 1, Envelope())
+        return ack_handle.defer(self.claim, 1, Envelope())
 
-    @rule(target=receipts, deferred=consumes(deferred), size_bytes=st.integers(0, 400))
+    @rule(target=ack_handles, deferred=consumes(deferred), size_bytes=st.integers(0, 400))
     def admit_again(
         self, deferred: Deferred, size_bytes: int
-    ) -> tuple[LedgerReceipt, int] | MultipleResults[tuple[LedgerReceipt, int]]:
+    ) -> tuple[InFlightAck, int] | MultipleResults[tuple[InFlightAck, int]]:
         """Read a deferred record a second time, unless its partition was lost meanwhile."""
-        if deferred.assignment.void:
+        if deferred.assignment.revoked:
             return multiple()
         deferred.reserve()
-        receipt = deferred.assignment.admit(deferred.offset, size_bytes)
-        self.outstanding[id(receipt)] = (receipt, 1)
-        return receipt, 1
+        ack_handle = deferred.assignment.admit(deferred.offset, size_bytes)
+        self.outstanding[id(ack_handle)] = (ack_handle, 1)
+        return ack_handle, 1
 
     @rule(name=st.sampled_from(PARTITIONS))
     def revoke(self, name: TopicPartition) -> None:
-        self.ledger.revoke(name)
-        assert self.ledger.get(name) is None
+        self.tracker.revoke(name)
+        assert self.tracker.get(name) is None
 
     @rule()
     def commit(self) -> None:
         """What is committed needs no second commit until something more is answered."""
-        offsets = self.ledger.committable()
+        offsets = self.tracker.committable()
         for name, committed in offsets.items():
             self.partitions[name].committed = committed
-        self.ledger.was_committed(offsets)
-        assert self.ledger.committable() == {}
+        self.tracker.was_committed(offsets)
+        assert self.tracker.committable() == {}
 
     @invariant()
     def nothing_unanswered_is_committable(self) -> None:
         """The base never reaches an offset that was delivered and not answered."""
-        for name, committed in self.ledger.committable().items():
+        for name, committed in self.tracker.committable().items():
             partition = self.partitions[name]
             unanswered = partition.delivered - partition.answered
             last = max(partition.delivered, default=-1)
@@ -167,24 +167,24 @@ class LedgerMachine(RuleBasedStateMachine):
     def in_flight_is_what_is_not_settled(self) -> None:
         for name in PARTITIONS:
             valid = [
-                receipt
-                for receipt, _ in self.outstanding.values()
-                if receipt.assignment.partition == name and not receipt.void
+                ack_handle
+                for ack_handle, _ in self.outstanding.values()
+                if ack_handle.assignment.partition == name and not ack_handle.revoked
             ]
-            assert self.ledger.in_flight([name]) == len(valid)
-        used = sum(receipt.size_bytes for receipt, _ in self.outstanding.values())
-        assert self.ledger.budget.used_bytes == used
+            assert self.tracker.in_flight([name]) == len(valid)
+        used = sum(ack_handle.size_bytes for ack_handle, _ in self.outstanding.values())
+        assert self.tracker.budget.used_bytes == used
         assert self.claim.used_bytes == 0
 
     @precondition(lambda self: not self.outstanding)
     @invariant()
     def an_idle_ledger_has_its_budget_back(self) -> None:
-        assert self.ledger.budget.used_bytes == 0
-        assert self.ledger.in_flight() == 0
+        assert self.tracker.budget.used_bytes == 0
+        assert self.tracker.in_flight() == 0
 
     @invariant()
     def the_budget_flaps_around_no_limit(self) -> None:
-        budget = self.ledger.budget
+        budget = self.tracker.budget
         before = budget.exceeded
         assert budget.exceeded is before
         if budget.used_bytes >= LIMIT_BYTES:

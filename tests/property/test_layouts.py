@@ -14,7 +14,7 @@ from headrace.models.binding import Binder, Bound
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.codec import decode_request, encode_request
 from headrace.protocol.messages import Envelope, Tensor
-from headrace.services.ingest.layouts import Alike, Layouts
+from headrace.services.ingest.layouts import DecodeCache, DecodeTemplate
 
 LIMITS = LimitSettings()
 SIGNATURE: Signature = make_signature(
@@ -64,7 +64,7 @@ def plainly(value: bytes, version: Version) -> Any:
     return message.model_name, message.model_version, message.id, told(bound)
 
 
-def by_layout(value: bytes, layouts: Layouts, version: Version) -> Any:
+def by_layout(value: bytes, layouts: DecodeCache, version: Version) -> Any:
     """The same by its layout, where it has one that is known; learned otherwise."""
     try:
         layout = layouts.find(value)
@@ -81,7 +81,7 @@ def by_layout(value: bytes, layouts: Layouts, version: Version) -> Any:
     return message.model_name, message.model_version, message.id, told(bound)
 
 
-def bound_alike(value: bytes, alike: Alike) -> Bound:
+def bound_alike(value: bytes, alike: DecodeTemplate) -> Bound:
     """What ingest makes of a value whose layout is bound."""
     content = memoryview(value)[alike.start : alike.stop]
     return Bound((Tensor(alike.name, alike.datatype, alike.shape, content),), *alike.bound)
@@ -96,7 +96,7 @@ def told(bound: Any) -> Any:
 def test_a_layout_changes_nothing(requests: list[bytes], finite: bool) -> None:
     """In any order, with values alike and unlike, checked by shape alone or by content."""
     version = Version(finite=finite)
-    layouts = Layouts()
+    layouts = DecodeCache()
 
     for value in requests:
         assert by_layout(value, layouts, version) == plainly(value, version)

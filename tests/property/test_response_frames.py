@@ -14,7 +14,7 @@ from headrace.protocol.messages import (
     Request,
     Tensor,
 )
-from tests.support.receipts import NO_RECEIPT
+from tests.support.ack_handles import NO_RECEIPT
 
 IN_COMMON = ("model", "version", "ingested_us", "formed_us", "compute_us", "batch_rows")
 SIZES = {"UINT8": 1, "FP32": 4, "INT64": 8}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.delivery import transactions
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.transactions import Lost
+from headrace.delivery.transactions import PartitionLost
 from headrace.log.memory.faults import SealFault
 from tests.support.sealing import SOURCE, Owner, answers, log_with_topics
 
@@ -48,7 +48,7 @@ async def play(play_steps: list[Step]) -> None:
         if changes:
             former, owner = owner, Owner(log)
             await owner.assign(24)
-            with pytest.raises(Lost):
+            with pytest.raises(PartitionLost):
                 await zombie_seals(former)
             assert await answers(log) == Counter(done)
     log.faults.spoil_seals()
@@ -60,7 +60,7 @@ async def zombie_seals(former: Owner) -> None:
     """The group does not count it in any more, and it does not know."""
     former.member.counted_in = False
     if not former.requests:
-        raise Lost("nothing was left that it could try")
+        raise PartitionLost("nothing was left that it could try")
     await former.seal(list(former.requests))
 
 

@@ -1,4 +1,4 @@
-"""Settling many receipts at once is settling one after the other."""
+"""Acknowledging many ack handles at once is acknowledging one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
-from headrace.delivery.inflight import Assignment, LedgerReceipt, settle_all
+from headrace.delivery.inflight import AssignedPartition, InFlightAck, ack_all
 from headrace.log.port import TopicPartition
 
 
@@ -18,27 +18,29 @@ class Partitions:
         self.notified = 0
         self.budget = Budget(1_000_000)
         self.assignments = [
-            Assignment(TopicPartition("t", number), 1, Progress(0), self.budget, self._notify)
+            AssignedPartition(
+                TopicPartition("t", number), 1, Progress(0), self.budget, self._notify
+            )
             for number in range(2)
         ]
-        self.receipts: list[LedgerReceipt] = []
+        self.ack_handles: list[InFlightAck] = []
         for number, gap in enumerate(gaps):
             assignment = self.assignments[number % 3 % 2]
-            receipt = assignment.admit(assignment.last_delivered + 1 + gap % 2, 100 + number)
-            receipt.parts = 1 + (gap == 3)
-            self.receipts.append(receipt)
-        self.assignments[1].void = revoked
+            ack_handle = assignment.admit(assignment.last_delivered + 1 + gap % 2, 100 + number)
+            ack_handle.parts = 1 + (gap == 3)
+            self.ack_handles.append(ack_handle)
+        self.assignments[1].revoked = revoked
 
     def _notify(self) -> None:
         self.notified += 1
 
     def state(self) -> list[object]:
-        """All that settling changes."""
+        """All that acknowledging changes."""
         return [
             self.budget.used_bytes,
-            self.budget.settled,
+            self.budget.acked,
             *[(each.in_flight, each.progress) for each in self.assignments],
-            [receipt.parts for receipt in self.receipts],
+            [ack_handle.parts for ack_handle in self.ack_handles],
         ]
 
 
@@ -53,8 +55,8 @@ def test_many_are_as_one_after_the_other(gaps: list[int], revoked: bool, order: 
     chosen = [place for place in order if place < len(gaps)]
 
     for place in chosen:
-        one_by_one.receipts[place].settle()
-    settle_all([together.receipts[place] for place in chosen])
+        one_by_one.ack_handles[place].ack()
+    ack_all([together.ack_handles[place] for place in chosen])
 
     assert together.state() == one_by_one.state()
     assert bool(together.notified) == bool(one_by_one.notified)

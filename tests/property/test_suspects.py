@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.crash_isolation.poison_search import CLEAN, Alone, Mark, Suspects
+from headrace.crash_isolation.poison_search import CLEAN, Alone, CrashMarker, PoisonSearch
 from headrace.delivery.acked_offsets import Progress
 from headrace.log.port import TopicPartition
 
@@ -48,7 +48,7 @@ class World:
     kills: int
     rebalances: int
     random: Random
-    marks: dict[TopicPartition, Mark] = field(default_factory=dict)
+    marks: dict[TopicPartition, CrashMarker] = field(default_factory=dict)
     committed: dict[TopicPartition, Progress] = field(default_factory=dict)
     answered: Counter[Record] = field(default_factory=Counter)
     condemned: Counter[Record] = field(default_factory=Counter)
@@ -76,7 +76,7 @@ class World:
 
     def _live(self) -> None:
         self.inside = set()
-        suspects = Suspects(MAX_ATTEMPTS)
+        suspects = PoisonSearch(MAX_ATTEMPTS)
         progress = {each: Progress(of.base, of.ranges) for each, of in self.committed.items()}
         for partition, count in self.counts.items():
             suspects.take_up(partition, self.marks[partition], progress[partition], count)
@@ -110,14 +110,14 @@ class World:
         assert not suspects.is_active
 
     def _run(
-        self, suspects: Suspects, progress: dict[TopicPartition, Progress], batch: list[Record]
+        self, suspects: PoisonSearch, progress: dict[TopicPartition, Progress], batch: list[Record]
     ) -> None:
         if suspects.is_careful:
             self._mark(suspects, set(batch))
         self._execute(suspects, progress, batch)
 
     def _run_alone(
-        self, suspects: Suspects, progress: dict[TopicPartition, Progress], record: Record
+        self, suspects: PoisonSearch, progress: dict[TopicPartition, Progress], record: Record
     ) -> None:
         self._mark(suspects, {record}, Alone(*record, 0))
         self.ran_alone[record] += 1
@@ -125,7 +125,7 @@ class World:
         suspects.survived(*record)
 
     def _execute(
-        self, suspects: Suspects, progress: dict[TopicPartition, Progress], batch: list[Record]
+        self, suspects: PoisonSearch, progress: dict[TopicPartition, Progress], batch: list[Record]
     ) -> None:
         self.inside = set(batch)
         for partition, offset in batch:
@@ -139,14 +139,16 @@ class World:
             progress[partition].cover(offset - 1, offset)
         self.inside = set()
 
-    def _hand_over(self, suspects: Suspects, progress: dict[TopicPartition, Progress]) -> None:
+    def _hand_over(self, suspects: PoisonSearch, progress: dict[TopicPartition, Progress]) -> None:
         self.rebalances -= 1
         self._commit(progress)
         for partition in self.counts:
             self.marks[partition] = suspects.closing_mark(partition)
         raise RevokedError
 
-    def _mark(self, suspects: Suspects, running: set[Record], alone: Alone | None = None) -> None:
+    def _mark(
+        self, suspects: PoisonSearch, running: set[Record], alone: Alone | None = None
+    ) -> None:
         self._maybe_killed()
         for partition in self.counts:
             offsets = [offset for each, offset in running if each == partition]
@@ -245,18 +247,18 @@ def test_one_among_ten_thousand_takes_six_restarts() -> None:
 
 def test_first_unclean_end_accuses_nothing() -> None:
     """What merely was there is run like everything else, unmarked."""
-    suspects, partition = Suspects(MAX_ATTEMPTS), TopicPartition("requests", 0)
+    suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 
-    suspects.take_up(partition, Mark(is_open=True), Progress(3), 10)
+    suspects.take_up(partition, CrashMarker(is_open=True), Progress(3), 10)
 
     assert (suspects.is_active, suspects.is_careful, suspects.count) == (True, False, 0)
 
 
 def test_unclean_ends_with_an_answered_backlog_between_accuse_nothing() -> None:
     """Nothing that waits now was there at the one before."""
-    suspects, partition = Suspects(MAX_ATTEMPTS), TopicPartition("requests", 0)
+    suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 
-    suspects.take_up(partition, Mark(is_open=True, stop=10, ends=1), Progress(10), 20)
+    suspects.take_up(partition, CrashMarker(is_open=True, stop=10, ends=1), Progress(10), 20)
 
     assert not suspects.is_careful
     assert suspects.mark(partition).ends == 1

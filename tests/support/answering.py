@@ -11,9 +11,9 @@ import numpy as np
 
 from headrace.config import make_settings
 from headrace.delivery.budget import Budget
-from headrace.delivery.inflight import Ledger
-from headrace.delivery.offset_store import Books
-from headrace.delivery.source_offsets import Origins
+from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.offset_store import OffsetStore
+from headrace.delivery.source_offsets import SourceOffsets
 from headrace.errors import Code
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition
@@ -67,10 +67,10 @@ class Bench:
         self.instruments = make_instruments(clock)
 
     async def answer(self, *requests: Request) -> None:
-        """Give it requests and wait until they are settled."""
+        """Give it requests and wait until they are acknowledged."""
         await self.inlet.send(list(requests))
-        await eventually(lambda: all(receipt_of(one).settled for one in requests), deadline_s=10)
-        assert all(receipt_of(one).settled == 1 for one in requests)
+        await eventually(lambda: all(receipt_of(one).acked for one in requests), deadline_s=10)
+        assert all(receipt_of(one).acked == 1 for one in requests)
 
     async def records(self, topic: str) -> list[Record]:
         """All that a topic holds, by partition."""
@@ -90,10 +90,10 @@ class Bench:
 
 @asynccontextmanager
 async def running(
-    origins: Origins | None = None,
+    origins: SourceOffsets | None = None,
     log: MemoryLog | None = None,
     order_by: OrderBy = "none",
-    ledger: Ledger | None = None,
+    tracker: InFlightTracker | None = None,
 ) -> AsyncIterator[Bench]:
     """Until the end of the context, when its inlet is closed."""
     log = log or MemoryLog()
@@ -112,8 +112,8 @@ async def running(
     bench = Bench(log, inlet.writer(), StillClock())
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     async with log.producer() as producer, asyncio.TaskGroup() as tasks:
-        ledger = ledger or Ledger(Budget(1), lambda: None)
-        books = Books(ledger, origins, "headrace.requests", "headrace.requests")
+        tracker = tracker or InFlightTracker(Budget(1), lambda: None)
+        books = OffsetStore(tracker, origins, "headrace.requests", "headrace.requests")
         delivery = Delivery(books, origins, order_by=order_by)
         responder = ResponderService(inlet, producer, routes, delivery, bench.instruments)
         tasks.create_task(responder.run())

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.models.latency import Latency
-from headrace.services.batcher.forming import Forming
+from headrace.services.batcher.forming import DynamicBatcher
 from headrace.tools.replay.events import (
     NO_TIMEOUT,
     Arrivals,
-    Farm,
+    ExecutorPool,
     Kind,
     Limits,
     Observed,
@@ -68,7 +68,7 @@ def together(*parts: Arrivals) -> Arrivals:
 
 
 class Setup(NamedTuple):
-    """How a simulation is set up; see `Limits` and `Farm`."""
+    """How a simulation is set up; see `Limits` and `ExecutorPool`."""
 
     instances: int = 1
     max_batch_size: int = 32
@@ -96,5 +96,5 @@ def simulated(
 
     instances = {kind.key: setup.instances for kind in arriving.kinds}
     leads_us = dict.fromkeys(instances, setup.prepare_us) if setup.ahead else {}
-    farm = Farm(instances, run_us, setup.prepare_us, leads_us)
-    return Simulation(arriving, Forming(lambda _name, _version: limits, "test"), farm).run()
+    farm = ExecutorPool(instances, run_us, setup.prepare_us, leads_us)
+    return Simulation(arriving, DynamicBatcher(lambda _name, _version: limits, "test"), farm).run()

@@ -14,7 +14,7 @@ from headrace.models.registry import Models
 from headrace.protocol.messages import Batch, Request
 from headrace.protocol.tensors import to_array
 from headrace.services.executor.service import ExecutorService
-from headrace.transport.channels import Ask, PullChannel
+from headrace.transport.channels import Ask, BatchQueue
 from tests.support.conditions import eventually
 from tests.support.models import settings_for
 from tests.support.services import StillClock, make_instruments
@@ -53,7 +53,7 @@ class Bench:
         self.instruments = make_instruments(self.clock)
         self.answers = Tray()
         self._ready: dict[tuple[str, str], deque[Batch]] = {}
-        self.pulls: PullChannel[tuple[str, str], Batch] = PullChannel(self._supply)
+        self.pulls: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
         self.executor = ExecutorService(self.pulls, self.answers, self.models, self.instruments)
 
     def _supply(self, key: tuple[str, str] | None, _ask: Ask) -> Batch | None:

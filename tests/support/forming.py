@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.models.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
-from headrace.services.batcher.forming import Forming
+from headrace.services.batcher.forming import DynamicBatcher
 from headrace.transport.channels import Ask
 from tests.support.work import NOW_US, Limits, make_request
 
@@ -22,12 +22,12 @@ def learned(us_of: dict[int, int]) -> Latency:
     return latency
 
 
-def forming_of(limits: Limits) -> Forming:
+def forming_of(limits: Limits) -> DynamicBatcher:
     """With the same limits for every model."""
-    return Forming(lambda _name, _version: limits, "test")
+    return DynamicBatcher(lambda _name, _version: limits, "test")
 
 
-def filled(limits: Limits, *requests: Request) -> Forming:
+def filled(limits: Limits, *requests: Request) -> DynamicBatcher:
     """With these waiting."""
     forming = forming_of(limits)
     for request in requests:
@@ -51,14 +51,14 @@ def request_of(
     return make_request(shape_class=shape_class, ingested_us=came_us, envelope=envelope, rows=rows)
 
 
-def pulled(forming: Forming, now_us: int = NOW_US, ask: Ask | None = None) -> Batch:
+def pulled(forming: DynamicBatcher, now_us: int = NOW_US, ask: Ask | None = None) -> Batch:
     """The next batch, of which there is one."""
     batch = forming.next(KEY, now_us, ask or Ask())
     assert batch is not None
     return batch
 
 
-def backlogged(limits: Limits, row_us: int) -> Forming:
+def backlogged(limits: Limits, row_us: int) -> DynamicBatcher:
     """One whose queue has been getting shorter by a row in so many microseconds."""
     forming = filled(limits, *(make_request() for _ in range(100)))
     for number in range(5):

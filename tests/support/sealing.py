@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
-from headrace.delivery.inflight import Ledger
-from headrace.delivery.offset_store import Books, Outgoing, requests_of
-from headrace.delivery.transactions import Sealing, Unsealed
+from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.offset_store import OffsetStore, Outgoing, requests_of
+from headrace.delivery.transactions import PartitionTransactions, TransactionAborted
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
 from headrace.protocol.messages import Envelope, Request
@@ -65,15 +65,15 @@ class Owner:
 
     Attributes:
         requests: what it has read and has not answered, by offset.
-        losses: how often it was told that all is void.
+        losses: how often it was told that all is revoked.
     """
 
     def __init__(self, log: MemoryLog) -> None:
         self._log = log
-        self._ledger = Ledger(Budget(1_000_000), lambda: None)
-        self._books = Books(self._ledger, None, SOURCE.topic, SOURCE.topic)
+        self._tracker = InFlightTracker(Budget(1_000_000), lambda: None)
+        self._books = OffsetStore(self._tracker, None, SOURCE.topic, SOURCE.topic)
         metrics = Metrics(CollectorRegistry())
-        self.sealing = Sealing(log, self._books, "group", metrics, self._lose)
+        self.sealing = PartitionTransactions(log, self._books, "group", metrics, self._lose)
         self.source = SOURCE
         self.losses = 0
         self.member = Member(log)
@@ -84,30 +84,30 @@ class Owner:
         await self.fence()
         committed = (await self._log.committed("group", [SOURCE]))[SOURCE]
         progress = Progress(0) if committed is None else Progress.from_committed(committed)
-        assignment = self._ledger.assign(SOURCE, progress)
+        assignment = self._tracker.assign(SOURCE, progress)
         for offset in range(progress.base, offsets):
             if offset in progress:
                 assignment.skip(offset)
                 continue
-            receipt = assignment.admit(offset, 1)
-            origin = (0, offset, receipt.previous, 0)
-            self.requests[offset] = Request(receipt, *origin, None, None, [], Envelope())
+            ack_handle = assignment.admit(offset, 1)
+            origin = (0, offset, ack_handle.previous, 0)
+            self.requests[offset] = Request(ack_handle, *origin, None, None, [], Envelope())
 
     async def fence(self) -> None:
         """The first part of an assignment."""
         await self.sealing.fence(cast(Consumer, self.member), [0])
 
     def revoke(self) -> None:
-        """All that was read is void."""
-        self._ledger.revoke(SOURCE)
+        """All that was read is revoked."""
+        self._tracker.revoke(SOURCE)
 
     def renew(self) -> None:
         """What was committed is to be committed again."""
-        self._ledger.forget_committed()
+        self._tracker.forget_committed()
 
     def _lose(self) -> None:
         self.losses += 1
-        self._ledger.revoke(SOURCE)
+        self._tracker.revoke(SOURCE)
 
     async def seal(self, offsets: list[int]) -> None:
         """Answer these, as far as they are not answered, until that is done."""
@@ -115,7 +115,7 @@ class Owner:
         while outgoing:
             try:
                 await self.sealing.seal(0, outgoing, compose)
-            except Unsealed:
+            except TransactionAborted:
                 continue
             return
 

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from headrace.consumer.ready_queue import Delivery
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
-from headrace.delivery.inflight import Assignment, Ledger
+from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.log.port import Record, TopicPartition
 from headrace.models.registry import Models
 from headrace.protocol.codec import encode_request
@@ -61,15 +61,15 @@ class RecordSource:
         return next(self._deliveries, None)
 
 
-def make_assignment(progress: Progress | None = None) -> Assignment:
+def make_assignment(progress: Progress | None = None) -> AssignedPartition:
     """An assignment of the requests, which begins at offset 0."""
-    ledger = Ledger(Budget(1_000_000_000), lambda: None)
-    return ledger.assign(REQUESTS, progress or Progress(0))
+    tracker = InFlightTracker(Budget(1_000_000_000), lambda: None)
+    return tracker.assign(REQUESTS, progress or Progress(0))
 
 
 def delivery(
     *values: bytes | None,
-    assignment: Assignment | None = None,
+    assignment: AssignedPartition | None = None,
     headers: Sequence[tuple[str, bytes | None]] = (),
     first: int = 0,
 ) -> Delivery:

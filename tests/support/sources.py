@@ -1,4 +1,4 @@
-"""A source of an embedded log's topic, with a stage behind it that settles when it is told to."""
+"""A source of an embedded log's topic, and a stage behind it that acknowledges on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.inflight import Assignment, LedgerReceipt
+from headrace.delivery.inflight import AssignedPartition, InFlightAck
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Record, TopicPartition
 from headrace.telemetry.metrics import Metrics
@@ -23,12 +23,12 @@ ONE = TopicPartition(TOPIC, 0)
 
 
 class Stage:
-    """A stage that admits what it receives and settles when it is told to."""
+    """A stage that admits what it receives and acknowledges when it is told to."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.offsets: list[int] = []
-        self.receipts: list[LedgerReceipt] = []
+        self.ack_handles: list[InFlightAck] = []
         self.ended = False
 
     async def run(self) -> None:
@@ -37,20 +37,20 @@ class Stage:
                 self._admit(delivery.assignment, record)
         self.ended = True
 
-    def _admit(self, assignment: Assignment, record: Record) -> None:
+    def _admit(self, assignment: AssignedPartition, record: Record) -> None:
         if record.offset in assignment.progress:
             assignment.skip(record.offset)
             return
         self.offsets.append(record.offset)
-        self.receipts.append(assignment.admit(record.offset, len(record.value or b"")))
+        self.ack_handles.append(assignment.admit(record.offset, len(record.value or b"")))
 
-    def settle(self, offsets: Sequence[int]) -> None:
-        for receipt in [one for one in self.receipts if one.offset in offsets]:
-            self.receipts.remove(receipt)
-            receipt.settle()
+    def ack(self, offsets: Sequence[int]) -> None:
+        for ack_handle in [one for one in self.ack_handles if one.offset in offsets]:
+            self.ack_handles.remove(ack_handle)
+            ack_handle.ack()
 
-    def settle_all(self) -> None:
-        self.settle([receipt.offset for receipt in self.receipts])
+    def ack_all(self) -> None:
+        self.ack([ack_handle.offset for ack_handle in self.ack_handles])
 
 
 def make_source(log: MemoryLog, **changes: object) -> Source:
@@ -79,7 +79,7 @@ async def reading(log: MemoryLog, **changes: object) -> AsyncIterator[Stage]:
         yield stage
         source.stop_reading()
         await work
-        stage.settle_all()
+        stage.ack_all()
         await source.close_down(5)
         await running
 

@@ -1,4 +1,4 @@
-"""Requests as the stages pass them on, with receipts that say what became of them."""
+"""Requests as the stages pass them on, with ack handles that say what became of them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class TestReceipt:
     __test__ = False
 
     def __init__(self) -> None:
-        self.void = False
-        self.settled = 0
+        self.revoked = False
+        self.acked = 0
 
     @property
     def assignment(self) -> TestReceipt:
         return self
 
-    def settle(self) -> None:
-        self.settled += 1
+    def ack(self) -> None:
+        self.acked += 1
 
 
 class Limits(NamedTuple):
@@ -67,10 +67,10 @@ def make_request(
 
 
 def receipt_of(request: Request) -> TestReceipt:
-    """The receipt of a request of `make_request`."""
-    receipt = request.receipt
-    assert isinstance(receipt, TestReceipt)
-    return receipt
+    """The ack handle of a request of `make_request`."""
+    ack_handle = request.ack_handle
+    assert isinstance(ack_handle, TestReceipt)
+    return ack_handle
 
 
 class Tray:

@@ -24,7 +24,7 @@ from headrace.protocol.codec import (
 from headrace.protocol.headers import JSON, MSGPACK, answer_headers
 from headrace.protocol.messages import Envelope, ErrorResponse, Failure, Request
 from headrace.protocol.tensors import from_array
-from tests.support.receipts import NO_RECEIPT
+from tests.support.ack_handles import NO_RECEIPT
 
 LIMITS = LimitSettings()
 IN_JSON = Envelope(content_type=JSON)

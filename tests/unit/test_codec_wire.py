@@ -22,7 +22,7 @@ from headrace.protocol.codec import (
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Batch, Failure, Request, Tensor
 from headrace.protocol.tensors import from_array
-from tests.support.receipts import NO_RECEIPT
+from tests.support.ack_handles import NO_RECEIPT
 
 HEADERS = (("kafka_correlationId", b"c"), ("x-priority", b"3"), ("empty", None))
 SEEN = (

@@ -15,7 +15,7 @@ from headrace.protocol.headers import (
 )
 from headrace.protocol.messages import Failure, Request
 from headrace.protocol.tensors import DATATYPES
-from tests.support.receipts import NO_RECEIPT
+from tests.support.ack_handles import NO_RECEIPT
 from tests.support.tree import ROOT
 
 PAGE = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")

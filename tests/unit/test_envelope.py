@@ -16,7 +16,7 @@ from headrace.protocol.headers import (
     travels,
 )
 from headrace.protocol.messages import Envelope, Failure, Request
-from tests.support.receipts import NO_RECEIPT
+from tests.support.ack_handles import NO_RECEIPT
 
 NOW_MS = 1_700_000_000_000
 Headers = list[tuple[str, bytes | None]]

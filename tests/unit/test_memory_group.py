@@ -26,7 +26,7 @@ def _join(group: Group, member: str | None = None, *, now: float = 0.0) -> str:
 
 
 def _pair() -> tuple[Group, str, str]:
-    """A group of two that has settled in generation 2."""
+    """A group of two that has acknowledged in generation 2."""
     group = _group()
     first = _join(group)
     second = _join(group)

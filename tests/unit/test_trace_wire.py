@@ -15,7 +15,7 @@ from headrace.protocol.codec import (
     encode_result,
 )
 from headrace.protocol.messages import Batch, Request
-from tests.support.receipts import NO_RECEIPT
+from tests.support.ack_handles import NO_RECEIPT
 from tests.support.spans import TRACE_ID, T, make_traced, traceparent, tracing_spans
 
 Journey = Callable[[Request], Request]

@@ -38,7 +38,7 @@ class Right(IntEnum):
     WRITE = 4
 
 
-class SurveyedTopic(NamedTuple):
+class DescribedTopic(NamedTuple):
     """A topic as the cluster holds it.
 
     Attributes:
@@ -52,7 +52,7 @@ class SurveyedTopic(NamedTuple):
     in_sync: int
 
 
-class Survey(NamedTuple):
+class ClusterInfo(NamedTuple):
     """What was found.
 
     Attributes:
@@ -66,7 +66,7 @@ class Survey(NamedTuple):
 
     release: tuple[int, int]
     settings: Mapping[str, str] | None
-    topics: Mapping[str, SurveyedTopic]
+    topics: Mapping[str, DescribedTopic]
     forbidden_topics: frozenset[str]
     may_join: bool
     may_transact: bool
@@ -139,7 +139,7 @@ class _MetadataRequest(Request[_MetadataRequestV8]):  # type: ignore[misc]  # ai
 
 async def survey(
     settings: KafkaSettings, topics: Sequence[str], group: str, transactional_id: str
-) -> Survey:
+) -> ClusterInfo:
     """Ask one of the brokers.
 
     Raises:
@@ -155,7 +155,7 @@ async def survey(
             if node is None:
                 raise NodeNotReadyError("no broker is known")
             found, forbidden = await _topics(client, node, topics)
-            return Survey(
+            return ClusterInfo(
                 await _release(client, node),
                 await _settings(client, node),
                 found,
@@ -188,16 +188,16 @@ async def _settings(client: AIOKafkaClient, node: int) -> Mapping[str, str] | No
 
 async def _topics(
     client: AIOKafkaClient, node: int, topics: Sequence[str]
-) -> tuple[Mapping[str, SurveyedTopic], frozenset[str]]:
+) -> tuple[Mapping[str, DescribedTopic], frozenset[str]]:
     response = await client.send(node, _MetadataRequest(topics))
-    found: dict[str, SurveyedTopic] = {}
+    found: dict[str, DescribedTopic] = {}
     forbidden: set[str] = set()
     for code, name, _internal, partitions, bits in response.topics:
         error = broker_error(code, name)
         if isinstance(error, kafka_errors.TopicAuthorizationFailedError):
             forbidden.add(name)
         elif error is None:
-            found[name] = SurveyedTopic(
+            found[name] = DescribedTopic(
                 _rights(bits),
                 min((len(each[4]) for each in partitions), default=0),
                 min((len(each[5]) for each in partitions), default=0),

@@ -8,12 +8,12 @@ from typing import Literal, TypeAlias
 
 from headrace.log.port import TopicPartition
 
-Shares: TypeAlias = dict[str, list[TopicPartition]]
-Assignor: TypeAlias = Callable[[Mapping[str, Sequence[str]], Mapping[str, int]], Shares]
+FairQueue: TypeAlias = dict[str, list[TopicPartition]]
+Assignor: TypeAlias = Callable[[Mapping[str, Sequence[str]], Mapping[str, int]], FairQueue]
 AssignorName: TypeAlias = Literal["range", "roundrobin"]
 
 
-def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> Shares:
+def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> FairQueue:
     """Neighbouring partitions to each member, topic by topic.
 
     Topics with the same number of partitions are shared alike (`RangeAssignor` in Kafka).
@@ -22,7 +22,7 @@ def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, in
         members: the topics that each member subscribes to.
         counts: the number of partitions of each topic.
     """
-    shares: Shares = {member: [] for member in members}
+    shares: FairQueue = {member: [] for member in members}
     for topic in sorted(counts):
         takers = sorted(member for member, topics in members.items() if topic in topics)
         if not takers:
@@ -35,9 +35,11 @@ def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, in
     return shares
 
 
-def round_robin_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> Shares:
+def round_robin_assignor(
+    members: Mapping[str, Sequence[str]], counts: Mapping[str, int]
+) -> FairQueue:
     """All partitions of all topics dealt out one by one (`RoundRobinAssignor` in Kafka)."""
-    shares: Shares = {member: [] for member in members}
+    shares: FairQueue = {member: [] for member in members}
     turns = cycle(sorted(members))
     for topic in sorted(counts):
         if not any(topic in topics for topics in members.values()):

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from headrace.errors import Code, Rejected
-from headrace.protocol.ack import Receipt
+from headrace.protocol.ack import AckHandle
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.headers import NO_HEADERS, Headers, is_utf8, parse_envelope
 from headrace.protocol.messages import (
@@ -73,13 +73,13 @@ def encode_item(request: Request) -> bytes:
     return _encode(_item(request))
 
 
-def decode_item(value: bytes, receipt: Receipt) -> Request:
+def decode_item(value: bytes, ack_handle: AckHandle) -> Request:
     """The request in an `items` record, whose tensors are views of `value`.
 
     Raises:
         Rejected: `INTERNAL` or `INVALID_TENSOR`: the record is none of Headrace's.
     """
-    request = _request_of_item(_decoded(_item_decoder, value), receipt)
+    request = _request_of_item(_decoded(_item_decoder, value), ack_handle)
     request.item = value
     return request
 
@@ -103,8 +103,8 @@ def encode_batch(batch: Batch) -> bytes:
     )
 
 
-def decode_batch(value: bytes, receipt: Receipt) -> Batch:
-    """The batch in a `batches` record; `receipt` becomes that of each of its requests.
+def decode_batch(value: bytes, ack_handle: AckHandle) -> Batch:
+    """The batch in a `batches` record; `ack_handle` becomes that of each of its requests.
 
     Raises:
         Rejected: `INTERNAL` or `INVALID_TENSOR`: the record is none of Headrace's.
@@ -112,7 +112,7 @@ def decode_batch(value: bytes, receipt: Receipt) -> Batch:
     record = _decoded(_batch_decoder, value)
     if not record.items:
         raise _unreadable("at least one item", "none")
-    requests = [_request_of_item(item, receipt) for item in record.items]
+    requests = [_request_of_item(item, ack_handle) for item in record.items]
     if record.formed_us:
         for request in requests:
             request.formed_us = record.formed_us
@@ -139,8 +139,8 @@ def _item(request: Request) -> ItemRecord:
     )
 
 
-def _request_of_item(record: ItemRecord, receipt: Receipt) -> Request:
-    request = _request(record, receipt, record.headers)
+def _request_of_item(record: ItemRecord, ack_handle: AckHandle) -> Request:
+    request = _request(record, ack_handle, record.headers)
     value = record.value
     size_bytes = 0
     inputs: list[Tensor] = []
@@ -188,14 +188,14 @@ def encode_result(request: Request) -> bytes:
     )
 
 
-def decode_result(value: bytes, receipt: Receipt) -> Request:
+def decode_result(value: bytes, ack_handle: AckHandle) -> Request:
     """The request in a `results` record, with `outputs` or `failure` set.
 
     Raises:
         Rejected: `INTERNAL`: the record is none of Headrace's.
     """
     record = _decoded(_result_decoder, value)
-    request = _request(record, receipt, _with_names(record.headers, record.raw_names))
+    request = _request(record, ack_handle, _with_names(record.headers, record.raw_names))
     request.batch_id = record.batch_id
     failure = record.failure
     if record.skipped:
@@ -257,13 +257,13 @@ def _shared_heads(tensors: Sequence[Tensor]) -> tuple[Head, ...]:
 # --- parts of all -----------------------------------------------------------------------------
 
 
-def _request(record: ItemRecord | ResultRecord, receipt: Receipt, headers: Headers) -> Request:
+def _request(record: ItemRecord | ResultRecord, ack_handle: AckHandle, headers: Headers) -> Request:
     origin, timings = record.origin, record.timings
     envelope = parse_envelope(headers, origin.timestamp_ms, 0) if headers else NO_HEADERS
     if envelope.deadline_ms != record.deadline_ms:
         envelope = envelope._replace(deadline_ms=record.deadline_ms)
     request = Request(
-        receipt,
+        ack_handle,
         origin.partition,
         origin.offset,
         origin.previous,

@@ -71,17 +71,17 @@ class Sample(NamedTuple):
         )
 
 
-class _NoReceipt:
+class _NullAck:
     """Samples owe nothing to a log."""
 
-    void = False
+    revoked = False
 
     @property
-    def assignment(self) -> _NoReceipt:
+    def assignment(self) -> _NullAck:
         """Itself: nobody takes it away."""
         return self
 
-    def settle(self) -> None:
+    def ack(self) -> None:
         """Nothing is owed."""
 
 
@@ -125,7 +125,7 @@ def _request(content_type: str) -> Request:
     ]
     envelope = parse_envelope(headers, _TIMESTAMP_MS, 0)
     origin = (3, 41, 39, _TIMESTAMP_MS)
-    request = Request(_NoReceipt(), *origin, b"key", value, headers, envelope)
+    request = Request(_NullAck(), *origin, b"key", value, headers, envelope)
     body = decode_request(value, envelope, LimitSettings())
     given = body.inputs[0]
     request.inputs = (
@@ -201,7 +201,7 @@ def _public_samples() -> Iterator[tuple[str, Sample]]:
 
 def _internal_samples() -> Iterator[tuple[str, Sample]]:
     def sample(schema: str, write: Callable[[], bytes], read: Callable[..., object]) -> Sample:
-        return Sample(schema, MSGPACK, write, lambda content: read(content, _NoReceipt()))
+        return Sample(schema, MSGPACK, write, lambda content: read(content, _NullAck()))
 
     yield "item", sample("item-record", lambda: encode_item(_request(MSGPACK)), decode_item)
     yield (

@@ -41,7 +41,7 @@ class Payload(NamedTuple):
     key: bytes | None = None
 
 
-class Course(NamedTuple):
+class LoadPlan(NamedTuple):
     """Where and how long.
 
     Attributes:
@@ -68,7 +68,7 @@ class Load:
         payloads: sent in turns.
     """
 
-    def __init__(self, log: Log, course: Course, payloads: Sequence[Payload]) -> None:
+    def __init__(self, log: Log, course: LoadPlan, payloads: Sequence[Payload]) -> None:
         if not payloads:
             raise ValueError("payloads: expected at least one, got none")
         self.measured = Measured()

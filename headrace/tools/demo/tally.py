@@ -27,7 +27,7 @@ class Latency(NamedTuple):
     max_ms: float
 
 
-class Glance(NamedTuple):
+class LiveStats(NamedTuple):
     """How it goes: totals, and the last second's rates and times."""
 
     elapsed_s: float
@@ -171,7 +171,7 @@ class Tally:
         seen = self._error(question)
         self._errors[question.subject] = seen._replace(dead_letters=seen.dead_letters + 1)
 
-    def glance(self, now_s: float, started_s: float) -> Glance:
+    def glance(self, now_s: float, started_s: float) -> LiveStats:
         """How it goes at `now_s`. Forgets what is older than the window."""
         recent = self._recent
         while recent and recent[0].at_s < now_s - WINDOW_S:
@@ -179,7 +179,7 @@ class Tally:
         elapsed_s = now_s - started_s
         sizes = [each.batch_size for each in recent]
         latencies_ms = [each.latency_ms for each in recent] or [0.0]
-        return Glance(
+        return LiveStats(
             elapsed_s=elapsed_s,
             asked=self._asked,
             answered=self._answered,

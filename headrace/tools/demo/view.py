@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from headrace.tools.demo.tally import Glance
+from headrace.tools.demo.tally import LiveStats
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -21,7 +21,7 @@ class View(Protocol):
     @property
     def period_s(self) -> float: ...
 
-    def show(self, glance: Glance) -> None: ...
+    def show(self, glance: LiveStats) -> None: ...
 
 
 class Lines:
@@ -32,7 +32,7 @@ class Lines:
     def __init__(self, out: TextIO) -> None:
         self._out = out
 
-    def show(self, glance: Glance) -> None:
+    def show(self, glance: LiveStats) -> None:
         line = "  ".join(f"{name} {value}" for name, value in figures(glance))
         print(line, file=self._out, flush=True)
 
@@ -45,7 +45,7 @@ class Panel:
     def __init__(self, live: Live) -> None:
         self._live = live
 
-    def show(self, glance: Glance) -> None:
+    def show(self, glance: LiveStats) -> None:
         self._live.update(_table(glance), refresh=True)
 
 
@@ -64,7 +64,7 @@ def open_view(out: TextIO | None = None) -> Iterator[View]:
         yield Panel(live)
 
 
-def figures(glance: Glance) -> list[tuple[str, str]]:
+def figures(glance: LiveStats) -> list[tuple[str, str]]:
     """What is shown, by name."""
     return [
         ("time", f"{glance.elapsed_s:5.1f} s"),
@@ -80,7 +80,7 @@ def figures(glance: Glance) -> list[tuple[str, str]]:
     ]
 
 
-def _table(glance: Glance) -> Table:
+def _table(glance: LiveStats) -> Table:
     from rich.table import Table
 
     table = Table(title="headrace demo: the last second", title_justify="left")

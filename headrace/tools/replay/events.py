@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class Policy(Protocol):
-    """The batcher's rules; `headrace.services.batcher.forming.Forming` has these."""
+    """The batcher's rules; `headrace.services.batcher.forming.DynamicBatcher` has these."""
 
     ended: list[Request]
 
@@ -130,7 +130,7 @@ def untold(batch: Batch, service_us: int, end_us: int) -> None:
     """Nobody wants to know that a batch has ended."""
 
 
-class Farm(NamedTuple):
+class ExecutorPool(NamedTuple):
     """Who computes.
 
     Attributes:
@@ -207,14 +207,14 @@ class _Done(NamedTuple):
 class _Receipt:
     """Nothing is owed to a log, and no partition is ever revoked."""
 
-    void = False
+    revoked = False
 
     @property
     def assignment(self) -> _Receipt:
         """Itself: nobody takes it away."""
         return self
 
-    def settle(self) -> None: ...
+    def ack(self) -> None: ...
 
 
 _RECEIPT = _Receipt()
@@ -229,7 +229,7 @@ class Simulation:
         farm: has instances for every kind of arrival.
     """
 
-    def __init__(self, arrivals: Arrivals, policy: Policy, farm: Farm) -> None:
+    def __init__(self, arrivals: Arrivals, policy: Policy, farm: ExecutorPool) -> None:
         self._arrivals = arrivals
         self._policy = policy
         self._farm = farm

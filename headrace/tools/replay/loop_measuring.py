@@ -55,8 +55,8 @@ class MeasuredTurns(NamedTuple):
     Attributes:
         answered_us: of each its size, and the median of what its answers say.
         busy_us: of each its size, and the processor time of the event loop's thread for all that
-            so many requests make it do, from writing them to the embedded log to settling their
-            receipts.
+            so many requests make it do, from writing them to the embedded log to acknowledging
+            their ack handles.
     """
 
     answered_us: list[tuple[int, float]]
@@ -96,7 +96,8 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
             await _send(producer, settings, [next(turns) for _ in range(size)])
             sent += size
             looking_s = await _answered(reader, partitions, sent)
-            # What is still to be settled belongs to this turn, and must not delay the next one.
+            # What is still to be acknowledged belongs to this turn, and must not delay the next
+            # one.
             await asyncio.sleep(LOOK_EVERY_S)
             busy_us.append((size, 1e6 * (time.thread_time() - began_s - looking_s)))
             if len(busy_us) % FREEZE_AFTER_TURNS == 0:

@@ -22,7 +22,7 @@ from headrace.tools.replay.topic_recording import open_topic
 WRITE_EVERY_S = 1.0
 
 
-class Keeper:
+class CheckpointWriter:
     """Keeps a run's checkpoint; made by `keeping`.
 
     Args:
@@ -76,7 +76,7 @@ class Keeper:
 @asynccontextmanager
 async def keeping(
     log: Log, path: Path, checkpoint: Checkpoint, target: tuple[str, int], *, is_new: bool
-) -> AsyncIterator[Keeper]:
+) -> AsyncIterator[CheckpointWriter]:
     """Keep a checkpoint while the context lasts; a new one is on the disk before it is entered.
 
     `target` is the topic's name and its number of partitions.
@@ -87,7 +87,7 @@ async def keeping(
         reader.pause(partitions)  # it is asked, and never read
         if is_new:
             checkpoint = replace(checkpoint, floor=await _ends(reader, partitions))
-        keeper = Keeper(path, checkpoint, reader, partitions)
+        keeper = CheckpointWriter(path, checkpoint, reader, partitions)
         if is_new:
             await keeper.write()
         yield keeper

@@ -20,7 +20,7 @@ from headrace.models.latency import Latency
 from headrace.protocol.messages import Batch
 from headrace.tools.replay.events import (
     Arrivals,
-    Farm,
+    ExecutorPool,
     Limits,
     ModelKey,
     Observed,
@@ -195,7 +195,7 @@ def simulate(
     return _outcome(scenario, faster, changed, Simulation(faster, policy, _farm(changed)).run())
 
 
-def _farm(served: Mapping[ModelKey, Served]) -> Farm:
+def _farm(served: Mapping[ModelKey, Served]) -> ExecutorPool:
     """Executors as they are: what their runs have taken is known to the batcher's rules."""
     chance = random.Random(SEED)  # noqa: S311 - the same for every scenario, no secret
     runs = {model: each.service_time.drawn(chance) for (model, _), each in served.items()}
@@ -208,7 +208,7 @@ def _farm(served: Mapping[ModelKey, Served]) -> Farm:
                 latency.slipped(end_us - batch.end_us)
 
     turns = {key: each.loop_time for key, each in served.items() if each.on_loop()}
-    return Farm(
+    return ExecutorPool(
         {key: each.instances for key, each in served.items()},
         lambda model, rows: runs[model](rows),
         leads_us={

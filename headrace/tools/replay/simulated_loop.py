@@ -2,8 +2,8 @@
 
 A turn is what the loop does with requests that it reads together: reading, checking, batches, runs
 and answers. T(n) is the time until the answers of n requests are encoded, U(n) until the loop can
-read again; between the two the answers are written and settled. For a model as short as digits the
-two are nearly all of a request's latency, and its runs nearly nothing.
+read again; between the two the answers are written and acknowledged. For a model as short as
+digits the two are nearly all of a request's latency, and its runs nearly nothing.
 
 Now and then a machine holds a process up, for milliseconds. A stall belongs to the machine's time
 and not to the turn that it comes upon: it is drawn by how long the loop works, and added to the

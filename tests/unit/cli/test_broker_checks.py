@@ -9,7 +9,7 @@ import pytest
 from headrace.cli.broker_checks import check_broker_settings, check_replicas, check_rights
 from headrace.cli.findings import Health
 from headrace.config import Settings, make_settings
-from headrace.log.kafka.cluster import Right, Survey, SurveyedTopic
+from headrace.log.kafka.cluster import ClusterInfo, DescribedTopic, Right
 from headrace.log.port import TopicInfo
 from headrace.topics import Topic
 
@@ -35,9 +35,9 @@ def settings(guarantee: str = "at_least_once", **kafka: int) -> Settings:
     )
 
 
-def survey(**changes: Any) -> Survey:
-    topics = {f"headrace.{topic}": SurveyedTopic(BOTH, 3, 3) for topic in Topic}
-    return Survey((4, 0), GOOD, topics, frozenset(), True, True)._replace(**changes)
+def survey(**changes: Any) -> ClusterInfo:
+    topics = {f"headrace.{topic}": DescribedTopic(BOTH, 3, 3) for topic in Topic}
+    return ClusterInfo((4, 0), GOOD, topics, frozenset(), True, True)._replace(**changes)
 
 
 def test_good_settings_are_not_worth_a_line() -> None:
@@ -82,7 +82,7 @@ def test_settings_that_may_not_be_read_are_said() -> None:
 
 def test_all_rights_are_not_worth_a_line() -> None:
     """Nor are those that a broker does not tell, or of topics that do not exist yet."""
-    topics = {"headrace.requests": SurveyedTopic(None, 3, 3)}
+    topics = {"headrace.requests": DescribedTopic(None, 3, 3)}
     assert not list(check_rights(settings("exactly_once"), survey()))
     assert not list(check_rights(settings(), survey(topics=topics)))
 
@@ -111,7 +111,7 @@ def test_a_transactional_id_that_is_not_ours(guarantee: str, count: int) -> None
 )
 def test_a_right_that_is_missing(topic: str, rights: set[Right], text: str) -> None:
     """It is a warning, since another process may be the one with that stage."""
-    mine = SurveyedTopic(frozenset(rights), 3, 3)
+    mine = DescribedTopic(frozenset(rights), 3, 3)
     topics = {**survey().topics, f"headrace.{topic}": mine}
     (finding,) = check_rights(settings(), survey(topics=topics))
     assert finding.health is Health.WARNING
@@ -140,6 +140,6 @@ def test_replicas_against_what_a_write_needs(
     replicas: int, in_sync: int, least: str, health: Health | None
 ) -> None:
     """Too few ever, too few now, and none to spare."""
-    found = survey(topics={"t": SurveyedTopic(BOTH, replicas, in_sync)})
+    found = survey(topics={"t": DescribedTopic(BOTH, replicas, in_sync)})
     existing = {"t": TopicInfo("t", 1, {"min.insync.replicas": least})}
     assert [each.health for each in check_replicas(found, existing)] == ([health] if health else [])

@@ -12,7 +12,7 @@ from headrace.cli.outcome import Exit
 from headrace.cli.run import SWITCH_INTERVAL_S
 from headrace.cli.stages import parse_stages
 from headrace.config import Settings
-from headrace.telemetry.flood import Flood
+from headrace.telemetry.flood import LogRateLimiter
 from headrace.topics import STAGES, Stage
 from tests.support.command_line import Call
 
@@ -31,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     async def run(
         settings: Settings,
         stages: tuple[Stage, ...],
-        flood: Flood,
+        flood: LogRateLimiter,
         announce: Callable[[int], None] | None,
     ) -> int:
         calls.append(tuple(stages))

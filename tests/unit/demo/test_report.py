@@ -7,11 +7,11 @@ import io
 from prometheus_client import CollectorRegistry, Counter
 
 from headrace.tools.demo.report import closing_reasons, report
-from headrace.tools.demo.tally import Glance, Tally
+from headrace.tools.demo.tally import LiveStats, Tally
 from headrace.tools.demo.view import Lines, open_view
 from tests.unit.demo.examples import answer, question, wrong_question
 
-GLANCE = Glance(3.0, 1234, 1230, 4, 410.4, 5.25, 32, 1.5, 2.25, 9.75)
+GLANCE = LiveStats(3.0, 1234, 1230, 4, 410.4, 5.25, 32, 1.5, 2.25, 9.75)
 
 
 def _counted() -> Tally:

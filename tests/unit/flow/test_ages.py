@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headrace.delivery.ages import MAX_MARKS, Ages
+from headrace.delivery.ages import MAX_MARKS, RecordAges
 
 
 def test_nothing_read_has_no_age() -> None:
     """And neither has a partition where everything is answered."""
-    ages = Ages()
+    ages = RecordAges()
     assert ages.oldest_ms(0) is None
     ages.note(9, 1000)
     assert ages.oldest_ms(10) is None
@@ -15,7 +15,7 @@ def test_nothing_read_has_no_age() -> None:
 
 def test_the_chunk_with_the_lowest_unanswered_offset_counts() -> None:
     """It is as old as its first record until its last one is answered."""
-    ages = Ages()
+    ages = RecordAges()
     ages.note(9, 1000)
     ages.note(19, 2000)
     assert [ages.oldest_ms(base) for base in (0, 9, 10, 19)] == [1000, 1000, 2000, 2000]
@@ -23,7 +23,7 @@ def test_the_chunk_with_the_lowest_unanswered_offset_counts() -> None:
 
 def test_many_chunks_take_bounded_memory_and_never_look_younger() -> None:
     """Neighbours become one, with the age of the older."""
-    ages = Ages()
+    ages = RecordAges()
     for chunk in range(10 * MAX_MARKS):
         ages.note(chunk, chunk)
         oldest_ms = ages.oldest_ms(0)

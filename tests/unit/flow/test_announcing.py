@@ -15,7 +15,7 @@ from headrace.models.version import State
 from headrace.protocol.codec.events import decode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.messages import Batch, Failure, Request
-from headrace.transport.heartbeat import Announcer, Identity
+from headrace.transport.heartbeat import ExecutorHeartbeat, Identity
 from tests.support.conditions import eventually
 from tests.support.services import digits_models
 from tests.support.work import make_request
@@ -26,7 +26,7 @@ EVENTS = TopicPartition("events", 0)
 class Bench:
     """An announcer at work, and what it has said."""
 
-    def __init__(self, announcer: Announcer, partitions: list[int]) -> None:
+    def __init__(self, announcer: ExecutorHeartbeat, partitions: list[int]) -> None:
         self.announcer = announcer
         self.partitions = partitions
         self.said: list[ExecutorEvent] = []
@@ -49,7 +49,7 @@ async def announcing(repository: Path) -> AsyncIterator[Bench]:
     models = digits_models(repository)
     partitions: list[int] = []
     async with log.producer() as producer, log.reader([EVENTS]) as reader:
-        announcer = Announcer(
+        announcer = ExecutorHeartbeat(
             producer,
             TopicPartition("events", 1),
             Identity("me", 10.0),

@@ -65,24 +65,24 @@ async def test_what_is_read_and_unanswered_is_backlog_and_lag() -> None:
         await write_to(log, FIRST, *[b"value"] * 5)
         delivery = await source.receive()
         assert delivery is not None
-        receipts = [delivery.assignment.admit(r.offset, 5) for r in delivery.records]
-        while len(receipts) < 5:
+        ack_handles = [delivery.assignment.admit(r.offset, 5) for r in delivery.records]
+        while len(ack_handles) < 5:
             more = await source.receive()
             assert more is not None
-            receipts += [more.assignment.admit(r.offset, 5) for r in more.records]
+            ack_handles += [more.assignment.admit(r.offset, 5) for r in more.records]
         snapshot = await seen(source, end=5, in_flight=5, span_records=5, lag_records=5)
         assert (snapshot.backlog_records, snapshot.in_flight_bytes) == (5, 25)
 
-        for receipt in receipts[2:]:
-            receipt.settle()
+        for ack_handle in ack_handles[2:]:
+            ack_handle.ack()
         snapshot = await seen(source, in_flight=2, span_records=5, lag_records=5)
         (partition,) = snapshot.partitions
         assert (partition.answered_records, partition.answered_ranges) == (3, 1)
         assert snapshot.backlog_records == 2
         await eventually(lambda: source.snapshot().partitions[0].metadata_characters)
 
-        for receipt in receipts[:2]:
-            receipt.settle()
+        for ack_handle in ack_handles[:2]:
+            ack_handle.ack()
         snapshot = await seen(source, base=5, lag_records=0, metadata_characters=0)
         assert (snapshot.backlog_records, snapshot.time_to_drain_s) == (0, 0.0)
         assert (snapshot.oldest_age_s, snapshot.commit.age_s) == (0.0, 0.0)
@@ -106,8 +106,8 @@ async def test_a_commit_that_fails_grows_old() -> None:
         await seen(source, committed=0)
         log.faults.take_down()
         await eventually(lambda: source.last_contact_s() > 0)
-        (assignment,) = source.ledger.assignments
-        assignment.admit(0, 5).settle()
+        (assignment,) = source.tracker.assignments
+        assignment.admit(0, 5).ack()
         await eventually(lambda: source.snapshot().commit.failures, deadline_s=5.0)
         commit = source.snapshot().commit
         assert commit.age_s > 0
@@ -123,13 +123,13 @@ async def test_stall_grows_while_records_wait_and_none_is_answered() -> None:
         await write_to(log, FIRST, b"1", b"2")
         delivery = await source.receive()
         assert delivery is not None
-        receipts = [delivery.assignment.admit(each.offset, 1) for each in delivery.records]
+        ack_handles = [delivery.assignment.admit(each.offset, 1) for each in delivery.records]
         await eventually(lambda: source.snapshot().stalled_s > 0.05)
-        receipts[0].settle()
+        ack_handles[0].ack()
         assert source.snapshot().stalled_s == 0
         await eventually(lambda: source.snapshot().stalled_s > 0)
-        for receipt in receipts[1:]:
-            receipt.settle()
+        for ack_handle in ack_handles[1:]:
+            ack_handle.ack()
         await eventually(lambda: source.snapshot().backlog_records == 0)
         assert source.snapshot().stalled_s == 0
 
@@ -141,10 +141,10 @@ async def test_what_is_void_is_no_answer() -> None:
         await write_to(log, FIRST, b"1")
         delivery = await source.receive()
         assert delivery is not None
-        receipt = delivery.assignment.admit(0, 1)
+        ack_handle = delivery.assignment.admit(0, 1)
         await eventually(lambda: source.snapshot().stalled_s > 0)
-        source.ledger.assign(FIRST, Progress(0))
-        receipt.settle()
+        source.tracker.assign(FIRST, Progress(0))
+        ack_handle.ack()
 
         assert source.snapshot().stalled_s > 0
 
@@ -168,7 +168,7 @@ async def test_end_that_is_no_record_is_not_waited_for() -> None:
             await producer.seal({FIRST: [NewRecord(None, b"1")]}, {})
         delivery = await source.receive()
         assert delivery is not None
-        delivery.assignment.admit(delivery.records[0].offset, 1).settle()
+        delivery.assignment.admit(delivery.records[0].offset, 1).ack()
         (partition,) = (await seen(source, end=2)).partitions
         looks: list[float] = []
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from headrace.transport.channels import JOIN_S, MAX_JOINED, Ask, Channel, PullChannel, join_lists
+from headrace.transport.channels import JOIN_S, MAX_JOINED, Ask, BatchQueue, Channel, join_lists
 
 
-async def settle() -> None:
+async def ack() -> None:
     """Let every task that can run do so."""
     for _ in range(5):
         await asyncio.sleep(0)
@@ -21,7 +21,7 @@ async def test_a_channel_holds_one_chunk() -> None:
     writer = channel.writer()
     await writer.send(1)
     second = asyncio.create_task(writer.send(2))
-    await settle()
+    await ack()
 
     assert not second.done()
     assert await channel.receive() == 1
@@ -52,7 +52,7 @@ async def test_the_reader_comes_to_the_end_when_all_writers_are_closed() -> None
     first.close()  # once more does nothing
     assert await channel.receive() == 1
     reading = asyncio.create_task(channel.receive())
-    await settle()
+    await ack()
     assert not reading.done()
 
     second.close()
@@ -67,7 +67,7 @@ async def test_a_writer_that_gives_up_loses_no_other_chunk() -> None:
     await writer.send(1)
     given_up = asyncio.create_task(writer.send(2))
     kept = asyncio.create_task(writer.send(3))
-    await settle()
+    await ack()
     given_up.cancel()
 
     assert await channel.receive() == 1
@@ -84,7 +84,7 @@ async def test_small_chunks_join_while_they_wait() -> None:
     await writer.send([1])
     await writer.send([2, 3])
     too_many = asyncio.create_task(writer.send([4] * MAX_JOINED))
-    await settle()
+    await ack()
 
     assert not too_many.done()
     assert await channel.receive() == [1, 2, 3]
@@ -101,7 +101,7 @@ async def test_a_chunk_joins_no_more_after_a_while(monkeypatch: pytest.MonkeyPat
     await writer.send([1])
     now_s += JOIN_S
     later = asyncio.create_task(writer.send([2]))
-    await settle()
+    await ack()
 
     assert not later.done()
     assert await channel.receive() == [1]
@@ -129,15 +129,15 @@ class Shelf:
 async def test_a_piece_goes_to_who_has_waited_longest() -> None:
     """Pullers of one key are served in the order in which they began to wait."""
     shelf = Shelf()
-    pulls: PullChannel[str, str] = PullChannel(shelf.supply)
+    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
     first = asyncio.create_task(pulls.puller("a").pull())
-    await settle()
+    await ack()
     second = asyncio.create_task(pulls.puller("a").pull())
-    await settle()
+    await ack()
 
     shelf.pieces["a"] = ["one"]
     pulls.kick()
-    await settle()
+    await ack()
 
     assert first.result() == "one"
     assert not second.done()
@@ -148,15 +148,15 @@ async def test_a_piece_goes_to_who_has_waited_longest() -> None:
 async def test_keys_do_not_wait_for_each_other() -> None:
     """A puller gets its own key's pieces, one without a key gets any."""
     shelf = Shelf()
-    pulls: PullChannel[str, str] = PullChannel(shelf.supply)
+    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
     a = asyncio.create_task(pulls.puller("a").pull())
     b = asyncio.create_task(pulls.puller("b").pull())
     either = asyncio.create_task(pulls.puller(None).pull())
-    await settle()
+    await ack()
 
     shelf.pieces = {"b": ["for b"], "c": ["for any"]}
     pulls.kick()
-    await settle()
+    await ack()
 
     assert (b.result(), either.result(), a.done()) == ("for b", "for any", False)
     pulls.close()
@@ -166,9 +166,9 @@ async def test_keys_do_not_wait_for_each_other() -> None:
 async def test_the_supply_is_asked_once_for_those_who_wait_for_the_same() -> None:
     """A hundred idle instances of a model cost one question per kick."""
     shelf = Shelf()
-    pulls: PullChannel[str, str] = PullChannel(shelf.supply)
+    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
     waiting = [asyncio.create_task(pulls.puller("a").pull()) for _ in range(100)]
-    await settle()
+    await ack()
     before = shelf.asked
 
     pulls.kick()
@@ -181,13 +181,13 @@ async def test_the_supply_is_asked_once_for_those_who_wait_for_the_same() -> Non
 async def test_a_cancelled_puller_takes_no_piece_with_it() -> None:
     """Pieces pass over a puller that has gone while it waited."""
     shelf = Shelf()
-    pulls: PullChannel[str, str] = PullChannel(shelf.supply)
+    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
     gone = asyncio.create_task(pulls.puller("a").pull())
-    await settle()
+    await ack()
     gone.cancel()
-    await settle()
+    await ack()
     there = asyncio.create_task(pulls.puller("a").pull())
-    await settle()
+    await ack()
 
     shelf.pieces["a"] = ["one"]
     pulls.kick()
@@ -198,7 +198,7 @@ async def test_a_cancelled_puller_takes_no_piece_with_it() -> None:
 async def test_after_the_close_what_is_left_is_pulled_and_then_nothing() -> None:
     """Closing loses no piece."""
     shelf = Shelf()
-    pulls: PullChannel[str, str] = PullChannel(shelf.supply)
+    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
     puller = pulls.puller("a")
     shelf.pieces["a"] = ["one", "two"]
 
@@ -212,10 +212,10 @@ async def test_a_released_puller_takes_what_was_held_back() -> None:
     """It is the last to ask for its key: what waits for company would wait for ever."""
     shelf = Shelf()
     shelf.later["a"] = ["one", "two"]
-    pulls: PullChannel[str, str] = PullChannel(shelf.supply)
+    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
     puller = pulls.puller("a")
     waiting = asyncio.create_task(puller.pull())
-    await settle()
+    await ack()
     assert not waiting.done()
 
     puller.release()
@@ -227,13 +227,13 @@ async def test_a_released_puller_takes_what_was_held_back() -> None:
 async def test_an_instance_that_is_free_early_hurries() -> None:
     """Whoever waits until a moment gets what is there as soon as it is idle."""
     shelf = Shelf()
-    pulls: PullChannel[str, str] = PullChannel(
+    pulls: BatchQueue[str, str] = BatchQueue(
         lambda key, ask: None if ask.close_at_us else shelf.supply(key, ask)
     )
     puller = pulls.puller("a")
     shelf.pieces["a"] = ["one"]
     waiting = asyncio.create_task(puller.pull(close_at_us=2000))
-    await settle()
+    await ack()
     assert (waiting.done(), pulls.due_us(1000), pulls.due_us(2000)) == (False, 2000, None)
 
     puller.hurry()

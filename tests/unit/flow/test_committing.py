@@ -9,19 +9,19 @@ import pytest
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
 from headrace.delivery.committer import Committer
-from headrace.delivery.inflight import Ledger
-from headrace.delivery.offset_store import Books
-from headrace.delivery.transactions import Lost, Sealing
+from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.offset_store import OffsetStore
+from headrace.delivery.transactions import PartitionLost, PartitionTransactions
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicPartition
-from headrace.primitives.auto_reset_event import Signal
+from headrace.primitives.auto_reset_event import AutoResetEvent
 from tests.support.conditions import eventually
 from tests.support.services import StillClock, make_instruments
 
 PARTITIONS = [TopicPartition("requests", number) for number in range(3)]
 
 
-class Seats(Sealing):
+class Seats(PartitionTransactions):
     """Seats whose turns come when they are told so.
 
     Attributes:
@@ -30,11 +30,11 @@ class Seats(Sealing):
         lost: seats that are another's by now.
     """
 
-    def __init__(self, log: MemoryLog, ledger: Ledger) -> None:
+    def __init__(self, log: MemoryLog, tracker: InFlightTracker) -> None:
         metrics = make_instruments(StillClock()).metrics
-        books = Books(ledger, None, "requests", "requests")
+        books = OffsetStore(tracker, None, "requests", "requests")
         super().__init__(log, books, "group", metrics, lambda: None)
-        self.committer = Committer(ledger, None, metrics, Signal(), self)
+        self.committer = Committer(tracker, None, metrics, AutoResetEvent(), self)
         self.begun: list[int] = []
         self.sealed: list[int] = []
         self.free = {each.partition: asyncio.Event() for each in PARTITIONS}
@@ -44,17 +44,17 @@ class Seats(Sealing):
         self.begun.append(number)
         await self.free[number].wait()
         if number in self.lost:
-            raise Lost("not ours")
+            raise PartitionLost("not ours")
         self.sealed.append(number)
 
 
 @pytest.fixture
 def seats() -> Seats:
     """With something left over in each of three partitions."""
-    ledger = Ledger(Budget(1000), lambda: None)
+    tracker = InFlightTracker(Budget(1000), lambda: None)
     for partition in PARTITIONS:
-        ledger.assign(partition, Progress(5))
-    return Seats(MemoryLog(), ledger)
+        tracker.assign(partition, Progress(5))
+    return Seats(MemoryLog(), tracker)
 
 
 async def test_a_partition_that_waits_for_its_turn_holds_up_no_other(seats: Seats) -> None:

@@ -19,7 +19,7 @@ from headrace.consumer.ready_queue import (
 from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
-from headrace.delivery.inflight import Assignment, Ledger
+from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.log.port import Record, TopicPartition
 
 ONE, TWO = TopicPartition("requests", 0), TopicPartition("requests", 1)
@@ -29,8 +29,8 @@ class Reader:
     """Reads partitions from their beginnings, as much as it is told to."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(Budget(1 << 20), lambda: None)
-        self.assignments = {each: self.ledger.assign(each, Progress(0)) for each in (ONE, TWO)}
+        self.tracker = InFlightTracker(Budget(1 << 20), lambda: None)
+        self.assignments = {each: self.tracker.assign(each, Progress(0)) for each in (ONE, TWO)}
         self.arrivals = Arrivals()
         self._offsets = {ONE: 0, TWO: 0}
 
@@ -107,11 +107,11 @@ async def test_what_was_skipped_stays_in_its_place() -> None:
 
 
 async def test_another_assignment_of_a_partition_is_apart() -> None:
-    """What was read for the one before is void, and is not to be mixed with what is ours."""
+    """What was read for the one before is revoked, and is not to be mixed with what is ours."""
     reader = Reader()
     reader.read(ONE, 1)
-    reader.ledger.revoke(ONE)
-    reader.assignments[ONE] = _assigned_anew(reader.ledger)
+    reader.tracker.revoke(ONE)
+    reader.assignments[ONE] = _assigned_anew(reader.tracker)
     reader.read(ONE, 1)
 
     assert await reader.taken() == [(0, [0]), (0, [1])]
@@ -134,8 +134,8 @@ async def test_bytes_that_wait_are_those_of_what_is_left(
     assert reader.arrivals.waiting_bytes == 0
 
 
-def _assigned_anew(ledger: Ledger) -> Assignment:
-    return ledger.assign(ONE, Progress(0))
+def _assigned_anew(tracker: InFlightTracker) -> AssignedPartition:
+    return tracker.assign(ONE, Progress(0))
 
 
 async def turns_of(work: Coroutine[Any, Any, None]) -> int:
@@ -150,12 +150,12 @@ async def turns_of(work: Coroutine[Any, Any, None]) -> int:
 async def test_reading_lets_the_stages_finish_what_was_read() -> None:
     """While something is in flight the next poll is as many turns away as an answer is."""
     reader = Reader()
-    receipt = reader.assignments[ONE].admit(0, 10)
+    ack_handle = reader.assignments[ONE].admit(0, 10)
 
-    turns = await turns_of(reader.arrivals.let_work(reader.ledger.budget))
+    turns = await turns_of(reader.arrivals.let_work(reader.tracker.budget))
 
     assert turns >= TURNS_TO_ANSWER
-    receipt.settle()
+    ack_handle.ack()
 
 
 async def test_who_reads_much_at_a_time_goes_on_reading() -> None:
@@ -163,11 +163,11 @@ async def test_who_reads_much_at_a_time_goes_on_reading() -> None:
     reader = Reader()
     reader.read(ONE, MANY_BYTES // 1024)
 
-    assert await turns_of(reader.arrivals.let_work(reader.ledger.budget)) <= 2
+    assert await turns_of(reader.arrivals.let_work(reader.tracker.budget)) <= 2
 
 
 async def test_reading_goes_on_when_all_is_answered() -> None:
     """With nothing in flight and nothing that waits there is no pause."""
     reader = Reader()
 
-    assert await turns_of(reader.arrivals.let_work(reader.ledger.budget)) <= 2
+    assert await turns_of(reader.arrivals.let_work(reader.tracker.budget)) <= 2

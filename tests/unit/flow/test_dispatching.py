@@ -22,9 +22,9 @@ from headrace.protocol.messages import Batch
 from headrace.telemetry.metrics import Metrics
 from headrace.transport import dispatcher
 from headrace.transport.batch_io import BatchWriter
-from headrace.transport.channels import PullChannel
-from headrace.transport.dispatcher import BatchOutlet
-from headrace.transport.executor_events import Hearing
+from headrace.transport.channels import BatchQueue
+from headrace.transport.dispatcher import BatchDispatcher
+from headrace.transport.executor_events import ExecutorEventReader
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.services import digits_models
@@ -50,7 +50,7 @@ class Bench:
         self._registry = metrics.registry
         self.models = models
         self.left = 1000
-        self.pulls: PullChannel[tuple[str, str], Batch] = PullChannel(self._supply)
+        self.pulls: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
         self.written: dict[str, int] = {}
 
     def _supply(self, key: tuple[str, str] | None, _ask: object) -> Batch | None:
@@ -141,8 +141,8 @@ async def running(repository: Path) -> AsyncIterator[Bench]:
         bench = Bench(log, models, reader, metrics)
         bench.left = 0  # nobody is known yet
         writer = BatchWriter(producer, TopicPartition("batches", PARTITIONS), Tray(), metrics)
-        hearing = Hearing(log, TopicPartition("events", 1))
-        outlet = BatchOutlet(bench.pulls, writer, models, hearing, metrics)
+        hearing = ExecutorEventReader(log, TopicPartition("events", 1))
+        outlet = BatchDispatcher(bench.pulls, writer, models, hearing, metrics)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(outlet.run())
             await bench.listening()

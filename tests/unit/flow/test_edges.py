@@ -20,7 +20,7 @@ from headrace.log.port import NewRecord, Producer, Run, TopicInfo, TopicPartitio
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from headrace.transport.batch_io import BatchFeed, BatchWriter
+from headrace.transport.batch_io import BatchReceiver, BatchWriter
 from headrace.transport.topic_io import item_inlet, item_outlet, refuse, result_inlet, result_outlet
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
@@ -72,7 +72,9 @@ async def received(source: Source, inlet: Any, count: int) -> list[Request]:
 
 
 async def test_items_come_out_as_they_went_in() -> None:
-    """Origin, model, inputs and headers; the sender's receipts are settled once acknowledged."""
+    """Origin, model, inputs and headers; the sender's ack handles are acknowledged once
+    acknowledged.
+    """
     log = await make_log()
     sent = [make_request(inputs=PIXELS, deadline_ms=number) for number in range(3)]
     sent[1].partition = 1
@@ -81,9 +83,9 @@ async def test_items_come_out_as_they_went_in() -> None:
     async with reading(log) as source:
         got = await received(source, lambda of: item_inlet(of, Tray()), 3)
         for request in got:
-            request.receipt.settle()
+            request.ack_handle.ack()
 
-    assert [receipt_of(one).settled for one in sent] == [1, 1, 1]
+    assert [receipt_of(one).acked for one in sent] == [1, 1, 1]
     for before, after in zip(sent, got, strict=True):
         assert (after.partition, after.offset) == (before.partition, before.offset)
         assert (after.previous, after.timestamp_ms) == (before.previous, before.timestamp_ms)
@@ -102,8 +104,8 @@ async def test_results_come_out_as_they_went_in() -> None:
     await written(log, result_outlet, done, failed)
     async with reading(log) as source:
         first, second = await received(source, result_inlet, 2)
-        first.receipt.settle()
-        second.receipt.settle()
+        first.ack_handle.ack()
+        second.ack_handle.ack()
 
     assert first.outputs is not None
     assert bytes(first.outputs[0].data) == PIXELS["pixels"].tobytes()
@@ -126,13 +128,15 @@ async def test_keys_and_headers_of_items_are_charged(part: str) -> None:
     async with reading(log) as source:
         (got,) = await received(source, lambda of: item_inlet(of, Tray()), 1)
         charged_bytes = source.snapshot().in_flight_bytes
-        got.receipt.settle()
+        got.ack_handle.ack()
 
     assert charged_bytes >= 2 * 50_000
 
 
 async def test_an_item_that_does_not_fit_is_answered() -> None:
-    """It becomes `TOO_LARGE`, its value kept for the dead letter, its receipt not yet settled."""
+    """It becomes `TOO_LARGE`, its value kept for the dead letter, its ack handle not yet
+    acknowledged.
+    """
     log = await make_log(max_message_bytes=2000)
     small, large = make_request(inputs=PIXELS), make_request()
     large.value = b"x" * 5000
@@ -144,7 +148,7 @@ async def test_an_item_that_does_not_fit_is_answered() -> None:
     assert large.failure is not None
     assert (large.failure.code, large.failure.stage) == (Code.TOO_LARGE, Stage.INGEST)
     assert large.value == b"x" * 5000
-    assert [receipt_of(small).settled, receipt_of(large).settled] == [1, 0]
+    assert [receipt_of(small).acked, receipt_of(large).acked] == [1, 0]
     assert refused.closed
 
 
@@ -173,13 +177,13 @@ async def test_a_result_that_does_not_fit_goes_without_what_is_large(
     await written(log, result_outlet, request)
     async with reading(log) as source:
         (got,) = await received(source, result_inlet, 1)
-        got.receipt.settle()
+        got.ack_handle.ack()
 
     assert got.failure is not None
     assert got.failure.stage == Stage.EXECUTOR
     assert [name for name in ("value", "key") if getattr(got, name) is not None] == list(kept)
     assert [tuple(header) for header in got.headers] == routing
-    assert receipt_of(request).settled == 1
+    assert receipt_of(request).acked == 1
 
 
 def test_a_topic_that_takes_nothing_ends_the_process() -> None:
@@ -238,26 +242,26 @@ async def test_what_comes_while_a_run_is_under_way_leaves_together() -> None:
 async def test_void_requests_are_not_written() -> None:
     """Their partition is another process's; only the budget gets its bytes back."""
     log = await make_log()
-    void = make_request()
-    receipt_of(void).void = True
+    revoked = make_request()
+    receipt_of(revoked).revoked = True
 
-    await written(log, result_outlet, void)
+    await written(log, result_outlet, revoked)
 
-    assert receipt_of(void).settled == 1
+    assert receipt_of(revoked).acked == 1
     async with log.reader([TopicPartition(TOPIC, 0)]) as reader:
         assert await reader.end_offsets([TopicPartition(TOPIC, 0)]) == {TopicPartition(TOPIC, 0): 0}
 
 
 async def test_a_record_of_somebody_elses_is_passed_over() -> None:
-    """What no request can be made out in is settled, and holds up nobody."""
+    """What no request can be made out in is acknowledged, and holds up nobody."""
     log = await make_log()
     await write_to(log, TopicPartition(TOPIC, 0), b"junk")
     await written(log, result_outlet, make_request())
 
     async with reading(log) as source:
         (got,) = await received(source, result_inlet, 1)
-        assert source.ledger.in_flight() == 1
-        got.receipt.settle()
+        assert source.tracker.in_flight() == 1
+        got.ack_handle.ack()
 
 
 async def write_batches(log: MemoryLog, *batches: Batch) -> Tray:
@@ -272,28 +276,28 @@ async def write_batches(log: MemoryLog, *batches: Batch) -> Tray:
 
 
 async def test_batches_come_out_for_those_who_pull_their_model() -> None:
-    """A batch's record is settled when all of its requests are."""
+    """A batch's record is acknowledged when all of its requests are."""
     log = await make_log()
     sent = [make_request(inputs=PIXELS) for _ in range(3)]
     refused = await write_batches(log, Batch("b-1", sent, "full"))
 
     async with reading(log) as source:
-        feed = BatchFeed(source, Tray(), lambda _name, _version: None)
+        feed = BatchReceiver(source, Tray(), lambda _name, _version: None)
         running = asyncio.create_task(feed.run())
         batch = await feed.pulls.puller(("digits", "1")).pull()
         assert batch is not None
         in_flight = []
         for request in batch.requests:
-            in_flight.append(source.ledger.in_flight())
-            request.receipt.settle()
-        in_flight.append(source.ledger.in_flight())
+            in_flight.append(source.tracker.in_flight())
+            request.ack_handle.ack()
+        in_flight.append(source.tracker.in_flight())
         source.stop_reading()
         await running
 
     assert (batch.batch_id, batch.reason, batch.rows) == ("b-1", "full", 3)
     assert [one.offset for one in batch.requests] == [one.offset for one in sent]
     assert in_flight == [1, 1, 1, 0]
-    assert [receipt_of(one).settled for one in sent] == [1, 1, 1]
+    assert [receipt_of(one).acked for one in sent] == [1, 1, 1]
     assert refused.requests == []
 
 
@@ -311,7 +315,7 @@ async def test_a_batch_that_does_not_fit_travels_in_parts() -> None:
     assert sent[2].failure is not None
     assert sent[2].failure.stage == Stage.BATCHER
     assert refused.closed
-    assert [receipt_of(one).settled for one in sent] == [1, 1, 0, 1]
+    assert [receipt_of(one).acked for one in sent] == [1, 1, 0, 1]
 
 
 async def test_a_batch_of_a_model_that_is_not_here_is_answered() -> None:
@@ -324,13 +328,13 @@ async def test_a_batch_of_a_model_that_is_not_here_is_answered() -> None:
         raise Rejected(Code.MODEL_NOT_READY, f"{name}/{version}: loading")
 
     async with reading(log) as source:
-        feed = BatchFeed(source, answers, check)
+        feed = BatchReceiver(source, answers, check)
         running = asyncio.create_task(feed.run())
         await eventually(lambda: len(answers.requests) == 2)
         for request in answers.requests:
-            request.receipt.settle()
+            request.ack_handle.ack()
         source.stop_reading()
         await running
 
     assert {one.failure.code for one in answers.requests if one.failure} == {Code.MODEL_NOT_READY}
-    assert source.ledger.in_flight() == 0
+    assert source.tracker.in_flight() == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
-from headrace.transport.executor_registry import Berth, Fleet, Window
+from headrace.transport.executor_registry import ExecutorRegistry, ExecutorSlot, Window
 
 DIGITS = ("digits", "1")
 
@@ -26,9 +26,9 @@ def event(
     )
 
 
-def fleet_of(*events: ExecutorEvent) -> Fleet:
+def fleet_of(*events: ExecutorEvent) -> ExecutorRegistry:
     """A fleet that has heard these, at second 0."""
-    fleet = Fleet()
+    fleet = ExecutorRegistry()
     for each in events:
         fleet.heard(each, 0.0)
     return fleet
@@ -37,7 +37,7 @@ def fleet_of(*events: ExecutorEvent) -> Fleet:
 def test_each_executor_has_berths_for_its_models() -> None:
     """As many instances as it has announced."""
     fleet = fleet_of(event("a", 0), event("b", 1, instances=3))
-    assert fleet.berths() == {Berth("a", DIGITS): 1, Berth("b", DIGITS): 3}
+    assert fleet.berths() == {ExecutorSlot("a", DIGITS): 1, ExecutorSlot("b", DIGITS): 3}
 
 
 def flight(travel_us: int, busy_us: int, stay_us: int = 0) -> tuple[int, Completion]:

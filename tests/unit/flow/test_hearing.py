@@ -14,7 +14,7 @@ from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
 from headrace.protocol.codec.events import encode_event
 from headrace.protocol.events import ExecutorEvent
 from headrace.transport import executor_events
-from headrace.transport.executor_events import Hearing
+from headrace.transport.executor_events import ExecutorEventReader
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 
@@ -55,7 +55,7 @@ async def test_retention_and_an_outage_at_once_end_nothing(monkeypatch: pytest.M
     monkeypatch.setattr(MemoryReader, "poll", poll)
     monkeypatch.setattr(MemoryReader, "end_offsets", ends)
     heard: list[str] = []
-    listening = Hearing(log, TopicPartition("events", 1))
+    listening = ExecutorEventReader(log, TopicPartition("events", 1))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(
             listening.run(lambda events: heard.extend(each.executor for each in events))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.crash_isolation.markers import NOBODY, Marks, Owner, decode_mark, encode_mark
-from headrace.crash_isolation.poison_search import CLEAN, Mark, ranges_of
+from headrace.crash_isolation.markers import NOBODY, CrashMarkers, Owner, decode_mark, encode_mark
+from headrace.crash_isolation.poison_search import CLEAN, CrashMarker, ranges_of
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
@@ -20,7 +20,7 @@ OFFSETS = st.integers(0, 2**62)
 SCATTERED = tuple((2**40 * place, 2**40 * place + 1) for place in range(1000))
 RANGES = st.sets(OFFSETS | st.integers(0, 99), max_size=20).map(ranges_of)
 MARKS = st.builds(
-    Mark,
+    CrashMarker,
     is_open=st.booleans(),
     stop=OFFSETS,
     ends=st.integers(0, 99),
@@ -41,7 +41,7 @@ async def made() -> MemoryLog:
 
 
 @given(MARKS, st.builds(Owner, st.text(max_size=20), st.text(max_size=20)))
-def test_a_mark_is_read_as_it_was_written(mark: Mark, owner: Owner) -> None:
+def test_a_mark_is_read_as_it_was_written(mark: CrashMarker, owner: Owner) -> None:
     """All of it, and who wrote it."""
     assert decode_mark(encode_mark(mark, owner)) == (mark, owner)
 
@@ -49,7 +49,7 @@ def test_a_mark_is_read_as_it_was_written(mark: Mark, owner: Owner) -> None:
 def test_many_attempts_fit_into_a_commit() -> None:
     """Of more than fit, those with the most deaths are kept."""
     attempts = {(2**62 + offset, 9999): 1 + offset % 3 for offset in range(500)}
-    mark = Mark(True, 2**62, 99, SCATTERED, 0, attempts, SCATTERED)
+    mark = CrashMarker(True, 2**62, 99, SCATTERED, 0, attempts, SCATTERED)
 
     text = encode_mark(mark, Owner("m" * 80, "p" * 80))
 
@@ -62,7 +62,7 @@ def test_ranges_that_do_not_fit_are_joined(count: int) -> None:
     """None is left out, and those that are farthest apart stay apart."""
     ranges = ranges_of(Random(count).sample(range(100_000), count))
 
-    running = decode_mark(encode_mark(Mark(True, running=ranges)))[0].running
+    running = decode_mark(encode_mark(CrashMarker(True, running=ranges)))[0].running
 
     assert all(any(one[0] <= start and stop <= one[1] for one in running) for start, stop in ranges)
     widest = max(after[0] - before[1] for before, after in pairwise(ranges))
@@ -75,32 +75,32 @@ async def test_a_text_that_is_no_mark_counts_for_nothing(text: str) -> None:
     log = await made()
     await log.commit("group.marks", {ONE: Committed(0, text)})
 
-    assert await Marks(log, "group").read([ONE]) == {ONE: (CLEAN, NOBODY)}
+    assert await CrashMarkers(log, "group").read([ONE]) == {ONE: (CLEAN, NOBODY)}
 
 
 async def test_what_is_kept_already_is_not_written_again() -> None:
     """The broker may be away then, and nobody minds."""
     log = await made()
-    marks, owner = Marks(log, "group"), Owner("member", "process")
-    await marks.write({ONE: Mark(True)}, owner)
+    marks, owner = CrashMarkers(log, "group"), Owner("member", "process")
+    await marks.write({ONE: CrashMarker(True)}, owner)
     log.faults.take_down()
 
-    await marks.write({ONE: Mark(True)}, owner)
+    await marks.write({ONE: CrashMarker(True)}, owner)
 
     with pytest.raises(LogUnavailable):
-        await marks.write({ONE: Mark(True)}, Owner("another", "process"))
+        await marks.write({ONE: CrashMarker(True)}, Owner("another", "process"))
 
 
 async def test_a_mark_that_may_not_have_been_kept_is_written_again() -> None:
     """After a failure nobody knows what the log holds."""
     log = await made()
-    marks, owner = Marks(log, "group"), Owner("member", "process")
-    await marks.write({ONE: Mark(True)}, owner)
+    marks, owner = CrashMarkers(log, "group"), Owner("member", "process")
+    await marks.write({ONE: CrashMarker(True)}, owner)
     log.faults.take_down()
     with pytest.raises(LogUnavailable):
         await marks.write({ONE: CLEAN}, owner)
     log.faults.bring_back()
 
-    await marks.write({ONE: Mark(True)}, owner)
+    await marks.write({ONE: CrashMarker(True)}, owner)
 
-    assert await Marks(log, "group").read([ONE]) == {ONE: (Mark(True), owner)}
+    assert await CrashMarkers(log, "group").read([ONE]) == {ONE: (CrashMarker(True), owner)}

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.source_offsets import Origins
+from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
 from headrace.protocol.messages import Request
@@ -30,9 +30,9 @@ async def log() -> MemoryLog:
     return log
 
 
-async def assigned(log: MemoryLog, committed: Committed | None = None) -> Origins:
+async def assigned(log: MemoryLog, committed: Committed | None = None) -> SourceOffsets:
     """Origins whose partition has been assigned, after something was committed for it."""
-    origins = Origins(log, "requests")
+    origins = SourceOffsets(log, "requests")
     listener = RecordingListener()
     async with log.member("group", ["results"], listener) as member:
         await eventually(lambda: listener.held)

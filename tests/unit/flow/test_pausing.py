@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 
 from headrace.consumer import backpressure
-from headrace.consumer.backpressure import Pauses
+from headrace.consumer.backpressure import Backpressure
 from headrace.consumer.deferring import MAX_DEFERRED
 from headrace.delivery.acked_offsets import SAFE_SPAN_OFFSETS, SAFE_UNANSWERED, Progress
-from headrace.delivery.budget import Budget, Shares
-from headrace.delivery.inflight import Assignment, Ledger, LedgerReceipt
+from headrace.delivery.budget import Budget, FairQueue
+from headrace.delivery.inflight import AssignedPartition, InFlightAck, InFlightTracker
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, TopicInfo, TopicPartition
 from headrace.protocol.messages import Envelope
@@ -43,9 +43,9 @@ class Bench:
     """Two assigned partitions, whose pauses follow the rules that a test asks for."""
 
     def __init__(self, *, bounds_metadata: bool = False, shares: bool = False) -> None:
-        self.ledger = Ledger(Budget(1000), lambda: None)
-        self.one, self.two = (self.ledger.assign(each, Progress(0)) for each in (ONE, TWO))
-        self.pauses = Pauses(self.ledger, bounds_metadata=bounds_metadata, shares=shares)
+        self.tracker = InFlightTracker(Budget(1000), lambda: None)
+        self.one, self.two = (self.tracker.assign(each, Progress(0)) for each in (ONE, TWO))
+        self.pauses = Backpressure(self.tracker, bounds_metadata=bounds_metadata, shares=shares)
         self.consumer = Reading()
 
     def regulate(self) -> bool:
@@ -53,7 +53,9 @@ class Bench:
         consumer = cast(Consumer, self.consumer)
         return self.pauses.regulate(consumer, 0, stopping=False)
 
-    def read(self, assignment: Assignment, count: int, size_bytes: int = 0) -> list[LedgerReceipt]:
+    def read(
+        self, assignment: AssignedPartition, count: int, size_bytes: int = 0
+    ) -> list[InFlightAck]:
         """Read so many records."""
         first = assignment.last_read + 1
         assignment.last_read += count
@@ -63,18 +65,18 @@ class Bench:
 def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
     """With a long span and many unanswered in it; with fewer unanswered it is read again."""
     bench = Bench(bounds_metadata=True)
-    receipts = bench.read(bench.one, SAFE_SPAN_OFFSETS)
+    ack_handles = bench.read(bench.one, SAFE_SPAN_OFFSETS)
     bench.read(bench.two, 10)
 
     assert not bench.regulate()
     assert bench.consumer.paused == {ONE}
     assert bench.pauses.reasons == {ONE: "metadata"}
 
-    for receipt in receipts[SAFE_UNANSWERED:]:
-        receipt.settle()
+    for ack_handle in ack_handles[SAFE_UNANSWERED:]:
+        ack_handle.ack()
     bench.regulate()
     assert bench.consumer.paused == {ONE}
-    receipts[1].settle()
+    ack_handles[1].ack()
     bench.regulate()
     assert bench.consumer.paused == set()
 
@@ -101,8 +103,8 @@ def test_a_partition_gets_its_share_of_the_budget_where_order_is_kept() -> None:
     assert bench.consumer.paused == {ONE}
     assert bench.pauses.reasons == {ONE: "order"}
 
-    for receipt in stuck[:6]:
-        receipt.settle()
+    for ack_handle in stuck[:6]:
+        ack_handle.ack()
     bench.regulate()
     assert bench.consumer.paused == set()
 
@@ -110,15 +112,15 @@ def test_a_partition_gets_its_share_of_the_budget_where_order_is_kept() -> None:
 async def test_what_another_process_has_committed_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An ingest that stands apart settles what it wrote on; answered it is only later."""
+    """An ingest that stands apart acknowledges what it wrote on; answered it is only later."""
     monkeypatch.setattr(backpressure, "LOOK_S", 0.001)
     log = MemoryLog()
     await log.create_topics([TopicInfo("t", 2, {})], replication_factor=1)
     bench = Bench(bounds_metadata=True)
     for assignment in (bench.one, bench.two):
         bench.pauses.follow(assignment.partition, assignment.progress.copy())
-    for receipt in bench.read(bench.one, SAFE_SPAN_OFFSETS):
-        receipt.settle()
+    for ack_handle in bench.read(bench.one, SAFE_SPAN_OFFSETS):
+        ack_handle.ack()
     bench.regulate()
     assert bench.consumer.paused == {ONE}
 
@@ -140,8 +142,8 @@ def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
     bench = Bench(shares=in_order)
     known = bench.one.progress.copy()
     bench.pauses.follow(ONE, known)
-    for receipt in bench.read(bench.one, backpressure.MAX_UNANSWERED):
-        receipt.settle()
+    for ack_handle in bench.read(bench.one, backpressure.MAX_UNANSWERED):
+        ack_handle.ack()
     bench.regulate()
     assert bench.pauses.reasons == {ONE: "ahead"}
 
@@ -153,14 +155,14 @@ def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
 def test_partition_with_many_deferred_requests_pauses_alone() -> None:
     """It resumes when a quarter of them has gone; the other partition goes on."""
     bench = Bench()
-    claim = Shares(bench.ledger.budget, 0.5, 0.5).claim("model", "")
+    claim = FairQueue(bench.tracker.budget, 0.5, 0.5).claim("model", "")
     deferred = [
-        receipt.defer(claim, 1, Envelope()) for receipt in bench.read(bench.one, MAX_DEFERRED)
+        ack_handle.defer(claim, 1, Envelope()) for ack_handle in bench.read(bench.one, MAX_DEFERRED)
     ]
     paused = []
     for count in (0, 1, MAX_DEFERRED // 4, 1):
         for _ in range(count):
-            bench.one.admit(deferred.pop().offset, 0).settle()
+            bench.one.admit(deferred.pop().offset, 0).ack()
         bench.regulate()
         paused.append(dict(bench.pauses.reasons))
 

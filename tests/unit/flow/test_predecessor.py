@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from headrace.crash_isolation.liveness import is_gone, process_name
-from headrace.crash_isolation.markers import Marks, Owner
-from headrace.crash_isolation.poison_search import Mark
+from headrace.crash_isolation.markers import CrashMarkers, Owner
+from headrace.crash_isolation.poison_search import CrashMarker
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
 from tests.support.conditions import eventually
@@ -85,12 +85,14 @@ async def test_a_member_whose_process_is_gone_is_removed() -> None:
     with process:
         async with log.member("group", ["requests"], RecordingListener()) as member:
             await eventually(lambda: member.member_id)
-            await Marks(log, "group").write({ONE: Mark(True)}, Owner(member.member_id, name))
-            await Marks(log, "group").remove_dead_members("requests")
+            await CrashMarkers(log, "group").write(
+                {ONE: CrashMarker(True)}, Owner(member.member_id, name)
+            )
+            await CrashMarkers(log, "group").remove_dead_members("requests")
             there = log.faults.members("group")
             process.communicate("\n")
 
-            await Marks(log, "group").remove_dead_members("requests")
+            await CrashMarkers(log, "group").remove_dead_members("requests")
 
             assert there == (member.member_id,)
             assert log.faults.members("group") != there

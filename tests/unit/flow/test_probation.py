@@ -13,9 +13,9 @@ from headrace.consumer import quarantine
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
 from headrace.crash_isolation.isolation import Isolation
-from headrace.crash_isolation.markers import NOBODY, Marks
-from headrace.crash_isolation.poison_search import CLEAN, Mark
-from headrace.delivery.inflight import LedgerReceipt
+from headrace.crash_isolation.markers import NOBODY, CrashMarkers
+from headrace.crash_isolation.poison_search import CLEAN, CrashMarker
+from headrace.delivery.inflight import InFlightAck
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics
@@ -36,7 +36,7 @@ async def log() -> MemoryLog:
 
 
 class Stage:
-    """A stage that admits what it receives and settles when it is told to.
+    """A stage that admits what it receives and acknowledges when it is told to.
 
     Attributes:
         may_go_on: it receives no more while this is not set.
@@ -45,7 +45,7 @@ class Stage:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.receipts: list[LedgerReceipt] = []
+        self.ack_handles: list[InFlightAck] = []
         self.isolations: list[Isolation | None] = []
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
@@ -58,7 +58,7 @@ class Stage:
             isolation = delivery.isolation
             self.isolations.append(isolation)
             if isolation is not None and isolation.isolated is not None:
-                self.receipts.append(isolation.isolated.receipt)
+                self.ack_handles.append(isolation.isolated.ack_handle)
                 await self.may_end_alone.wait()
             else:
                 for record in delivery.records:
@@ -69,23 +69,25 @@ class Stage:
                     elif isolation is not None and isolation.is_accused(record.offset):
                         isolation.set_aside(delivery.assignment, record)
                     else:
-                        self.receipts.append(delivery.assignment.admit(record.offset, 10))
+                        self.ack_handles.append(delivery.assignment.admit(record.offset, 10))
             await self.may_go_on.wait()
 
     @property
     def holds(self) -> list[str]:
         """What is in flight, as `partition:offset`."""
-        return sorted(f"{one.assignment.partition.partition}:{one.offset}" for one in self.receipts)
+        return sorted(
+            f"{one.assignment.partition.partition}:{one.offset}" for one in self.ack_handles
+        )
 
     @property
     def alone(self) -> list[int]:
         """The offsets that were received alone, in order."""
         return [each.isolated.record.offset for each in self.isolations if each and each.isolated]
 
-    def settle_all(self) -> None:
-        receipts, self.receipts = self.receipts, []
-        for receipt in receipts:
-            receipt.settle()
+    def ack_all(self) -> None:
+        ack_handles, self.ack_handles = self.ack_handles, []
+        for ack_handle in ack_handles:
+            ack_handle.ack()
 
 
 @asynccontextmanager
@@ -111,14 +113,14 @@ async def reading(log: MemoryLog, *, dies: bool = False) -> AsyncIterator[Stage]
             await running
 
 
-async def marked(log: MemoryLog, partition: TopicPartition = ONE) -> Mark:
+async def marked(log: MemoryLog, partition: TopicPartition = ONE) -> CrashMarker:
     """What is kept of a partition."""
-    return (await Marks(log, "group").read([partition]))[partition][0]
+    return (await CrashMarkers(log, "group").read([partition]))[partition][0]
 
 
-async def mark(log: MemoryLog, of: Mark) -> None:
+async def mark(log: MemoryLog, of: CrashMarker) -> None:
     """Leave a mark as a process that is no more would have."""
-    await Marks(log, "group").write({ONE: of}, NOBODY)
+    await CrashMarkers(log, "group").write({ONE: of}, NOBODY)
 
 
 async def test_a_partition_is_marked_as_open_before_anything_is_let_in(log: MemoryLog) -> None:
@@ -127,11 +129,11 @@ async def test_a_partition_is_marked_as_open_before_anything_is_let_in(log: Memo
     async with reading_soon(log) as stage:
         held = stage.holds
         log.faults.release_commits()
-        await eventually(lambda: len(stage.receipts) == 10)
+        await eventually(lambda: len(stage.ack_handles) == 10)
 
         assert held == []
         assert (await marked(log)).is_open
-        stage.settle_all()
+        stage.ack_all()
 
 
 @asynccontextmanager
@@ -156,8 +158,8 @@ async def reading_soon(log: MemoryLog) -> AsyncIterator[Stage]:
 async def test_a_good_end_leaves_a_clean_mark(log: MemoryLog) -> None:
     """The next owner suspects nothing."""
     async with reading(log) as stage:
-        await eventually(lambda: len(stage.receipts) == 10)
-        stage.settle_all()
+        await eventually(lambda: len(stage.ack_handles) == 10)
+        stage.ack_all()
 
     assert await marked(log) == CLEAN
 
@@ -165,7 +167,7 @@ async def test_a_good_end_leaves_a_clean_mark(log: MemoryLog) -> None:
 async def test_good_end_with_work_left_leaves_a_clean_mark(log: MemoryLog) -> None:
     """What was read and not answered in time is no suspect: nothing has ended a process."""
     async with reading(log) as stage:
-        await eventually(lambda: len(stage.receipts) == 10)
+        await eventually(lambda: len(stage.ack_handles) == 10)
 
     assert await marked(log) == CLEAN
 
@@ -173,18 +175,18 @@ async def test_good_end_with_work_left_leaves_a_clean_mark(log: MemoryLog) -> No
 async def test_unclean_end_holds_nothing_up(log: MemoryLog) -> None:
     """What was admitted is let in again with everything else, and the mark counts the end."""
     async with reading(log, dies=True) as stage:
-        await eventually(lambda: len(stage.receipts) == 10)
+        await eventually(lambda: len(stage.ack_handles) == 10)
     async with reading(log) as stage:
         await write_to(log, TWO, b"later")
-        await eventually(lambda: len(stage.receipts) == 11)
+        await eventually(lambda: len(stage.ack_handles) == 11)
         during = await marked(log)
-        stage.settle_all()
-        await eventually(_becomes(log, Mark(True)))
+        stage.ack_all()
+        await eventually(_becomes(log, CrashMarker(True)))
 
-    assert during == Mark(True, 10, 1)
+    assert during == CrashMarker(True, 10, 1)
 
 
-def _becomes(log: MemoryLog, mark: Mark) -> Callable[[], Awaitable[bool]]:
+def _becomes(log: MemoryLog, mark: CrashMarker) -> Callable[[], Awaitable[bool]]:
     async def is_marked() -> bool:
         return await marked(log) == mark
 
@@ -193,43 +195,43 @@ def _becomes(log: MemoryLog, mark: Mark) -> Callable[[], Awaitable[bool]]:
 
 async def test_second_unclean_end_makes_the_process_careful(log: MemoryLog) -> None:
     """What is read is marked as long as the stage is at it, and nothing is held up."""
-    await mark(log, Mark(True, 10, 1))
+    await mark(log, CrashMarker(True, 10, 1))
     async with reading(log) as stage:
         stage.may_go_on.clear()
-        await eventually(lambda: len(stage.receipts) == 10)
+        await eventually(lambda: len(stage.ack_handles) == 10)
         during = await marked(log)
         stage.may_go_on.set()
-        await eventually(_becomes(log, Mark(True, 10, 2)))
-        stage.settle_all()
-        await eventually(_becomes(log, Mark(True)))
+        await eventually(_becomes(log, CrashMarker(True, 10, 2)))
+        stage.ack_all()
+        await eventually(_becomes(log, CrashMarker(True)))
 
-    assert during == Mark(True, 10, 2, ((0, 10),))
+    assert during == CrashMarker(True, 10, 2, ((0, 10),))
 
 
 async def test_what_ran_at_an_end_of_a_careful_process_comes_alone(log: MemoryLog) -> None:
     """Everything else comes as it would; each of these is marked, and survives by itself."""
-    await mark(log, Mark(True, 10, 2, ((3, 4), (6, 7))))
+    await mark(log, CrashMarker(True, 10, 2, ((3, 4), (6, 7))))
     await write_to(log, TWO, b"other")
     async with reading(log) as stage:
         stage.may_end_alone.clear()
         await eventually(lambda: stage.alone == [3])
         during = await marked(log)
         stage.may_end_alone.set()
-        await eventually(lambda: stage.alone == [3, 6] and len(stage.receipts) == 11)
-        stage.settle_all()
-        await eventually(_becomes(log, Mark(True)))
+        await eventually(lambda: stage.alone == [3, 6] and len(stage.ack_handles) == 11)
+        stage.ack_all()
+        await eventually(_becomes(log, CrashMarker(True)))
 
-    assert during == Mark(True, 10, 3, ((3, 4),), 0, {}, ((3, 4), (6, 7)))
+    assert during == CrashMarker(True, 10, 3, ((3, 4),), 0, {}, ((3, 4), (6, 7)))
 
 
 async def test_end_while_one_ran_alone_condemns_at_max_attempts(log: MemoryLog) -> None:
     """At the second one the stage is told, and it does not come alone any more."""
-    await mark(log, Mark(True, 10, 3, ((3, 4),), 0, {(3, 0): 1}, ((3, 4), (6, 7))))
+    await mark(log, CrashMarker(True, 10, 3, ((3, 4),), 0, {(3, 0): 1}, ((3, 4), (6, 7))))
     async with reading(log) as stage:
-        await eventually(lambda: len(stage.receipts) == 10)
+        await eventually(lambda: len(stage.ack_handles) == 10)
         isolation = stage.isolations[0]
         suspects = stage.registry.get_sample_value("headrace_suspects")
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: stage.registry.get_sample_value("headrace_suspects") == 0)
         attempts = stage.registry.get_sample_value("headrace_suspect_attempts_total")
         condemned = stage.registry.get_sample_value("headrace_condemned_total")
@@ -244,34 +246,34 @@ async def test_accused_offsets_without_a_request_are_forgotten(log: MemoryLog) -
     """Records that nobody answers, and offsets without any, keep no search going."""
     await write_to(log, ONE, NO_REQUEST)
     log.faults.skip_offsets(ONE, 3)
-    await mark(log, Mark(True, 14, 2, ((9, 14),)))
+    await mark(log, CrashMarker(True, 14, 2, ((9, 14),)))
     async with reading(log) as stage:
-        await eventually(lambda: len(stage.receipts) == 10)
-        stage.settle_all()
+        await eventually(lambda: len(stage.ack_handles) == 10)
+        stage.ack_all()
         await eventually(lambda: stage.registry.get_sample_value("headrace_suspects") == 0)
 
 
 async def test_suspects_beyond_what_the_log_holds_are_forgotten(log: MemoryLog) -> None:
     """The topic is another one than that which was marked."""
-    await mark(log, Mark(True, 500, 2, ((400, 500),)))
+    await mark(log, CrashMarker(True, 500, 2, ((400, 500),)))
     async with reading(log) as stage:
-        await eventually(lambda: len(stage.receipts) == 10)
-        stage.settle_all()
+        await eventually(lambda: len(stage.ack_handles) == 10)
+        stage.ack_all()
         await write_to(log, ONE, b"new")
         await eventually(lambda: stage.holds == ["0:10"])
-        stage.settle_all()
+        stage.ack_all()
 
     assert await marked(log) == CLEAN
 
 
 async def test_search_goes_on_after_a_rebalance(log: MemoryLog) -> None:
     """What survived is acquitted, the rest is accused still, and nothing counts as an attempt."""
-    await mark(log, Mark(False, 10, 3, accused=((3, 5),)))
+    await mark(log, CrashMarker(False, 10, 3, accused=((3, 5),)))
     async with reading(log) as stage:
         await eventually(lambda: stage.alone == [3, 4])
         log.faults.force_rebalance("group")
-        stage.settle_all()
-        await eventually(_becomes(log, Mark(True)))
+        stage.ack_all()
+        await eventually(_becomes(log, CrashMarker(True)))
         attempts = stage.registry.get_sample_value("headrace_suspect_attempts_total")
 
     assert attempts == 0
@@ -282,15 +284,15 @@ async def test_mark_that_cannot_be_written_is_tried_again(
 ) -> None:
     """Meanwhile nothing is let in; no suspect ever runs unmarked."""
     monkeypatch.setattr(quarantine, "RETRY_S", 0.01)
-    await mark(log, Mark(True, 10, 1))
+    await mark(log, CrashMarker(True, 10, 1))
     async with reading(log) as stage:
-        await eventually(lambda: len(stage.receipts) == 10)
+        await eventually(lambda: len(stage.ack_handles) == 10)
         await write_to(log, ONE, b"new")
         log.faults.hold_commits()
         await write_to(log, TWO, b"new")
         held = stage.holds
         log.faults.release_commits()
-        await eventually(lambda: len(stage.receipts) == 12)
-        stage.settle_all()
+        await eventually(lambda: len(stage.ack_handles) == 12)
+        stage.ack_all()
 
     assert "1:0" not in held

@@ -12,8 +12,8 @@ from headrace.consumer.deferring import Deferral, DeferringTimes
 from headrace.consumer.ready_queue import Arrivals, Delivery
 from headrace.consumer.rereading import Rereading, RereadingTimes
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.budget import Budget, Shares
-from headrace.delivery.inflight import Ledger
+from headrace.delivery.budget import Budget, FairQueue
+from headrace.delivery.inflight import InFlightTracker
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.protocol.messages import Envelope, Request
@@ -29,9 +29,9 @@ class Bench:
     def __init__(self) -> None:
         self.log = MemoryLog()
         self.budget = Budget(200)
-        self.ledger = Ledger(self.budget, self._notify)
-        self.assignment = self.ledger.assign(ONE, Progress(0))
-        self.deferral = Deferral(Shares(self.budget, 0.5, 1.0), None, DeferringTimes(grace_s=0))
+        self.tracker = InFlightTracker(self.budget, self._notify)
+        self.assignment = self.tracker.assign(ONE, Progress(0))
+        self.deferral = Deferral(FairQueue(self.budget, 0.5, 1.0), None, DeferringTimes(grace_s=0))
         self.metrics = Metrics(CollectorRegistry())
         self.ready = Arrivals()
         self.is_wanted = True
@@ -49,9 +49,11 @@ class Bench:
 
     def request(self, offset: int) -> Request:
         """Admit the record at an offset."""
-        receipt = self.assignment.admit(offset, 100)
+        ack_handle = self.assignment.admit(offset, 100)
         envelope = Envelope()
-        return Request(receipt, 0, offset, receipt.previous, 0, None, b"", [], envelope, model="m")
+        return Request(
+            ack_handle, 0, offset, ack_handle.previous, 0, None, b"", [], envelope, model="m"
+        )
 
     @asynccontextmanager
     async def rereading(self) -> AsyncIterator[None]:
@@ -80,7 +82,7 @@ async def test_records_are_read_again_one_after_the_other_as_there_is_room() -> 
     bench = Bench()
     (first,) = await bench.read(3)
     assert list(bench.assignment.deferred) == [1, 2]
-    first.receipt.settle()
+    first.ack_handle.ack()
     read: list[int] = []
     async with bench.rereading():
         for _ in range(2):
@@ -89,7 +91,7 @@ async def test_records_are_read_again_one_after_the_other_as_there_is_room() -> 
             read += [record.offset for record in delivery.records]
             requests = [bench.request(record.offset) for record in delivery.records]
             (kept,), _, _ = bench.deferral.sort_out(requests, again=True)
-            kept.receipt.settle()
+            kept.ack_handle.ack()
 
     assert read == [1, 2]
     assert bench.assignment.progress == Progress(3)
@@ -101,11 +103,11 @@ async def test_deleted_records_are_skipped_and_counted() -> None:
     bench = Bench()
     (first,) = await bench.read(3)
     bench.log.faults.trim(ONE, 2)
-    first.receipt.settle()
+    first.ack_handle.ack()
     async with bench.rereading():
         delivery = await bench.next()
         assert delivery.skipped == 1
-        bench.assignment.admit(delivery.skipped, 0).settle()
+        bench.assignment.admit(delivery.skipped, 0).ack()
         delivery = await bench.next()
 
     assert [record.offset for record in delivery.records] == [2]
@@ -117,11 +119,11 @@ async def test_revoked_assignment_gives_back_what_is_reserved() -> None:
     """A record that was read again for nobody keeps no room from others."""
     bench = Bench()
     (first,) = await bench.read(2)
-    first.receipt.settle()
+    first.ack_handle.ack()
     async with bench.rereading():
         await bench.next()
         assert bench.budget.used_bytes == 100
-        bench.ledger.revoke(ONE)
+        bench.tracker.revoke(ONE)
         bench.deferral.forget()
 
     assert bench.budget.used_bytes == 0

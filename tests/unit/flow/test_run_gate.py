@@ -43,7 +43,7 @@ class Bench:
         self.gate.leave_alone()
 
 
-async def settle() -> None:
+async def ack() -> None:
     """Let all tasks get as far as they can."""
     for _ in range(20):
         await asyncio.sleep(0)
@@ -52,7 +52,7 @@ async def settle() -> None:
 async def start(*runs: Coroutine[Any, Any, None]) -> list[asyncio.Task[None]]:
     """Start runs in this order."""
     tasks = [asyncio.create_task(run) for run in runs]
-    await settle()
+    await ack()
     return tasks
 
 
@@ -76,7 +76,7 @@ async def test_accused_run_waits_until_all_others_have_left() -> None:
     runs = await start(bench.beside(1, first), bench.alone(7, second))
     before = list(bench.story)
     first.set()
-    await settle()
+    await ack()
     second.set()
     await asyncio.gather(*runs)
 
@@ -90,7 +90,7 @@ async def test_others_go_on_between_two_accused_runs() -> None:
     runs = await start(bench.alone(7, ends[0]), bench.alone(8, ends[1]), bench.beside(1, ends[2]))
     during = list(bench.story)
     ends[0].set()
-    await settle()
+    await ack()
     between = bench.story[len(during) :]
     for each in ends:
         each.set()
@@ -106,8 +106,8 @@ async def test_run_that_ends_its_process_lets_nothing_else_in() -> None:
     bench, never = Bench(), asyncio.Event()
     dying, accused = await start(bench.beside(1, never), bench.alone(7, never))
     dying.cancel()
-    await settle()
+    await ack()
     accused.cancel()
-    await settle()
+    await ack()
 
     assert bench.story == ["mark [1]", "run 1"]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from headrace.delivery import transactions
-from headrace.delivery.transactions import Lost
+from headrace.delivery.transactions import PartitionLost
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import SealFault
@@ -36,7 +36,7 @@ async def test_a_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
     log.faults.take_down()
     with pytest.raises(LogUnavailable):
         await owner.assign(10)
-    with pytest.raises(Lost):
+    with pytest.raises(PartitionLost):
         await owner.sealing.seal(0, [], compose)
 
     log.faults.bring_back()
@@ -68,7 +68,7 @@ async def test_a_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
     await owner.sealing.release([0])
     successor = await owner_of(log)
     log.faults.release_seals()
-    with pytest.raises(Lost):
+    with pytest.raises(PartitionLost):
         await under_way
 
     await successor.seal([0])
@@ -97,9 +97,9 @@ async def test_one_who_is_not_counted_in_loses_everything(log: MemoryLog) -> Non
     owner = await owner_of(log)
     await owner_of(log)
     owner.member.counted_in = False
-    with pytest.raises(Lost):
+    with pytest.raises(PartitionLost):
         await owner.seal([0])
-    with pytest.raises(Lost):
+    with pytest.raises(PartitionLost):
         await owner.seal([1])
 
     assert owner.losses == 1
@@ -133,7 +133,7 @@ async def test_leftovers_are_committed_without_answers(log: MemoryLog) -> None:
     await owner.sealing.seal_rest(0)
     committed = await log.committed("group", [owner.source])
     assert committed[owner.source] == (0, "")
-    with pytest.raises(Lost):
+    with pytest.raises(PartitionLost):
         await owner.sealing.seal_rest(1)
 
 
@@ -204,7 +204,7 @@ async def test_a_group_that_answers_too_late_voids_nothing_of_the_next_assignmen
     await owner.sealing.release([0])
     await owner.assign(10)
     owner.member.answers.set()
-    with pytest.raises(Lost):
+    with pytest.raises(PartitionLost):
         await under_way
 
     assert owner.losses == 0

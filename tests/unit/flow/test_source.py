@@ -15,7 +15,7 @@ from headrace.consumer.source_settings import SourceSettings
 from headrace.delivery import committer
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES
-from headrace.delivery.source_offsets import Origins
+from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
@@ -61,7 +61,7 @@ async def test_it_starts_at_the_base_and_passes_over_what_is_answered(log: Memor
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 4)
         assert stage.offsets == [2, 3, 6, 7]
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: _is(log, Progress(8)))
 
 
@@ -83,9 +83,9 @@ async def test_what_is_settled_is_committed_in_the_background(log: MemoryLog) ->
     await fill(log, 5)
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 5)
-        stage.settle([0, 3])
+        stage.ack([0, 3])
         await eventually(lambda: _is(log, Progress(1, [(3, 4)])))
-        stage.settle([1, 2])
+        stage.ack([1, 2])
         await eventually(lambda: _is(log, Progress(4)))
 
 
@@ -108,9 +108,9 @@ async def test_one_commit_is_under_way_at_most(log: MemoryLog) -> None:
         member.commit = counted  # type: ignore[method-assign]  # watched
         await eventually(lambda: len(stage.offsets) == 5)
         log.faults.hold_commits()
-        stage.settle([0])
+        stage.ack([0])
         await eventually(lambda: under_way == 1)
-        stage.settle_all()
+        stage.ack_all()
         closing = asyncio.create_task(stage.source.close_down(5))
         await asyncio.sleep(0)
         log.faults.release_commits()
@@ -126,7 +126,7 @@ async def test_a_failed_commit_is_made_up_for(log: MemoryLog) -> None:
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 3)
         log.faults.take_down()
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: stage.source._committer.failures)
         log.faults.bring_back()
         await eventually(lambda: _is(log, Progress(3)))
@@ -144,7 +144,7 @@ async def test_what_does_not_change_is_committed_again(
 
 
 async def test_reading_pauses_over_the_budget_and_resumes(log: MemoryLog) -> None:
-    """Bytes in flight are bounded, and what is settled makes room."""
+    """Bytes in flight are bounded, and what is acknowledged makes room."""
     await fill(log, 500)
     async with reading(log, budget_bytes=1000) as stage:
         await eventually(lambda: stage.source._pauses.paused)
@@ -152,7 +152,7 @@ async def test_reading_pauses_over_the_budget_and_resumes(log: MemoryLog) -> Non
         await eventually(lambda: stage.offsets)
         before = len(stage.offsets)
         assert before < 1000
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: len(stage.offsets) > before)
 
 
@@ -208,7 +208,7 @@ async def test_a_revoked_partition_drains_and_is_committed(log: MemoryLog) -> No
         await joining
         await eventually(lambda: stage.source._leaving)
         await fill(log, 4)
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: other.assignments)
 
         assert stage.offsets[:4] == [0, 1, 2, 3]
@@ -216,34 +216,34 @@ async def test_a_revoked_partition_drains_and_is_committed(log: MemoryLog) -> No
 
 
 async def test_nothing_is_answered_behind_the_last_commit(log: MemoryLog) -> None:
-    """What a stop finds unanswered when its time is over is void: the next owner answers it."""
+    """What a stop finds unanswered when its time is over is revoked: the next owner answers it."""
     await fill(log, 3)
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 3)
-        stage.settle([0])
+        stage.ack([0])
         stage.source.stop_reading()
         await stage.source.close_down(0)
 
-        assert all(receipt.void for receipt in stage.receipts)
+        assert all(ack_handle.revoked for ack_handle in stage.ack_handles)
         assert await progress(log) == Progress(1)
 
 
 async def test_what_does_not_drain_in_time_is_void(log: MemoryLog) -> None:
-    """After the deadline the receipts move nothing, and the next owner reads the records again."""
+    """After the deadline an ack moves nothing, and the next owner reads the records again."""
     await fill(log, 4)
     async with reading(log, drain_timeout_s=0.05) as stage, AsyncExitStack() as stack:
         await eventually(lambda: len(stage.offsets) == 4)
-        stage.settle([1])
-        late = list(stage.receipts)
+        stage.ack([1])
+        late = list(stage.ack_handles)
         other = RecordingListener()
         await stack.enter_async_context(log.member(GROUP, [TOPIC], other))
         await eventually(lambda: other.assignments)
 
-        assert all(receipt.void for receipt in late)
+        assert all(ack_handle.revoked for ack_handle in late)
         assert await progress(log) == Progress(0, [(1, 2)])
-        for receipt in late:
-            stage.receipts.remove(receipt)
-            receipt.settle()
+        for ack_handle in late:
+            stage.ack_handles.remove(ack_handle)
+            ack_handle.ack()
         assert await progress(log) == Progress(0, [(1, 2)])
 
 
@@ -252,7 +252,7 @@ async def test_it_is_assigned_once_the_broker_answers(log: MemoryLog) -> None:
     await fill(log, 3)
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 3)
-        stage.settle_all()
+        stage.ack_all()
         loads = 0
         load = stage.source._load
 
@@ -282,9 +282,9 @@ async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) ->
         await eventually(lambda: stage.source._pauses.paused and len(stage.offsets) == 3)
         await fill(log, 10)
         log.faults.trim(ONE, 8)
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: stage.offsets == [0, 1, 2, *range(8, 13)])
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: _is(log, Progress(13)))
 
         registry = stage.source._metrics.registry
@@ -299,7 +299,7 @@ async def test_retention_that_passed_the_base_is_skipped_at_the_start(log: Memor
 
     async with reading(log) as stage:
         await eventually(lambda: stage.offsets == [6, 7, 8, 9])
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: _is(log, Progress(10)))
 
 
@@ -308,13 +308,13 @@ async def test_topic_made_anew_between_polls_is_read_from_its_beginning(log: Mem
     await fill(log, 9)
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 9)
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: _is(log, Progress(9)))
         stage.offsets.clear()
         log.faults.replace_topic(TOPIC)
         await fill(log, 3)
         await eventually(lambda: stage.offsets == [0, 1, 2])
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: _is(log, Progress(3)))
 
 
@@ -323,30 +323,30 @@ async def test_lost_end_of_log_keeps_what_was_answered(log: MemoryLog) -> None:
     await fill(log, 9)
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 9)
-        stage.settle([0, 1, 2, 4, 5, 6, 7, 8])
+        stage.ack([0, 1, 2, 4, 5, 6, 7, 8])
         log.faults.truncate(ONE, 7)
-        stage.settle([3])
+        stage.ack([3])
         await eventually(lambda: _is(log, Progress(7)))
         stage.offsets.clear()
         await fill(log, 2)
         await eventually(lambda: stage.offsets == [7, 8])
-        stage.settle_all()
+        stage.ack_all()
         await eventually(lambda: _is(log, Progress(9)))
 
 
 async def test_work_on_lost_record_is_not_counted_for_its_successor(log: MemoryLog) -> None:
-    """It is awaited until the drain deadline, and void from then on."""
+    """It is awaited until the drain deadline, and revoked from then on."""
     await fill(log, 9)
     async with reading(log, drain_timeout_s=0.01) as stage:
         await eventually(lambda: len(stage.offsets) == 9)
-        stage.settle(range(8))
-        lost = list(stage.receipts)
+        stage.ack(range(8))
+        lost = list(stage.ack_handles)
         log.faults.truncate(ONE, 8)
-        await eventually(lambda: lost[0].void)
+        await eventually(lambda: lost[0].revoked)
         await fill(log, 1)
         await eventually(lambda: stage.offsets[9:] == [8])
-        lost[0].settle()
-        stage.receipts.remove(lost[0])
+        lost[0].ack()
+        stage.ack_handles.remove(lost[0])
         await eventually(lambda: _is(log, Progress(8)))
 
 
@@ -360,7 +360,7 @@ async def test_end_lost_while_no_process_ran_keeps_what_was_answered(log: Memory
         await eventually(lambda: stage.offsets == [3, 5, 6])
         await fill(log, 1)
         await eventually(lambda: stage.offsets == [3, 5, 6, 8])
-        stage.settle_all()
+        stage.ack_all()
 
 
 async def test_topic_made_anew_begins_like_an_assignment(log: MemoryLog) -> None:
@@ -370,16 +370,16 @@ async def test_topic_made_anew_begins_like_an_assignment(log: MemoryLog) -> None
 
     async with reading(log, chains_keys=True) as stage:
         await eventually(lambda: stage.offsets == [0, 1, 2])
-        stage.settle_all()
+        stage.ack_all()
         stage.source.when_revoked(lambda: told.append(True))
         log.faults.replace_topic(TOPIC)
         await fill(log, 2)
         await eventually(lambda: stage.offsets == [0, 1, 2, 0, 1])
-        assignment = stage.source.ledger.get(ONE)
+        assignment = stage.source.tracker.get(ONE)
         assert assignment is not None
         assert assignment.chains is not None
         assert told == [True]
-        stage.settle_all()
+        stage.ack_all()
 
 
 async def test_ingest_alone_starts_where_the_answers_end_and_commits_nothing(
@@ -391,7 +391,7 @@ async def test_ingest_alone_starts_where_the_answers_end_and_commits_nothing(
 
     async with reading(log, group="group.ingest", commits=False) as stage:
         await eventually(lambda: stage.offsets == [3, 4])
-        stage.settle_all()
+        stage.ack_all()
 
     assert await committed(log) == Committed(3)
     assert await log.committed("group.ingest", [ONE]) == {ONE: None}
@@ -407,7 +407,7 @@ async def test_a_stop_drops_what_was_only_read(log: MemoryLog) -> None:
         closing = asyncio.create_task(stage.source.close_down(5))
         await eventually(lambda: stage.ended)
         assert not closing.done()
-        stage.settle_all()
+        stage.ack_all()
         await closing
 
     assert stage.offsets == [0]
@@ -436,15 +436,15 @@ async def test_draining_and_the_last_commit_share_one_deadline(
     async with reading(log) as stage, AsyncExitStack() as stack:
         await eventually(lambda: len(stage.offsets) == 4)
         log.faults.hold_commits()
-        stage.settle([0])
+        stage.ack([0])
         other = RecordingListener()
         await stack.enter_async_context(log.member(GROUP, [TOPIC], other))
         await eventually(lambda: other.assignments, deadline_s=3)
         log.faults.release_commits()
-        stage.receipts.clear()
+        stage.ack_handles.clear()
 
 
-class ReluctantOrigins(Origins):
+class ReluctantOrigins(SourceOffsets):
     """Cannot be assigned partitions before it is told to."""
 
     is_able = False

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from headrace.consumer.stalled_offsets import Bases
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
-from headrace.delivery.inflight import Assignment, Ledger
+from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.log.port import Committed, TopicPartition
 from headrace.telemetry.logs import Event
 
@@ -17,34 +17,36 @@ LIMIT_S = 100.0
 
 
 @pytest.fixture
-def ledger() -> Ledger:
+def tracker() -> InFlightTracker:
     """With the partition, of which nothing was read yet."""
-    ledger = Ledger(Budget(1000), lambda: None)
-    ledger.assign(ONE, Progress(3))
-    return ledger
+    tracker = InFlightTracker(Budget(1000), lambda: None)
+    tracker.assign(ONE, Progress(3))
+    return tracker
 
 
-def pass_on(ledger: Ledger, count: int) -> None:
+def pass_on(tracker: InFlightTracker, count: int) -> None:
     """Read so many records, and write them to the next topic."""
-    assignment = ledger.get(ONE)
-    assert isinstance(assignment, Assignment)
+    assignment = tracker.get(ONE)
+    assert isinstance(assignment, AssignedPartition)
     for _ in range(count):
-        assignment.admit(assignment.last_delivered + 1, 1).settle()
+        assignment.admit(assignment.last_delivered + 1, 1).ack()
 
 
-def looked(ledger: Ledger, *looks: tuple[int, float]) -> Bases:
+def looked(tracker: InFlightTracker, *looks: tuple[int, float]) -> Bases:
     """Bases after looks at what was committed: an offset, and when."""
-    bases = Bases(ledger, LIMIT_S)
+    bases = Bases(tracker, LIMIT_S)
     for offset, now_s in looks:
         bases.look({ONE: Progress(offset, [(20, 25)]).committable()}, now_s)
     return bases
 
 
-def test_a_base_that_was_passed_on_and_stands_is_stuck_after_a_while(ledger: Ledger) -> None:
+def test_a_base_that_was_passed_on_and_stands_is_stuck_after_a_while(
+    tracker: InFlightTracker,
+) -> None:
     """It is told of once, with the record that has no answer."""
-    pass_on(ledger, 10)
+    pass_on(tracker, 10)
     with capture_logs() as lines:
-        bases = looked(ledger, (5, 0.0), (5, 99.0), (5, 100.0), (5, 130.0))
+        bases = looked(tracker, (5, 0.0), (5, 99.0), (5, 100.0), (5, 130.0))
 
     assert (bases.age_s(ONE, 130.0), bases.is_stuck(ONE, 130.0)) == (130.0, True)
     assert lines == [
@@ -52,29 +54,29 @@ def test_a_base_that_was_passed_on_and_stands_is_stuck_after_a_while(ledger: Led
     ]
 
 
-def test_a_base_that_moves_is_not(ledger: Ledger) -> None:
+def test_a_base_that_moves_is_not(tracker: InFlightTracker) -> None:
     """However slowly; and whoever was told of before is forgotten."""
-    pass_on(ledger, 10)
-    bases = looked(ledger, (5, 0.0), (5, 120.0), (6, 150.0))
+    pass_on(tracker, 10)
+    bases = looked(tracker, (5, 0.0), (5, 120.0), (6, 150.0))
 
     assert (bases.age_s(ONE, 160.0), bases.is_stuck(ONE, 160.0)) == (10.0, False)
 
 
-def test_what_is_still_to_be_read_is_not_stuck(ledger: Ledger) -> None:
+def test_what_is_still_to_be_read_is_not_stuck(tracker: InFlightTracker) -> None:
     """A backlog may be older than any retention."""
-    bases = looked(ledger, (3, 0.0), (3, 1000.0))
+    bases = looked(tracker, (3, 0.0), (3, 1000.0))
 
     assert (bases.age_s(ONE, 1000.0), bases.is_stuck(ONE, 1000.0)) == (0.0, False)
 
 
-def test_a_new_assignment_passes_the_base_on_again(ledger: Ledger) -> None:
+def test_a_new_assignment_passes_the_base_on_again(tracker: InFlightTracker) -> None:
     """So the time begins anew."""
-    pass_on(ledger, 10)
-    bases = looked(ledger, (5, 0.0), (5, 120.0))
-    ledger.assign(ONE, Progress(5))
+    pass_on(tracker, 10)
+    bases = looked(tracker, (5, 0.0), (5, 120.0))
+    tracker.assign(ONE, Progress(5))
     bases.look({ONE: Committed(5)}, 130.0)
     unread = bases.age_s(ONE, 130.0)
-    pass_on(ledger, 10)
+    pass_on(tracker, 10)
     bases.look({ONE: Committed(5)}, 140.0)
 
     assert (unread, bases.age_s(ONE, 150.0)) == (0.0, 10.0)

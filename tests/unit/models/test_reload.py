@@ -140,7 +140,7 @@ async def test_version_that_is_superseded_while_it_loads_is_let_go(tmp_path: Pat
 
 
 async def test_version_no_longer_selected_waits_for_those_that_are(tmp_path: Path) -> None:
-    """With several selected, the old one goes when all of them have settled."""
+    """With several selected, the old one goes when all of them have acknowledged."""
     add_version(tmp_path, "digits", 1, digits())
     executor = Executor(tmp_path)
     executor.load()

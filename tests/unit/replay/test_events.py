@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from headrace.services.batcher.forming import Forming
+from headrace.services.batcher.forming import DynamicBatcher
 from headrace.tools.replay.events import (
     EXPIRED,
     Arrivals,
     EventLoop,
-    Farm,
+    ExecutorPool,
     Kind,
     Limits,
     Observed,
@@ -158,9 +158,9 @@ def on_the_loop(arriving: Arrivals, turn: Turn | None = None, most: int = 512) -
     def taken(counts: Mapping[tuple[str, str], int]) -> Turn:
         return turn or Turn(*[line(sum(counts.values()))] * 2)
 
-    farm = Farm(dict.fromkeys(keys, 1), lambda *_: 0, loop=EventLoop(keys, taken, most))
+    farm = ExecutorPool(dict.fromkeys(keys, 1), lambda *_: 0, loop=EventLoop(keys, taken, most))
     limits = Limits(CAP, 1 << 40, 0.0)
-    return Simulation(arriving, Forming(lambda *_: limits, "test"), farm).run()
+    return Simulation(arriving, DynamicBatcher(lambda *_: limits, "test"), farm).run()
 
 
 def test_a_turn_that_is_busy_until_it_has_answered_is_an_instance_without_a_limit() -> None:

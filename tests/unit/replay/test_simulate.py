@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headrace.services.batcher.forming import Forming
+from headrace.services.batcher.forming import DynamicBatcher
 from headrace.services.executor import intake
 from headrace.tools.replay import simulate as simulating
 from headrace.tools.replay.events import Arrivals, Limits, Policy
@@ -22,7 +22,7 @@ LIMITS = Limits(32, 1 << 40, 0.0)
 
 def policy(limits: Callable[[str, str], Limits]) -> Policy:
     """The batcher's own rules."""
-    return Forming(limits, "test")
+    return DynamicBatcher(limits, "test")
 
 
 def outcome(arriving: Arrivals, served: Served, scenario: Scenario | None = None) -> Outcome:

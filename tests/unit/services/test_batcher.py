@@ -203,11 +203,11 @@ async def test_a_request_of_a_model_that_has_gone_is_answered() -> None:
 async def test_a_void_request_is_passed_on_to_be_settled() -> None:
     """It joins no batch, and its bytes are given back by whoever answers."""
     async with running(limited(Limits())) as bench:
-        void, good = make_request(), make_request()
-        receipt_of(void).void = True
-        await bench.items.send([void, good])
+        revoked, good = make_request(), make_request()
+        receipt_of(revoked).revoked = True
+        await bench.items.send([revoked, good])
         batch = await bench.pulls.puller(KEY).pull()
-        await eventually(lambda: bench.answers.requests == [void], deadline_s=5)
+        await eventually(lambda: bench.answers.requests == [revoked], deadline_s=5)
 
     assert batch is not None
     assert batch.requests == [good]
@@ -280,7 +280,7 @@ async def test_an_instance_that_is_free_early_gets_what_is_there() -> None:
 
 
 async def test_a_cancelled_request_is_answered_and_the_record_that_says_so_is_not() -> None:
-    """By its place or by its correlation id; the records are settled and counted."""
+    """By its place or by its correlation id; the records are acknowledged and counted."""
     async with running(limited(Limits())) as bench:
         by_place, kept = make_request(), make_request()
         by_name = make_request(envelope=Envelope(correlation_id=b"mine"))
@@ -298,7 +298,7 @@ async def test_a_cancelled_request_is_answered_and_the_record_that_says_so_is_no
         await eventually(lambda: len(bench.answers.requests) == 2)
 
         assert {id(one) for one in bench.answers.requests} == {id(by_place), id(by_name)}
-        assert [receipt_of(one).settled for one in records] == [1, 1, 1]
+        assert [receipt_of(one).acked for one in records] == [1, 1, 1]
         assert counted(bench.instruments, "cancellations_total", outcome="ended") == 2
         assert counted(bench.instruments, "cancellations_total", outcome="none") == 1
         batch = await bench.pulls.puller(KEY).pull()

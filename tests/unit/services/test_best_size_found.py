@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from headrace.models.latency import Latency
-from headrace.services.batcher.forming import Forming
+from headrace.services.batcher.forming import DynamicBatcher
 from tests.support.work import NOW_US, Limits, make_request
 
 KEY = ("digits", "1")
@@ -68,7 +68,7 @@ def throughput_of_learned(seed: int) -> float:
     latency, machine = Latency(), Machine(seed)
     warm_up(latency, machine)
     limits = Limits(MOST_ROWS, latency=latency)
-    forming = Forming(lambda _name, _version: limits, "test")
+    forming = DynamicBatcher(lambda _name, _version: limits, "test")
     began_us = machine.now_us
     rows = spent_us = 0.0
     while machine.now_us - began_us < JUDGED_US:

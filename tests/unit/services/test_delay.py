@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from headrace.models.latency import Latency
 from headrace.protocol.messages import Envelope
-from headrace.services.batcher.forming import Forming
+from headrace.services.batcher.forming import DynamicBatcher
 from tests.support.work import NOW_US, Limits, make_request
 
 KEY = ("digits", "1")
 RUN_US = 10_000
 
 
-def forming_with(*deadlines_ms: int) -> Forming:
+def forming_with(*deadlines_ms: int) -> DynamicBatcher:
     """A delay of 100 ms, runs of 10 ms, and requests with deadlines in so many milliseconds."""
     latency = Latency()
     latency.observe((64,), 1, RUN_US)
     latency.observe((64,), 4, RUN_US)
     limits = Limits(max_batch_size=4, max_queue_delay_ms=100, latency=latency)
-    forming = Forming(lambda _name, _version: limits, "test")
+    forming = DynamicBatcher(lambda _name, _version: limits, "test")
     for in_ms in deadlines_ms:
         deadline_ms = NOW_US // 1000 + in_ms if in_ms else 0
         forming.add(make_request(envelope=Envelope(deadline_ms=deadline_ms)), NOW_US)

@@ -117,14 +117,14 @@ async def test_what_is_late_or_void_does_not_run(tmp_path: Path) -> None:
     add_python_model(tmp_path, f"if {POISON} in x: raise ValueError('it ran')")
     async with running(tmp_path) as bench:
         late = requests_of(POISON, deadline_ms=NOW_US // 1000)
-        void, good = requests_of(POISON, 1)
-        receipt_of(void).void = True
-        bench.give([*late, void, good])
+        revoked, good = requests_of(POISON, 1)
+        receipt_of(revoked).revoked = True
+        bench.give([*late, revoked, good])
         await bench.answered(3)
 
     assert outcome(late[0]) == Code.DEADLINE_EXCEEDED
     assert outcome(good) == 2.0
-    assert void.failure is not None
+    assert revoked.failure is not None
     assert counted(bench.instruments, "bisections_total") == 0
 
 

@@ -153,7 +153,7 @@ async def test_slow_records_do_not_hold_the_loop(
 async def test_a_revoked_partition_is_not_read_on(models: Models) -> None:
     """Records of an assignment that is over are another process's."""
     assignment = make_assignment()
-    assignment.void = True
+    assignment.revoked = True
 
     assert await ingest(models, delivery(digits_value(), assignment=assignment)) == ([], [])
 
@@ -174,7 +174,7 @@ async def test_a_cancelling_record_goes_on_and_is_owed_nothing(models: Models) -
     assert [one.envelope.cancels for one in able] == [None, ("headrace.requests", 0, 0), None]
     assert assignment.in_flight == 2
     for request in able:
-        request.receipt.settle()
+        request.ack_handle.ack()
     assert assignment.progress == Progress(3)
 
 

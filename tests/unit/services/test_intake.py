@@ -8,8 +8,8 @@ from collections import deque
 import pytest
 
 from headrace.protocol.messages import Batch
-from headrace.services.executor.intake import AHEAD_FROM_US, LEAD_US, Intake, Taken
-from headrace.transport.channels import Ask, PullChannel
+from headrace.services.executor.intake import AHEAD_FROM_US, LEAD_US, Prefetch, PreparedBatch
+from headrace.transport.channels import Ask, BatchQueue
 from tests.support.conditions import eventually
 from tests.support.work import make_request
 
@@ -25,18 +25,18 @@ class Bench:
         self.asks: list[Ask] = []
         self.gathered: list[str] = []
         self.gathering_us = 0
-        self.pulls: PullChannel[tuple[str, str], Batch] = PullChannel(self._supply)
+        self.pulls: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
         self.puller = self.pulls.puller(("model", "1"))
-        self.intake = Intake(self.puller, self._gather, tasks)
+        self.intake = Prefetch(self.puller, self._gather, tasks)
 
     def _supply(self, _: object, ask: Ask) -> Batch | None:
         self.asks.append(ask)
         # As the batcher does: for one who is busy a batch that can grow is held back.
         return self.waiting.popleft() if self.waiting and not ask.close_at_us else None
 
-    def _gather(self, batch: Batch) -> Taken:
+    def _gather(self, batch: Batch) -> PreparedBatch:
         self.gathered.append(batch.batch_id)
-        return Taken(batch, [], batch.requests, {}, NOW_US, NOW_US + self.gathering_us)
+        return PreparedBatch(batch, [], batch.requests, {}, NOW_US, NOW_US + self.gathering_us)
 
     async def next_id(self) -> str:
         """The batch that comes next."""

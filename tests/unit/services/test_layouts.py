@@ -8,7 +8,7 @@ import pytest
 from headrace.config import LimitSettings
 from headrace.protocol.codec import decode_request, encode_request
 from headrace.protocol.messages import Envelope
-from headrace.services.ingest.layouts import DOUBT, MAX_AROUND_BYTES, MAX_LAYOUTS, Layouts
+from headrace.services.ingest.layouts import DOUBT, MAX_AROUND_BYTES, MAX_LAYOUTS, DecodeCache
 
 
 def request(
@@ -19,14 +19,14 @@ def request(
     return encode_request("application/msgpack", model, {"pixels": pixels}, id=id)
 
 
-def learn(layouts: Layouts, value: bytes) -> None:
+def learn(layouts: DecodeCache, value: bytes) -> None:
     """Decode a value, as one has to whose layout is not known, and have its layout learned."""
     layouts.learn(value, decode_request(value, Envelope(), LimitSettings()))
 
 
 def test_a_request_that_differs_in_its_bytes_alone_is_known() -> None:
     """Once one was learned, others of its layout are found, and no others."""
-    layouts = Layouts()
+    layouts = DecodeCache()
     learn(layouts, request(1.0))
 
     assert layouts.find(request(2.0)) is not None
@@ -53,7 +53,7 @@ def test_a_request_that_differs_in_its_bytes_alone_is_known() -> None:
 )
 def test_what_has_no_layout_is_not_learned(value: bytes) -> None:
     """It is decoded each time."""
-    layouts = Layouts()
+    layouts = DecodeCache()
     learn(layouts, value)
 
     assert layouts.find(value) is None
@@ -61,7 +61,7 @@ def test_what_has_no_layout_is_not_learned(value: bytes) -> None:
 
 def test_a_layout_gives_way_when_others_come_instead() -> None:
     """Of two layouts of one length the one that comes is the one that is known, in the end."""
-    layouts = Layouts()
+    layouts = DecodeCache()
     first, second = request(model="first-"), request(model="second")
     learn(layouts, first)
     for _ in range(DOUBT):
@@ -74,7 +74,7 @@ def test_a_layout_gives_way_when_others_come_instead() -> None:
 
 def test_the_layouts_are_bounded() -> None:
     """However many lengths come, no more than a number of layouts is kept."""
-    layouts = Layouts()
+    layouts = DecodeCache()
     for size in range(1, MAX_LAYOUTS + 2):
         learn(layouts, request(size=size))
 

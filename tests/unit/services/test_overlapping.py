@@ -10,7 +10,7 @@ import pytest
 from headrace.delivery import producing
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
-from headrace.delivery.inflight import Ledger
+from headrace.delivery.inflight import InFlightTracker
 from headrace.log.port import TopicPartition
 from headrace.protocol.messages import Request
 from headrace.services.responder import overlapping
@@ -39,10 +39,10 @@ async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else(
         for request in stuck:
             await bench.inlet.send([request])
         await bench.answer(*[answerable() for _ in range(10)])
-        assert not any(receipt_of(one).settled for one in stuck)
+        assert not any(receipt_of(one).acked for one in stuck)
 
         bench.log.faults.elect(MINE.topic)
-        await eventually(lambda: all(receipt_of(one).settled == 1 for one in stuck))
+        await eventually(lambda: all(receipt_of(one).acked == 1 for one in stuck))
         assert len(await bench.records(MINE.topic)) == 40
 
 
@@ -53,21 +53,22 @@ async def test_what_was_revoked_is_not_tried_again(
     """Another process answers it; of those that have failed before, the others are answered."""
     monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
     ours, revoked = answerable(), answerable()
-    ledger = Ledger(Budget(1_000_000), lambda: None)
+    tracker = InFlightTracker(Budget(1_000_000), lambda: None)
     assignments = [
-        ledger.assign(TopicPartition("headrace.requests", number), Progress(0)) for number in (0, 1)
+        tracker.assign(TopicPartition("headrace.requests", number), Progress(0))
+        for number in (0, 1)
     ]
     for request, assignment in zip((ours, revoked), assignments, strict=True):
         request.partition, request.offset, request.previous = assignment.partition[1], 0, -1
-        request.receipt = assignment.admit(0, 10)
-    async with running(order_by=order, ledger=ledger) as bench:
+        request.ack_handle = assignment.admit(0, 10)
+    async with running(order_by=order, tracker=tracker) as bench:
         bench.log.faults.take_leaders(RESPONSES.topic)
         await bench.inlet.send([ours, revoked])
         await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 4)
-        ledger.revoke(assignments[1].partition)
+        tracker.revoke(assignments[1].partition)
         await eventually(lambda: not assignments[1].in_flight)
         bench.log.faults.elect(RESPONSES.topic)
-        await eventually(lambda: not ledger.budget.used_bytes)
+        await eventually(lambda: not tracker.budget.used_bytes)
         answers = await bench.responses()
 
     assert [dict(each.headers)["x-request"] for each in answers] == [b"headrace.requests/0/0"]
@@ -82,13 +83,13 @@ async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
     that, after a restart.
     """
     monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
-    ledger = Ledger(Budget(1_000_000), lambda: None)
-    assignment = ledger.assign(TopicPartition("headrace.requests", 0), Progress(0))
+    tracker = InFlightTracker(Budget(1_000_000), lambda: None)
+    assignment = tracker.assign(TopicPartition("headrace.requests", 0), Progress(0))
     requests = [answerable(kafka_replyTopic=b"headrace.mine"), answerable()]
     for offset, request in enumerate(requests):
         request.partition, request.offset, request.previous = 0, offset, offset - 1
-        request.receipt = assignment.admit(offset, 10)
-    async with running(order_by=order, ledger=ledger) as bench:
+        request.ack_handle = assignment.admit(offset, 10)
+    async with running(order_by=order, tracker=tracker) as bench:
         bench.log.faults.take_leaders(MINE.topic)
         await bench.inlet.send(requests)
         await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 2)
@@ -101,17 +102,17 @@ async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
 
 async def test_outputs_that_wait_are_charged_to_the_budget() -> None:
     """A broker that is slow to take answers makes reading pause, before memory runs out."""
-    ledger = Ledger(Budget(1_000_000), lambda: None)
-    assignment = ledger.assign(TopicPartition("headrace.requests", 0), Progress(0))
+    tracker = InFlightTracker(Budget(1_000_000), lambda: None)
+    assignment = tracker.assign(TopicPartition("headrace.requests", 0), Progress(0))
     request = answerable()
-    request.receipt = assignment.admit(0, 10)
+    request.ack_handle = assignment.admit(0, 10)
     request.outputs = make_request(inputs={"y": np.zeros((1, 500), np.float32)}).inputs
     async with running() as bench:
         bench.log.faults.hold_acknowledgements()
         await bench.inlet.send([request])
-        await eventually(lambda: ledger.budget.used_bytes == 2010)
+        await eventually(lambda: tracker.budget.used_bytes == 2010)
         bench.log.faults.release_acknowledgements()
-        await eventually(lambda: not ledger.budget.used_bytes)
+        await eventually(lambda: not tracker.budget.used_bytes)
 
 
 async def test_chunks_with_large_outputs_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +132,7 @@ async def test_chunks_with_large_outputs_wait_for_room(monkeypatch: pytest.Monke
             assert written.end == 3
             assert not sending_all.done()
             bench.log.faults.release_acknowledgements()
-        await eventually(lambda: all(receipt_of(one).settled for one in requests))
+        await eventually(lambda: all(receipt_of(one).acked for one in requests))
 
 
 async def send_singly(bench: Bench, requests: list[Request]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.models.latency import Latency
 from headrace.protocol.messages import Envelope, Request
-from headrace.services.batcher.forming import Forming
+from headrace.services.batcher.forming import DynamicBatcher
 from tests.support.work import NOW_US, Limits, make_request
 
 KEY = ("digits", "1")
@@ -12,10 +12,10 @@ ROW_US = 10_000
 ROWS = 4
 
 
-def forming_of(latency: Latency) -> Forming:
+def forming_of(latency: Latency) -> DynamicBatcher:
     """Of a model with batches of up to four rows."""
     limits = Limits(max_batch_size=ROWS, latency=latency)
-    return Forming(lambda _name, _version: limits, "test")
+    return DynamicBatcher(lambda _name, _version: limits, "test")
 
 
 def teach(latency: Latency) -> None:
@@ -25,7 +25,7 @@ def teach(latency: Latency) -> None:
             latency.observe((64,), rows, 2000 + rows * ROW_US)
 
 
-def wait(forming: Forming, count: int, now_us: int, within_us: int = 0) -> list[Request]:
+def wait(forming: DynamicBatcher, count: int, now_us: int, within_us: int = 0) -> list[Request]:
     """So many begin to wait, with a deadline if one is given."""
     deadline_ms = (now_us + within_us) // 1000 if within_us else 0
     requests = [make_request(envelope=Envelope(deadline_ms=deadline_ms)) for _ in range(count)]
@@ -34,7 +34,7 @@ def wait(forming: Forming, count: int, now_us: int, within_us: int = 0) -> list[
     return requests
 
 
-def close(forming: Forming, now_us: int) -> None:
+def close(forming: DynamicBatcher, now_us: int) -> None:
     """A batch, of which there is one."""
     assert forming.next(KEY, now_us) is not None
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.config import LimitSettings
-from headrace.delivery.inflight import Assignment, LedgerReceipt
+from headrace.delivery.inflight import AssignedPartition, InFlightAck
 from headrace.errors import Code, Rejected
 from headrace.log.port import Record
 from headrace.models.registry import Models
@@ -61,15 +61,20 @@ def records_of_one_layout() -> list[Record]:
 
 
 def told(request: Request) -> dict[str, Any]:
-    """All that a request says, its receipt as well."""
+    """All that a request says, its ack handle as well."""
     said = {name: getattr(request, name) for name in request.__struct_fields__}
-    receipt = said.pop("receipt")
-    if isinstance(receipt, LedgerReceipt):
-        said["owed"] = (receipt.previous, receipt.offset, receipt.size_bytes, receipt.parts)
+    ack_handle = said.pop("ack_handle")
+    if isinstance(ack_handle, InFlightAck):
+        said["owed"] = (
+            ack_handle.previous,
+            ack_handle.offset,
+            ack_handle.size_bytes,
+            ack_handle.parts,
+        )
     return said
 
 
-def ledger(assignment: Assignment) -> tuple[object, ...]:
+def tracker(assignment: AssignedPartition) -> tuple[object, ...]:
     """What an assignment has noted."""
     budget = assignment.budget
     return (
@@ -90,7 +95,7 @@ def test_requests_read_together_are_those_read_alone(models: Models) -> None:
     expected = [read_request(each, alone, rules, NOW_US) for each in some]
 
     assert [told(each) for each in read] == [told(each) for each in expected]
-    assert ledger(together) == ledger(alone)
+    assert tracker(together) == tracker(alone)
 
 
 def test_a_default_timeout_holds_for_requests_read_together(models: Models) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.delivery import producing
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.source_offsets import Origins
+from headrace.delivery.source_offsets import SourceOffsets
 from headrace.errors import Code
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
@@ -125,10 +125,10 @@ async def test_looking_for_a_reply_topic_delays_nobody() -> None:
         )
         await bench.inlet.send([waiting, good])
         await asked.wait()
-        await eventually(lambda: receipt_of(good).settled)
-        assert not receipt_of(waiting).settled
+        await eventually(lambda: receipt_of(good).acked)
+        assert not receipt_of(waiting).acked
         answered.set()
-        await eventually(lambda: receipt_of(waiting).settled)
+        await eventually(lambda: receipt_of(waiting).acked)
         monkey.undo()
         records = await bench.records(MINE.topic)
 
@@ -146,9 +146,9 @@ async def test_what_becomes_void_while_its_reply_topic_is_looked_up_gets_no_answ
         await bench.inlet.send([request])
         for _ in range(5):
             await asyncio.sleep(0)
-        receipt_of(request).void = True
+        receipt_of(request).revoked = True
         bench.log.faults.bring_back()
-        await eventually(lambda: receipt_of(request).settled)
+        await eventually(lambda: receipt_of(request).acked)
         assert await bench.records(MINE.topic) == []
         assert counted(bench.instruments, "void_total") == 1
 
@@ -230,21 +230,21 @@ async def test_a_dead_letter_that_does_not_fit_is_counted() -> None:
 
 async def test_a_void_request_gets_no_answer_here() -> None:
     """Its partition's new owner gives it."""
-    void, good = answerable(), answerable()
-    receipt_of(void).void = True
+    revoked, good = answerable(), answerable()
+    receipt_of(revoked).revoked = True
     async with running() as bench:
-        await bench.answer(void, good)
+        await bench.answer(revoked, good)
         assert len(await bench.responses()) == 1
         assert counted(bench.instruments, "void_total") == 1
 
 
-async def origins_of(log: MemoryLog) -> Origins:
+async def origins_of(log: MemoryLog) -> SourceOffsets:
     """Origins of an assigned partition of which nothing is answered."""
     await log.create_topics(
         [TopicInfo("headrace.requests", 1, {}), TopicInfo("headrace.results", 1, {})],
         replication_factor=1,
     )
-    origins = Origins(log, "headrace.requests")
+    origins = SourceOffsets(log, "headrace.requests")
     listener = RecordingListener()
     async with log.member("headrace", ["headrace.results"], listener) as member:
         await eventually(lambda: listener.held)
@@ -253,7 +253,7 @@ async def origins_of(log: MemoryLog) -> Origins:
 
 
 async def test_a_result_that_comes_twice_is_answered_once() -> None:
-    """At once, and after the answer; both records of `results` are settled."""
+    """At once, and after the answer; both records of `results` are acknowledged."""
     log = MemoryLog()
     origins = await origins_of(log)
     requests = [answerable() for _ in range(3)]
@@ -292,9 +292,9 @@ async def test_nothing_is_settled_before_it_is_acknowledged() -> None:
         await eventually(
             lambda: bench.log._topics.partition(TopicPartition(RESPONSES.topic, 0)).end
         )
-        assert not receipt_of(request).settled
+        assert not receipt_of(request).acked
         bench.log.faults.release_acknowledgements()
-        await eventually(lambda: receipt_of(request).settled)
+        await eventually(lambda: receipt_of(request).acked)
 
 
 async def test_an_outage_delays_answers_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,5 +306,5 @@ async def test_an_outage_delays_answers_and_loses_none(monkeypatch: pytest.Monke
         await bench.inlet.send(requests[:10])
         await bench.inlet.send(requests[10:])
         bench.log.faults.bring_back()
-        await eventually(lambda: all(receipt_of(one).settled for one in requests))
+        await eventually(lambda: all(receipt_of(one).acked for one in requests))
         assert len(await bench.responses()) == 20

@@ -13,9 +13,9 @@ from headrace.config import make_settings
 from headrace.delivery import acked_offsets, transactions
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
-from headrace.delivery.inflight import Ledger
-from headrace.delivery.offset_store import Books
-from headrace.delivery.transactions import Sealing
+from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.offset_store import OffsetStore
+from headrace.delivery.transactions import PartitionTransactions
 from headrace.errors import Code
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
@@ -49,35 +49,39 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Bench:
-    """A responder that seals, on an embedded log, and the ledger of its source partition."""
+    """A responder that seals, on an embedded log, and the in-flight tracker of its source
+    partition.
+    """
 
-    def __init__(self, log: MemoryLog, ledger: Ledger, inlet: ChannelWriter[list[Request]]) -> None:
+    def __init__(
+        self, log: MemoryLog, tracker: InFlightTracker, inlet: ChannelWriter[list[Request]]
+    ) -> None:
         self.log = log
-        self.ledger = ledger
+        self.tracker = tracker
         self.inlet = inlet
         self.instruments = make_instruments(StillClock())
-        self._assignment = ledger.assign(SOURCE, Progress(0))
+        self._assignment = tracker.assign(SOURCE, Progress(0))
 
     def request(self, value: float = 1.5, size: int = 1, **headers: bytes) -> Request:
         """The next record of the source, with outputs."""
         envelope = parse_envelope(list(headers.items()), NOW_US // 1000, 0)
         request = make_request(inputs={"y": np.full((1, size), value, np.float32)})
         request.envelope, request.headers = envelope, list(headers.items())
-        receipt = self._assignment.admit(self._assignment.last_delivered + 1, 10)
-        request.receipt, request.offset, request.previous = (
-            receipt,
-            receipt.offset,
-            receipt.previous,
+        ack_handle = self._assignment.admit(self._assignment.last_delivered + 1, 10)
+        request.ack_handle, request.offset, request.previous = (
+            ack_handle,
+            ack_handle.offset,
+            ack_handle.previous,
         )
         request.outputs, request.inputs = request.inputs, ()
         return request
 
     @property
     def in_flight(self) -> int:
-        """How many requests are not settled."""
+        """How many requests are not acknowledged."""
         return self._assignment.in_flight
 
-    async def settled(self) -> None:
+    async def acked(self) -> None:
         """Wait until nothing is in flight."""
         await eventually(lambda: not self._assignment.in_flight, deadline_s=10)
 
@@ -99,7 +103,7 @@ async def running(
     exactly_once: bool = True,
     sizing: StepSizing = StepSizing(),  # noqa: B008  # it is frozen
 ) -> AsyncIterator[Bench]:
-    """Until the end of the context, when everything must be settled."""
+    """Until the end of the context, when everything must be acknowledged."""
     log = log or MemoryLog()
     limit = {"max.message.bytes": str(LIMIT_BYTES)}
     await log.create_topics(
@@ -112,11 +116,11 @@ async def running(
         replication_factor=1,
     )
     channel: Channel[list[Request]] = Channel()
-    ledger = Ledger(Budget(1_000_000), lambda: None)
-    bench = Bench(log, ledger, channel.writer())
-    books = Books(ledger, None, SOURCE.topic, SOURCE.topic)
+    tracker = InFlightTracker(Budget(1_000_000), lambda: None)
+    bench = Bench(log, tracker, channel.writer())
+    books = OffsetStore(tracker, None, SOURCE.topic, SOURCE.topic)
     metrics = bench.instruments.metrics
-    seals = Sealing(log, books, "headrace", metrics, lambda: ledger.revoke(SOURCE))
+    seals = PartitionTransactions(log, books, "headrace", metrics, lambda: tracker.revoke(SOURCE))
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     listener = RecordingListener()
     async with log.member("headrace", [SOURCE.topic], listener) as member, log.producer() as plain:
@@ -137,7 +141,7 @@ async def test_only_the_answer_that_does_not_fit_gives_way(place: int) -> None:
     async with running() as bench:
         requests = [bench.request(size=2000 if each == place else 1) for each in range(16)]
         await bench.inlet.send(requests)
-        await bench.settled()
+        await bench.acked()
         expected = {each: "TOO_LARGE" if each == place else "ok" for each in range(16)}
         assert await bench.statuses() == expected
         assert len(await visible(bench.log, RESPONSES.topic)) == 16
@@ -151,7 +155,7 @@ async def test_what_its_reply_topic_refuses_is_answered_on_responses(topic: str)
         if topic == "headrace.gone":
             await bench.log.create_topics([TopicInfo(topic, 1, {})], replication_factor=1)
             await bench.inlet.send([bench.request(kafka_replyTopic=topic.encode())])
-            await bench.settled()
+            await bench.acked()
             bench.log.faults.delete_topic(topic)
         requests = [
             bench.request(),
@@ -160,7 +164,7 @@ async def test_what_its_reply_topic_refuses_is_answered_on_responses(topic: str)
         ]
         requests[1].key = None
         await bench.inlet.send(requests)
-        await bench.settled()
+        await bench.acked()
         offsets = [request.offset for request in requests]
         assert await bench.statuses() == dict(
             zip(offsets, ["ok", "INVALID_REQUEST", "ok"], strict=True)
@@ -177,7 +181,7 @@ async def test_forbidden_reply_topic_costs_one_producer() -> None:
         for _ in range(10):
             requests = [bench.request(kafka_replyTopic=b"headrace.mine"), bench.request()]
             await bench.inlet.send(requests)
-            await bench.settled()
+            await bench.acked()
         assert list((await bench.statuses()).values()) == ["INVALID_REQUEST", "ok"] * 10
         assert bench.log.faults.entered_producers(transactional_id) == entered + 1
 
@@ -187,7 +191,7 @@ async def test_an_error_that_does_not_fit_goes_bare() -> None:
     async with running() as bench:
         request = bench.request(long=b"x" * LIMIT_BYTES)
         await bench.inlet.send([request])
-        await bench.settled()
+        await bench.acked()
         (record,) = await visible(bench.log, RESPONSES.topic)
 
     assert status_of(record) == "TOO_LARGE"
@@ -204,7 +208,7 @@ async def test_a_dead_letter_goes_with_its_answer() -> None:
             request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
         small.value, large.value = b"kept", b"x" * LIMIT_BYTES
         await bench.inlet.send([small, large])
-        await bench.settled()
+        await bench.acked()
         assert await bench.statuses() == {0: "MODEL_FAILED", 1: "MODEL_FAILED"}
         assert [each.value for each in await visible(bench.log, DEAD_LETTERS.topic)] == [b"kept"]
         assert counted(bench.instruments, "unkept_dead_letters_total") == 1
@@ -221,7 +225,7 @@ async def test_a_failed_transaction_takes_nothing_from_an_answer_whose_letter_do
         request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
         bench.log.faults.spoil_seals(SealFault.UNKNOWN_AND_OPEN)
         await bench.inlet.send([request])
-        await bench.settled()
+        await bench.acked()
         (record,) = await visible(bench.log, "headrace.mine")
 
     assert ("kafka_correlationId", b"c-1") in list(record.headers)
@@ -235,7 +239,7 @@ async def test_an_answer_that_nothing_fits_is_given_up_and_committed() -> None:
             [TopicInfo("headrace.tiny", 1, {"max.message.bytes": "120"})], replication_factor=1
         )
         await bench.inlet.send([bench.request(kafka_replyTopic=b"headrace.tiny"), bench.request()])
-        await bench.settled()
+        await bench.acked()
         assert await bench.statuses() == {1: "ok"}
         assert await bench.committed() == Progress(2)
         assert counted(bench.instruments, "unanswered_total") == 1
@@ -253,7 +257,7 @@ async def answer_where_responses_are_forbidden() -> None:
     async with running() as bench:
         bench.log.faults.forbid(RESPONSES.topic)
         await bench.inlet.send([bench.request()])
-        await bench.settled()
+        await bench.acked()
 
 
 async def test_answers_whose_offsets_have_no_room_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +266,7 @@ async def test_answers_whose_offsets_have_no_room_wait(monkeypatch: pytest.Monke
     async with running() as bench:
         requests = [bench.request() for _ in range(80)]
         await bench.inlet.send(requests[1::2])
-        await eventually(lambda: bench.ledger.in_flight() < 80)
+        await eventually(lambda: bench.tracker.in_flight() < 80)
         for _ in range(10):
             await asyncio.sleep(0)
         seen = await bench.statuses()
@@ -271,7 +275,7 @@ async def test_answers_whose_offsets_have_no_room_wait(monkeypatch: pytest.Monke
         assert [each for each in range(80) if each in committed] == sorted(seen)
 
         await bench.inlet.send(requests[0::2])
-        await bench.settled()
+        await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(80), "ok")
         assert await bench.committed() == Progress(80)
 
@@ -298,11 +302,11 @@ async def test_only_a_transaction_that_follows_another_tells_how_quickly_request
         await eventually(lambda: told)
         assert told == [(7, 4)]
         await bench.inlet.send(requests[8:])
-        await bench.settled()
+        await bench.acked()
 
 
 async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
-    """What waited for its turn is void, and charged no more."""
+    """What waited for its turn is revoked, and charged no more."""
     async with running() as bench:
         bench.log.faults.hold_seals()
         await bench.inlet.send([bench.request() for _ in range(10)])
@@ -314,7 +318,7 @@ async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
             "headrace.headrace.requests.0", "headrace"
         ).__aenter__()
         bench.log.faults.release_seals()
-        await eventually(lambda: not bench.ledger.budget.used_bytes)
+        await eventually(lambda: not bench.tracker.budget.used_bytes)
         assert await bench.statuses() == {}
         assert counted(bench.instruments, "void_total") == 20
 
@@ -331,7 +335,7 @@ async def test_in_order_of_the_partition_nothing_overtakes(exactly_once: bool) -
         requests = [bench.request(size=2000 if each % 5 == 3 else 1) for each in range(20)]
         for request in reversed(requests):
             await bench.inlet.send([request])
-        await bench.settled()
+        await bench.acked()
         assert await offsets_in_order(bench) == list(range(20))
 
 
@@ -347,5 +351,5 @@ async def test_a_step_takes_no_more_than_is_encoded_in_one_go(
         (transaction,) = bench.log._transactions._open.values()
         assert transaction._offsets == {SOURCE: Committed(5)}
         bench.log.faults.release_seals()
-        await bench.settled()
+        await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(12), "ok")

@@ -71,7 +71,7 @@ async def test_a_reply_partition_without_a_leader_holds_up_nobody_else(
         assert await bench.statuses() == dict.fromkeys(range(3, 9), "ok")
 
         log.leaderless = ""
-        await bench.settled()
+        await bench.acked()
         assert await bench.statuses("headrace.mine") == dict.fromkeys(range(3), "ok")
         assert await bench.committed() == Progress(9)
 
@@ -97,7 +97,7 @@ async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
         assert bench.log._transactions._epochs == epochs
 
         bench.log.faults.elect(topic)
-        await bench.settled()
+        await bench.acked()
         assert await bench.committed() == Progress(9)
         assert await bench.statuses(topic) == dict.fromkeys(sorted(stuck), "ok")
 
@@ -112,5 +112,5 @@ async def test_in_order_a_partition_without_a_leader_holds_up_what_follows() -> 
             await asyncio.sleep(0)
         assert bench.in_flight == 9
         bench.log.faults.elect(RESPONSES.topic)
-        await bench.settled()
+        await bench.acked()
         assert await offsets_in_order(bench) == list(range(9))

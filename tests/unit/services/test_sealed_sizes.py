@@ -37,7 +37,7 @@ async def test_answer_that_only_brokers_know_to_be_too_large_gives_way_alone(pla
         bench.log.faults.keep_limits_from_producers(RESPONSES.topic)
         requests = [bench.request(size=2000 if each == place else 1) for each in range(16)]
         await bench.inlet.send(requests)
-        await bench.settled()
+        await bench.acked()
         expected = {each: "TOO_LARGE" if each == place else "ok" for each in range(16)}
         assert await bench.statuses() == expected
         assert len(await visible(bench.log, RESPONSES.topic)) == 16
@@ -58,7 +58,7 @@ async def test_answers_that_are_too_large_cost_no_producer() -> None:
         for request in requests[:40]:
             request.value = b"x" * LIMIT_BYTES
         await bench.inlet.send(requests)
-        await bench.settled()
+        await bench.acked()
         statuses = list((await bench.statuses()).values())
         assert Counter(statuses) == {"TOO_LARGE": 80, "INVALID_REQUEST": 40, "ok": 40}
         assert bench.log.faults.entered_producers(TRANSACTIONAL_ID) == entered
@@ -95,7 +95,7 @@ async def test_failed_step_frees_its_answers_without_the_collector(
             before = encoded_answers()
             await bench.inlet.send([bench.request(size=size) for _ in range(32)])
             await eventually(lambda: counted(bench.instruments, "transaction_timeouts_total") >= 3)
-            bench.ledger.revoke(SOURCE)
+            bench.tracker.revoke(SOURCE)
             await eventually(lambda: counted(bench.instruments, "void_total") == 32)
             assert encoded_answers() == before
 
@@ -107,7 +107,7 @@ async def test_refused_answers_are_freed_without_the_collector(exactly_once: boo
         with no_collector():
             before = encoded_answers()
             await bench.inlet.send([bench.request(size=2000) for _ in range(32)])
-            await bench.settled()
+            await bench.acked()
             await eventually(lambda: encoded_answers() == before)
 
 
@@ -116,7 +116,7 @@ async def test_step_that_does_not_end_in_time_is_halved() -> None:
     async with running() as bench:
         bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)
         await bench.inlet.send([bench.request(size=200) for _ in range(64)])
-        await bench.settled()
+        await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(64), "ok")
         assert len(await visible(bench.log, RESPONSES.topic)) == 64
         assert counted(bench.instruments, "transaction_timeouts_total") == 5
@@ -128,7 +128,7 @@ async def test_size_that_worked_is_kept_for_the_next_step() -> None:
         bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)
         for _ in range(2):
             await bench.inlet.send([bench.request(size=200) for _ in range(64)])
-            await bench.settled()
+            await bench.acked()
         assert counted(bench.instruments, "transaction_timeouts_total") == 5
 
 
@@ -137,14 +137,14 @@ async def test_size_grows_again_once_transactions_are_quick() -> None:
     async with running() as bench:
         bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)
         await bench.inlet.send([bench.request(size=200) for _ in range(64)])
-        await bench.settled()
+        await bench.acked()
         bench.log.faults.slow_down_transactions(None)
         for _ in range(8):
             await bench.inlet.send([bench.request(size=200) for _ in range(64)])
-            await bench.settled()
+            await bench.acked()
         sealed_before = counted(bench.instruments, "commit_duration_seconds_count")
         await bench.inlet.send([bench.request(size=200) for _ in range(64)])
-        await bench.settled()
+        await bench.acked()
         assert counted(bench.instruments, "commit_duration_seconds_count") == sealed_before + 1
 
 
@@ -161,6 +161,6 @@ async def test_slow_reply_topic_is_answered_in_smaller_steps(
         bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)
         replies = [b"headrace.mine", b"headrace.yours", RESPONSES.topic.encode()] * 20
         await bench.inlet.send([bench.request(size=200, kafka_replyTopic=each) for each in replies])
-        await bench.settled()
+        await bench.acked()
         for topic in ("headrace.mine", "headrace.yours", RESPONSES.topic):
             assert len(await visible(bench.log, topic)) == 20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import LimitSettings
-from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, LedgerReceipt, beside_bytes
+from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, InFlightAck, beside_bytes
 from headrace.errors import Code, Fatal
 from headrace.protocol.messages import Request
 from headrace.services.ingest import transforming
@@ -85,15 +85,15 @@ async def test_payloads_become_inputs(repository: Path) -> None:
     ]
     assert {(one.model, one.version, one.size_bytes) for one in able} == {("digits", "1", 256)}
     beside = beside_bytes(b"key", RAW)
-    assert [receipt.size_bytes for receipt in map(ledgers, able)] == [
+    assert [ack_handle.size_bytes for ack_handle in map(ledgers, able)] == [
         RECORD_OVERHEAD_BYTES + beside + 256 + length for length in (1, 2, 3)
     ]
 
 
-def ledgers(request: Request) -> LedgerReceipt:
-    """The receipt, which is charged."""
-    assert isinstance(request.receipt, LedgerReceipt)
-    return request.receipt
+def ledgers(request: Request) -> InFlightAck:
+    """The ack handle, which is charged."""
+    assert isinstance(request.ack_handle, InFlightAck)
+    return request.ack_handle
 
 
 async def test_one_without_an_end_is_interrupted_and_others_go_on(repository: Path) -> None:

@@ -6,7 +6,7 @@ import math
 
 from prometheus_client import CollectorRegistry
 
-from headrace.telemetry.bulk import BulkCounter, BulkHistogram
+from headrace.telemetry.bulk import BatchedCounter, BatchedHistogram
 from headrace.telemetry.catalogue import Spec
 from tests.support.scrapes import scrape_openmetrics
 
@@ -14,7 +14,9 @@ WAITS = Spec("headrace_test_wait_seconds", "histogram", ("model",), "A wait.")
 THINGS = Spec("headrace_test_things", "counter", ("model", "kind"), "Things.")
 
 
-def scraped(collector: BulkCounter | BulkHistogram) -> list[tuple[str, dict[str, str], float]]:
+def scraped(
+    collector: BatchedCounter | BatchedHistogram,
+) -> list[tuple[str, dict[str, str], float]]:
     """The samples that a parser of OpenMetrics finds, timestamps of creation left out."""
     registry = CollectorRegistry()
     registry.register(collector)
@@ -27,7 +29,7 @@ def scraped(collector: BulkCounter | BulkHistogram) -> list[tuple[str, dict[str,
 
 def test_a_value_counts_as_often_as_it_came() -> None:
     """Buckets are cumulative and inclusive; the sum counts each time."""
-    histogram = BulkHistogram(WAITS, (0.1, 1.0))
+    histogram = BatchedHistogram(WAITS, (0.1, 1.0))
     histogram.observe(("m",), 0.1, 3)
     histogram.observe(("m",), 0.5)
     histogram.observe(("m",), 7.0, 2)
@@ -43,7 +45,7 @@ def test_a_value_counts_as_often_as_it_came() -> None:
 
 def test_a_shown_value_is_its_buckets_exemplar() -> None:
     """The last trace of a bucket stands there, with its value and time."""
-    histogram = BulkHistogram(WAITS, (0.1, 1.0))
+    histogram = BatchedHistogram(WAITS, (0.1, 1.0))
     histogram.observe(("m",), 0.5, 2)
     histogram.show(("m",), 0.4, "a" * 32, 1000.0)
     histogram.show(("m",), 0.5, "b" * 32, 1001.0)
@@ -59,12 +61,12 @@ def test_a_shown_value_is_its_buckets_exemplar() -> None:
 
 def test_a_histogram_without_observations_has_no_samples() -> None:
     """A model that nobody asked does not show up."""
-    assert scraped(BulkHistogram(WAITS, (1.0,))) == []
+    assert scraped(BatchedHistogram(WAITS, (1.0,))) == []
 
 
 def test_a_counter_adds_up_by_its_labels() -> None:
     """In a scrape and in `/status` alike."""
-    counter = BulkCounter(THINGS)
+    counter = BatchedCounter(THINGS)
     counter.add(("m", "a"), 3)
     counter.add(("m", "a"))
     counter.add(("m", "b"), 2)
@@ -80,7 +82,7 @@ def test_a_counter_adds_up_by_its_labels() -> None:
 
 def test_totals_name_the_unit() -> None:
     """A mean is `seconds` over `count`."""
-    histogram = BulkHistogram(WAITS, (1.0,))
+    histogram = BatchedHistogram(WAITS, (1.0,))
     histogram.observe(("m",), 0.25, 4)
     (total,) = histogram.totals()
     assert (total["model"], total["count"]) == ("m", 4)

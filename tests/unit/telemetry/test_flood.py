@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from headrace.telemetry.flood import BURST, MAX_KINDS, PER_S, Flood
+from headrace.telemetry.flood import BURST, MAX_KINDS, PER_S, LogRateLimiter
 
 
 def test_a_burst_passes_and_no_more() -> None:
     """What is held back is counted."""
-    flood = Flood()
+    flood = LogRateLimiter()
     passed = [flood.admit("event", 0.0) for _ in range(BURST + 30)]
     assert passed == [0] * BURST + [None] * 30
     assert flood.suppressed == {"event": 30}
@@ -15,7 +15,7 @@ def test_a_burst_passes_and_no_more() -> None:
 
 def test_the_next_one_says_how_many_were_held_back() -> None:
     """And the one after that says none."""
-    flood = Flood()
+    flood = LogRateLimiter()
     for _ in range(BURST + 5):
         flood.admit("event", 0.0)
     assert [flood.admit("event", 2 / PER_S) for _ in range(2)] == [5, 0]
@@ -23,7 +23,7 @@ def test_the_next_one_says_how_many_were_held_back() -> None:
 
 def test_kinds_do_not_hold_each_other_back() -> None:
     """A flood of one hides no other."""
-    flood = Flood()
+    flood = LogRateLimiter()
     for _ in range(BURST + 1):
         flood.admit("often", 0.0)
     assert flood.admit("rare", 0.0) == 0
@@ -31,6 +31,6 @@ def test_kinds_do_not_hold_each_other_back() -> None:
 
 def test_made_up_kinds_share_one_bucket() -> None:
     """Memory is bounded, whatever libraries write."""
-    flood = Flood()
+    flood = LogRateLimiter()
     passed = [flood.admit(f"kind {number}", 0.0) for number in range(MAX_KINDS + BURST + 10)]
     assert passed.count(None) == 10

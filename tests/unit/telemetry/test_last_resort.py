@@ -10,10 +10,10 @@ import pytest
 
 PROGRAM = """
 import asyncio, ctypes, sys, time
-from headrace.telemetry.last_resort import LastResort
+from headrace.telemetry.last_resort import StallWatchdog
 
 async def main():
-    with LastResort(float(sys.argv[1])):
+    with StallWatchdog(float(sys.argv[1])):
         {body}
     {after}
 

@@ -11,7 +11,7 @@ from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.protocol.trace_context import Trace, new_trace
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from tests.support.receipts import NO_RECEIPT
+from tests.support.ack_handles import NO_RECEIPT
 
 WRITTEN_MS = 1_700_000_000_000
 INGESTED_US = WRITTEN_MS * 1000 + 2_000

@@ -14,7 +14,7 @@ from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.protocol.trace_context import Trace, new_trace
 from headrace.telemetry.request_log import MAX_LINES, log_answered
 from headrace.topics import Stage
-from tests.support.receipts import NO_RECEIPT
+from tests.support.ack_handles import NO_RECEIPT
 
 NOW_US = 1_700_000_000_500_000
 SECRET = b"a caller's secret"

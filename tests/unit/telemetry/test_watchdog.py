@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from structlog.testing import capture_logs
 
-from headrace.telemetry.watchdog import Activity, LoopWatch
+from headrace.telemetry.watchdog import Activity, LoopWatchdog
 from tests.support.conditions import eventually
 
 LIMIT_S = 0.2
@@ -18,10 +18,10 @@ TOLD_WITHIN_S = 2.0
 
 
 @contextmanager
-def watched_loop() -> Iterator[tuple[Callable[[Callable[[], None]], object], LoopWatch]]:
+def watched_loop() -> Iterator[tuple[Callable[[Callable[[], None]], object], LoopWatchdog]]:
     """A loop in a thread of its own, with its watch; the first gives it something to call."""
     ready, stopping, loops = threading.Event(), asyncio.Event(), []
-    watch = LoopWatch(LIMIT_S, period_s=0.02)
+    watch = LoopWatchdog(LIMIT_S, period_s=0.02)
 
     async def live() -> None:
         with watch:
@@ -66,7 +66,7 @@ async def test_a_loop_that_turns_is_not_stuck() -> None:
 
 async def test_a_watch_that_is_left_leaves_no_thread() -> None:
     """Leaving waits for nothing but the thread's end."""
-    with LoopWatch(LIMIT_S, period_s=0.01) as watch:
+    with LoopWatchdog(LIMIT_S, period_s=0.01) as watch:
         await eventually(lambda: watch.turns.begun, deadline_s=TOLD_WITHIN_S)
     assert "loop-watch" not in {thread.name for thread in threading.enumerate()}
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
 from headrace.client.replies import last_header
-from headrace.client.rpc import Exchange
+from headrace.client.rpc import RpcClient
 from headrace.errors import ConfigurationError, Retriable
 from headrace.log.port import NewRecord, Record
 from headrace.tools.replay.compare.answers import MISSING, Measured, measured
@@ -58,7 +58,7 @@ class PipelineSubject:
     would make the outcome a matter of time.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: RpcClient) -> None:
         self._exchange = exchange
 
     async def answer(self, request: Record) -> Measured:
