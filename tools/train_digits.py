@@ -30,7 +30,7 @@ TEST_IMAGES = 360
 OPSET = 17
 IR_VERSION = 9
 
-DEMO = Path(__file__).parent.parent / "headrace" / "demo"
+DEMO = Path(__file__).parent.parent / "headrace" / "tools" / "demo"
 MODEL_FILE = DEMO / "models" / "digits" / "1" / "model.onnx"
 IMAGES_FILE = DEMO / "digits_test.npz"
 

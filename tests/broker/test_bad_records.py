@@ -19,7 +19,7 @@ from headrace.tools.local_kafka import LocalKafka
 from tests.support.bad_records import BAD_RECORDS, MAX_REQUEST_BYTES, BadRecord
 from tests.support.processes import Process, environment, headrace
 
-DEMO = Path(__file__).parents[2] / "headrace" / "demo"
+DEMO = Path(__file__).parents[2] / "headrace" / "tools" / "demo"
 ROUNDS = 8
 WARM_ROUNDS = 3
 PARTITIONS = 4

@@ -33,7 +33,7 @@ from tests.support.processes import Process, environment, headrace
 from tests.support.tcp_proxy import HOST, TcpProxy
 from tests.support.traffic import PARTITIONS, Traffic
 
-MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"
+MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
 ALL = "ingest,batcher,executor,responder"
 OUTAGE_S = 30.0
 BUSY = 0.2

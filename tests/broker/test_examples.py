@@ -22,7 +22,7 @@ RUN_TIMEOUT_S = 40.0
 @pytest.fixture
 async def settings(kafka: LocalKafka, unique_name: str) -> AsyncIterator[dict[str, str]]:
     """The environment of an example whose digits are read while the test runs."""
-    models = ROOT / "headrace" / "demo" / "models"
+    models = ROOT / "headrace" / "tools" / "demo" / "models"
     settings = environment(kafka.bootstrap_servers, unique_name, models)
     await headrace(["topics", "create"], settings)
     async with Process("ingest,batcher,executor,responder", settings):

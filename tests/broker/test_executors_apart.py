@@ -17,7 +17,7 @@ from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
 
-DEMO = Path(__file__).parents[2] / "headrace" / "demo"
+DEMO = Path(__file__).parents[2] / "headrace" / "tools" / "demo"
 REQUESTS = 3000
 PARTITIONS = 4
 DEADLINE_S = 60.0

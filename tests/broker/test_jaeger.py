@@ -32,7 +32,7 @@ from tests.support.jaeger import Found, Jaeger
 from tests.support.processes import Process, environment, headrace
 from tests.support.spans import TRACE_ID, make_traced, pass_through, traceparent
 
-DEMO = Path(__file__).parents[2] / "headrace" / "demo"
+DEMO = Path(__file__).parents[2] / "headrace" / "tools" / "demo"
 STAGES = ("ingest", "batcher", "executor", "responder")
 REQUESTS = 100
 PARTITIONS = 4

@@ -19,7 +19,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.processes import Process, environment, headrace
 
-DEMO = Path(__file__).parents[2] / "headrace" / "demo"
+DEMO = Path(__file__).parents[2] / "headrace" / "tools" / "demo"
 REQUESTS = 10_000
 PARTITIONS = 4
 

@@ -19,7 +19,7 @@ from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
 from tests.support.scrapes import OPENMETRICS, parse_openmetrics, parse_text, strangers
 
-MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"
+MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
 ALL = "ingest,batcher,executor,responder"
 REQUESTS = 20_000
 PARTITIONS = 4

@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 @pytest.fixture
 async def settings(kafka: LocalKafka, unique_name: str) -> AsyncIterator[dict[str, str]]:
     """The settings of a Headrace that serves the demo's models while the test runs."""
-    models = ROOT / "headrace" / "demo" / "models"
+    models = ROOT / "headrace" / "tools" / "demo" / "models"
     settings = environment(kafka.bootstrap_servers, unique_name, models)
     await headrace(["topics", "create"], settings)
     async with Process("ingest,batcher,executor,responder", settings):

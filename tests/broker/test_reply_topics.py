@@ -18,7 +18,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.processes import Process, environment, headrace
 
-MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"
+MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
 VALUE = msgpack.packb(
     {
         "model_name": "digits",

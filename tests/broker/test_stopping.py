@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.processes import Process, environment, headrace
 
-MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"
+MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
 REQUESTS = 30_000
 PARTITIONS = 4
 FUSED = ("ingest,batcher,executor,responder",)

@@ -17,7 +17,7 @@ import pytest
 from tests.support.conditions import eventually
 from tests.support.processes import HEADRACE
 
-MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"
+MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
 FULL = Path("/dev/full")
 
 

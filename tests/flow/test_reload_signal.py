@@ -13,7 +13,7 @@ import pytest
 from tests.support.conditions import eventually
 from tests.support.processes import Process
 
-DEMO_MODELS = Path(__file__).parents[2] / "headrace" / "demo" / "models"
+DEMO_MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
 
 
 @pytest.mark.timeout(90)

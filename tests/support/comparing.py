@@ -15,7 +15,7 @@ from headrace.log.port import Record
 from headrace.protocol.codec import encode_request
 from headrace.tools.replay.capture import CaptureWriter
 
-DEMO = Path(__file__).parents[2] / "headrace" / "demo"
+DEMO = Path(__file__).parents[2] / "headrace" / "tools" / "demo"
 MODEL = DEMO / "models" / "digits" / "1" / "model.onnx"
 REQUESTS = 120
 START_MS = 1_700_000_000_000
