@@ -26,7 +26,6 @@ from headrace.log.kafka.closing import close_consumer
 from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.errors import answered, in_port_words
 from headrace.log.kafka.fetch_buffer import Reading, fetched_records
-from headrace.log.kafka.fetching import Fetching
 from headrace.log.kafka.requests import partition_counts
 from headrace.log.port import MAX_POLL_BYTES, Committed, Gap, Record, TopicPartition
 
@@ -55,7 +54,6 @@ class KafkaConsumer:
         self._diagnosis: asyncio.Task[None] | None = None
         self._diagnosed = self._contact
         self._closed = False
-        self._fetching = Fetching()
         self._reading = Reading(connection.decompressed_bytes)
 
     # Starting and closing
@@ -80,7 +78,6 @@ class KafkaConsumer:
         )
         try:
             self._connection.take_over_bootstrap(self._started._client)
-            self._fetching.take_over(self._started._client)
             await self._start(self._started)
         except BaseException:
             await self.close()
@@ -143,7 +140,6 @@ class KafkaConsumer:
         except KafkaError as error:
             self._poll_failed(consumer, error)
             return {}
-        self._fetching.polled(sum(map(len, found.values())))
         if not found:
             self._watch(consumer)
         return found
