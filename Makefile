@@ -88,7 +88,11 @@ deploy-check: setup ## hold deploy/compose.yaml against the Compose specificatio
 
 .PHONY: test
 test: setup ## every test, those on a real Kafka included
-	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile $(if $(CI),--durations=20)
+
+.PHONY: test-tools
+test-tools: setup ## build what some tests hold files and traces against: promtool and Jaeger; needs Go
+	@$(BIN)/python -m tests.support.go_tools
 
 .PHONY: test-fast
 test-fast: setup ## the tests that need neither a broker nor patience

@@ -1,9 +1,9 @@
 """Programs of others that tests run, built from the Go modules in `tools/`.
 
 Each folder there holds a `go.mod` whose `tool` line names the program and whose `require` lines
-and `go.sum` pin everything that goes into it. A built one stays in the user's cache under its
-version. They are built before the first test that asks for one, so that no test's timeout pays
-for it; where there is no Go, those tests are skipped, with the reason.
+and `go.sum` pin everything that goes into it. `make test-tools` builds them, which takes minutes
+once; a built one stays in the user's cache under its version. Tests of one that is not there are
+skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,31 +93,37 @@ def _build(tool: GoTool, go: str) -> Path:
     return tool.program
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build what the collected tests ask for."""
-    if session.config.option.collectonly:
-        return
-    asked = {name for item in session.items for name in getattr(item, "fixturenames", ())}
-    for name in asked & FIXTURES.keys():
-        try:
-            build(read_tool(ROOT / FIXTURES[name]))
-        except NotBuilt:
-            continue  # The fixture meets it again, where it can skip.
+def built(name: str) -> Path:
+    """Return the program of a fixture; the test is skipped if it was not built."""
+    tool = read_tool(ROOT / FIXTURES[name])
+    if not tool.program.exists():
+        pytest.skip(f"{tool.folder.name} {tool.version} is not built: run `make test-tools`")
+    return tool.program
 
 
 @pytest.fixture(scope="session")
 def promtool() -> Path:
     """Prometheus' own tool for its configuration, rules and metrics."""
-    try:
-        return build(read_tool(ROOT / FIXTURES["promtool"]))
-    except NotBuilt as reason:
-        pytest.skip(str(reason))
+    return built("promtool")
 
 
 @pytest.fixture(scope="session")
 def jaeger_program() -> Path:
     """Jaeger, all of it in one program: OTLP in, its query API out."""
-    try:
-        return build(read_tool(ROOT / FIXTURES["jaeger_program"]))
-    except NotBuilt as reason:
-        pytest.skip(str(reason))
+    return built("jaeger_program")
+
+
+def main() -> None:
+    """Build all tools, one after the other, and say of each where it is or why it is not."""
+    for folder in FIXTURES.values():
+        tool = read_tool(ROOT / folder)
+        sys.stdout.write(f"{tool.folder.name} {tool.version}: ")
+        sys.stdout.flush()
+        try:
+            sys.stdout.write(f"{build(tool)}\n")
+        except NotBuilt as reason:
+            sys.stdout.write(f"not built, its tests are skipped: {reason}\n")
+
+
+if __name__ == "__main__":
+    main()
