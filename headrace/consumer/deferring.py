@@ -52,6 +52,8 @@ class DeferringTimes:
 
 MAX_DEFERRED = 256
 """Of one partition. So few holes leave room in a commit's metadata, however far reading goes on."""
+PRUNE_AT = 1024
+"""So many noted deadlines are kept before those of requests that wait no more are dropped."""
 DUE_PART = 8
 """At a time so much of the budget, at most, is read again of what is late and has no room."""
 
@@ -88,6 +90,7 @@ class Deferral:
         self._waiting: dict[Claim, deque[Deferred]] = {}
         self._deadlines: list[tuple[int, int, Deferred]] = []
         self._order = count()
+        self._prune_at = PRUNE_AT
         self._late: dict[tuple[AssignedPartition, int], Failure] = {}
         self._predicted_s = 0.0
         self._wanted = asyncio.Event()
@@ -218,6 +221,14 @@ class Deferral:
         if deadline_ms := deferred.envelope.deadline_ms:
             entry = (deadline_ms * 1000, next(self._order), deferred)
             heapq.heappush(self._deadlines, entry)
+        if len(self._deadlines) >= self._prune_at:
+            # Most are read again long before their deadlines, which may lie years ahead.
+            self._drop_gone_deadlines()
+            self._prune_at = max(PRUNE_AT, 2 * len(self._deadlines))
+
+    def _drop_gone_deadlines(self) -> None:
+        self._deadlines = [entry for entry in self._deadlines if not _is_gone(entry[2])]
+        heapq.heapify(self._deadlines)
 
     # --- what goes ----------------------------------------------------------------------------
 
@@ -233,8 +244,7 @@ class Deferral:
             self._waiting[claim] = left
             if not left:
                 del self._waiting[claim]
-        self._deadlines = [entry for entry in self._deadlines if not _is_gone(entry[2])]
-        heapq.heapify(self._deadlines)
+        self._drop_gone_deadlines()
         self._late = {each: failure for each, failure in self._late.items() if not each[0].revoked}
 
     def partitions(self) -> set[TopicPartition]:
@@ -276,6 +286,7 @@ class Deferral:
 
     def put_back(self, unread: Iterable[Deferred]) -> None:
         """Have records wait on that were picked, and could not be read."""
+        now_us = self._clock()
         for deferred in unread:
             deferred.release()
             if _is_gone(deferred):
@@ -283,7 +294,8 @@ class Deferral:
             deferred.claim.deferred += 1
             waiting = self._waiting.get(deferred.claim, ())
             self._waiting[deferred.claim] = deque(sorted([*waiting, deferred], key=_offset))
-            self._note_deadline(deferred)
+            if deferred.envelope.deadline_ms * 1000 <= now_us:  # otherwise it is still noted
+                self._note_deadline(deferred)
 
     def _has_room(self, claim: Claim, size_bytes: int) -> bool:
         return self.shares.has_room(claim, size_bytes, uncharged_bytes=size_bytes)
@@ -302,6 +314,10 @@ class Deferral:
 
     def _pick_late(self, refusal: Refusal) -> list[Deferred]:
         """Pick those that would be late behind all that is deferred before them."""
+        # Those that have ended otherwise, when they were read again, were not asked for.
+        self._late = {
+            place: failure for place, failure in self._late.items() if place[1] in place[0].deferred
+        }
         late: list[Deferred] = []
         left_bytes = self.shares.limit_bytes // DUE_PART
         for waiting in self._waiting.values():

@@ -92,8 +92,18 @@ class Rereading:
                     return
                 await asyncio.sleep(self._times.pace_s)
                 if deferral.partitions() <= set(partitions):
-                    for assignment, picked in deferral.pick().items():
-                        await self._read(reader, assignment, picked)
+                    await self._read_picked(reader, deferral.pick())
+
+    async def _read_picked(
+        self, reader: Consumer, picked: dict[AssignedPartition, list[Deferred]]
+    ) -> None:
+        """Read one partition after the other; what an error leaves unread waits on."""
+        try:
+            while picked:
+                await self._read(reader, *picked.popitem())
+        finally:
+            for unread in picked.values():
+                self._deferral.put_back(unread)
 
     async def _read(
         self, reader: Consumer, assignment: AssignedPartition, picked: Sequence[Deferred]

@@ -3,35 +3,80 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
 
-from headrace.consumer.deferring import Deferral, DeferringTimes
+from headrace.consumer.deferring import Deferral, DeferringTimes, Refusal
 from headrace.consumer.ready_queue import Arrivals, Delivery
 from headrace.consumer.rereading import Rereading, RereadingTimes
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget, FairQueue
-from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.inflight import Deferred, InFlightTracker
+from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
+from headrace.log.memory.reader import MemoryReader
 from headrace.log.port import TopicInfo, TopicPartition
-from headrace.protocol.messages import Envelope, Request
+from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from tests.support.logs import write_to
 
-ONE = TopicPartition("requests", 0)
+ONE, TWO = (TopicPartition("requests", number) for number in range(2))
+FAR_AHEAD_MS = 4_000_000_000_000
+
+
+class UnsureLog(MemoryLog):
+    """A log that does not say where a partition begins when it is asked first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_unsure = True
+
+    def reader(self, partitions: Sequence[TopicPartition]) -> Any:
+        return UnsureReader(super().reader(partitions), self)
+
+
+class UnsureReader:
+    """A reader of `UnsureLog`."""
+
+    def __init__(self, reader: MemoryReader, log: UnsureLog) -> None:
+        self.reader = reader
+        self.log = log
+
+    async def __aenter__(self) -> Self:
+        await self.reader.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.reader.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reader, name)
+
+    async def beginning_offsets(
+        self, partitions: Sequence[TopicPartition]
+    ) -> Mapping[TopicPartition, int]:
+        if self.log.is_unsure:
+            self.log.is_unsure = False
+            raise LogUnavailable("no broker answers")
+        return await self.reader.beginning_offsets(partitions)
 
 
 class Bench:
-    """A partition whose records are of 100 bytes, as is what one model may hold."""
+    """Partitions whose records are of 100 bytes, as is what one model may hold."""
 
-    def __init__(self) -> None:
-        self.log = MemoryLog()
+    def __init__(self, log: MemoryLog | None = None, refusal: Refusal | None = None) -> None:
+        self.log = log or MemoryLog()
         self.budget = Budget(200)
         self.tracker = InFlightTracker(self.budget, self._notify)
         self.assignment = self.tracker.assign(ONE, Progress(0))
-        self.deferral = Deferral(FairQueue(self.budget, 0.5, 1.0), None, DeferringTimes(grace_s=0))
+        self.tracker.assign(TWO, Progress(0))
+        self.deferral = Deferral(
+            FairQueue(self.budget, 0.5, 1.0), refusal, DeferringTimes(grace_s=0, predict_s=0)
+        )
         self.metrics = Metrics(CollectorRegistry())
         self.ready = Arrivals()
         self.is_wanted = True
@@ -41,19 +86,25 @@ class Bench:
 
     async def read(self, count: int) -> list[Request]:
         """Write and read so many records. Returns those that are let in."""
-        await self.log.create_topics([TopicInfo(ONE.topic, 1, {})], replication_factor=1)
+        await self.log.create_topics([TopicInfo(ONE.topic, 2, {})], replication_factor=1)
         await write_to(self.log, ONE, *[b"value"] * count)
-        requests = [self.request(offset) for offset in range(count)]
+        return await self.let_in([self.request(offset) for offset in range(count)])
+
+    async def let_in(self, requests: list[Request]) -> list[Request]:
+        """Let in what has room, and defer the others."""
         kept, over, _ = self.deferral.sort_out(requests, again=False)
         return kept + await self.deferral.wait_for_room(over)
 
-    def request(self, offset: int) -> Request:
+    def request(
+        self, offset: int, of: TopicPartition = ONE, *, model: str = "m", deadline_ms: int = 0
+    ) -> Request:
         """Admit the record at an offset."""
-        ack_handle = self.assignment.admit(offset, 100)
-        envelope = Envelope()
-        return Request(
-            ack_handle, 0, offset, ack_handle.previous, 0, None, b"", [], envelope, model="m"
-        )
+        assignment = self.tracker.get(of)
+        assert assignment is not None
+        ack_handle = assignment.admit(offset, 100)
+        envelope = Envelope(deadline_ms=deadline_ms)
+        origin = (of.partition, offset, ack_handle.previous, 0)
+        return Request(ack_handle, *origin, None, b"", [], envelope, model=model)
 
     @asynccontextmanager
     async def rereading(self) -> AsyncIterator[None]:
@@ -128,3 +179,56 @@ async def test_revoked_assignment_gives_back_what_is_reserved() -> None:
 
     assert bench.budget.used_bytes == 0
     assert not bench.deferral.partitions()
+
+
+async def test_error_at_one_partition_leaves_no_record_of_another_unread() -> None:
+    """What was picked of both is given back, and picked again when the log can be asked."""
+    bench = Bench(UnsureLog())
+    (first,) = await bench.read(2)
+    await write_to(bench.log, TWO, *[b"value"] * 2)
+    (second,) = await bench.let_in([bench.request(offset, TWO, model="n") for offset in range(2)])
+    bench.log.faults.trim(ONE, 2)
+    bench.log.faults.trim(TWO, 2)
+    first.ack_handle.ack()
+    second.ack_handle.ack()
+    async with asyncio.timeout(10), bench.rereading():
+        lost = {(await bench.next()).assignment.partition for _ in range(2)}
+
+    assert lost == {ONE, TWO}
+
+
+async def test_answered_requests_are_forgotten_long_before_their_deadlines() -> None:
+    """However far a caller's deadline lies ahead, no memory is kept until then."""
+    bench = Bench()
+    (first,) = await bench.let_in([bench.request(0)])
+    for offset in range(1, 5000):
+        await bench.let_in([bench.request(offset, deadline_ms=FAR_AHEAD_MS)])
+        first.ack_handle.ack()
+        bench.deferral.pick()
+        (first,) = bench.deferral.sort_out([bench.request(offset)], again=True).kept
+
+    assert _living(Deferred) < 2500
+
+
+async def test_refusals_of_requests_that_ended_otherwise_are_forgotten() -> None:
+    """A record that was read again, since it would be late, may be refused before it is asked."""
+    is_late = False
+    bench = Bench(refusal=lambda _envelope, _rows: Late("OVERLOADED", "", "") if is_late else None)
+    await bench.let_in([bench.request(0)])
+    for offset in range(1, 100):
+        is_late = False
+        await bench.let_in([bench.request(offset, deadline_ms=FAR_AHEAD_MS)])
+        is_late = True
+        assert bench.deferral.pick()
+        bench.request(offset).ack_handle.ack()
+
+    assert _living(Late) < 10
+
+
+class Late(Failure):
+    """A failure that the garbage collector knows."""
+
+
+def _living(kind: type) -> int:
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
