@@ -251,6 +251,7 @@ class StageGroup:
             prefix,
             self._instruments,
             self._rebinder.rebind,
+            self.source.probation.has_run,
         )
         self._runs["batcher"] = batcher.run
         self._batcher = batcher

@@ -286,6 +286,12 @@ class DynamicBatcher:
     def _due_us(self, deadline_ms: int) -> int:
         return deadline_ms * 1000 - self.wall_ahead_us or 1  # 0 would be none
 
+    def is_served(self, request: Request) -> bool:
+        """Whether the version of a request runs, or another one to which it is bound then; the
+        request has ended where neither does.
+        """
+        return self._limits_of(request) is not None
+
     def _opened(
         self, key: ModelKey, known: ModelQueue | None, request: Request
     ) -> ModelQueue | None:
@@ -296,22 +302,29 @@ class DynamicBatcher:
         if request.envelope.cancels is not None:
             self.cancellations.append(request)
             return None
-        try:
-            limits = self._limits(*key)
-        except Rejected as gone:
+        limits = self._limits_of(request)
+        bound = (request.model, request.version)
+        if limits is None or bound != key:
             self._queues.pop(key, None)
+            if limits is None:
+                return None
+            key, known = bound, self._queues.get(bound)
+        if known is None or known.limits is not limits:
+            known = self._queues[key] = ModelQueue(limits)
+        return known
+
+    def _limits_of(self, request: Request) -> BatchLimits | None:
+        """The limits of its version, or of the one that it is bound to since that has gone."""
+        try:
+            return self._limits(request.model, request.version)
+        except Rejected as gone:
             try:
                 self._rebind(request, gone)
-                key = (request.model, request.version)
-                limits = self._limits(*key)
+                return self._limits(request.model, request.version)
             except Rejected as error:
                 request.fail(rejection(error, Stage.BATCHER))
                 self.ended.append(request)
                 return None
-            known = self._queues.get(key)
-        if known is None or known.limits is not limits:
-            known = self._queues[key] = ModelQueue(limits)
-        return known
 
     def _add_alike(self, requests: Sequence[Request], now_us: int, *, dated: bool) -> bool:
         """Add requests of the kind of the one added before, which waits; some of them, or that

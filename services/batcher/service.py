@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.crash_isolation.isolation import is_isolated
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
@@ -25,6 +25,7 @@ class BatcherService:
         limits: of a model's version; raises `Rejected` where that does not run.
         prefix: of batch ids; differs between processes.
         rebind: binds a request whose version has gone to another one, or raises `Rejected`.
+        has_run: told of isolated requests that have ended here, since their version has gone.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class BatcherService:
         prefix: str,
         instruments: Instruments,
         rebind: Rebind = refuse_to_rebind,
+        has_run: Callable[[Sequence[Request]], None] = lambda _: None,
     ) -> None:
+        self._has_run = has_run
         self._inlet = inlet
         self._answers = answers
         self._metrics, self._tracing, self._clock, self._steady = instruments
@@ -89,6 +92,10 @@ class BatcherService:
 
     def _form_alone(self, request: Request, now_us: int) -> None:
         """Supply an isolated request before all that wait, so that nothing waits for its turn."""
+        if not self._forming.is_served(request):
+            self._has_run([request])
+            self._rouse(now_us)
+            return
         request.formed_us = now_us
         batch_id = f"{self._prefix}-alone-{request.partition}-{request.offset}"
         batch = Batch(batch_id, [request], "alone")

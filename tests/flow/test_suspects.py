@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,11 @@ from tests.support.dying import (
     records_of,
     restart_until,
     send_numbers,
+    send_values,
 )
 from tests.support.logs import write_to
 from tests.support.pipelines import PARTITIONS, Grouping, log_for, name_of, serving
+from tests.support.python_models import add_python_model
 
 COUNT = 1000
 
@@ -155,3 +158,44 @@ async def test_a_suspect_that_nobody_lets_answer_holds_up_no_other_partition(
         await eventually(lambda: mine.end)
 
     assert await outcomes(settings, log) == {place: {2.0} for place in range(1, PARTITIONS)}
+
+
+async def test_suspect_whose_version_has_gone_is_answered_and_holds_up_no_other(
+    tmp_path: Path,
+) -> None:
+    """After unclean ends its model is removed where it would run: nobody would run it alone."""
+    add_python_model(tmp_path / "ingest", "")
+    add_python_model(tmp_path / "ingest", "", name="gone")
+    add_python_model(tmp_path / "others", "")
+    namespace: dict[str, Any] = {"topics": {"partitions": PARTITIONS}}
+    settings, fewer = (
+        make_settings({**namespace, "models": {"repository": tmp_path / name}})
+        for name in ("ingest", "others")
+    )
+    log = await log_for(settings)
+    async with serving(settings, log, [(Stage.INGEST,)]):
+        await send_values(
+            settings,
+            log,
+            [
+                number_value(float(place), str(place), "gone" if place < PARTITIONS else "model")
+                for place in range(2 * PARTITIONS)
+            ],
+        )
+        items = [TopicPartition(settings.topic(Topic.ITEMS), each) for each in range(PARTITIONS)]
+        await eventually(lambda: all(log._topics.partition(each).end == 2 for each in items))
+    group = f"{settings.namespace}.{Stage.BATCHER}"
+    accused = CrashMarker(is_open=True, stop=2, ends=2, accused=((0, 2),))
+    await CrashMarkers(log, group).write(dict.fromkeys(items, accused), NOBODY)
+
+    async def all_answered() -> bool:
+        return len(await outcomes(settings, log)) == 2 * PARTITIONS
+
+    rest: Grouping = [(Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
+    async with serving(fewer, log, rest):
+        await eventually(all_answered)
+
+    assert await outcomes(settings, log) == {
+        place: {str(Code.MODEL_NOT_READY)} if place < PARTITIONS else {2.0 * place}
+        for place in range(2 * PARTITIONS)
+    }
