@@ -16,6 +16,7 @@ import pytest
 from headrace.cli.outcome import Exit
 from tests.support.command_line import Call
 from tests.support.models import digits
+from tests.support.processes import START_DEADLINE_S, STOP_DEADLINE_S
 
 SHORT = ("--seconds", "1", "--warm-up", "0.2")
 
@@ -53,6 +54,7 @@ def test_saturation_is_measured(call: Call, repository: Path) -> None:
     assert "#" in result.stdout
 
 
+@pytest.mark.timeout(120)
 async def test_interrupted_bench_says_how_many_were_answered(repository: Path) -> None:
     """With the exit code of a shell's SIGINT."""
     process = await asyncio.create_subprocess_exec(
@@ -62,11 +64,16 @@ async def test_interrupted_bench_says_how_many_were_answered(repository: Path) -
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
-    async with asyncio.timeout(60):
-        first = await process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        rest = await process.stderr.read()
-        code = await process.wait()
+    try:
+        async with asyncio.timeout(START_DEADLINE_S + STOP_DEADLINE_S):
+            first = await process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            rest = await process.stderr.read()
+            code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()  # its pipe is closed as well
 
     assert b" requests answered" in first
     assert code == Exit.INTERRUPTED
