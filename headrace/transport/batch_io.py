@@ -149,17 +149,21 @@ class BatchReceiver:
         """Let it run, by another version where its own does not run here; returns the requests
         that cannot run, as failures.
         """
+        batches, refused = self._served(batch)
+        for each in batches:
+            self._ready.setdefault((each.model, each.version), deque()).append(each)
+        return refused
+
+    def _served(self, batch: Batch) -> tuple[list[Batch], list[Request]]:
+        """Return what runs here of a batch, as batches of one version each, and what does not."""
         try:
             self._check(batch.model, batch.version)
         except Rejected as gone:
             batches, refused = self._bind_again(batch, gone)
             if refused and self._announcer is not None:
                 self._announcer.finished(batch.batch_id, refused)
-        else:
-            batches, refused = [batch], []
-        for each in batches:
-            self._ready.setdefault((each.model, each.version), deque()).append(each)
-        return refused
+            return batches, refused
+        return [batch], []
 
     def _bind_again(self, batch: Batch, gone: Rejected) -> tuple[list[Batch], list[Request]]:
         """Return batches of other versions, of one shape class each, and requests that fit none."""
@@ -192,18 +196,13 @@ class BatchReceiver:
         left = [request for request in batch.requests if request.failure is None]
         if left and isolation.isolated is None:
             return condemned + self._take(Batch(batch.batch_id, left, batch.reason))
-        try:
-            self._check(batch.model, batch.version)
-        except Rejected:
-            return condemned + (
-                self._take(Batch(batch.batch_id, left, batch.reason)) if left else []
-            )
+        _, refused = self._served(Batch(batch.batch_id, left, batch.reason)) if left else ((), [])
         isolation.isolate(batch.requests)
         for place, request in enumerate(batch.requests):
             if request.failure is None:
                 one = Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
-                self.pulls.put_first((batch.model, batch.version), one)
-        return condemned
+                self.pulls.put_first((request.model, request.version), one)
+        return condemned + refused
 
     def _admit(
         self, assignment: AssignedPartition, record: Record, isolation: Isolation | None

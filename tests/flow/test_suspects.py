@@ -199,3 +199,24 @@ async def test_suspect_whose_version_has_gone_is_answered_and_holds_up_no_other(
         place: {str(Code.MODEL_NOT_READY)} if place < PARTITIONS else {2.0 * place}
         for place in range(2 * PARTITIONS)
     }
+
+
+async def test_culprit_whose_version_was_replaced_is_found(tmp_path: Path) -> None:
+    """It ends the executor with the next version as well, and is condemned for that."""
+    add_dying_model(tmp_path)
+    settings = make_settings(
+        {"topics": {"partitions": PARTITIONS}, "models": {"repository": tmp_path}}
+    )
+    log = await log_for(settings)
+    batches = [TopicPartition(settings.topic(Topic.BATCHES), each) for each in range(PARTITIONS)]
+    async with serving(settings, log, [(Stage.INGEST, Stage.BATCHER)]):
+        await send_numbers(settings, log, [POISON])
+        await eventually(lambda: any(log._topics.partition(each).end for each in batches))
+    (tmp_path / "model" / "1").rename(tmp_path / "model" / "2")
+
+    async def is_answered() -> bool:
+        return bool(await outcomes(settings, log))
+
+    await restart_until(is_answered, settings, log, GROUPINGS[3])
+
+    assert await outcomes(settings, log) == {0: {Code.MODEL_FAILED}}
