@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
+from tests.support.scrapes import parse_text
 
 MIB = 1024 * 1024
 STAGES = "ingest,batcher,executor,responder"
@@ -97,16 +97,21 @@ class Flooded(NamedTuple):
             await producer.flush()
 
     async def check_budget(self) -> None:
-        """It stands still, for as long as this looks, with what it may have in flight at most."""
+        """It reads no further, for as long as this looks, although the budget has room for others.
+
+        Until then, what a poll brings is in flight while it waits for room.
+        """
         polled: list[int] = []
 
-        async def is_full() -> bool:
+        async def is_held_up() -> bool:
             polled.append(await self.in_flight_bytes())
-            return polled[-1] >= BUDGET_BYTES
+            return await self.held_up_partitions() == PARTITIONS
 
-        await eventually(is_full, recheck_s=0.05, what=f"{BUDGET_BYTES} bytes in flight")
+        await eventually(is_held_up, recheck_s=0.05, what="no partition is read")
         for _ in range(20):
             polled.append(await self.in_flight_bytes())
+            assert await self.held_up_partitions() == PARTITIONS
+            assert 0 < polled[-1] < BUDGET_BYTES
             await asyncio.sleep(0.1)
 
         assert max(polled) <= BUDGET_BYTES + ONE_POLL_BYTES
@@ -118,10 +123,16 @@ class Flooded(NamedTuple):
 
     async def in_flight_bytes(self) -> int:
         """As its metrics say."""
-        text = await self.process.get("/metrics")
-        found = re.search(r"^headrace_in_flight_bytes\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        assert found is not None, text
-        return int(float(found[1]))
+        scraped = parse_text(await self.process.get("/metrics"))
+        return int(sum(sample.value for sample in scraped["headrace_in_flight_bytes"].samples))
+
+    async def held_up_partitions(self) -> int:
+        """So many are not read because the model holds its share, as the metrics say."""
+        scraped = parse_text(await self.process.get("/metrics"))
+        return sum(
+            sample.value == 1 and sample.labels["reason"] == "share"
+            for sample in scraped["headrace_partition_paused"].samples
+        )
 
     @asynccontextmanager
     async def reading(self, topic: str, partitions: int) -> AsyncIterator[AIOKafkaConsumer]:
