@@ -1,1 +1,1 @@
-"""Batcher: requests that can run come in; batches go out, each when somebody can run it."""
+"""Batcher: form batches of runnable requests, each when an executor instance can run it."""

@@ -1,4 +1,8 @@
-"""The batcher's path: requests in → they wait in groups → a free executor pulls the next batch."""
+"""The batcher stage: requests → waiting groups → batches, pulled by free executor instances.
+
+The path of a request: `_collect` receives it and adds it to the `DynamicBatcher`; `_supply`
+returns the next batch to a consumer of `pulls`; `_tidy` answers requests that end while waiting.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,15 @@ from headrace.transport.rebinding import Rebind, refuse_to_rebind
 
 
 class BatcherService:
-    """Collects requests, and supplies batches to those who pull.
+    """Collect requests and supply batches to the consumers of `pulls`.
 
     Args:
-        inlet: requests that can run.
-        answers: takes requests that ended here: expired ones, or whose model has gone.
-        limits: of a model's version; raises `Rejected` where that does not run.
-        prefix: of batch ids; differs between processes.
+        inlet: supplies requests that can run.
+        answers: receives requests that ended here: expired, or their model was unloaded.
+        limits: returns the limits of a model version; raises `Rejected` if it is not served.
+        prefix: prefix of batch ids; differs between processes.
         rebind: binds a request whose version has gone to another one, or raises `Rejected`.
-        has_run: told of isolated requests that have ended here, since their version has gone.
+        has_run: called with isolated requests that ended here because their version has gone.
     """
 
     def __init__(
@@ -49,22 +53,23 @@ class BatcherService:
         self.pulls: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
 
     def waiting(self) -> WaitingSnapshot:
-        """What waits for a batch now."""
+        """Return the number of waiting requests and the time to the earliest deadline."""
         deadline_us = self._forming.earliest_deadline_us()
         slack_s = None if deadline_us is None else max(0, deadline_us - self._steady()) / 1e6
         return WaitingSnapshot(len(self._forming), slack_s)
 
     def refusal(self, envelope: Envelope, rows: int = 0) -> Failure | None:
-        """Whether a request with these headers would be late, behind all that waits and so many
-        rows more.
+        """Return why a request with these headers would be late behind all waiting requests and
+        `rows` more rows; None if it would not.
         """
         return self._forming.refusal(envelope, self._now_us(), Stage.INGEST, rows)
 
     async def run(self) -> None:
-        """Until the inlet ends and everything that waited has been pulled or has expired."""
+        """Run until the inlet ends and each waiting request has been pulled or has ended."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tidy(), name="batcher-tidy")
             await self._collect()
+            # Set `draining` before waking consumers, so that they get partial batches at once.
             self._forming.draining = True
             self.pulls.kick()
             self._changed.set()
@@ -72,7 +77,7 @@ class BatcherService:
         self._answers.close()
 
     def _now_us(self) -> int:
-        """The steady time, for durations; deadlines are compared with the wall clock of now."""
+        """Return the steady time, and update the offset to the wall clock for deadlines."""
         now_us = self._steady()
         self._forming.wall_ahead_us = self._clock() - now_us
         return now_us
@@ -91,7 +96,7 @@ class BatcherService:
             self._rouse(now_us)
 
     def _form_alone(self, request: Request, now_us: int) -> None:
-        """Supply an isolated request before all that wait, so that nothing waits for its turn."""
+        """Supply an isolated request ahead of all waiting requests, so that it does not queue."""
         if not self._forming.is_served(request):
             self._has_run([request])
             self._rouse(now_us)
@@ -105,7 +110,7 @@ class BatcherService:
         self.pulls.put_first((request.model, request.version), batch)
 
     def _cancel(self) -> None:
-        """End what is cancelled. The records that say so are no requests: nobody answers them."""
+        """End cancelled requests; acknowledge the cancelling records, which get no answer."""
         cancelling, ended = self._forming.cancel()
         for record in cancelling:
             record.ack_handle.ack()
@@ -122,9 +127,9 @@ class BatcherService:
         return batch
 
     def _rouse(self, now_us: int, wanted_us: int = 0) -> None:
-        """Wake `_tidy` if there is something for it to do, or earlier than it knows of.
+        """Wake `_tidy` if it has work, or if its next event is earlier than its timer.
 
-        At `wanted_us`, unless it is 0, an instance that is busy until then wants a batch.
+        `wanted_us` is when a busy instance wants its next batch; 0 if none does.
         """
         forming = self._forming
         if forming.ended or (forming.draining and not forming):
@@ -137,8 +142,9 @@ class BatcherService:
             self._changed.set()
 
     async def _tidy(self) -> None:
-        """Answer what ended while it waited, and wake pullers when a delay is over; ends when
-        nothing more comes and nothing waits.
+        """Answer requests that ended while waiting, and wake consumers when a queue delay ends.
+
+        Return once the inlet has ended and nothing waits.
         """
         now_us = 0
         while True:
@@ -155,8 +161,8 @@ class BatcherService:
                 return
 
     async def _wait_changed(self, looked_us: int) -> None:
-        """Until there may be something to do. What came due after `looked_us`, when this was
-        looked at last, is to come even where it has passed: those who wait were not woken by it.
+        """Wait until the next deadline or queue delay is due, or until new work arrives. Events
+        due since `looked_us` fire immediately: nothing else will wake the waiting consumers.
         """
         moments = (self._forming.next_event_us(looked_us), self.pulls.due_us(looked_us))
         alarm_us = self._alarm_us = min((one for one in moments if one is not None), default=None)

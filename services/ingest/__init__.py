@@ -1,1 +1,1 @@
-"""Ingest: request records come in; requests that can run go on, the others to their answer."""
+"""Ingest: decode and check request records; runnable requests go on, the others are answered."""

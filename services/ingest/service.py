@@ -1,4 +1,8 @@
-"""Ingest's path: records of one partition → requests, checked → on to the batcher, or answered."""
+"""The ingest stage: records of a partition → checked requests → the batcher, or an answer.
+
+The path of a record: `run` receives a delivery; `_read` decodes and checks its records;
+`_transform` runs deferred Python transforms; `_pass_on` sends the requests on.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +34,23 @@ from headrace.transport.channels import Outlet
 
 FAR_AHEAD = 4096
 PAUSE_S = 40e-6
-"""With more than so many requests of a partition in flight, a pause follows for each that was read.
-Reading on is still of use, to refuse early what will be late and to see whose turn it is; but it
-must not take the time of what was read before."""
+"""With more than `FAR_AHEAD` requests of a partition in flight, pause `PAUSE_S` for each request
+read. Reading ahead still helps to refuse late requests early and to share fairly, but must not
+take time from the requests read before."""
 
 HOLD_LOOP_S = 0.01
-"""Records are read for this long at a time; images, or large JSON, take milliseconds each."""
+"""Longest time to read without yielding; images or large JSON take milliseconds each."""
 QUICK_S = 0.001
-"""Until so much time has passed, twice as many records are read each time before the next look at
-the clock."""
+"""For this long, double the number of records read between two looks at the clock."""
 MAX_AT_ONCE = 128
 
 
 class IngestService:
-    """Reads request records and lets through what can run.
+    """Read request records and pass on the requests that can run.
 
     Args:
-        items: takes the requests that can run.
-        answers: takes those that cannot, with their failures.
+        items: receives the requests that can run.
+        answers: receives the requests that cannot, with their failures.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class IngestService:
         self._clock = instruments.clock
 
     async def run(self) -> None:
-        """Until the source stops reading."""
+        """Run until the source stops reading."""
         while (delivery := await self._source.receive()) is not None:
             assignment, records = delivery.assignment, iter(delivery.records)
             if delivery.skipped is not None:
@@ -90,7 +93,7 @@ class IngestService:
         self._answers.close()
 
     async def _pass_on(self, delivery: Delivery, able: list[Request], ended: list[Request]) -> None:
-        """Hand on what was read, as far as its models are within their shares of the budget."""
+        """Send requests on; those of models over their share of the budget wait for room."""
         deferral, over = self._source.deferral, list[Request]()
         if deferral is not None and able:
             isolation = delivery.isolation
@@ -107,7 +110,7 @@ class IngestService:
     async def _transform(
         self, able: list[Request], ended: list[Request]
     ) -> tuple[list[Request], list[Request]]:
-        """Those that were deferred come after the others of their chunk."""
+        """Transform deferred payloads and return (able, ended), with these requests last."""
         payloads = self._deferred[:]
         self._deferred.clear()
         await self._transforms.run(payloads)
@@ -124,9 +127,10 @@ class IngestService:
     def _read(
         self, delivery: Delivery, records: Iterator[Record]
     ) -> tuple[list[Request], list[Request]]:
-        """Admit and check records, for a moment; both lists are empty when there are no more.
+        """Admit and check records for about `HOLD_LOOP_S`; return (able, ended).
 
-        What was answered before this assignment is passed over.
+        Both lists are empty when no records are left. Records answered before this assignment
+        are skipped.
         """
         assignment, isolation = delivery.assignment, delivery.isolation
         now_us = self._clock()
@@ -166,7 +170,7 @@ class IngestService:
         isolation: Isolation | None,
         now_us: int,
     ) -> list[Request]:
-        """Read records some of which may be answered, condemned or accused."""
+        """Read records one by one: some may be answered, poisoned or accused of a crash."""
         if isolation is not None and isolation.isolated is not None:
             isolated = isolation.isolated
             request = read_request(
@@ -192,8 +196,8 @@ class IngestService:
 
 
 def _chain(requests: Sequence[Request], chains: KeyChains) -> None:
-    """Tell each request which one with the same key goes before it."""
+    """Set `after` of each request to the request with the same key that precedes it."""
     for request in requests:
-        # One that cancels is not admitted: no answer of its own could go before another.
+        # A cancelling record is not admitted and has no answer, so nothing can wait for it.
         if request.ack_handle is not NULL_ACK:
             request.after = chains.follow(request.key, request.offset)
