@@ -1,1 +1,1 @@
-"""Executor: batches come in, pulled by instances of their model; results go out."""
+"""Executor: instances pull batches of their model, run them, and send the results on."""

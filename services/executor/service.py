@@ -1,8 +1,9 @@
-"""The executor's path: a batch is pulled → gathered → run → its outputs are shared out again.
+"""The executor stage: pull a batch → gather → run → scatter its outputs to the requests.
 
-Every ready version of a model has one task for each of its instances. When a run fails, the batch
-is halved, and the halves wait while fresh batches pass in turn, until the culprit stands alone:
-only that request fails.
+The path of a batch, in one task for each instance of a ready model version: `_take_turns` takes
+the next batch, `_run` drops expired requests, `_compute` gathers, runs and scatters, `_conclude`
+finishes the requests. When a run fails, the batch is halved, and halves alternate with fresh
+batches until the faulty request runs alone: only that request fails.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ ModelKey = tuple[str, str]
 
 
 class ExecutorService:
-    """Loads the models and runs what they are asked.
+    """Load the models and run their batches.
 
     Args:
-        pulls: where batches come from.
-        answers: takes requests with their outputs or failures.
-        announcer: told of requests that have ended, where the batcher is in another process.
-        isolating: says how runs begin, and is told of those that ran alone.
+        pulls: supplies batches.
+        answers: receives requests with their outputs or failures.
+        announcer: notified of ended requests if the batcher is in another process.
+        isolating: decides how runs begin, and is notified of requests that ran alone.
 
     Attributes:
-        loaded: set when every version that was there at the start has loaded or failed.
+        loaded: set when every version known at the start has loaded or failed.
     """
 
     def __init__(
@@ -83,15 +84,15 @@ class ExecutorService:
         self.loaded = asyncio.Event()
 
     def activities(self) -> list[Activity]:
-        """What each instance is at."""
+        """Return the current activity of each instance."""
         return list(self._activities.values())
 
     def devices(self) -> list[DeviceSnapshot]:
-        """The memory of each device that is not the host's."""
+        """Return the memory of each device other than the host."""
         return [seen for each in self._activities if (seen := each.device_memory()) is not None]
 
     async def run(self) -> None:
-        """Until the batches end. Versions that come or go meanwhile are taken up or let go."""
+        """Run until the batches end; load and unload versions as they are added or removed."""
         changes: asyncio.Queue[Change] = asyncio.Queue()
         self._models.subscribe(changes.put_nowait)
         self._loading.update(self._models.versions(State.LOADING))
@@ -107,7 +108,7 @@ class ExecutorService:
         self._answers.close()
 
     async def _follow(self, changes: asyncio.Queue[Change], tasks: asyncio.TaskGroup) -> None:
-        """Serve what is to be served."""
+        """Apply model changes: start serving added versions, release removed ones."""
         serving: dict[ModelVersion, list[BatchConsumer[ModelKey, Batch]]] = {}
         while True:
             change = await changes.get()
@@ -148,7 +149,7 @@ class ExecutorService:
             self._acked(version)
 
     def _acked(self, version: ModelVersion | None) -> None:
-        """A version has loaded or failed; when all have that were there first, say so."""
+        """Note that a version has loaded or failed; set `loaded` after the last initial one."""
         self._loading.discard(version)
         if not self._loading:
             self.loaded.set()
@@ -156,7 +157,7 @@ class ExecutorService:
     async def _pull_and_run(
         self, version: ModelVersion, instance: Instance, puller: BatchConsumer[ModelKey, Batch]
     ) -> None:
-        """One instance's loop. Parts of failed batches and fresh batches take turns."""
+        """Run one instance's loop; parts of failed batches alternate with fresh batches."""
         limit_s = version.config.max_execution_s + RUN_GRACE_S
         self._activities[instance] = Activity(f"executor {instance.name}", limit_s)
         try:
@@ -185,7 +186,7 @@ class ExecutorService:
     def _gather_ahead(
         self, version: ModelVersion, instance: Instance, batch: Batch
     ) -> PreparedBatch:
-        """Gather a batch while another one computes, and have it begin when that one ends."""
+        """Gather a batch while another one computes, and start it when that one ends."""
         clock = self._anchored()
         began_us = clock()
         ended, wanted = self._sort_out(batch.requests)
@@ -195,7 +196,7 @@ class ExecutorService:
             arrays = instance.gather(wanted) if together else None
         except Exception:  # noqa: BLE001 - it comes again when it is the batch's turn, and is told
             arrays = None
-        # What has to be marked, or to run alone, does not begin behind another run.
+        # A run that needs a crash marker, or that must be alone, is not queued behind another.
         started = (
             arrays is not None
             and not self._gate.is_marking
@@ -209,9 +210,9 @@ class ExecutorService:
     async def _run(
         self, version: ModelVersion, instance: Instance, intake: Prefetch, taken: PreparedBatch
     ) -> tuple[list[Request], list[Batch]]:
-        """Run requests together; returns those that are done, and what is to be run apart."""
+        """Run requests together; return the finished ones and the batches still to run."""
         batch = taken.batch
-        # What has been started looks at deadlines by itself.
+        # A run that has been started checks deadlines itself.
         ended, wanted = ([], taken.requests) if taken.started else self._sort_out(taken.requests)
         if taken.ended:
             ended = taken.ended + ended
@@ -229,7 +230,7 @@ class ExecutorService:
         try:
             run.failure = await self._compute(version, instance, intake, run, taken)
         except TooLate:
-            # Another one may have been begun meanwhile, and goes first.
+            # Another run may have been started meanwhile; it goes first.
             return ended, [Batch(batch.batch_id, wanted, batch.reason)]
         except Retriable as error:
             run.failure = Failure(Code.INTERNAL, describe(error), Stage.EXECUTOR)
@@ -241,7 +242,7 @@ class ExecutorService:
         return ended + done, parts
 
     def _conclude(self, version: ModelVersion, run: Run) -> tuple[list[Request], list[Batch]]:
-        """What is done with a run; the halves of one that failed are to be run apart."""
+        """Finish a run; return its finished requests, or the halves of a failed batch to run."""
         batch, wanted, failure = run.batch, run.requests, run.failure
         run.ended_us, run.ended_steady_us = run.clock(), self._steady()
         if self._tracing is not None:
@@ -263,7 +264,7 @@ class ExecutorService:
     async def _try_together(
         self, version: ModelVersion, instance: Instance, requests: list[Request]
     ) -> None:
-        """Let requests show whether a model whose verdict is open can run them together."""
+        """Use these requests to test whether a model without a verdict can be batched."""
         comparison = self._comparisons.setdefault(version, Comparison(version))
         if not comparison.takes():
             return
@@ -292,13 +293,14 @@ class ExecutorService:
         run: Run,
         taken: PreparedBatch,
     ) -> Failure | None:
-        """Give each request its outputs, or say why all of them together have none."""
+        """Gather, run and scatter; return the failure of the whole run, or None."""
         try:
             arrays = taken.arrays
             if arrays is None:
                 arrays = instance.gather(run.requests, fresh=taken.fresh)
                 run.gathered_us = run.clock()
-            # Of several instances, another one takes what comes: nothing waits behind a slow run.
+            # With several instances there is no look-ahead: a batch would wait behind this run
+            # while another instance could take it.
             if version.config.instances == 1 and not instance.is_quick:
                 predicted_us = version.latency.predict_us(
                     run.requests[0].shape_class, sum([request.rows for request in run.requests])
@@ -321,10 +323,10 @@ class ExecutorService:
         return None
 
     def _put_off(self, intake: Prefetch, run: Run, failure: Failure) -> list[Request] | None:
-        """Run once more what the backend may be able to run later, as far as deadlines allow.
+        """Schedule a retry after a transient error, for requests whose deadlines allow it.
 
         Returns:
-            Those whose deadline is before that, as failures; None when it was tried often enough.
+            The requests that would be late, failed; None if there are no attempts left.
         """
         pause_s = pause_after(run.attempts, run.batch)
         if pause_s is None:
@@ -332,7 +334,7 @@ class ExecutorService:
         self._metrics.retried("run")
         model, version = run.requests[0].model, run.requests[0].version
         log.warning(Event.RUN_RETRIED, model=model, version=version, code=str(failure.code))
-        # A model's own words may quote what a caller sent.
+        # A model's error text may quote a caller's input, so it is logged at debug level only.
         log.debug(Event.RUN_RETRIED, model=model, version=version, reason=failure.message)
         wanted, late = divide(run.requests, self._clock() + int(pause_s * 1e6))
         for request in late:
@@ -351,7 +353,7 @@ class ExecutorService:
             activity.end()
 
     def _while_in_time(self, requests: list[Request]) -> Callable[[], bool]:
-        """Whether none of their deadlines has passed yet; to be asked on any thread."""
+        """Return a thread-safe check that none of the requests' deadlines has passed."""
         deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
         if not deadlines:
             return lambda: True
@@ -359,7 +361,7 @@ class ExecutorService:
         return lambda: self._clock() < earliest_us
 
     def _sort_out(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
-        """Requests whose deadline has passed or whose partition has gone do not run."""
+        """Split into (ended, wanted): expired requests and those of revoked partitions end."""
         now_us = self._clock()
         deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
         in_time = not deadlines or now_us < min(deadlines) * 1000

@@ -1,1 +1,1 @@
-"""Responder: results come in; one answer for each request goes out, and dead letters."""
+"""Responder: write one answer for each request, and dead letters."""

@@ -1,9 +1,9 @@
-"""The responder's path: a request with its outcome → where its answer goes → acknowledged,
-acknowledged.
+"""The responder stage: ended requests → reply partitions → answers written → acknowledged.
 
-Every request of the process, however it ended, comes through here. How answers are given follows
-from what is promised of them: chunks overlap (`overlapping`), unless answers are sealed with the
-commit or go in order; then each source partition takes its turns (`turns`).
+Every request of the process comes through here, however it ended: `_ours` drops revoked and
+repeated requests, `_address` finds each answer's partition, and `take` writes and acknowledges
+the answers. Chunks overlap (`overlapping`) unless answers are committed in transactions or kept
+in order; then each source partition runs one step at a time (`turns`).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Inlet
 
 CHARGED_FROM_BYTES = 1024
-"""Outputs of less than this are within what each request is charged beside its value."""
+"""Smaller outputs are covered by the fixed overhead charged for each request."""
 
 _Wish: TypeAlias = tuple[str | None, int | None, int]
-"""A reply topic and a partition of it, as far as they were named, and the source partition."""
+"""The requested reply topic and partition (None if not given), and the source partition."""
 
 
 class Delivery(NamedTuple):
-    """What is promised of answers, and what that takes.
+    """The delivery guarantee of answers, and the objects that implement it.
 
     Attributes:
-        books: of what is answered.
-        origins: where the source topic is not read in this process; None where it is.
-        sealing: for exactly once.
-        order_by: within what the order of answers is kept.
-        step_sizing: how large a transaction may be, for exactly once.
+        books: offset store of answered requests.
+        origins: source offsets if another process reads the source topic; None otherwise.
+        sealing: partition transactions, for exactly once.
+        order_by: the scope in which answers keep their order.
+        step_sizing: the bounds of a transaction's size, for exactly once.
     """
 
     books: OffsetStore
@@ -56,10 +56,10 @@ class Delivery(NamedTuple):
 
 
 class ResponderService:
-    """Answers each request once, and keeps dead letters.
+    """Answer each request once, and write dead letters.
 
     Args:
-        inlet: requests that have ended, with outputs or a failure.
+        inlet: supplies requests that have ended, with outputs or a failure.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ResponderService:
         return self._turns
 
     async def run(self) -> None:
-        """Until the inlet ends and everything is acknowledged."""
+        """Run until the inlet ends and every request is acknowledged."""
         async with self._answers, asyncio.TaskGroup() as lookups:
             while (chunk := await self._inlet.receive()) is not None:
                 addressed = self._address(await self._ours(chunk), lookups)
@@ -108,11 +108,11 @@ class ResponderService:
                     await self._answers.take(addressed)
 
     def revoked(self) -> None:
-        """Ack handles have become revoked: let go of what waits for them."""
+        """Drop waiting requests whose ack handles have been revoked."""
         self._answers.revoked()
 
     async def _ours(self, chunk: list[Request]) -> list[Request]:
-        """Without those that are another owner's now, or answered already."""
+        """Drop requests of revoked partitions and those answered already; return the others."""
         ours, repeated = self._sort_out(chunk)
         if repeated and self._origins is not None and await self._origins.has_other_records():
             others, repeated = self._sort_out(repeated)
@@ -123,7 +123,7 @@ class ResponderService:
         return ours
 
     def _sort_out(self, chunk: list[Request]) -> tuple[list[Request], list[Request]]:
-        """Those that are to be answered, and those that seem to be answered already."""
+        """Split into (to be answered, apparently answered already); drop revoked requests."""
         ours: list[Request] = []
         repeated: list[Request] = []
         heads: tuple[Head, ...] | None = None
@@ -143,14 +143,14 @@ class ResponderService:
                     ack_handle.resize(ack_handle.size_bytes + size_bytes)
             elif self._origins.claim(request.partition, request.offset):
                 ours.append(request)
-            elif request.skipped:  # its end is answered, and what lies before it may not be
+            elif request.skipped:  # the range's end is answered; offsets before it may not be
                 self._books.ack([request])
             else:
                 repeated.append(request)
         return ours, repeated
 
     def _address(self, requests: Iterable[Request], lookups: asyncio.TaskGroup) -> Addressed:
-        """Where each answer goes; those whose reply topic is not known yet are left out."""
+        """Group requests by target partition; leave out those whose topic is being looked up."""
         addressed: Addressed = {}
         alike: dict[_Wish, list[Request]] = {}
         last: list[Request] = []
@@ -178,7 +178,7 @@ class ResponderService:
     def _address_wish(
         self, addressed: Addressed, topic: str, alike: list[Request], lookups: asyncio.TaskGroup
     ) -> None:
-        """Address requests that all want the same of their reply topic."""
+        """Address requests that name the same reply topic and partition."""
         refusal = self._routes.refusal(topic)
         if refusal is not None:
             for request in alike:
@@ -199,7 +199,7 @@ class ResponderService:
     def _add(
         self, addressed: Addressed, request: Request, partitions: int | TopicForbidden | None
     ) -> None:
-        """Address a request whose topic was found to have so many partitions, or not to be."""
+        """Address a request after its topic's partitions were looked up (None: no such topic)."""
         topic = request.envelope.reply_topic or self._routes.responses
         target = choose_partition(request.envelope, request.partition, topic, partitions)
         if isinstance(target, str):
@@ -211,7 +211,7 @@ class ResponderService:
     ) -> None:
         addressed: Addressed = {}
         for request in requests:
-            if request.ack_handle.revoked:  # since it was asked for
+            if request.ack_handle.revoked:  # during the lookup
                 self._metrics.revoked.inc()
                 request.ack_handle.ack()
             else:
