@@ -1,3 +1,3 @@
-"""Models: where they lie (`repository.py`), what they take and give (`signature.py`), who runs
-them (`backend.py` and its adapters), and which are ready now (`registry.py`).
+"""Models: their files (`repository.py`), inputs and outputs (`signature.py`), backends
+(`backend.py` and its adapters), and the versions that are ready now (`registry.py`).
 """

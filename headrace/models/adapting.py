@@ -1,8 +1,8 @@
-"""What `model.toml` puts before and behind a model: the signature that requests see, and its own.
+"""Pre- and postprocessing from `model.toml`: the request-side signature and the model's own.
 
-Requests may carry an input in a smaller datatype, or with its channels elsewhere, than the model
-takes it; and get softmax, the best classes or their labels in place of an output. Ingest checks
-requests against the signature that comes of it; the backend makes one of the other.
+Requests may carry an input in a smaller datatype or another channel layout than the model's, and
+may get softmax, the top classes or their labels instead of a raw output. Ingest checks requests
+against the resulting signature; the backend converts one into the other.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from headrace.models.graph import Appendix, plan_appendix, read_labels, with_app
 from headrace.models.signature import Signature, TensorSpec, make_signature
 
 _CHANNELS = {None: 0, "NCHW": 1, "NHWC": 3}
-"""The axis of the channels, by the layout."""
+"""Axis of the channels, by layout."""
 
 
 class Adaptation(NamedTuple):
-    """Both sides of a model.
+    """The model-side and the request-side signature of a model, and the conversions between them.
 
     Attributes:
-        own: what the session takes and gives, with what is appended to the graph.
-        signature: what requests see.
-        widenings: by the name of the input.
-        appendix: None where nothing is appended.
+        own: inputs and outputs of the session, including what is appended to the graph.
+        signature: inputs and outputs that requests see.
+        widenings: input conversions, by input name.
+        appendix: nodes appended to the graph; None if there are none.
     """
 
     own: Signature

@@ -1,8 +1,7 @@
-"""How far two runs' outputs for the same rows are apart.
+"""Measures of the difference between two runs' outputs for the same rows.
 
-Two measures, and they answer different questions. `identical` compares bits: what a row's mates do
-to it shows there, however little it is. `distance` is the largest difference in parts of the
-output's scale, which is what rounding is judged by.
+`identical` compares bits, so it shows any influence of the other rows of the batch, however small.
+`distance` is the largest difference relative to the output's scale; rounding is judged by it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Array = NDArray[Any]
 
 
 def identical(one: Array, other: Array) -> bool:
-    """Whether two arrays have the same shape, datatype and bits."""
+    """Return whether two arrays have the same shape, datatype and bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.dtype == object:
@@ -25,7 +24,7 @@ def identical(one: Array, other: Array) -> bool:
 
 
 def scale_of(array: Array) -> float:
-    """The largest finite magnitude; 1 for what has none, and for texts."""
+    """Return the largest finite magnitude; 1 if there is none, and for BYTES."""
     if array.dtype == object:
         return 1.0
     magnitudes = np.abs(array.astype(np.float64))
@@ -34,10 +33,10 @@ def scale_of(array: Array) -> float:
 
 
 def distance(one: Array, other: Array, scale: float) -> float:
-    """The largest difference of two elements in the same place, in parts of `scale`.
+    """Return the largest difference between corresponding elements, divided by `scale`.
 
-    Infinite where the shapes differ, a text differs, or only one of two elements is finite. The
-    same infinity twice, and NaN twice, are no difference.
+    Infinite if the shapes differ, a BYTES element differs, or only one of two elements is finite.
+    Equal infinities, and NaN in both, count as no difference.
     """
     if identical(one, other):
         return 0.0

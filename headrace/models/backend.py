@@ -1,4 +1,4 @@
-"""The port between the executor and whatever computes."""
+"""Port between the executor and the library that runs a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
 class Placed(dict[str, npt.NDArray[np.generic]]):
-    """Inputs that lie in memory which is filled again and again.
+    """Inputs in reused memory.
 
-    The same object comes for every run of its shapes from its place, so that a backend can keep
-    with it what it has prepared for these addresses. What it returns from a run must not be a
-    view of them.
+    Every run of the same shapes from the same slot passes the same object, so a backend can cache
+    on it what it has prepared for these addresses. The outputs of a run must not be views of these
+    arrays.
 
     Attributes:
-        bound: the backend's own; None at first.
+        bound: for the backend's own use; None at first.
     """
 
     __slots__ = ("bound",)
@@ -36,15 +36,15 @@ class Placed(dict[str, npt.NDArray[np.generic]]):
 
 
 class ModelFailed(HeadraceError):
-    """A run broke the model's own signature: an output is missing, or of another type or size."""
+    """A run violated the model's signature: an output is missing, or its type or size is wrong."""
 
 
 class WarmUp(NamedTuple):
-    """The outcome of a warm-up.
+    """Outcome of a warm-up.
 
     Attributes:
-        batching_fault: why batching must be off; empty otherwise.
-        omitted: why it was not possible with made-up inputs; empty otherwise.
+        batching_fault: reason why batching must be off; otherwise empty.
+        omitted: reason why no warm-up with made-up inputs was possible; otherwise empty.
     """
 
     batching_fault: str = ""
@@ -52,32 +52,32 @@ class WarmUp(NamedTuple):
 
 
 class Backend(Protocol):
-    """One instance of one version of a model.
+    """One instance of one model version.
 
-    All calls but `signature` come from one thread, which may differ from the event loop's; none
-    is made while another is under way, except `cancel`.
+    All calls except `signature` come from one thread, not necessarily the event loop's. Calls do
+    not overlap, except with `cancel`.
     """
 
     @property
     def signature(self) -> Signature:
-        """What the model takes and gives."""
+        """Inputs and outputs of the model."""
         ...
 
     def load(self) -> None:
-        """Get ready to run.
+        """Prepare to run.
 
         Raises:
-            ConfigurationError: it can never load like this: the device is not there, the file is
-                broken, a provider would silently be another.
+            ConfigurationError: loading can never succeed like this: the device is missing, the file
+                is broken, or another provider would silently be used.
         """
         ...
 
     def adopt(self, signature: Signature) -> None:
-        """Go by this signature from now on: trying the model out showed more than its file says."""
+        """Use this signature from now on; probing the model found out more than its file states."""
         ...
 
     def warm_up(self) -> WarmUp:
-        """Run once for each size that will be used often, so that the first request is not slow.
+        """Run once for each common batch size, so that the first request is not slow.
 
         Raises:
             ConfigurationError: not even one recorded row can be run.
@@ -88,36 +88,36 @@ class Backend(Protocol):
         """Compute all outputs.
 
         Args:
-            inputs: by name, little-endian, C-contiguous, with the batch dimension first where
-                the model has one. `BYTES` inputs are object arrays of bytes. See `Placed`.
+            inputs: by name, little-endian, C-contiguous, with the batch dimension first if the
+                model has one. `BYTES` inputs are object arrays of bytes. See `Placed`.
 
         Raises:
             Retriable: the same run may succeed later.
             Rejected: this input cannot be served.
-            ModelFailed: the outputs are not what the signature says.
-            Exception: anything else counts as the model's failure on one of these rows.
+            ModelFailed: the outputs do not match the signature.
+            Exception: anything else counts as a failure of the model on one of these rows.
         """
         ...
 
     def cancel(self) -> None:
-        """Make a run under way end soon, with an exception, if that can be done. Any thread."""
+        """Make the current run end soon with an exception, if possible. Any thread may call it."""
         ...
 
     def unload(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         ...
 
 
 class StreamBackend(Backend, Protocol):
-    """A backend that can run between blocks of a device, on a stream that it is given."""
+    """A backend that can run on a given device stream, on device memory."""
 
     @property
     def adaptation(self) -> Adaptation:
-        """What the model takes and gives, and what requests see of it. Before `load` too."""
+        """Model-side and request-side signature. Available before `load`."""
         ...
 
     def use_stream(self, address: int, *, graphs: bool) -> None:
-        """Run on this stream of the device, without waiting for it. Before `load`.
+        """Run on this device stream and do not synchronize with it. Call before `load`.
 
         Args:
             address: the library's handle of the stream; 0 on the CPU.
@@ -128,18 +128,19 @@ class StreamBackend(Backend, Protocol):
     def bind(
         self, rows: int, number: int, inputs: Mapping[str, int], outputs: Mapping[str, int]
     ) -> Callable[[], None]:
-        """What enqueues a run of so many rows from and to fixed addresses.
+        """Return a function that enqueues a run of `rows` rows from and to fixed addresses.
 
-        It raises `Fatal` for an error of the device's, anything else for the model's.
+        The function raises `Fatal` for a device error, and any other exception for an error of the
+        model.
 
         Args:
-            rows: of the run.
-            number: of the binding, from 1; each has its own graph.
-            inputs: addresses on the device, by the model's own names.
-            outputs: likewise.
+            rows: number of rows of the run.
+            number: number of the binding, from 1; each has its own CUDA graph.
+            inputs: device addresses, by the model's own input names.
+            outputs: device addresses, by the model's own output names.
         """
         ...
 
     def label(self, outputs: dict[str, npt.NDArray[Any]]) -> Arrays:
-        """Outputs of a bound run as `run` would have returned them, in place."""
+        """Add labels in place, so that a bound run's outputs match those of `run`."""
         ...

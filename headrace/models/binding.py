@@ -1,4 +1,4 @@
-"""The check of a request's inputs against a model's signature, before they cost anything."""
+"""Check of a request's inputs against a model's signature, before they cost anything."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _new = tuple.__new__  # half the cost of calling a NamedTuple's class
 
 
 class Bound(NamedTuple):
-    """A request's inputs that fit the model.
+    """A request's inputs after they passed the check.
 
     Attributes:
         tensors: in the order of the signature.
-        rows: the size of dimension 0; 1 where the model is not batched.
-        shape_class: the sizes of all other free dimensions of all inputs, in order; requests
-            of equal class can be concatenated along dimension 0.
-        size_bytes: of all inputs together.
-        wanted: names of the outputs asked for; None for all.
+        rows: size of dimension 0; 1 if the model is not batched.
+        shape_class: sizes of all other free dimensions of all inputs, in order; requests of the
+            same class can be concatenated along dimension 0.
+        size_bytes: total size of all inputs.
+        wanted: names of the requested outputs; None for all.
     """
 
     tensors: tuple[Tensor, ...]
@@ -40,7 +40,7 @@ class Bound(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What follows from shapes that fit. A size is -1 where the content has to be looked at."""
+    """Result of a successful shape check. A size is -1 if it depends on the content."""
 
     rows: int
     shape_class: tuple[int, ...]
@@ -48,17 +48,17 @@ class _Layout(NamedTuple):
 
 
 class Binder:
-    """Checks requests for one version of a model.
+    """Checks requests for one model version.
 
-    Shapes that fitted are remembered, so that the usual request costs one lookup.
+    Accepted shapes are cached, so that a typical request costs one lookup.
 
     Args:
         signature: of the model.
-        ranges: lowest and highest value allowed, by the name of the input.
+        ranges: lowest and highest allowed value, by input name.
         finite: refuse NaN and infinities.
 
     Raises:
-        ConfigurationError: a range names no input, or one without numbers.
+        ConfigurationError: a range is for an unknown input, or for one that is not numeric.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Binder:
     def bind(
         self, inputs: Sequence[InputTensor], wanted: Sequence[RequestedOutput] | None = None
     ) -> Bound:
-        """Check a request and put its inputs in order.
+        """Check a request and return its inputs in the order of the signature.
 
         Raises:
             Rejected: `INVALID_REQUEST` for names, `INVALID_TENSOR` for everything else.
@@ -94,7 +94,7 @@ class Binder:
         wanted: Sequence[RequestedOutput] | None,
         order: Sequence[int],
     ) -> Bound:
-        """`order` has the places that the inputs had in the request, for the messages."""
+        """Check inputs; `order` holds their positions in the request, for error messages."""
         if len(inputs) != len(self._expected):
             self._order_of(inputs)
         tensors: list[Tensor] = []
@@ -123,7 +123,7 @@ class Binder:
         return _new(Bound, (tuple(tensors), layout.rows, layout.shape_class, size_bytes, names))
 
     def _order_of(self, inputs: Sequence[InputTensor]) -> list[int]:
-        """Where the signature's inputs stand in the request, once names and datatypes fit."""
+        """Check names and datatypes; return the request position of each input of the signature."""
         expected = dict(self._expected)
         places: dict[str, int] = {}
         for place, given in enumerate(inputs):
@@ -147,7 +147,7 @@ class Binder:
         return [places[name] for name in expected]
 
     def _lay_out(self, shapes: Shapes, order: Sequence[int]) -> _Layout:
-        """Check shapes that were not seen before, and remember them."""
+        """Check shapes that are not in the cache, and cache the result."""
         seen: dict[str, _Seen] = {}
         shape_class: list[int] = []
         sizes = []
@@ -188,7 +188,7 @@ class Binder:
                 ) from error
 
     def _check_wanted(self, wanted: Sequence[RequestedOutput]) -> tuple[str, ...] | None:
-        """The names asked for; None when the list is empty, which the protocol takes for all."""
+        """Return the requested names; None for an empty list, which the protocol reads as all."""
         names = tuple(output.name for output in wanted)
         for place, name in enumerate(names):
             where = f"outputs[{place}].name"
@@ -200,7 +200,7 @@ class Binder:
 
 
 class _Seen(NamedTuple):
-    """The size that a dimension had where its name stood first."""
+    """Size of a dimension where its name first occurred."""
 
     size: int
     where: str
@@ -217,7 +217,7 @@ def _check_fixed(spec: TensorSpec, shape: tuple[int, ...], where: str) -> None:
 def _check_agreement(
     spec: TensorSpec, shape: tuple[int, ...], where: str, seen: dict[str, _Seen], *, batched: bool
 ) -> None:
-    """Refuse a size that differs from the one which the same dimension had elsewhere."""
+    """Refuse a size that differs from that of the same named dimension elsewhere."""
     for axis, size in enumerate(shape):
         if spec.shape[axis] != -1:
             continue

@@ -1,4 +1,4 @@
-"""A model's own settings: `<repository>/<model>/model.toml`, every line of it optional."""
+"""Settings of one model: `<repository>/<model>/model.toml`, in which every line is optional."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _Value = (
     Annotated[int, Field(ge=-(2**63), le=2**64 - 1), NOT_BOOL]
     | Annotated[Real, Field(ge=-sys.float_info.max, le=sys.float_info.max), NOT_BOOL]
 )
-"""Of a tensor of any datatype. An integer stays one: not all of 64 bits are numbers of FP64."""
+"""Value of any datatype. Integers stay integers: FP64 cannot represent all 64-bit integers."""
 _Seconds = Annotated[Real, Field(gt=0, le=24 * 3600), NOT_BOOL]
 MAX_THREADS = 1024
-"""Of all instances of a version together, where `intra_op_threads` names them."""
+"""Upper limit of threads over all instances of a version, if `intra_op_threads` is set."""
 
 
 class _Group(BaseModel):
@@ -71,7 +71,7 @@ class DeclaredTensor(_Group):
         return self
 
     def spec(self) -> TensorSpec:
-        """The same as a part of a signature."""
+        """Return this tensor as a part of a signature."""
         return TensorSpec(self.name, self.datatype, self.shape)
 
 
@@ -89,15 +89,15 @@ _Step = Annotated[str, Field(pattern=r"^(softmax|argmax|top_k:[1-9]\d{0,5})$")]
 
 
 class Preprocess(_Group):
-    """How requests carry one input, and how the model's is made of it: x scale + offset."""
+    """Request-side form of one input, and its conversion to the model's: x scale + offset."""
 
     datatype: Literal["UINT8", "FP16", "BF16", "FP32"]
     layout: _Layout | None = None
-    """Of what requests carry; None where the model's input has no channels."""
+    """Layout in requests; None if the model's input has no channels."""
     model_layout: _Layout | None = None
-    """The model's; the same unless it says otherwise."""
+    """Layout of the model's input; by default that of the requests."""
     scale: _Factors = (1.0,)
-    """One value, or one for each channel."""
+    """One value, or one per channel."""
     offset: _Factors = (0.0,)
 
     @model_validator(mode="before")
@@ -115,65 +115,65 @@ class Preprocess(_Group):
 
 
 class ModelConfig(_Group):
-    """How one model is served. What `model.toml` does not say comes from the settings."""
+    """Serving configuration of one model. Keys missing in `model.toml` come from the settings."""
 
     backend: Literal["onnx", "python"] = "onnx"
     versions: Literal["latest", "all"] | _Versions = "latest"
     max_batch_size: Rows = 32
-    """In rows; 1 turns batching off."""
+    """Limit in rows; 1 turns batching off."""
     max_queue_delay_ms: QueueDelayMs = 0.0
     max_batch_bytes: BatchBytes = 8 * 1024 * 1024
     batch_tolerance: Literal["auto"] | Annotated[Real, Field(gt=0, le=100), NOT_BOOL] = "auto"
-    """How far a batched answer may be from the unbatched one, of the output's scale."""
+    """Allowed difference of batched from unbatched answers, relative to the output's scale."""
     probe: bool = True
-    """Try the model out at load: whether rows may share a run, and how long runs take."""
+    """Probe the model at load: whether rows may share a run, and how long runs take."""
     device: Device = "cpu"
     instances: Instances = 1
     intra_op_threads: Threads = 0
-    """Threads of one run; 0 shares the machine's cores between the instances."""
+    """Threads per run; 0 divides the machine's cores among the instances."""
     pinned: bool = False
-    """Keep the threads of each instance on cores of its own; CPU only."""
+    """Pin the threads of each instance to its own cores; CPU only."""
     io_binding: bool = True
-    """Bind inputs and outputs by address where that can be done; false is the plain path."""
+    """Bind inputs and outputs by address where possible; false always uses the plain path."""
     experimental_cuda: bool = False
     """Allow `cuda:N`, whose code has not run on a GPU yet."""
     ring: bool = False
     """Send batches through the ring, if the shapes are fixed."""
     cuda_graphs: bool = False
-    """With `ring`: one CUDA graph for each bucket of rows."""
+    """With `ring`: capture one CUDA graph per row bucket."""
     gpu_memory_limit_bytes: DeviceBytes = 0
-    """Of ONNX Runtime's arena on a GPU; 0 leaves it to the device."""
+    """Limit of ONNX Runtime's arena on a GPU; 0 means no limit."""
     providers: tuple[Provider, ...] = ()
-    """ONNX Runtime's execution providers, the first choice first; none: by `device`."""
+    """ONNX Runtime's execution providers, first choice first; empty: chosen by `device`."""
     provider_options: dict[Provider, dict[str, str | int | float | bool]] = {}
     range: dict[str, tuple[_Value, _Value]] = {}
-    """Lowest and highest value allowed, by the name of the input."""
+    """Lowest and highest allowed value, by input name."""
     finite_inputs: bool = False
-    """Refuse requests with NaN or an infinity in them."""
+    """Refuse requests that contain NaN or an infinity."""
     finite_outputs: bool = False
-    """Fail requests whose rows of the outputs have NaN or an infinity in them."""
+    """Fail requests whose output rows contain NaN or an infinity."""
     sequence_buckets: tuple[Annotated[int, Field(ge=1, le=2**24), NOT_BOOL], ...] = ()
     """Lengths that requests are padded to, for models with a mask."""
     pad: dict[str, _Value] = {}
-    """What is put into places that are added, by the name of the input."""
+    """Padding value, by input name."""
     mask: str = ""
-    """The input that leaves those places out; it is padded with 0."""
+    """Input that masks the padding; it is padded with 0 itself."""
     max_execution_s: _Seconds = 30.0
-    """A run that takes longer is taken for hung."""
+    """Time limit of a run, after which it counts as hung."""
     max_load_s: _Seconds = 600.0
-    """A version that has not loaded and warmed up by then has failed."""
+    """Time limit for loading and warming up, after which the version has failed."""
     checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
-    """Of the version's files, see `headrace.models.repository.checksum_of`."""
+    """Checksum of the version's files, see `headrace.models.repository.checksum_of`."""
     transform: Literal["python", "text", "octets"] | None = None
-    """What makes inputs of a payload that is neither MessagePack nor JSON."""
+    """How inputs are made from a payload that is neither MessagePack nor JSON."""
     preprocess: dict[str, Preprocess] = {}
-    """By the name of the input."""
+    """Preprocessing, by input name."""
     postprocess: Annotated[tuple[_Step, ...], BeforeValidator(_as_tuple)] = ()
-    """What is appended to the graph: softmax, argmax or top_k:N."""
+    """Steps appended to the graph: softmax, argmax or top_k:N."""
     postprocess_output: str = ""
-    """To which output; empty: the only one."""
+    """Output that the steps are applied to; empty: the only one."""
     labels: str = ""
-    """A file of one label for each class, in the version's directory or beside this one."""
+    """File with one label per class, in the version's directory or beside this file."""
     inputs: tuple[DeclaredTensor, ...] = ()
     outputs: tuple[DeclaredTensor, ...] = ()
     _declared: frozenset[str] = frozenset()
@@ -237,7 +237,7 @@ class ModelConfig(_Group):
         return [f"instances: expected at most {MAX_THREADS} threads in all of them, got {threads}"]
 
     def _ring_faults(self) -> list[str]:
-        """What was asked for and would not be there is refused, not left out."""
+        """Refuse requested features that would not be available; never drop them silently."""
         first, on_cuda = self.execution_providers[0], self.device != "cpu"
         faults = []
         if self.ring and first not in (CPU, CUDA):
@@ -282,20 +282,20 @@ class ModelConfig(_Group):
         return []
 
     def declares(self, key: str) -> bool:
-        """Whether the model's own file says it, rather than the settings or a default."""
+        """Return whether the model's own file sets this key."""
         return key in self._declared
 
     @property
     def execution_providers(self) -> tuple[str, ...]:
-        """ONNX Runtime's names, the first choice first."""
+        """ONNX Runtime's provider names, first choice first."""
         return self.providers or ((CPU,) if self.device == "cpu" else (CUDA,))
 
 
 def read_model_config(path: Path, settings: Settings) -> ModelConfig:
-    """The configuration of a model; a file that is not there leaves everything to the settings.
+    """Read a model's configuration; without a file, all values come from the settings.
 
     Raises:
-        ConfigurationError: with one line for each fault.
+        ConfigurationError: with one line per fault.
     """
     values: dict[str, Any] = {}
     try:
@@ -306,7 +306,7 @@ def read_model_config(path: Path, settings: Settings) -> ModelConfig:
         pass
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except ValueError as error:  # of TOML, of UTF-8, and of integers with thousands of digits
+    except ValueError as error:  # from TOML, UTF-8, or integers with thousands of digits
         raise ConfigurationError(f"{path}: {error}") from error
     except RecursionError as error:
         raise ConfigurationError(f"{path}: expected TOML, got too many levels") from error
@@ -316,10 +316,10 @@ def read_model_config(path: Path, settings: Settings) -> ModelConfig:
 def make_model_config(
     values: Mapping[str, Any], settings: Settings, *, origin: str = "model.toml"
 ) -> ModelConfig:
-    """A configuration from plain values over the settings. Raises `ConfigurationError`."""
+    """Make a configuration from plain values over the settings. Raises `ConfigurationError`."""
     defaults = settings.batching.model_dump() | settings.executor.model_dump()
     if settings.executor.device == "cpu" and values.get("device", "cpu") != "cpu":
-        defaults["instances"] = 1  # what [executor] says of instances was said of the CPU
+        defaults["instances"] = 1  # the number of instances in [executor] was meant for the CPU
     try:
         config = ModelConfig.model_validate(defaults | dict(values))
     except ValidationError as error:
@@ -333,6 +333,6 @@ def make_model_config(
 
 
 def _key(location: tuple[int | str, ...]) -> str:
-    """The key as it stands in the file, without pydantic's names for the parts of a union."""
+    """Return the key as it stands in the file, without pydantic's names of union members."""
     parts = [str(part) for part in location if not _UNION_PART.search(str(part))]
     return ".".join(parts) + ": " if parts else ""

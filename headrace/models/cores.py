@@ -1,4 +1,4 @@
-"""Cores for instances that are to keep to their own."""
+"""Assignment of cores to pinned instances."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from headrace.errors import ConfigurationError
 
 
 class Cores:
-    """The cores of a process, and how many instances are on each. Any thread may ask.
+    """Cores of a process, with the number of instances on each. Thread-safe.
 
     Args:
-        available: numbers as the operating system has them.
+        available: core numbers of the operating system.
     """
 
     def __init__(self, available: Iterable[int]) -> None:
@@ -22,23 +22,23 @@ class Cores:
 
     @classmethod
     def of_process(cls) -> Cores:
-        """Those that this process may run on, where the operating system says which (Linux)."""
+        """Return the cores that this process may run on, where the system reports them (Linux)."""
         affinity = getattr(os, "sched_getaffinity", None)
         return cls(affinity(0) if affinity else ())
 
     def __len__(self) -> int:
-        """How many there are; 0 where threads cannot be pinned."""
+        """Number of cores; 0 if threads cannot be pinned."""
         return len(self._taken)
 
     def take(self, count: int, beside: frozenset[int] = frozenset()) -> frozenset[int]:
-        """The cores that the fewest others are on.
+        """Reserve the cores with the fewest instances on them, and return their numbers.
 
         Args:
-            count: how many.
-            beside: cores that must not be among them.
+            count: number of cores.
+            beside: cores to leave out.
 
         Raises:
-            ConfigurationError: there are not so many.
+            ConfigurationError: there are not enough cores.
         """
         with self._lock:
             free = [core for core in self._taken if core not in beside]
@@ -53,12 +53,12 @@ class Cores:
             return chosen
 
     def give_back(self, cores: Iterable[int]) -> None:
-        """Nobody is on them any more who was."""
+        """Release cores that `take` reserved."""
         with self._lock:
             for core in cores:
                 self._taken[core] -= 1
 
 
 def keep_to(cores: Iterable[int]) -> None:
-    """Have the calling thread, and all threads that it begins, run on these cores only."""
+    """Pin the calling thread, and all threads that it starts, to these cores."""
     os.sched_setaffinity(0, cores)

@@ -1,8 +1,8 @@
-"""S(b), how long a run of b rows takes, drawn through the sizes that are known.
+"""S(b), the duration of a run of b rows, interpolated from the known sizes.
 
-Their times are made monotone by weighted isotonic regression (pool adjacent violators; Barlow et
-al., 1972), since a batch of more rows is not quicker. Between the sizes S is a straight line, and
-outside of them it goes on with the slope of the least-squares line S(b) = t0 + a b.
+The known durations are made monotone by weighted isotonic regression (pool adjacent violators;
+Barlow et al., 1972), since a batch of more rows is not faster. S is linear between known sizes, and
+continues outside of them with the slope of the least-squares line S(b) = t0 + a b.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 BESIDE_US = 100
-"""What a batch costs outside of its run, about: to close it, to hand it over, to share it out.
-Where runs are quicker than that it decides for large batches, however uneven their times are."""
+"""Approximate overhead of a batch beside its run: closing, dispatching and splitting it. For runs
+that are shorter than this, it makes large batches win, however noisy the durations are.
+"""
 NEARLY_BEST = 0.99
-"""Of the best throughput: the smallest size that reaches it is taken, since its requests wait for
-fewer others, and its buffers are smaller."""
+"""Share of the best throughput that is good enough: the smallest size that reaches it is chosen,
+because its requests wait for fewer others and its buffers are smaller.
+"""
 
 
 class Point(NamedTuple):
-    """What is known of one size: its median in microseconds, and how much that weighs."""
+    """Known data of one size: its median in microseconds, and the weight of that."""
 
     rows: int
     us: float
@@ -28,7 +30,7 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """S(b) between and beyond known sizes.
+    """S(b) interpolated between known sizes and extrapolated beyond them.
 
     Args:
         points: at least one, in ascending order of rows.
@@ -42,7 +44,7 @@ class Curve:
         self.t0_us, self.slope_us = _line(points, self.us)
 
     def __call__(self, rows: int) -> float:
-        """In microseconds."""
+        """Return S(rows) in microseconds."""
         known, us = self.rows, self.us
         place = bisect_left(known, rows)
         if place == len(known):
@@ -55,7 +57,7 @@ class Curve:
         return us[place - 1] + share * (us[place] - us[place - 1])
 
     def most_within(self, limit: int, slack_us: float) -> int:
-        """The most rows, up to `limit` and at least 1, that are done within a time."""
+        """Return the most rows, from 1 to `limit`, whose run takes at most `slack_us`."""
         if self(limit) <= slack_us:
             return limit
         low, high = 1, limit
@@ -65,12 +67,12 @@ class Curve:
         return low
 
     def best(self, limit: int) -> int:
-        """The smallest size up to `limit` that nearly has the most rows a second, with what a
-        batch costs beside its run.
+        """Return the smallest size up to `limit` with nearly the best throughput, including
+        overhead.
 
-        Between two known sizes rows over time only rises or only falls, so the known ones and the
-        limit are all that have to be looked at. A single known size says nothing of others: then
-        it is the limit.
+        Between two known sizes the throughput is monotone, so only the known sizes and the limit
+        need to be compared. A single known size says nothing about others; the limit is returned
+        then.
         """
         if len(self.rows) == 1:
             return limit
@@ -82,8 +84,8 @@ class Curve:
 
 
 def isotonic(points: Sequence[Point]) -> list[float]:
-    """The non-decreasing sequence that is nearest to the points by weighted least squares."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, how many points
+    """Return the non-decreasing sequence closest to the points by weighted least squares."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, number of points
     for _, us, weight in points:
         mean, total, length = us, weight, 1
         while pools and pools[-1][0] > mean:
@@ -96,9 +98,9 @@ def isotonic(points: Sequence[Point]) -> list[float]:
 
 
 def _line(points: Sequence[Point], us: Sequence[float]) -> tuple[float, float]:
-    """t0 and a of the weighted least-squares line, neither below 0.
+    """Return t0 and a of the weighted least-squares line, neither below 0.
 
-    Of one size nothing but its time for each row is known.
+    With a single size, t0 is 0 and a is its time per row.
     """
     if len(points) == 1:
         return 0.0, us[0] / points[0].rows

@@ -1,4 +1,4 @@
-"""The model's inputs, made of what requests carry where `preprocess` says so."""
+"""Conversion of request inputs to the model's inputs, as configured in `preprocess`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headrace.protocol.tensors import DATATYPES
 
 
 class Entrance:
-    """The memory of the model's own inputs, which each run fills anew.
+    """Reused memory of the model's own inputs, which every run overwrites.
 
     Args:
         own: the model's signature.
-        widenings: by the name of the input; other inputs pass as they are.
+        widenings: by input name; other inputs are passed unchanged.
     """
 
     def __init__(self, own: Signature, widenings: Mapping[str, Widening]) -> None:
@@ -29,7 +29,7 @@ class Entrance:
         self._own = own
 
     def widen(self, inputs: Arrays) -> Arrays:
-        """The model's inputs; `Placed` ones of `Placed` ones, the same each time."""
+        """Return the model's inputs. `Placed` inputs always give the same `Placed` object."""
         if not isinstance(inputs, Placed):
             wide = self._place(inputs)
         elif inputs.bound is None:
@@ -41,7 +41,7 @@ class Entrance:
         return wide if isinstance(inputs, Placed) else dict(wide)
 
     def _place(self, inputs: Arrays) -> Placed:
-        """Arrays of the shapes that these inputs will have."""
+        """Return arrays with the shapes of the converted inputs."""
         wide = Placed()
         for spec in self._own.inputs:
             given = inputs[spec.name]
@@ -56,7 +56,7 @@ class Entrance:
     def _array(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
         size_bytes = math.prod(shape) * dtype.itemsize
         if self._memory[name].size < size_bytes:
-            # Arrays that were given out before keep the memory that they have.
+            # Arrays that were returned earlier keep their memory.
             self._memory[name] = np.empty(size_bytes, np.uint8)
         return self._memory[name][:size_bytes].view(dtype).reshape(shape)
 

@@ -1,8 +1,8 @@
 """Softmax, top-k and argmax appended to a model's graph at load, and class labels for indices.
 
-What is appended runs where the model runs, on every execution provider, and only the small
-results leave the device. Labels are looked up on the host afterwards: strings live on no device,
-and as a part of the graph they would cut it in two.
+The appended nodes run with the model, on every execution provider, and only the small results leave
+the device. Labels are looked up on the host afterwards: devices do not hold strings, and a lookup
+inside the graph would cut it in two.
 
 Operators: https://onnx.ai/onnx/operators (Softmax, ArgMax, TopK), along the last axis.
 """
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     import onnx
 
 OLDEST_OPSET = 11
-"""Of the default domain: since then the operators have had the form in which they are used here."""
+"""Oldest opset of the default domain in which the operators have the form used here."""
 _FLOATS = ("FP16", "BF16", "FP32", "FP64")
 _PREFIX = "headrace/"
-"""Of the names of what is appended, which no exporter uses."""
+"""Name prefix of the appended nodes and values; no exporter uses it."""
 
 
 class Appendix(NamedTuple):
-    """What follows one output of a model.
+    """Nodes appended to one output of a model.
 
     Attributes:
-        source: the output as the model's file has it.
-        steps: `softmax`, `argmax` or `top_k:N`; the outputs are those of the last one.
-        labels: one for each index along the last axis; empty: none are wanted.
+        source: the output as in the model's file.
+        steps: `softmax`, `argmax` or `top_k:N`; the outputs are those of the last step.
+        labels: one per index along the last axis; empty: no labels are wanted.
     """
 
     source: TensorSpec
@@ -44,24 +44,24 @@ class Appendix(NamedTuple):
 
     @property
     def top_k(self) -> int:
-        """Of a last step `top_k:N`; 0 otherwise."""
+        """N of a final step `top_k:N`; otherwise 0."""
         name, _, number = self.steps[-1].partition(":")
         return int(number) if name == "top_k" else 0
 
     @property
     def indices(self) -> str:
-        """The name of the output that labels belong to; empty where there are no indices."""
+        """Name of the output with the indices to label; empty if there are no indices."""
         if self.top_k:
             return f"{self.source.name}_indices"
         return f"{self.source.name}_argmax" if self.steps[-1] == "argmax" else ""
 
     @property
     def labelled(self) -> str:
-        """The name of the output of labels; empty where there is none."""
+        """Name of the output with the labels; empty if there is none."""
         return f"{self.source.name}_labels" if self.labels else ""
 
     def graph_outputs(self) -> list[TensorSpec]:
-        """What the graph gives in place of the source."""
+        """Return the graph's outputs that replace the source."""
         source = self.source
         if self.top_k:
             shape = (*source.shape[:-1], self.top_k)
@@ -76,28 +76,28 @@ class Appendix(NamedTuple):
         return [source._replace(name=f"{source.name}_softmax")]
 
     def outputs(self) -> list[TensorSpec]:
-        """The same, with the labels."""
+        """Return the graph's outputs, and the labels."""
         outputs = self.graph_outputs()
         if self.labels:
             outputs.append(outputs[-1]._replace(name=self.labelled, datatype="BYTES"))
         return outputs
 
     def look_up(self, indices: NDArray[Any]) -> NDArray[Any]:
-        """The labels of indices, of any shape, as an object array of bytes."""
+        """Return the labels of indices of any shape, as an object array of bytes."""
         labels: NDArray[Any] = np.array(self.labels, dtype=object)
-        # Indexing by a scalar would give the label itself, and not an array of it.
+        # Indexing by a scalar would return the label itself instead of an array.
         return np.asarray(labels[indices], dtype=object)
 
 
 def plan_appendix(
     signature: Signature, steps: Sequence[str], output: str, labels: Sequence[bytes] = ()
 ) -> Appendix:
-    """See that steps fit an output.
+    """Check that the steps fit an output, and return them as an appendix.
 
     Args:
-        signature: as the model's file says it.
-        steps: of `model.toml`, `postprocess`.
-        output: which one; empty: the only one.
+        signature: as in the model's file.
+        steps: `postprocess` of `model.toml`.
+        output: name of the output; empty: the only one.
         labels: see `read_labels`.
 
     Raises:
@@ -134,7 +134,7 @@ def _find(signature: Signature, output: str) -> TensorSpec:
 
 
 def with_appendix(signature: Signature, appendix: Appendix) -> Signature:
-    """The signature of the model with what is appended: the new outputs in the source's place.
+    """Return the signature with the appended outputs instead of the source.
 
     Raises:
         ConfigurationError: a new output has the name of another one.
@@ -148,10 +148,10 @@ def with_appendix(signature: Signature, appendix: Appendix) -> Signature:
 
 
 def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
-    """The lines of a file in a version's directory, or else beside its `model.toml`.
+    """Return the lines of a file in a version's directory or, failing that, beside `model.toml`.
 
     Raises:
-        ConfigurationError: it is in neither place, it lies outside of them, or it is not UTF-8.
+        ConfigurationError: the file is in neither directory, lies outside of them, or is not UTF-8.
     """
     places = (directory / name, directory.parent / name)
     for path in places:
@@ -160,7 +160,7 @@ def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
                 continue
         except OSError as error:
             raise ConfigurationError(f"labels: {error.strerror}: {name:.100}...") from error
-        # Resolved, since a symbolic link leads out as ".." does.
+        # Resolved, because a symbolic link can lead outside just as ".." can.
         inside = (directory.resolve(), directory.parent.resolve())
         if not any(path.resolve().is_relative_to(each) for each in inside):
             raise ConfigurationError(
@@ -176,10 +176,10 @@ def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
 
 
 def append(model: onnx.ModelProto, appendix: Appendix) -> None:
-    """Change a model in place; tensors in other files are not looked at.
+    """Append the nodes to a model in place; tensors in other files are not read.
 
     Raises:
-        ConfigurationError: its operators are of too old a form.
+        ConfigurationError: the model's opset is too old.
     """
     from onnx import helper
 
@@ -211,7 +211,7 @@ def append(model: onnx.ModelProto, appendix: Appendix) -> None:
 
 
 def _replace_output(graph: onnx.GraphProto, appendix: Appendix) -> None:
-    """The new outputs in the place of the old one, so that their order is the signature's."""
+    """Put the new outputs where the old one was, so that the order matches the signature."""
     from onnx import helper
 
     from headrace.protocol.tensors import DATATYPES
