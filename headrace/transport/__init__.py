@@ -1,1 +1,1 @@
-"""How two stages are joined: channels in one process, topics between processes."""
+"""Connections between two stages: memory channels in one process, topics between processes."""

@@ -1,4 +1,4 @@
-"""The `batches` topic between a batcher and an executor that are apart."""
+"""Write and read the `batches` topic between a batcher and an executor in other processes."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from headrace.transport.topic_io import admitted, decoded, refuse
 
 
 class BatchWriter:
-    """Writes batches to `batches`, and acknowledges the requests of what is acknowledged.
+    """Write batches to `batches`, and ack their requests once the records are acknowledged.
 
     Args:
-        topic: its name, with how many partitions it has.
-        refused: takes requests that do not fit into a record, as failures.
+        topic: its name and number of partitions.
+        refused: receives the requests that do not fit into a record, as failures.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class BatchWriter:
         self._turn = count()
 
     async def write(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
-        """Write batches; returns those that are too large for one record each.
+        """Write batches and return those that are too large for one record.
 
         Args:
-            batches: of any models; each becomes a record.
-            partition: None for the one whose turn it is.
+            batches: of any models; each becomes one record.
+            partition: None to choose one round-robin.
         """
         if partition is None:
             partition = next(self._turn) % self._partitions
@@ -68,7 +68,7 @@ class BatchWriter:
         return [batches[index] for index in too_large(target, refused)]
 
     async def write_or_refuse(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
-        """Write batches of one request each; the too large ones are refused, and returned."""
+        """Write batches of one request each; refuse those that are too large, and return them."""
         refused = await self.write(batches, partition)
         if refused:
             requests = [request for batch in refused for request in batch.requests]
@@ -76,23 +76,23 @@ class BatchWriter:
         return refused
 
     async def write_all(self, batch: Batch, partition: int | None) -> None:
-        """Write a batch, as its single requests if need be."""
+        """Write a batch; write each request separately if the batch is too large for one record."""
         for large in await self.write([batch], partition):
             await self.write_or_refuse(apart(large), partition)
 
     def close(self) -> None:
-        """Nothing more is refused."""
+        """Close the stream of refused requests."""
         self._refused.close()
 
 
 def _copied_bytes(batch: Batch) -> int:
-    """Return what the requests of a batch take beside the record that they came in."""
+    """Return the bytes that the requests of a batch use besides the record they came in."""
     beside = sum([beside_bytes(request.key, request.headers) for request in batch.requests])
     return RECORD_OVERHEAD_BYTES * (len(batch.requests) - 1) + beside
 
 
 def apart(batch: Batch) -> list[Batch]:
-    """Each request as a batch of its own."""
+    """Split a batch into one batch for each request."""
     return [
         Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
         for place, request in enumerate(batch.requests)
@@ -100,13 +100,13 @@ def apart(batch: Batch) -> list[Batch]:
 
 
 class BatchReceiver:
-    """Reads `batches` and hands them to the executor instances that pull for their model.
+    """Read `batches` and hand each batch to an executor instance of its model.
 
     Args:
         check: raises `Rejected` for a model version that does not run here.
-        answers: takes requests whose model does not run here, as failures.
-        announcer: told of each batch, and of the requests that end here.
-        rebind: binds a request whose version has gone to another one, or raises `Rejected`.
+        answers: receives the requests whose model does not run here, as failures.
+        announcer: notified of each batch, and of the requests that end here.
+        rebind: binds a request to another version if its own is gone, or raises `Rejected`.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class BatchReceiver:
         self.pulls: BatchQueue[ModelKey, Batch] = BatchQueue(self._next)
 
     async def run(self) -> None:
-        """Until the source stops reading."""
+        """Read until the source stops."""
         while (delivery := await self._source.receive()) is not None:
             refused: list[Request] = []
             for record in delivery.records:
@@ -146,7 +146,7 @@ class BatchReceiver:
         self._answers.close()
 
     def _take(self, batch: Batch) -> list[Request]:
-        """Let it run, by another version where its own does not run here; returns the requests
+        """Queue a batch, with another version if its own does not run here. Return the requests
         that cannot run, as failures.
         """
         batches, refused = self._served(batch)
@@ -155,7 +155,7 @@ class BatchReceiver:
         return refused
 
     def _served(self, batch: Batch) -> tuple[list[Batch], list[Request]]:
-        """Return what runs here of a batch, as batches of one version each, and what does not."""
+        """Split a batch into (batches of one version each that run here, refused requests)."""
         try:
             self._check(batch.model, batch.version)
         except Rejected as gone:
@@ -166,7 +166,7 @@ class BatchReceiver:
         return [batch], []
 
     def _bind_again(self, batch: Batch, gone: Rejected) -> tuple[list[Batch], list[Request]]:
-        """Return batches of other versions, of one shape class each, and requests that fit none."""
+        """Return (batches bound to another version, one for each shape class; refused requests)."""
         bound: dict[tuple[str, tuple[int, ...]], list[Request]] = {}
         refused: list[Request] = []
         for request in batch.requests:
@@ -184,8 +184,8 @@ class BatchReceiver:
         return batches, refused
 
     def _take_carefully(self, batch: Batch, offset: int, isolation: Isolation) -> list[Request]:
-        """Take a batch without those of its requests that are condemned; if its record is isolated,
-        each of the others by itself, before all that wait.
+        """Fail the poisoned requests of a batch and queue the others. If the record is isolated,
+        queue each of them as its own batch, ahead of all other batches. Return the failures.
         """
         places = enumerate(batch.requests)
         condemned = [one for place, one in places if (offset, place) in isolation.condemned]

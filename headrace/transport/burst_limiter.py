@@ -1,24 +1,24 @@
-"""When the next run of requests leaves a process for a topic: a pure rule.
+"""Rule for when the next group of requests is written to a topic; no I/O.
 
-Each run costs a produce request here and a fetch in the process that reads the topic, however many
-requests it has. While few requests pass, each run leaves at once. While many do, what gathers in
-`PACE_S` leaves together.
+Each write costs a produce request here and a fetch in the process that reads the topic, however
+many requests it contains. At low rates each group is written immediately. At high rates the
+requests that arrive within `PACE_S` are written together.
 """
 
 from __future__ import annotations
 
 PACE_S = 0.01
-"""A run waits for so long at most, and only while many requests pass."""
+"""Longest delay of a write; there is none at low request rates."""
 PACED_PER_S = 6400.0
-"""A steady flow of no more requests a second than this is never held back."""
+"""A steady rate up to this many requests per second is never delayed."""
 TURN_S = 0.001
-"""Runs to several partitions leave together when no more time than this lies between them."""
+"""Writes to several partitions that start within this time are not delayed separately."""
 _ALLOWED = PACED_PER_S * PACE_S
 _MOST = 4 * _ALLOWED
 
 
 class Pace:
-    """A leaky bucket, filled by every request that leaves."""
+    """Leaky bucket, filled by every request that is written."""
 
     __slots__ = ("_due_s", "_filled", "_since_s", "_turn_s")
 
@@ -29,13 +29,13 @@ class Pace:
         self._due_s = 0.0
 
     def pause_s(self, now_s: float) -> float:
-        """How long a run that is ready now waits, in seconds; 0: it leaves."""
+        """Return the seconds to wait before writing at `now_s`; 0 to write immediately."""
         if now_s - self._turn_s < TURN_S:
             return 0.0
         return max(0.0, self._due_s - now_s)
 
     def left(self, requests: int, now_s: float) -> None:
-        """A run of so many requests has left."""
+        """Record that so many requests were written."""
         drained = max(0.0, self._filled - (now_s - self._since_s) * PACED_PER_S)
         self._filled = min(_MOST, drained + requests)
         self._since_s = now_s

@@ -1,8 +1,8 @@
-"""Memory channels: how two stages of one process are joined.
+"""Memory channels between two stages of one process.
 
-A `Channel` passes chunks on and holds one, which may grow; what bounds the work in a process is
-the byte budget at its source, not its channels. A `BatchQueue` turns the direction round: a free
-executor asks for the next batch, so that no batch closes before somebody can run it.
+A `Channel` holds at most one chunk, which may grow; the byte budget of the source, not the
+channels, bounds the work in a process. A `BatchQueue` is driven by its consumer: a free executor
+instance requests the next batch, so no batch closes before an instance can run it.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ K = TypeVar("K")
 
 
 class Inlet(Protocol[T_co]):
-    """Where a stage's chunks come from."""
+    """Stream from which a stage receives its chunks."""
 
     async def receive(self) -> T_co | None:
-        """The next chunk; None when there will be no more."""
+        """Return the next chunk; None at the end of the stream."""
         ...
 
 
 class Outlet(Protocol[T_contra]):
-    """Where a stage's chunks go."""
+    """Stream to which a stage sends its chunks."""
 
     async def send(self, chunk: T_contra) -> None:
-        """Hand a chunk on; waits while the receiver is behind."""
+        """Send a chunk; wait while the receiver is behind."""
         ...
 
     def close(self) -> None:
-        """Say that nothing more comes from this writer."""
+        """Close this writer: it sends no more chunks."""
         ...
 
 
 MAX_JOINED = 512
 JOIN_S = 0.002
-"""A writer that never waits otherwise holds the event loop for so long at most."""
+"""Longest time that a writer that never waits otherwise may hold the event loop."""
 
 
 def join_lists(waiting: list[T], chunk: list[T]) -> bool:
-    """Put a chunk behind the one that waits; False when that would become too long."""
+    """Append a chunk to the waiting one; return False if the result would be too long."""
     if len(waiting) + len(chunk) > MAX_JOINED:
         return False
     waiting += chunk
@@ -53,11 +53,12 @@ def join_lists(waiting: list[T], chunk: list[T]) -> bool:
 
 
 class Channel(Generic[T]):
-    """Joins any number of writers to one reader, one chunk at a time.
+    """Connect any number of writers to one reader, one chunk at a time.
 
     Args:
-        join: puts a chunk into the one that waits, if it may grow so far: the reader has costs
-            for each chunk, and a small model's batches are small. None: chunks stay apart.
+        join: appends a chunk to the waiting one, and returns False if that would be too long. It
+            saves the reader's cost per chunk, because small models have small batches. None:
+            chunks are never joined.
     """
 
     def __init__(self, join: Callable[[T, T], bool] | None = None) -> None:
@@ -70,7 +71,7 @@ class Channel(Generic[T]):
         self._emptied.set()
 
     def writer(self) -> ChannelWriter[T]:
-        """A new writer. When all writers are closed, the reader comes to the end."""
+        """Return a new writer. The stream ends when all writers are closed."""
         self._writers += 1
         return ChannelWriter(self)
 
@@ -127,12 +128,12 @@ class ChannelWriter(Generic[T]):
 
 
 class Ask(NamedTuple):
-    """How one who pulls asks.
+    """State of a consumer when it requests a batch.
 
     Attributes:
-        at_once: it will not come again, so that nothing must be held back.
-        close_at_us: it is busy, and can take nothing before this moment (on its
-            supplier's clock); until then a piece that can still grow is held back. 0: it is idle.
+        at_once: the consumer will not request again, so nothing may be held back.
+        close_at_us: the consumer is busy until this time (on the supplier's clock); until then a
+            batch that can still grow is held back. 0: the consumer is idle.
     """
 
     at_once: bool = False
@@ -145,12 +146,12 @@ Supply: TypeAlias = Callable[[K | None, Ask], T | None]
 
 
 class BatchQueue(Generic[K, T]):
-    """Hands out what `supply` gives, one piece to each puller, as soon as there is one.
+    """Hand out the pieces of `supply`, one to each consumer, as soon as there is one.
 
     Args:
-        supply: asked, synchronously, for the next piece for a key, or for any key when it is
-            None; answers None while there is none. The owner calls `kick` when that may have
-            changed; a moment that was asked for, `due_us`, changes it as well.
+        supply: called synchronously; returns the next piece for a key (None: for any key), or
+            None while there is none. The owner calls `kick` whenever that may have changed, and
+            when the time `due_us` has come.
     """
 
     def __init__(self, supply: Supply[K, T]) -> None:
@@ -160,15 +161,15 @@ class BatchQueue(Generic[K, T]):
         self._closed = asyncio.Event()
 
     def puller(self, key: K | None) -> BatchConsumer[K, T]:
-        """A new puller for this key; None: for any."""
+        """Return a new consumer for this key; None: for any key."""
         return BatchConsumer(self, key)
 
     def take(self, puller: BatchConsumer[K, T]) -> T | None:
-        """What there is now, without waiting."""
+        """Return the next piece without waiting; None if there is none."""
         return self._next(puller.key, puller.ask)
 
     def put_first(self, key: K, piece: T) -> None:
-        """Hand out a piece for this key before anything that the supply gives."""
+        """Hand out a piece for this key ahead of everything in the supply."""
         self._first.setdefault(key, deque()).append(piece)
         self.kick()
 
@@ -181,7 +182,7 @@ class BatchQueue(Generic[K, T]):
         return self._supply(key, ask)
 
     async def wait(self, puller: BatchConsumer[K, T]) -> T | None:
-        """Called by pullers."""
+        """Wait for the next piece; called by consumers."""
         if self._closed.is_set():
             return None
         waiter: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
@@ -189,7 +190,7 @@ class BatchQueue(Generic[K, T]):
         return await waiter
 
     def due_us(self, now_us: int) -> int | None:
-        """The next moment at which one who waits, and is busy until then, wants its piece."""
+        """Return the earliest `close_at_us` of a waiting consumer after `now_us`, or None."""
         moments = [
             puller.ask.close_at_us
             for puller, waiter in self._waiting
@@ -198,11 +199,11 @@ class BatchQueue(Generic[K, T]):
         return min(moments, default=None)
 
     def kick(self) -> None:
-        """Serve those who wait, the longest waiting first, as far as the supply reaches."""
+        """Serve the waiting consumers, longest waiting first, while the supply has pieces."""
         left: deque[tuple[BatchConsumer[K, T], asyncio.Future[T | None]]] = deque()
         empty: set[tuple[K | None, Ask]] = set()
         for puller, waiter in self._waiting:
-            if waiter.done():  # its puller was cancelled
+            if waiter.done():  # its consumer was cancelled
                 continue
             asked = (puller.key, puller.ask)
             piece = None if asked in empty else self._next(*asked)
@@ -215,17 +216,17 @@ class BatchQueue(Generic[K, T]):
         self._waiting = left
 
     def close(self) -> None:
-        """Let those who wait go; later pulls get what is left, then None."""
+        """Wake the waiting consumers; later pulls return what is left, then None."""
         self._closed.set()
         self.kick()
 
     async def ended(self) -> None:
-        """Wait until the channel is closed."""
+        """Wait until the queue is closed."""
         await self._closed.wait()
 
 
 class BatchConsumer(Generic[K, T]):
-    """One who pulls pieces of one key, one at a time."""
+    """Consumer of the pieces of one key, one at a time."""
 
     def __init__(self, channel: BatchQueue[K, T], key: K | None) -> None:
         self._channel = channel
@@ -233,12 +234,12 @@ class BatchConsumer(Generic[K, T]):
         self.ask = IDLE
 
     def take(self) -> T | None:
-        """The next piece if there is one now."""
+        """Return the next piece without waiting; None if there is none."""
         self.ask = Ask(self.ask.at_once)
         return self._channel.take(self)
 
     async def pull(self, close_at_us: int = 0) -> T | None:
-        """The next piece; None when there will be no more, or after `release`.
+        """Return the next piece; None when the queue is closed and empty, or after `release`.
 
         Args:
             close_at_us: see `Ask`.
@@ -250,12 +251,14 @@ class BatchConsumer(Generic[K, T]):
         return await self._channel.wait(self)
 
     def hurry(self) -> None:
-        """It is idle earlier than it said: whoever waits in `pull` gets what there is."""
+        """Withdraw `close_at_us`: the consumer is idle now, so a pending `pull` returns at once if
+        anything is queued.
+        """
         if self.ask.close_at_us:
             self.ask = Ask(self.ask.at_once)
             self._channel.kick()
 
     def release(self) -> None:
-        """Pull no more than what is there already."""
+        """Stop waiting: from now on return only what is already there."""
         self.ask = Ask(at_once=True)
         self._channel.kick()

@@ -1,11 +1,11 @@
-"""Batches on their way to executors of other processes, each to one that is free.
+"""Dispatch batches to free executors in other processes.
 
-Every executor that has announced itself has berths, each with room for at least two batches for
-each instance of a model (`headrace.transport.executor_registry.Window`). Who pulls for a berth
-takes what there is, as far as it has room, writes it to a partition that its executor reads, and
+Every announced executor has one slot for each model version, with room for at least two batches
+for each instance (`headrace.transport.executor_registry.Window`). A consumer for each slot takes
+the batches that there are, up to its room, writes them to a partition that the executor reads, and
 pulls again when completions have made room. So a batch closes when there is room for it, as it
-does in one process. While no executor is known, a few batches at a time are pulled for whoever
-reads.
+does in one process. While no executor is known, a few batches at a time are written for any
+executor that reads them.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from headrace.transport.executor_registry import (
 log = structlog.get_logger(__name__)
 
 UNACKNOWLEDGED_BATCHES = 4
-"""While no executor is known."""
+"""Number of unacknowledged batches while no executor is known."""
 MAX_WRITTEN = 16
-"""Batches that are written to one executor at once; of many, others get their share."""
+"""Most batches in one write to an executor, so that the others get their share."""
 COMPLETION_S = 60.0
-"""A batch without a completion for so long no longer counts as under way."""
+"""A batch without a completion for this long no longer counts as in flight."""
 
 
 class _Station:
-    """Who pulls for one berth, and what is under way to it.
+    """Consumer of one slot and the number of its batches in flight.
 
     Attributes:
-        room: for how many batches.
-        under_way: how many were written, and have not ended as far as is known.
-        changed: set when there may be room that was not there.
+        room: most batches that may be in flight.
+        under_way: number of batches written and not known to have ended.
+        changed: set when there may be new room.
     """
 
     __slots__ = ("berth", "changed", "puller", "room", "under_way", "window")
@@ -65,34 +65,34 @@ class _Station:
         self.changed = asyncio.Event()
 
     def ended(self) -> None:
-        """One of those under way needs no more waiting for."""
+        """Count one batch as no longer in flight."""
         self.under_way -= 1
         self.changed.set()
 
     def resize(self, room: int) -> None:
-        """There is room for so many batches from now on."""
+        """Set the number of batches that may be in flight."""
         self.room = room
         self.changed.set()
 
     def release(self) -> None:
-        """Pull no more than what is there already."""
+        """Stop waiting: from now on pull only what is already there."""
         self.puller.release()
         self.changed.set()
 
 
 class _Flight(NamedTuple):
-    """A batch that was written to a known executor."""
+    """Batch that was written to a known executor."""
 
     station: _Station
     since_s: float
 
 
 class BatchDispatcher:
-    """Pulls batches and writes them to `batches`.
+    """Pull batches and write them to `batches`.
 
     Args:
-        models: told what executors say of models.
-        hearing: where executors are heard.
+        models: receives what executors announce about their models.
+        hearing: reader of the executors' events.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class BatchDispatcher:
         self._closing = False
 
     async def run(self) -> None:
-        """Until the batcher closes."""
+        """Dispatch until the batcher closes."""
         async with asyncio.TaskGroup() as tasks:
 
             def heard(events: list[ExecutorEvent]) -> None:
@@ -154,7 +154,7 @@ class BatchDispatcher:
             station.window.observe(ended)
 
     def _give_up(self, now_s: float) -> None:
-        """Count on no completion for ever. Flights stand in the order of their beginning."""
+        """Stop waiting for completions that are overdue. `_flights` is ordered by start time."""
         overdue: dict[str, list[str]] = {}
         for batch_id, flight in self._flights.items():
             if now_s - flight.since_s < COMPLETION_S:
@@ -166,7 +166,7 @@ class BatchDispatcher:
                 self._flights.pop(batch_id).station.ended()
 
     def _arrange(self, tasks: asyncio.TaskGroup) -> None:
-        """Have somebody pull for each berth, and nobody for those that are gone."""
+        """Start a consumer for each new slot, and release those of slots that are gone."""
         instances = self._wanted()
         for berth in self._stations.keys() - instances.keys():
             gone = self._stations.pop(berth)
@@ -188,8 +188,9 @@ class BatchDispatcher:
             station.resize(station.window.room(count) if known else count)
 
     def _wanted(self) -> dict[ExecutorSlot, int]:
-        """Berths of the executors, with their instances; a model that none of them has is written
-        to anybody, who then says why it does not run. While no executor is known all of them are.
+        """Return the slots of the executors with their numbers of instances. A model that no
+        executor has gets a slot of any executor, which then answers why it does not run. While no
+        executor is known, all models share one such slot.
         """
         berths = self._fleet.berths()
         if not berths:
@@ -201,7 +202,7 @@ class BatchDispatcher:
         return berths | {ExecutorSlot(ANYBODY, key): 1 for key in homeless}
 
     async def _fill(self, station: _Station) -> None:
-        """Write batches as long as they come, and there is room."""
+        """Write batches while there are any and there is room."""
         puller = station.puller
         while room := await self._room(station):
             batch = await puller.pull()
@@ -217,8 +218,8 @@ class BatchDispatcher:
             await self._write(station, batches)
 
     async def _room(self, station: _Station) -> int:
-        """For how many batches there is, as soon as they may leave; 0 when it was released, and
-        others pull for its model.
+        """Wait for room and return how many batches this slot may write; 0 once the slot has been
+        released and another slot serves its model.
         """
         while not (self._closing or station.puller.ask.at_once):
             if station.room > station.under_way:
@@ -232,9 +233,9 @@ class BatchDispatcher:
         return MAX_WRITTEN if self._closing or self._is_last(station) else 0
 
     def _is_last(self, station: _Station) -> bool:
-        """Nobody else pulls for the model of one that was released, and nobody will once the
-        registry has dropped it. So this one takes all that waits: who reads it says why it does
-        not run.
+        """True if no other slot serves the model of this released one, and none will once the
+        registry has dropped the model. This slot then takes all waiting batches: the executor
+        that reads them answers why they do not run.
         """
         key = station.berth.key
         served = {other.berth.key for other in self._stations.values()}
@@ -261,7 +262,7 @@ class BatchDispatcher:
         station.under_way += len(batches)
 
     def _forget(self, batches: Sequence[Batch]) -> None:
-        """They are not under way: nothing was written of them."""
+        """Remove batches that were not written from those in flight."""
         for batch in batches:
             flight = self._flights.pop(batch.batch_id, None)
             if flight is not None:

@@ -1,4 +1,4 @@
-"""What a batcher hears of executors in other processes: every record on `events`, as it comes."""
+"""Read the events of executors in other processes, for a batcher: every record on `events`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MOST_RECORDS = 500
 
 
 class ExecutorEventReader:
-    """Reads the events topic from its end. Every batcher hears all of it, so it is in no group.
+    """Read the events topic from its end. Every batcher reads all of it, so it joins no group.
 
     Args:
-        topic: its name, with how many partitions it has.
+        topic: its name and number of partitions.
     """
 
     def __init__(self, log_: Log, topic: TopicPartition) -> None:
@@ -38,10 +38,10 @@ class ExecutorEventReader:
         self._closed = True
 
     async def run(self, heard: Callable[[list[ExecutorEvent]], None]) -> None:
-        """Until it is closed.
+        """Read until closed.
 
         Args:
-            heard: told what has come, several times in a second also when nothing has.
+            heard: called with the new events, several times a second even if there are none.
         """
         async with self._log.reader(self._partitions) as reader:
             while not self._closed:
@@ -50,7 +50,7 @@ class ExecutorEventReader:
     async def _poll(self, reader: Consumer) -> list[Record]:
         try:
             polled = await reader.poll(POLL_S, _MOST_RECORDS)
-        except OffsetOutOfRange:  # retention was quicker: only what comes now is of interest
+        except OffsetOutOfRange:  # retention was faster: only new events matter
             await self._go_to_the_ends(reader)
             return []
         return [record for records in polled.values() for record in records]
@@ -58,7 +58,7 @@ class ExecutorEventReader:
     async def _go_to_the_ends(self, reader: Consumer) -> None:
         try:
             ends = await reader.end_offsets(self._partitions)
-        except Retriable as error:  # the next poll tells again that it is out of range
+        except Retriable as error:  # the next poll raises `OffsetOutOfRange` again
             log.warning(Event.SEEK_DELAYED, reason=str(error))
             await asyncio.sleep(RETRY_S)
             return

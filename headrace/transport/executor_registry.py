@@ -1,8 +1,8 @@
-"""The executors of other processes, as far as they have announced themselves: pure rules.
+"""Registry of the announced executors in other processes; no I/O.
 
-An executor is known from its first announcement until it says that it leaves, has been silent
-for too long, or others have announced all its partitions, which is how its consumer group notices
-that it is gone. A partition is its last announcer's.
+An executor is known from its first announcement until it announces that it leaves, has been silent
+for too long, or others have announced all its partitions: its consumer group has then reassigned
+them. A partition belongs to the executor that announced it last.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ ModelKey: TypeAlias = tuple[str, str]
 """A model's name and version."""
 
 LEAST_IN_FLIGHT = 2
-"""For each instance: one batch runs, and the next one is there when it ends."""
+"""Per instance: one batch runs, and the next one is there when it ends."""
 MOST_IN_FLIGHT = 64
 _WINDOW = 31
 _GATHERED_US = int(PACE_S * 1e6)
-"""For so long at most, room stays open while batches gather that leave together."""
+"""Longest time that room stays unused while batches are collected for one write."""
 
 
 ANYBODY = ""
-"""In the place of an executor: whoever reads the partition whose turn it is."""
+"""Executor name of a slot for any executor; its batches go to the partitions round-robin."""
 
 
 class ExecutorSlot(NamedTuple):
-    """Where batches can be sent: to one executor, of one model version (None: of any)."""
+    """Destination of batches: one executor and one model version (None: any version)."""
 
     executor: str
     key: ModelKey | None
 
 
 class Window:
-    """How many batches may be under way to the instances of one berth.
+    """Number of batches that may be in flight to the instances of one slot.
 
-    Two for each, or as many as end in the time that a batch takes to its executor and its
-    completion back: an instance whose batches end sooner would wait for the log otherwise. What a
-    batch waits at the executor does not count, so that a queue there makes the window no larger.
+    Two for each instance, or as many as end during the round trip of a batch to its executor and
+    of its completion back; an instance with shorter runs would otherwise wait for the log. The
+    batch's wait at the executor does not count, so a queue there does not enlarge the window.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Window:
         self._covered = 0
 
     def observe(self, flights: Iterable[tuple[int, Completion]]) -> None:
-        """Learn from batches that have ended.
+        """Update the window from batches that have ended.
 
         Args:
-            flights: of each, the microseconds from before it was written until its completion
-                was heard, and that.
+            flights: for each batch, the microseconds from before its write until its completion
+                was read, and the completion.
         """
         for flight_us, completion in flights:
             self._travel_us.append(max(0, flight_us - completion.stay_us))
@@ -66,13 +66,13 @@ class Window:
             self._covered = ceil(travel_us / median(self._busy_us))
 
     def room(self, instances: int) -> int:
-        """For so many instances together."""
+        """Return the number of batches that may be in flight to so many instances together."""
         least, most = LEAST_IN_FLIGHT * instances, MOST_IN_FLIGHT * instances
         return max(least, min(most, instances + self._covered))
 
 
 class _Executor:
-    """What one of them has announced."""
+    """What one executor has announced."""
 
     def __init__(self, silent_after_s: float) -> None:
         self.silent_after_s = silent_after_s
@@ -83,18 +83,18 @@ class _Executor:
 
 
 class ExecutorRegistry:
-    """Which executors there are, what they take, and where they read."""
+    """Known executors, their model instances and the partitions that they read."""
 
     def __init__(self) -> None:
         self._executors: dict[str, _Executor] = {}
         self._owners: dict[int, str] = {}
 
     def __len__(self) -> int:
-        """How many executors are known that can be reached."""
+        """Return the number of known executors that read a partition."""
         return sum(bool(executor.partitions) for executor in self._executors.values())
 
     def heard(self, event: ExecutorEvent, now_s: float) -> None:
-        """Take an announcement in."""
+        """Apply an announcement."""
         if event.leaving:
             self._forget(event.executor)
             return
@@ -111,7 +111,7 @@ class ExecutorRegistry:
             self._claim(partition, event.executor)
 
     def expire(self, now_s: float) -> None:
-        """Forget those who have been silent for too long."""
+        """Forget executors that have been silent for too long."""
         silent = [
             name
             for name, executor in self._executors.items()
@@ -121,7 +121,7 @@ class ExecutorRegistry:
             self._forget(name)
 
     def berths(self) -> dict[ExecutorSlot, int]:
-        """How many instances each has."""
+        """Return the slots with their numbers of instances."""
         return {
             ExecutorSlot(name, key): instances
             for name, executor in self._executors.items()
@@ -130,12 +130,12 @@ class ExecutorRegistry:
         }
 
     def knows(self, executor: str) -> bool:
-        """Whether it is taken for alive, and can be reached."""
+        """True if the executor counts as alive and reads a partition."""
         known = self._executors.get(executor)
         return known is not None and bool(known.partitions)
 
     def partition_of(self, executor: str) -> int | None:
-        """Where to write the next batch for it, its partitions in turn; None: it is gone."""
+        """Return the executor's next partition, round-robin; None if the executor is gone."""
         known = self._executors.get(executor)
         if known is None or not known.partitions:
             return None

@@ -1,7 +1,7 @@
-"""An executor that tells batchers in other processes what it can do and what it has done.
+"""Announce an executor's models and completed batches to batchers in other processes.
 
-What is to be told is collected while the record before it is being written, so that the number of
-records follows the log's pace and not that of the batches.
+News is collected while the previous record is being written, so the number of records depends on
+the speed of the log and not on the number of batches.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from headrace.protocol.messages import Batch, Request
 
 HEARTBEAT_S = 1.0
 LOOK_S = 0.1
-"""How soon partitions that were assigned or revoked are told."""
+"""Longest delay of announcing partitions that were assigned or revoked."""
 TELL_S = 0.01
-"""How soon completions are told. Of a batch that took longer, it is told at once."""
+"""Longest delay of announcing completions. A batch that took longer is announced at once."""
 
 
 class Identity(NamedTuple):
-    """Who announces.
+    """Identity of the executor that announces.
 
     Attributes:
-        executor: a name that no other process has, and no earlier one had.
-        silent_after_s: when the consumer group takes it for dead; so may batchers.
+        executor: a name that no other process has or had.
+        silent_after_s: silence after which the consumer group, and so batchers, consider it dead.
     """
 
     executor: str
@@ -39,7 +39,7 @@ class Identity(NamedTuple):
 
 
 class _Stay:
-    """A batch that is here: how many of its requests have not ended, and since when it is."""
+    """Batch in this executor: its number of unfinished requests, and when it arrived."""
 
     __slots__ = ("left", "since_s")
 
@@ -49,12 +49,12 @@ class _Stay:
 
 
 class ExecutorHeartbeat:
-    """Writes an executor's announcements.
+    """Write an executor's announcements.
 
     Args:
-        topic: the events topic, with how many partitions it has.
-        partitions: those of `batches` that this process reads now.
-        models: the versions that are ready now.
+        topic: name and number of partitions of the events topic.
+        partitions: returns the partitions of `batches` that this process reads now.
+        models: returns the versions that are ready now.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class ExecutorHeartbeat:
         self._closed = False
 
     def received(self, batch: Batch) -> None:
-        """A batch was read, which is owed a completion."""
+        """Record a batch that was read; a completion will be announced for it."""
         self._unfinished[batch.batch_id] = _Stay(len(batch.requests), time.monotonic())
 
     def finished(self, batch_id: str, requests: Sequence[Request]) -> None:
-        """These requests of a batch, or of a part of one, have ended."""
+        """Record that these requests of a batch, or of a part of it, have ended."""
         root = batch_id
         while root not in self._unfinished:
             root, _, part = root.rpartition(".")
@@ -117,12 +117,12 @@ class ExecutorHeartbeat:
             asyncio.get_running_loop().call_later(TELL_S, self._news.set)
 
     def close(self) -> None:
-        """Say the rest, and that it leaves."""
+        """Announce the remaining completions and that the executor leaves."""
         self._closed = True
         self._news.set()
 
     async def run(self) -> None:
-        """Until it is closed."""
+        """Write announcements until closed."""
         while not self._closed:
             await self._announce()
             await self._wait_for_news()

@@ -1,10 +1,10 @@
-"""Requests whose version has gone, bound to the version that is there instead.
+"""Rebind requests whose model version is not in this process to its current version.
 
-Ingest binds a request to a version of its model. Where batcher and executor are other processes,
-they look at the repository at other times: the version may not have come to them yet, or may have
-gone. A request that names no version is bound again, to the version that this process would give
-it. One that names its version, or does not fit the other one, is answered with a retriable code:
-when it is sent again, ingest decides with what it knows by then.
+Ingest binds a request to a version of its model. Batcher and executor may be other processes,
+which read the repository at other times: they may not have the version yet, or not any more. A
+request that names no version is rebound to the version that this process would choose. A request
+that names its version, or does not fit the other one, is answered with a retriable code: when it
+is sent again, ingest decides with what it knows by then.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Rebind: TypeAlias = Callable[[Request, Rejected], None]
 
 
 class CurrentVersions(Protocol):
-    """The part of `headrace.models.registry.Models` that is needed here."""
+    """The part of `headrace.models.registry.Models` that rebinding uses."""
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
 
 
 class Rebinder:
-    """Binds requests to the current version of their model.
+    """Bind requests to the current version of their model.
 
     Args:
-        models: of this process.
-        count: called for each request that was bound again.
+        models: the models of this process.
+        count: called for each request that was rebound.
     """
 
     def __init__(self, models: CurrentVersions, count: Callable[[], None]) -> None:
@@ -45,12 +45,12 @@ class Rebinder:
         """Bind a request to the current version.
 
         Args:
-            request: bound to a version that is not here.
-            gone: how the look-up of that version was refused.
+            request: bound to a version that is not in this process.
+            gone: error of the look-up of that version.
 
         Raises:
-            Rejected: `MODEL_NOT_READY`: it names its version, there is no other one, or it does
-                not fit that.
+            Rejected: `MODEL_NOT_READY`: the request names its version, there is no other
+                version, or the request does not fit it.
         """
         if names_version(request.value, request.envelope):
             raise not_here(gone.message, gone)
@@ -77,9 +77,10 @@ class Rebinder:
 
 
 def not_here(message: str, error: Rejected) -> Rejected:
-    """Return the refusal of a request that ingest let through, since its version is not here.
+    """Return the error for a request that passed ingest but whose version is not here.
 
-    No request that passed ingest names an unknown model: what is missing comes or goes.
+    A request that passed ingest never names an unknown model: a missing version is still being
+    loaded, or was removed.
     """
     return Rejected(
         Code.MODEL_NOT_READY, message, retry_after_ms=error.retry_after_ms or RETRY_AFTER_MS
@@ -87,7 +88,7 @@ def not_here(message: str, error: Rejected) -> Rejected:
 
 
 def refuse_to_rebind(_request: Request, gone: Rejected) -> None:
-    """Bind nothing again: for where all requests are bound by the process that runs them.
+    """Rebind nothing: used where the process that runs the requests has bound them itself.
 
     Raises:
         Rejected: `MODEL_NOT_READY`.

@@ -1,7 +1,7 @@
-"""The edges of a process: topics in the place of memory channels.
+"""Topics instead of memory channels, at both ends of a process.
 
-An outlet of this kind acknowledges the ack handles of what it has written once that is
-acknowledged: the next process owes the rest of the work.
+A sender acks the requests that it has written once the log has acknowledged their records: from
+then on the next process is responsible for them.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 MAX_WAITING = 4096
-"""Requests that wait until a run can leave; who brings more waits."""
+"""Requests that may wait to be written; above it, writers wait."""
 
 
 class TopicReceiver:
-    """Items or results, read from their topic; see `headrace.transport.channels.Inlet`.
+    """Receive items or results from their topic; see `headrace.transport.channels.Inlet`.
 
     Args:
-        ended: takes requests that are not run any more, as failures; needed where records may
-            be suspect.
+        ended: receives requests that will not run, as failures; needed where records may be
+            accused of a crash.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TopicReceiver:
         self._over: list[Request] = []
 
     async def receive(self) -> list[Request] | None:
-        """Requests of one source partition."""
+        """Return the next requests, all of one partition; None at the end of the stream."""
         deferral = self._source.deferral
         while True:
             if deferral is not None and self._over:
@@ -109,15 +109,15 @@ class TopicReceiver:
     def _admit(
         self, assignment: AssignedPartition, record: Record, isolation: Isolation | None
     ) -> Request | None:
-        """Return the request of a record; None if it is answered already, or is not one of ours, or
-        was set aside.
+        """Return the request of a record; None if it is answered already, unreadable or set
+        aside.
         """
         ack_handle = admitted(assignment, record, isolation)
         if ack_handle is None:
             return None
         request = decoded(record, ack_handle, self._decode)
         if request is not None and (request.key is not None or request.headers):
-            # Decoding copies these out of the record's value, which is kept as well.
+            # Decoding copies these from the record's value, which is kept as well.
             ack_handle.resize(ack_handle.size_bytes + beside_bytes(request.key, request.headers))
         return request
 
@@ -125,7 +125,7 @@ class TopicReceiver:
 def admitted(
     assignment: AssignedPartition, record: Record, isolation: Isolation | None
 ) -> InFlightAck | None:
-    """Return the ack handle of a record that is to be decoded now; None if it is not to be."""
+    """Return the ack handle of a record that is to be decoded now; None to skip the record."""
     if isolation is not None and isolation.isolated is not None:
         return isolation.isolated.ack_handle
     if record.offset in assignment.progress:
@@ -140,7 +140,7 @@ def admitted(
 def decoded(
     record: Record, ack_handle: InFlightAck, decode: Callable[[bytes, InFlightAck], T]
 ) -> T | None:
-    """Return None, and acknowledge the record, if no request can be read from it."""
+    """Decode a record; ack it and return None if it is unreadable."""
     try:
         return decode(record.value or b"", ack_handle)
     except Rejected as error:
@@ -156,28 +156,28 @@ def decoded(
 
 
 def item_inlet(source: Source, ended: Outlet[list[Request]]) -> TopicReceiver:
-    """Reads `items`."""
+    """Return a receiver of `items`."""
     return TopicReceiver(source, decode_item, ended)
 
 
 def result_inlet(source: Source) -> TopicReceiver:
-    """Reads `results`."""
+    """Return a receiver of `results`."""
     return TopicReceiver(source, decode_result)
 
 
 class TopicSender:
-    """Items or results, written to their topic, each to its source partition's number.
+    """Write items or results to their topic, to the partition with their source's number.
 
-    Several writers may share one; it ends when all are closed. `run` is its task.
+    Several writers may share a sender; it ends when all are closed. `run` is its task.
 
-    One run of requests is under way for each partition. What comes meanwhile leaves together when
-    that one is acknowledged, or a little later while many requests pass
+    One write is in flight for each partition. Requests that arrive meanwhile are written together
+    once that write is acknowledged, or slightly later at high rates
     (`headrace.transport.burst_limiter`).
 
     Args:
-        stage: the one that writes, which is the one to have found that something does not fit.
-        refused: takes requests that do not fit, as failures; without it they go, as failures,
-            to the same topic.
+        stage: the stage that writes; failures of requests that do not fit name it.
+        refused: receives requests that do not fit, as failures; if None, they are written as
+            failures to the same topic.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class TopicSender:
         self._stage = stage
         self._refused = refused
         self._metrics = metrics
-        # Batches are small beside what a produce request can carry.
+        # Batches are small compared to what a produce request can hold.
         self._channel: Channel[list[Request]] = Channel(join_lists)
         self._pace = Pace()
         self._waiting: dict[int, list[Request]] = {}
@@ -203,7 +203,7 @@ class TopicSender:
         self._left = asyncio.Event()
 
     async def run(self) -> None:
-        """Owns the writes under way, until all writers are closed and all is acknowledged."""
+        """Write until all writers are closed and all records are acknowledged."""
         async with asyncio.TaskGroup() as tasks:
             while (chunk := await self._channel.receive()) is not None:
                 for request in chunk:
@@ -219,11 +219,11 @@ class TopicSender:
             self._refused.close()
 
     def writer(self) -> ChannelWriter[list[Request]]:
-        """A new writer."""
+        """Return a new writer."""
         return self._channel.writer()
 
     async def _write_runs(self, partition: int) -> None:
-        """One after the other, until nothing waits."""
+        """Write to a partition, one write after the other, until no request waits for it."""
         target = TopicPartition(self._topic, partition)
         while partition in self._waiting:
             if pause_s := self._pace.pause_s(time.monotonic()):
@@ -245,6 +245,7 @@ class TopicSender:
         while left:
             records = [NewRecord(None, self._encode(request)) for request in left]
             refused = await deliver(self._producer, target, records, self._metrics)
+            # Acked only now: `deliver` returns when the log has acknowledged the records.
             ack_handles = [request.ack_handle for request in left]
             ack_all(
                 [each for index, each in enumerate(ack_handles) if index not in refused]
@@ -254,7 +255,7 @@ class TopicSender:
             unfitting = too_large(target, refused)
             left = [refuse(left[index], target.topic, self._stage) for index in unfitting]
             if left and self._refused is not None:
-                await self._refused.send(left)  # which acknowledges them
+                await self._refused.send(left)  # whose receiver acks them
                 return
 
 
@@ -271,13 +272,13 @@ _ROUTING_HEADERS = frozenset(
 
 
 def refuse(request: Request, topic: str, stage: Stage) -> Request:
-    """The request as a failure, since it does not fit into a record that the stage writes.
+    """Turn a request into a failure because it does not fit into a record of the stage.
 
-    Where the failure does not fit either, the rest goes, piece by piece: the request's value,
-    kept for its dead letter; its key, and the headers that no answer needs; all headers.
+    If the failure does not fit either, each further call drops one more part: the request's value
+    (kept for its dead letter); its key and the headers that no answer needs; all headers.
 
     Raises:
-        LogRefused: nothing is left that could go.
+        LogRefused: there is nothing left to drop.
     """
     if request.failure is None:
         request.outputs = None
@@ -302,10 +303,10 @@ def item_outlet(
     refused: Outlet[list[Request]],
     metrics: Metrics | None = None,
 ) -> TopicSender:
-    """Writes `items`."""
+    """Return a sender of `items`."""
     return TopicSender(producer, topic, encode_item, Stage.INGEST, refused, metrics)
 
 
 def result_outlet(producer: Producer, topic: str, metrics: Metrics | None = None) -> TopicSender:
-    """Writes `results`."""
+    """Return a sender of `results`."""
     return TopicSender(producer, topic, encode_result, Stage.EXECUTOR, metrics=metrics)
