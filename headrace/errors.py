@@ -1,8 +1,8 @@
-"""What can go wrong, and what its catcher does about it.
+"""Errors, grouped by how they are handled.
 
-Every error is one of three kinds, and the kind names the action: a `Retriable` one is tried
-again within the deadline, a `Rejected` one becomes the answer of the one request that it
-concerns, and a `Fatal` one ends the process, whose unanswered work runs elsewhere.
+There are three kinds: a `Retriable` operation is retried within the deadline, a `Rejected` error
+becomes the answer of the one request that it concerns, and a `Fatal` error ends the process, whose
+unanswered work runs in another one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """The codes of an error answer (`error_details.code` and the header `x-status`)."""
+    """Codes of an error answer (`error_details.code` and the header `x-status`)."""
 
     INVALID_REQUEST = "INVALID_REQUEST"
     INVALID_TENSOR = "INVALID_TENSOR"
@@ -26,12 +26,12 @@ class Code(StrEnum):
 
     @property
     def is_dead_letter(self) -> bool:
-        """Whether a request that failed with this code can never succeed as it is."""
+        """True if a request that failed with this code can never succeed unchanged."""
         return self in _DEAD_LETTER_CODES
 
     @property
     def is_retriable(self) -> bool:
-        """Whether the caller may send the same request again and hope."""
+        """True if the same request may succeed when the caller sends it again."""
         return self in _RETRIABLE_CODES
 
 
@@ -48,15 +48,15 @@ _RETRIABLE_CODES = frozenset({Code.MODEL_NOT_READY, Code.OVERLOADED, Code.INTERN
 
 
 class HeadraceError(Exception):
-    """The root of all errors raised on purpose."""
+    """Base class of all errors that Headrace raises."""
 
 
 class Retriable(HeadraceError):
-    """It may work when tried again: a broker that is away, a model that is busy loading."""
+    """May succeed on retry: a broker is unavailable, a model is still loading."""
 
 
 class Fatal(HeadraceError):
-    """The process cannot go on; a restart, or a person, has to mend it."""
+    """The process cannot continue; a restart or an operator must fix it."""
 
 
 class ConfigurationError(Fatal):
@@ -67,9 +67,9 @@ class Rejected(HeadraceError):
     """One request cannot be served; the error becomes its answer.
 
     Args:
-        code: what kind of refusal.
-        message: what was expected, what came, and where.
-        retry_after_ms: when the caller may try again, where that is known.
+        code: kind of refusal.
+        message: what was expected, what was received, and where.
+        retry_after_ms: when the caller may retry, if known.
     """
 
     def __init__(self, code: Code, message: str, *, retry_after_ms: int | None = None) -> None:
@@ -83,16 +83,16 @@ class Rejected(HeadraceError):
 
     @classmethod
     def mismatch(cls, code: Code, where: str, *, expected: str, got: str) -> Rejected:
-        """The usual form: `inputs[0].shape: expected [-1, 64], got [1, 63]`."""
+        """Return the usual form: `inputs[0].shape: expected [-1, 64], got [1, 63]`."""
         return cls(code, f"{where}: expected {expected}, got {got}")
 
 
 def drop_tracebacks(error: BaseException) -> None:
     """Drop the tracebacks of an error and of its causes.
 
-    The frames of a traceback keep their local variables alive: the encoded records of a
-    transaction that failed, for as long as its error is handled, and until the next run of the
-    garbage collector where one of the frames refers to the error itself.
+    The frames of a traceback keep their local variables alive, such as the encoded records of a
+    failed transaction, while the error is being handled; if a frame refers to the error itself,
+    until the next garbage collection.
     """
     found: BaseException | None = error
     while found is not None:

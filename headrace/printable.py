@@ -1,12 +1,12 @@
-"""Text of others on a terminal, where an escape sequence could move the cursor or the clipboard."""
+"""Escape foreign text for a terminal: escape sequences could change the cursor or clipboard."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""Return the text with each character that is not printable as its escape, such as `\x1b`.
+    r"""Return the text with each unprintable character escaped, such as `\x1b`.
 
-    Line ends are escaped as well: call it for each line.
+    Line ends are escaped as well: call it once per line.
     """
     if text.isprintable():
         return text

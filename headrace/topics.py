@@ -1,4 +1,4 @@
-"""The map: every topic of Headrace, what travels on it, who writes it and who reads it.
+"""All topics of Headrace with their messages, writers and readers.
 
 ```
  requests ▶ ingest ▶ items ▶ batcher ▶ batches ▶ executor ▶ results ▶ responder ▶ responses
@@ -6,8 +6,8 @@
               └────────────────┴──────────────────────▶ results
 ```
 
-Two neighbouring stages in one process are joined by a memory channel instead of the topic
-between them.
+Two adjacent stages in one process are connected by a memory channel instead of the topic between
+them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Stage(StrEnum):
 STAGES = tuple(Stage)
 
 GROUP_SUFFIXES = frozenset({*STAGES, "marks", "redrive"})
-"""Consumer groups of a namespace are called after it; what stands behind the dot in their names."""
+"""Suffixes of consumer group names, after the namespace and a dot."""
 
 
 class Topic(StrEnum):
-    """Headrace's own topics, by their part of the name."""
+    """Headrace's own topics; the value is the topic's part of the full name."""
 
     REQUESTS = "requests"
     ITEMS = "items"
@@ -45,16 +45,15 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TopicSpec:
-    """What one topic is for.
+    """Description of one topic.
 
     Attributes:
-        message: the type of the record's value, in `headrace.protocol.messages`, or what it is in
-            words.
-        key: what the record's key is.
-        partition: how a record finds its partition.
-        writers: the stages that write it; empty for the outside.
-        readers: the stages that read it; empty for the outside.
-        like_requests: whether it must have exactly the partitions of `requests`.
+        message: type of the record's value in `headrace.protocol.messages`, or a description.
+        key: meaning of the record's key.
+        partition: how a record's partition is chosen.
+        writers: stages that write the topic; empty if its writers are outside Headrace.
+        readers: stages that read the topic; empty if its readers are outside Headrace.
+        like_requests: True if it must have exactly as many partitions as `requests`.
         cleanup_policy: Kafka's `cleanup.policy`.
     """
 

@@ -1,1 +1,1 @@
-"""One process: its stages, the log they share, and how it starts and stops."""
+"""One process: its stages, their shared log, start-up and shutdown."""

@@ -1,11 +1,11 @@
-"""Gives memory that was freed back to the system.
+"""Return freed memory to the system.
 
-The allocator of glibc gives back what lies at the end of its heap. Large requests and answers are
-freed in another order than they were made, so a small block that stays holds up all below it, and
-the resident size of a process stays where its largest moment was, or grows from one such moment to
-the next. `malloc_trim` gives back every free page. It takes tens of milliseconds for hundreds of
-megabytes, on a thread, and holds up others that allocate; so it is done when hardly anything is in
-flight, or else once a minute at most. With another allocator nothing is done.
+glibc's allocator returns only the free memory at the end of its heap. Large requests and answers
+are freed in another order than they were allocated, so one small block keeps all memory below it,
+and the resident size of a process stays at its peak, or grows from peak to peak. `malloc_trim`
+returns every free page. It takes tens of milliseconds for hundreds of megabytes, on a thread, and
+blocks other threads that allocate; so it is called when hardly anything is in flight, otherwise at
+most once a minute. With another allocator nothing is done.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class TrimSettings:
-    """When memory is given back.
+    """Settings of trimming.
 
     Attributes:
-        look_s: between two looks.
-        growth_bytes: so much larger than after the last time the resident size has to be.
-        idle_bytes: with no more than this in flight, a process counts as idle.
-        busy_s: one that is not idle waits for so long between two times.
+        look_s: interval between two checks.
+        growth_bytes: growth of the resident size since the last trim that makes a trim due.
+        idle_bytes: a process with no more bytes than this in flight counts as idle.
+        busy_s: shortest interval between two trims of a process that is not idle.
     """
 
     look_s: float = 5.0
@@ -47,7 +47,7 @@ class TrimSettings:
 
 
 class TrimRule:
-    """Says when to give memory back."""
+    """Decide when to trim."""
 
     def __init__(self, settings: TrimSettings) -> None:
         self._settings = settings
@@ -55,12 +55,12 @@ class TrimRule:
         self._trimmed_s = 0.0
 
     def is_due(self, now_s: float, resident_bytes: int, in_flight_bytes: int) -> bool:
-        """Whether it is time to. The first look only notes how large the process is."""
+        """True if a trim is due. The first call only records the resident size."""
         settings = self._settings
         if not self._floor_bytes:
             self.trimmed(now_s, resident_bytes)
             return False
-        # What is in use by now and is freed later counts from where the process stands then.
+        # Measure growth from the smallest size since the last trim.
         self._floor_bytes = min(self._floor_bytes, resident_bytes)
         if resident_bytes - self._floor_bytes < settings.growth_bytes:
             return False
@@ -68,13 +68,13 @@ class TrimRule:
         return is_idle or now_s - self._trimmed_s >= settings.busy_s
 
     def trimmed(self, now_s: float, resident_bytes: int) -> None:
-        """Memory was given back, and this is what is left."""
+        """Record a trim and the resident size after it."""
         self._trimmed_s = now_s
         self._floor_bytes = resident_bytes
 
 
 def resident_bytes() -> int | None:
-    """Return the resident size of this process; None where the system does not say."""
+    """Return the resident size of this process; None if the system does not report it."""
     try:
         return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
     except OSError:
@@ -82,7 +82,7 @@ def resident_bytes() -> int | None:
 
 
 def find_trim() -> Callable[[], object] | None:
-    """Return what gives free memory back; None where the allocator has nothing of the kind."""
+    """Return the function that trims the heap; None if the allocator has none."""
     try:
         function = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
@@ -96,12 +96,12 @@ async def trim_now_and_then(
     metrics: Metrics,
     settings: TrimSettings = TrimSettings(),
 ) -> None:
-    """Give memory back when it is time to, until cancelled.
+    """Trim the heap whenever it is due, until cancelled.
 
     Args:
-        in_flight_bytes: what the process has in flight now.
-        metrics: told how much was given back.
-        settings: when it is time.
+        in_flight_bytes: returns the bytes that the process has in flight.
+        metrics: counts the bytes returned.
+        settings: decide when a trim is due.
     """
     trim, rule = find_trim(), TrimRule(settings)
     if trim is None or resident_bytes() is None:
@@ -121,7 +121,7 @@ async def trim_now_and_then(
 
 @asynccontextmanager
 async def trimming(in_flight_bytes: Callable[[], int], metrics: Metrics) -> AsyncIterator[None]:
-    """Give memory back now and then while the context lasts."""
+    """Trim the heap whenever it is due while the context lasts."""
     task = asyncio.create_task(trim_now_and_then(in_flight_bytes, metrics), name="trim-heap")
     try:
         yield

@@ -14,8 +14,8 @@ from headrace.runtime.topic_plan import plan_topics
 async def open_log(settings: Settings) -> AsyncIterator[Log]:
     """Open the log, and close it when the context is left.
 
-    The embedded log is a new one each time, seen by this process alone; it has Headrace's topics
-    already. On Kafka nothing is created, and nothing is asked of the broker before it is used.
+    The embedded log is new each time, visible to this process only, and already has Headrace's
+    topics. On Kafka nothing is created, and no request is sent before the log is used.
     """
     async with _adapter(settings) as log:
         if settings.kafka is None:
@@ -24,8 +24,8 @@ async def open_log(settings: Settings) -> AsyncIterator[Log]:
 
 
 def _adapter(settings: Settings) -> Log:
-    # Each adapter is imported where it is needed: the embedded log runs without aiokafka, and
-    # its tests and `headrace --help` need not wait for it.
+    # Import each adapter only when needed: the embedded log runs without aiokafka, and its tests
+    # and `headrace --help` do not wait for that import.
     if settings.kafka is None:
         from headrace.log.memory import MemoryLog
 

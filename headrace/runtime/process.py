@@ -1,4 +1,4 @@
-"""One process of Headrace: its stages, their models, health and signals; the composition root."""
+"""Composition root of one Headrace process: stages, models, health and signals."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from headrace.topics import STAGES, Stage
 log = structlog.get_logger(__name__)
 
 LAST_COMMIT_S = 1.0
-"""For what is acknowledged when the drain's time is over; without an answer it is repeated
-elsewhere.
+"""Time for committing what is acknowledged when the drain times out. If the commit is not
+answered, that work is repeated by another process.
 """
 UNLOAD_CHECK_S = 1.0
 
 
 RELOAD_NOTICE_S = 5.0
-"""A reload that takes longer is logged while it lasts: it may wait for an import to end."""
+"""A reload that takes longer is logged while it runs: it may be waiting for an import."""
 
 
 class Pipeline:
@@ -93,11 +93,11 @@ class Pipeline:
         return next(filter(None, (segment.waiting() for segment in self._segments)), None)
 
     async def run(self, stop: Stop) -> None:
-        """Serve until asked to stop, and drain; a second request ends it at once.
+        """Serve until a stop is requested, then drain; a second request ends it immediately.
 
         Raises:
             ConfigurationError: the topics or the models cannot be served from.
-            ExceptionGroup: what ended the process, if anything but `stop` did.
+            ExceptionGroup: the errors that ended the process, if `stop` did not.
         """
         async with self.state.watching():
             await self._run(stop)
@@ -115,7 +115,7 @@ class Pipeline:
             error = None if serving.cancelled() else serving.exception()
             self.health.enter(Phase.STOPPED, "" if error is None else _told(error))
         if error is not None:
-            if not isinstance(error, ConfigurationError):  # which is told at the command line
+            if not isinstance(error, ConfigurationError):  # the command line prints that one
                 log.error(Event.FAILED, reason=self.health.reason)
             raise error
 
@@ -152,13 +152,13 @@ class Pipeline:
         log.info(Event.STOPPED)
 
     async def _unload_unused(self) -> None:
-        """Unload replaced versions once nothing has come for them for a while; never returns."""
+        """Unload replaced versions once they have been unused for a while; never returns."""
         while True:
             await asyncio.sleep(UNLOAD_CHECK_S)
             self.models.unload_unused()
 
     async def _drain(self, running: Sequence[asyncio.Task[None]]) -> None:
-        """Let the segments end; what takes too long is cut off and will run elsewhere."""
+        """Let the stage groups end; cancel those that take too long: others repeat their work."""
         if not self.ready.is_set():
             for task in running:
                 task.cancel()
@@ -168,6 +168,7 @@ class Pipeline:
         _, late = await asyncio.wait(running, timeout=self._settings.limits.drain_timeout_s)
         if late:
             try:
+                # Commit before cancelling: what is acknowledged by now need not be repeated.
                 async with asyncio.timeout(LAST_COMMIT_S):
                     for segment in self._segments:
                         await segment.abandon()
@@ -178,7 +179,7 @@ class Pipeline:
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
-    """Wait until a task has ended; who is cancelled meanwhile cancels it once more."""
+    """Wait until a task has ended. If the caller is cancelled meanwhile, cancel the task again."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -191,7 +192,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """What ended the process, in one line."""
+    """Return the error that ended the process, in one line."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(map(_told, error.exceptions))
     return f"{type(error).__name__}: {error}"
@@ -202,7 +203,7 @@ async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
     """Run a pipeline while the context lasts: entered when it is ready, left when it has drained.
 
     Raises:
-        ExceptionGroup: with whatever ends the pipeline before its time.
+        ExceptionGroup: with the errors that end the pipeline early.
     """
     stop = Stop()
     async with asyncio.TaskGroup() as tasks:
@@ -223,13 +224,13 @@ async def run(
     flood: LogRateLimiter,
     announce: Callable[[int], None] | None = None,
 ) -> int:
-    """`headrace run`: serve until SIGTERM or SIGINT. Returns the exit code.
+    """Run `headrace run`: serve until SIGTERM or SIGINT, and return the exit code.
 
     Args:
-        settings: of the process.
-        stages: adjacent ones.
-        flood: what `configure_logging` gave.
-        announce: called with the HTTP port, once it is bound.
+        settings: settings of the process.
+        stages: adjacent stages.
+        flood: the log rate limiter from `configure_logging`.
+        announce: called with the HTTP port once it is bound.
     """
     stop = Stop()
     async with AsyncExitStack() as stack:
@@ -266,7 +267,7 @@ def _in_flight_bytes(state: ProcessState) -> int:
 
 @asynccontextmanager
 async def _reloading(pipeline: Pipeline) -> AsyncIterator[None]:
-    """While the context lasts, SIGHUP makes the models be looked at again."""
+    """Reload the models on SIGHUP while the context lasts."""
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         loop.add_signal_handler(
@@ -280,7 +281,7 @@ async def _reloading(pipeline: Pipeline) -> AsyncIterator[None]:
 
 
 async def _reload(pipeline: Pipeline) -> None:
-    """Look at the repository again; a repository that is gone changes nothing."""
+    """Read the repository again; if it is gone, keep the current models."""
     if not pipeline.ready.is_set():
         log.warning(
             Event.MODELS_RELOAD_REFUSED, reason="the models are being read for the first time"

@@ -1,4 +1,4 @@
-"""How a process ends: the first signal asks it to drain, the second makes it stop at once."""
+"""Shutdown of a process: the first signal requests a drain, the second an immediate stop."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 
 class Stop:
-    """What is wanted of a running process.
+    """Stop requests to a running process.
 
     Attributes:
         requested: stop reading, finish what is in flight, and end.
-        forced: end now; what is in flight is not committed, so nothing that was promised is lost.
+        forced: end now; what is in flight is not committed, so it is repeated and not lost.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Stop:
         self.forced = asyncio.Event()
 
     def ask(self) -> None:
-        """Ask once to drain; ask again to end at once."""
+        """Request a drain; on the second call request an immediate end."""
         if self.requested.is_set():
             self.forced.set()
         self.requested.set()
@@ -29,7 +29,7 @@ class Stop:
 
 @contextmanager
 def stop_on_signals(stop: Stop) -> Iterator[None]:
-    """SIGTERM and SIGINT ask to stop while the context lasts; the old handlers come back after.
+    """Call `stop.ask` on SIGTERM and SIGINT while the context lasts; restore the handlers after.
 
     Must be entered in the main thread, with the event loop running.
     """

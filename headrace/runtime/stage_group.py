@@ -1,18 +1,19 @@
-"""A run of adjacent stages, wired: memory channels inside, topics at both ends.
+"""Stage group: adjacent stages connected by memory channels, with topics at both ends.
 
-What it reads and who commits follows from which stages it has:
+Its stages determine the topic and the consumer group that it reads, and what it commits:
 
-- All four read `requests` in the group `{namespace}`, and commit the base and the answered set.
+- All four stages read `requests` in the group `{namespace}`, and commit the low watermark and the
+  answered set.
 - Ingest without the responder reads `requests` in the group `{namespace}.ingest` and commits
-  nothing: it starts where the answers end, which the group `{namespace}` knows.
-- A batcher or an executor that comes first reads `items` or `batches` in `{namespace}.{stage}`,
-  and commits that once its output is acknowledged.
-- The responder alone reads `results` in the group `{namespace}`, and commits its place there
-  together with the base and the answered set of `requests`.
+  nothing: it starts at the answered offsets that the group `{namespace}` has committed.
+- A group that starts with the batcher or the executor reads `items` or `batches` in the group
+  `{namespace}.{stage}`, and commits an offset once its output is acknowledged.
+- The responder alone reads `results` in the group `{namespace}`, and commits its offset there
+  together with the low watermark and the answered set of `requests`.
 
-A responder shares memory with its neighbours only where all four stages are together. Otherwise
-early ends of requests come to it from several processes, and one owner for each source partition
-is found by reading `results`, whose partitions are the source's.
+A responder shares memory with the other stages only if all four are in one process. Otherwise
+requests that end early reach it from several processes; reading `results`, which has the
+partitions of the source, gives each source partition one owner.
 """
 
 from __future__ import annotations
@@ -66,29 +67,31 @@ _INPUT = {
 }
 
 SILENT_AFTER_S = 10.0
-"""An executor is taken for dead on the embedded log, which has no session timeout."""
+"""Silence after which an executor counts as dead on the embedded log, which has no session
+timeout.
+"""
 
 Chunk = list[Request]
 Run = Callable[[], Coroutine[Any, Any, None]]
 
 
 class _Edge(Protocol):
-    """A channel or a topic: something with writers."""
+    """A channel or a topic with writers."""
 
     def writer(self) -> Outlet[Chunk]: ...
 
 
 def segments(stages: Sequence[Stage]) -> list[tuple[Stage, ...]]:
-    """The stages of a process, in runs that are joined by memory."""
+    """Split the stages of a process into groups that are connected by memory channels."""
     if Stage.RESPONDER in stages and Stage.INGEST not in stages and len(stages) > 1:
         return [tuple(stages[:-1]), (Stage.RESPONDER,)]
     return [tuple(stages)]
 
 
 class StageGroup:
-    """One run of stages of a process.
+    """Group of adjacent stages of a process.
 
-    It ends when its source stops reading and everything that was read is answered.
+    It ends when its source has stopped reading and everything that was read is answered.
     """
 
     def __init__(
@@ -124,7 +127,8 @@ class StageGroup:
         settings, stages = self._settings, self._stages
         answers = Stage.RESPONDER in stages
         reads_requests = stages[0] is Stage.INGEST
-        # Elsewhere nothing waits for a model; in an order, what is left out holds up all behind it.
+        # Only the batcher queues requests by model; with an order, a deferred request would block
+        # all later ones.
         has_shares = Stage.BATCHER in stages and settings.delivery.order == "none"
         group = settings.namespace if answers else f"{settings.namespace}.{stages[0]}"
         return SourceSettings(
@@ -134,9 +138,10 @@ class StageGroup:
             commits=answers or not reads_requests,
             budget_bytes=settings.limits.max_in_flight_bytes,
             drain_timeout_s=settings.limits.drain_timeout_s,
-            # A responder runs nothing of a model's, and could not answer what ended it.
+            # A responder runs no model, and could not answer a request that crashed it.
             max_attempts=0 if stages[0] is Stage.RESPONDER else settings.delivery.max_attempts,
-            # Two forms, or two guarantees, side by side would overwrite each other's commits.
+            # Kinds keep out members with another topic or guarantee: they would overwrite each
+            # other's commits.
             kind=f"{_INPUT[stages[0]]}-{settings.delivery.guarantee}" if answers else "",
             requests=settings.topic(Topic.REQUESTS) if answers or reads_requests else "",
             exactly_once=settings.delivery.guarantee == "exactly_once"
@@ -150,13 +155,13 @@ class StageGroup:
         )
 
     async def run(self, joined: Callable[[], None]) -> None:
-        """Read, work and answer until `stop_reading` has taken effect, then commit and leave.
+        """Read, process and answer until `stop_reading` has taken effect, then commit and leave.
 
-        Reading begins when the models have loaded, so that nothing is refused for a model that
-        is only on its way.
+        Reading begins when the models have loaded, so that no request is refused because its
+        model is still loading.
 
         Args:
-            joined: called when the group has given this member its first assignment.
+            joined: called when this member has got its first assignment from the group.
         """
         async with AsyncExitStack() as stack:
             producer = await stack.enter_async_context(self._log.producer())
@@ -174,20 +179,20 @@ class StageGroup:
                     await reading
 
     def activities(self) -> list[Activity]:
-        """What must get on: the reader, and the instances of the models."""
+        """Return the activities that must make progress: the reader and the model instances."""
         running = [] if self._executor is None else self._executor.activities()
         return [self.source.reading, *running]
 
     def devices(self) -> list[DeviceSnapshot]:
-        """The memory of the devices that models run on, the host's left out."""
+        """Return the memory of the devices that models run on, without the host."""
         return [] if self._executor is None else self._executor.devices()
 
     def waiting(self) -> WaitingSnapshot | None:
-        """What waits for a batch; None without a batcher."""
+        """Return what waits for a batch; None without a batcher."""
         return None if self._batcher is None else self._batcher.waiting()
 
     async def abandon(self) -> None:
-        """Commit what is acknowledged; what is still in flight will be done again elsewhere."""
+        """Commit what is acknowledged; another process repeats what is still in flight."""
         await self.source.close_down(0)
 
     # --- wiring ----------------------------------------------------------------------------
@@ -230,7 +235,7 @@ class StageGroup:
         return channel
 
     def _ingest_rules(self) -> Rules:
-        """With the batcher in the same process, ingest asks it what would come too late."""
+        """Return the rules of ingest; a batcher in this process refuses what would be too late."""
         beside = Stage.BATCHER in self._stages
         return Rules(self._models, self._settings.limits, self._refusal if beside else None)
 
@@ -243,7 +248,7 @@ class StageGroup:
         return self._batcher.refusal(envelope, rows)
 
     def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> BatchQueue[ModelKey, Batch]:
-        prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # no two processes make the same ids
+        prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # unique among processes
         batcher = BatcherService(
             items,
             answers.writer(),
@@ -305,7 +310,7 @@ class StageGroup:
         return StepSizing() if kafka is None else StepSizing(kafka.transaction_timeout_ms / 1000)
 
     async def _wire_responder(self, producer: Producer) -> _Edge:
-        """Returns where the other stages send what has ended."""
+        """Wire the responder; return the channel or topic to which others send ended requests."""
         channel: Channel[Chunk] = Channel(join_lists)
         if Stage.RESPONDER not in self._stages:
             outlet = result_outlet(producer, self._settings.topic(Topic.RESULTS), self._metrics)
@@ -330,7 +335,7 @@ class StageGroup:
         return channel
 
     async def _sized(self, topic: Topic) -> TopicPartition:
-        """A topic's name and how many partitions it has."""
+        """Return a topic's name and number of partitions."""
         name = self._settings.topic(topic)
         found = (await self._log.describe_topics([name]))[name]
         if found is None:

@@ -1,9 +1,9 @@
-"""What each topic should be, and what is wrong with those that are there.
+"""Plan the topics, and compare the existing ones with the plan.
 
-The plan follows from the settings; the comparison is forgiving where a broker's own value does no
-harm (more retention, larger records) and strict where an answer could be lost or sent astray.
-`items` and `results` are held to the partitions that `requests` really has, whatever the settings
-say: a source partition must find its equal there.
+The plan follows from the settings. The comparison accepts a broker's own value where it is
+harmless (more retention, larger records), and is strict where an answer could be lost or sent to
+the wrong place. `items` and `results` must have as many partitions as `requests` really has,
+whatever the settings say, because they use the source partition's number.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ RETENTION_MS = "retention.ms"
 SEGMENT_MS = "segment.ms"
 
 RECORD_OVERHEAD_BYTES = 64 * 1024
-"""Room for key, headers and the record's own framing beside a request of the largest size."""
+"""Room for key, headers and record framing, besides a request of the largest size."""
 
 _SEGMENTS_PER_RETENTION = 8
 
 
 class Fault(NamedTuple):
-    """What is wrong with a topic, and the mend.
+    """Fault of a topic, and how to fix it.
 
     Attributes:
-        blocking: `headrace run` refuses to start with it.
+        blocking: True if `headrace run` refuses to start with the fault.
     """
 
     topic: str
@@ -44,11 +44,11 @@ class Fault(NamedTuple):
 
 
 def plan_topics(settings: Settings, requests: TopicInfo | None = None) -> dict[Topic, TopicInfo]:
-    """All topics as `headrace topics create` makes them.
+    """Return all topics as `headrace topics create` creates them.
 
     Args:
-        settings: where the numbers come from.
-        requests: the topic of requests, where it exists: others follow its partitions.
+        settings: give partitions, retention and sizes.
+        requests: the topic of requests, if it exists: others take its number of partitions.
     """
     return {topic: _plan(spec, settings, requests) for topic, spec in TOPICS.items()}
 
@@ -59,7 +59,7 @@ def _plan(spec: TopicSpec, settings: Settings, requests: TopicInfo | None) -> To
     retention_ms = wanted.internal_retention_ms if internal else wanted.retention_ms
     largest = wanted.max_message_bytes
     if spec.topic is Topic.BATCHES:
-        # A batch holds the tensors of its requests, and the values that they came in.
+        # A batch contains the tensors of its requests and the values that they came in.
         largest += settings.batching.max_batch_bytes
     config = {
         CLEANUP_POLICY: spec.cleanup_policy,
@@ -70,17 +70,17 @@ def _plan(spec: TopicSpec, settings: Settings, requests: TopicInfo | None) -> To
         # Retention deletes whole closed segments, and by default one stays open for a week.
         config[SEGMENT_MS] = str(max(1, retention_ms // _SEGMENTS_PER_RETENTION))
     if wanted.replication_factor >= 3:
-        # An acknowledged record then lies on two brokers at least.
+        # An acknowledged record is then on at least two brokers.
         config[MIN_INSYNC_REPLICAS] = "2"
     partitions = requests.partitions if requests and spec.like_requests else wanted.partitions
     return TopicInfo(settings.topic(spec.topic), partitions, config)
 
 
 def topics_in_use(stages: Collection[Stage]) -> list[Topic]:
-    """The topics that a process with these stages reads or writes.
+    """Return the topics that a process with these stages reads or writes.
 
-    The others are memory channels there. `requests` always counts: offsets are committed on it,
-    and its partitions are the measure of others.
+    The others are memory channels in it. `requests` is always included: offsets are committed on
+    it, and other topics must have its number of partitions.
     """
     return [
         topic
@@ -101,11 +101,11 @@ def compare(
     existing: Mapping[str, TopicInfo | None],
     needed: Collection[Topic] = tuple(Topic),
 ) -> list[Fault]:
-    """What is wrong with the topics, the blocking faults of each topic first.
+    """Return the faults of the topics in the order of the plan.
 
     Args:
         plan: from `plan_topics`.
-        existing: what the log says of the planned names; a name that is missing does not exist.
+        existing: the log's description of each planned name; a missing name does not exist.
         needed: topics whose absence is a fault.
     """
     requests = existing.get(plan[Topic.REQUESTS].name)
@@ -167,7 +167,7 @@ def _is_good(name: str, value: str, wanted: str) -> bool:
     if name == SEGMENT_MS:
         return int(value) <= int(wanted)
     if name == RETENTION_MS and int(value) < 0:
-        return True  # kept for ever
+        return True  # unlimited
     return int(value) >= int(wanted)
 
 
@@ -178,7 +178,7 @@ def _expectation(name: str, wanted: str) -> str:
 
 
 async def check_topics(log: Log, settings: Settings, stages: Sequence[Stage]) -> list[str]:
-    """Why a process with these stages must not start: a line for each reason.
+    """Return why a process with these stages must not start, one line for each reason.
 
     Raises:
         LogUnavailable: no broker answered.
