@@ -1,4 +1,4 @@
-"""What a producer has to know of topics before it writes to them, remembered for a while."""
+"""Cache of what a producer needs to know about topics before it writes to them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _NOBODY: Final = -1
 """The leader of a partition that has none."""
 
 _FORBIDDEN: Final = -1
-"""In the place of a number of partitions."""
+"""Stands for the number of partitions of a topic that the broker may not describe to us."""
 
 V = TypeVar("V")
 
 
 class Rules(NamedTuple):
-    """What a topic takes.
+    """The limits of a topic.
 
     Attributes:
-        limit_bytes: the largest batch (`max.message.bytes`); ours count uncompressed.
-        needs_key: whether it is compacted, and so takes no record without a key.
+        limit_bytes: the largest batch (`max.message.bytes`); our batches count uncompressed.
+        needs_key: True if the topic is compacted, and so accepts no record without a key.
     """
 
     limit_bytes: int
@@ -51,36 +51,36 @@ class Rules(NamedTuple):
 
 
 _DEFAULT_RULES: Final = Rules(1_048_588, needs_key=False)
-"""Kafka's defaults, where the topic's settings cannot be had."""
+"""Kafka's defaults, used when the topic's settings cannot be read."""
 
 
 class Remembered(Generic[V]):
-    """Values by topic, each for its time; the oldest leave first when there are too many."""
+    """Values by topic, each with its own expiry; the oldest are evicted when there are too many."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[str, tuple[V, float]] = OrderedDict()
 
     def get(self, topic: str, now: float) -> tuple[V] | None:
-        """The value in a tuple, since it may be None; None when unknown or too old."""
+        """Return the value in a tuple, since it may be None; None when unknown or expired."""
         found = self._values.get(topic)
         return None if found is None or found[1] < now else (found[0],)
 
     def put(self, topic: str, value: V, until: float) -> None:
-        """Remember a value until a monotonic time."""
+        """Store a value until a monotonic time."""
         self._values[topic] = (value, until)
         self._values.move_to_end(topic)
         if len(self._values) > _REMEMBERED:
             self._values.popitem(last=False)
 
     def forget(self, topic: str) -> None:
-        """Ask again next time."""
+        """Drop the value, so that the next use requests it again."""
         self._values.pop(topic, None)
 
 
 class KnownTopics:
-    """The partitions of topics and their limits, asked for through a producer's client.
+    """Cache of the partition counts and limits of topics, requested through a producer's client.
 
-    The cached answers outlive the client, which changes when the producer is replaced.
+    The cached values outlive the client, which changes when the producer is replaced.
     """
 
     def __init__(self) -> None:
@@ -88,11 +88,11 @@ class KnownTopics:
         self._rules: Remembered[Rules] = Remembered()
 
     async def partitions(self, client: AIOKafkaClient, topic: str) -> int | None:
-        """The number of partitions; None when there is no such topic.
+        """Return the number of partitions; None when there is no such topic.
 
         Raises:
             LogUnavailable: no broker answered within a second.
-            TopicForbidden: the broker does not let us know.
+            TopicForbidden: the broker does not allow us to describe the topic.
         """
         known = client.cluster.partitions_for_topic(topic)
         if known:
@@ -104,7 +104,7 @@ class KnownTopics:
         return await self._ask_count(client, topic)
 
     async def _ask_count(self, client: AIOKafkaClient, topic: str) -> int | None:
-        """What a broker says now, which is remembered from then on."""
+        """Request the number of partitions from a broker and cache it."""
         count = await _count(client, topic)
         lasts_s = _COUNT_FOR_S if count and count != _FORBIDDEN else _ABSENT_FOR_S
         self._counts.put(topic, count, time.monotonic() + lasts_s)
@@ -115,12 +115,12 @@ class KnownTopics:
         return _unless_forbidden(topic, count)
 
     async def check(self, client: AIOKafkaClient, partition: TopicPartition) -> None:
-        """Make sure that the client knows the partition, without which aiokafka would wait for
-        its whole timeout, or assert.
+        """Make sure that the client knows the partition; otherwise aiokafka would wait for its
+        whole timeout, or assert.
 
         Raises:
             UnknownPartition: there is no such topic, or it has fewer partitions.
-            TopicForbidden: we may not know of it.
+            TopicForbidden: we are not allowed to describe the topic.
             LogUnavailable: no broker answered in time.
         """
         topic = partition.topic
@@ -131,7 +131,7 @@ class KnownTopics:
         if remembered is not None and remembered[0] in {None, _FORBIDDEN}:
             count = _unless_forbidden(topic, remembered[0])
         else:
-            # A count that is remembered may be of a topic that has grown, or was deleted, since.
+            # A cached count may belong to a topic that has grown, or was deleted, since.
             count = await self._ask_count(client, topic)
         if count is None or not 0 <= partition.partition < count:
             raise UnknownPartition(partition, count or 0)
@@ -143,7 +143,7 @@ class KnownTopics:
             )
 
     async def rules(self, client: AIOKafkaClient, topic: str) -> Rules:
-        """What the topic takes, by its settings, which may be five minutes old."""
+        """Return the topic's limits from its settings, which may be five minutes old."""
         now = time.monotonic()
         remembered = self._rules.get(topic, now)
         if remembered is not None:
@@ -154,7 +154,7 @@ class KnownTopics:
         except LogUnavailable:
             return _DEFAULT_RULES
         except LogAuthenticationFailed:
-            # Writing needs no right to read a topic's settings.
+            # Writing does not require the right to read a topic's settings.
             config = {}
         rules = Rules(
             int(config.get("max.message.bytes", _DEFAULT_RULES.limit_bytes)),
@@ -164,16 +164,16 @@ class KnownTopics:
         return rules
 
     def forget_rules(self, topic: str) -> None:
-        """Ask for them again, since a broker went by others."""
+        """Drop the cached limits, since a broker applied different ones."""
         self._rules.forget(topic)
 
     async def ask(self, client: AIOKafkaClient, partition: TopicPartition) -> Rules:
-        """All that there is to know before sending to a partition. Raises as `check` does."""
+        """Return the limits needed to send to a partition. Raises as `check` does."""
         await self.check(client, partition)
         return await self.rules(client, partition.topic)
 
     def recall(self, client: AIOKafkaClient, partition: TopicPartition) -> Rules | None:
-        """What `ask` would say, where no question is needed for it; else None."""
+        """Return what `ask` would, if it is cached; else None."""
         if client.cluster.leader_for_partition(partition) is None:  # not in its metadata
             return None
         remembered = self._rules.get(partition.topic, time.monotonic())
@@ -181,9 +181,10 @@ class KnownTopics:
 
 
 async def require_leaders(client: AIOKafkaClient, partitions: Collection[TopicPartition]) -> None:
-    """Raises `NoLeader` for the first partition that has none, as a broker says now.
+    """Raise `NoLeader` for the first partition that has no leader, according to a broker now.
 
-    A client that knows of leaders asks no broker; one that goes is found out by what is sent to it.
+    No broker is asked while the client knows a leader for each; a leader that has gone shows when a
+    request to it fails.
     """
     if _leaderless(client, partitions) is None:
         return
@@ -195,7 +196,7 @@ async def require_leaders(client: AIOKafkaClient, partitions: Collection[TopicPa
 
 
 def require_known_leaders(client: AIOKafkaClient, partitions: Collection[TopicPartition]) -> None:
-    """The same, as the client knows; raises `LogUnavailable`."""
+    """Raise `LogUnavailable` if, according to the client's metadata, a partition has no leader."""
     partition = _leaderless(client, partitions)
     if partition is not None:
         raise LogUnavailable(f"{partition}: it has no leader any more")
@@ -209,7 +210,7 @@ def _leaderless(
 
 
 async def _count(client: AIOKafkaClient, topic: str) -> int | None:
-    """The number of partitions, as a broker says now; `_FORBIDDEN` where it does not say."""
+    """Request the number of partitions; `_FORBIDDEN` if the broker may not describe the topic."""
     async with answered(f"metadata of topic {topic}", QUESTION_S):
         try:
             return (await partition_counts(client, [topic]))[topic]

@@ -1,4 +1,4 @@
-"""One batch of records on its way to one partition."""
+"""A batch of records for one partition."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from headrace.log.kafka.admin import Rules
 from headrace.log.port import Headers, NewRecord, TopicPartition
 
 MAX_BATCH_BYTES: Final = 256 * 1024
-"""One batch is under way per partition, so this over the round trip is a partition's throughput."""
+"""One batch is in flight per partition, so a partition's throughput is this size per round trip."""
 
 
 class Acknowledgement:
-    """A batch's end as one caller awaits it: cancelling that leaves the others who share it."""
+    """One caller's view of the end of a batch: cancelling it does not affect the other callers."""
 
     __slots__ = ("_ended",)
 
@@ -34,13 +34,13 @@ class Acknowledgement:
 
 
 class Packed:
-    """Records that one produce request carries to a partition, as many as its topic takes.
+    """Records for one produce request to a partition, as many as its topic accepts.
 
     Args:
-        partition: where they go.
-        rules: what the topic takes.
+        partition: the target.
+        rules: the topic's limits.
         codec: aiokafka's number of the compression.
-        is_transactional: whether they belong to a transaction, which the batch itself says.
+        is_transactional: whether the records belong to a transaction; the batch's header says so.
     """
 
     __slots__ = ("_codec", "_is_transactional", "_rules", "builder", "full", "partition")
@@ -63,14 +63,15 @@ class Packed:
     def take(
         self, records: Sequence[NewRecord], start: int
     ) -> tuple[int, RecordTooLarge | RecordRefused | None]:
-        """Take records from `start` on.
+        """Add records from `start` on.
 
         Returns:
-            the first that was not taken, and why the topic will never take it; None where it
-            is the next batch's, since this one is full, or where all were taken.
+            The index of the first record not added, and the error if the topic will never accept
+            it; None if it belongs in the next batch, because this one is full, or if all were
+            added.
         """
         builder, needs_key = self.builder, self._rules.needs_key
-        # aiokafka's own `append` serializes keys and values first, and these are bytes.
+        # aiokafka's own `append` serializes keys and values first; these are bytes already.
         append, offset = builder._builder.append, builder._relative_offset
         now_ms = time.time_ns() // 1_000_000
         left = records[start:] if start else records
@@ -89,7 +90,7 @@ class Packed:
                 if added is None:
                     self.full = True
                     return index, None
-                # The builder takes the first record of a batch however large it is.
+                # The builder accepts the first record of a batch regardless of its size.
                 if offset == 0 and (size := builder.size()) > self._rules.limit_bytes:
                     builder = self.builder = self._new_builder()
                     return index, self._too_large(size)
@@ -98,7 +99,7 @@ class Packed:
             if not offset:
                 self.builder = self._new_builder(takes_any_name=True)
                 return self.take(records, index)
-            # It begins the next batch, which takes such names.
+            # Leave this record to the next batch, whose builder accepts such names.
             self.full = True
             return index, None
         finally:
@@ -129,8 +130,8 @@ class Packed:
 class AnyNameBuilder(BatchBuilder):  # type: ignore[misc]  # aiokafka publishes no types
     """Builds a batch whose headers may have names that are not UTF-8, as dead letters may.
 
-    aiokafka's builder in C encodes names itself, strictly. Its builder in Python, which is slower,
-    calls their `encode`, and so takes names that have one of their own.
+    aiokafka's builder in C encodes names itself, strictly. Its slower builder in Python calls the
+    `encode` method of each name, and so accepts names that bring their own.
     """
 
     def __init__(self, batch_bytes: int, codec: int, *, is_transactional: bool) -> None:
@@ -146,7 +147,9 @@ class AnyNameBuilder(BatchBuilder):  # type: ignore[misc]  # aiokafka publishes 
         )
 
     def _set_producer_state(self, producer_id: int, producer_epoch: int, sequence: int) -> None:
-        """Without the check of the builder's class."""
+        """Set the producer id, epoch and sequence, without the base class's check of the builder's
+        type.
+        """
         self._builder.set_producer_state(producer_id, producer_epoch, sequence)
 
 
@@ -167,13 +170,13 @@ class _AnyNameRecords:
         value: bytes | None,
         headers: Headers,
     ) -> Any:
-        """None where the batch is full."""
+        """Append a record; return None if the batch is full."""
         raw = [(_RawName(name), content) for name, content in headers]
         return self._records.append(offset, timestamp_ms, key, value, raw)
 
 
 class _RawName:
-    """A header's name that encodes to the bytes as which it was read."""
+    """A header name that encodes to the bytes from which it was decoded."""
 
     __slots__ = ("_raw",)
 
@@ -181,7 +184,7 @@ class _RawName:
         self._raw = name.encode("utf-8", "surrogateescape")
 
     def encode(self, _encoding: str) -> bytes:
-        """As `str.encode` is called."""
+        """Return the original bytes; replaces `str.encode`."""
         return self._raw
 
 
@@ -189,11 +192,11 @@ class Batch(Packed):
     """Packed records, and the acknowledgement that they share.
 
     Args:
-        partition: where they go.
-        rules: what the topic takes.
+        partition: the target.
+        rules: the topic's limits.
         codec: aiokafka's number of the compression.
-        deadline_s: after this the acknowledgement fails, whatever has become of the records.
-        overdue: makes the error for that, and is told of it.
+        deadline_s: the acknowledgement fails after this, whatever has become of the records.
+        overdue: called at the deadline; returns the error.
     """
 
     __slots__ = ("_timer", "ended")
@@ -213,19 +216,19 @@ class Batch(Packed):
 
     @property
     def acknowledged(self) -> Acknowledgement:
-        """For one run of the batch."""
+        """Return an acknowledgement for one run of the batch."""
         return Acknowledgement(self.ended)
 
     def succeed(self) -> None:
-        """The broker has it."""
+        """Mark the batch as acknowledged by the broker."""
         self._timer.cancel()
         if not self.ended.done():
             self.ended.set_result(None)
 
     def fail(self, error: HeadraceError) -> None:
-        """It is refused, or nobody knows."""
+        """Fail the acknowledgement: the batch was refused, or its outcome is unknown."""
         self._timer.cancel()
         if not self.ended.done():
             self.ended.set_exception(error)
-            # Whoever does not await it has chosen not to know.
+            # Mark the error as retrieved: a caller may choose not to await it.
             self.ended.exception()

@@ -1,9 +1,9 @@
-"""Which Kafka a broker is, as far as it lets clients know.
+"""Infer a broker's Kafka release from the requests that it supports.
 
-Brokers do not tell their release. They tell which requests they take, and some of those came, or
-lost their old forms, with one release: KIP-896 removed Fetch below version 4 with Kafka 4.0 (of
-Produce the old versions are still listed, for clients that insist on them), and KIP-664 brought
-DescribeTransactions with 3.0.
+Brokers do not report their release. They report the supported versions of each request, and some of
+those were added, or lost their old versions, in one release: KIP-896 removed Fetch below version 4
+with Kafka 4.0 (old versions of Produce are still listed, for clients that insist on them), and
+KIP-664 added DescribeTransactions with 3.0.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ DESCRIBE_TRANSACTIONS: Final = 65
 
 
 def oldest_release(versions: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
-    """The oldest release, major and minor, that a broker can be; (0, 0) when older than 3.0.
+    """Return the oldest release (major, minor) that a broker can be; (0, 0) when older than 3.0.
 
     Args:
-        versions: the lowest and highest version taken, by the request's key.
+        versions: the lowest and highest supported version, by API key.
     """
     if versions.get(FETCH, (0, 0))[0] >= 4:
         return 4, 0

@@ -1,8 +1,8 @@
-"""Letting go of aiokafka's objects in bounded time.
+"""Close aiokafka's objects in bounded time.
 
-Their own `stop()` waits for brokers that may be gone (aiokafka issues 1013 and 1101) and can
-raise a stray `CancelledError` (issue 647). Here the tasks are cancelled, the sockets closed and
-the exceptions of both retrieved, so that nothing is left to complain when it is collected.
+Their own `stop()` waits for brokers that may be gone (aiokafka issues 1013 and 1101) and can raise
+a stray `CancelledError` (issue 647). Here the tasks are cancelled, the sockets closed and the
+exceptions of both retrieved, so that none is reported as unretrieved on collection.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SWEEP_S: Final = 1.0
 
 
 async def hang_up(connection: AIOKafkaConnection) -> None:
-    """Close one connection, and reset it where the other side is not quick to agree."""
+    """Close one connection; reset it if the other side is slow to close."""
     protocol = connection._protocol
     closed = connection.close(reason=CloseReason.SHUTDOWN)
-    if protocol is None:  # it never came to be
+    if protocol is None:  # never connected
         return
     _, open_still = await asyncio.wait([closed], timeout=_SWEEP_S)
     if open_still:
@@ -33,7 +33,7 @@ async def hang_up(connection: AIOKafkaConnection) -> None:
 
 
 async def close_client(client: AIOKafkaClient) -> None:
-    """Close the sockets; those that do not close in a second are reset."""
+    """Close the sockets; reset those that do not close within a second."""
     client.force_metadata_update = _nobody_asked(client)
     await _cancelled([client._sync_task])
     client._sync_task = None
@@ -45,7 +45,7 @@ async def close_client(client: AIOKafkaClient) -> None:
 
 
 async def close_consumer(consumer: AIOKafkaConsumer) -> None:
-    """Leave the group where the coordinator answers in time, and let go of everything."""
+    """Leave the group if the coordinator answers in time, and release all resources."""
     stopping = asyncio.create_task(consumer.stop(), name="kafka-consumer-stop")
     await asyncio.wait([stopping], timeout=_POLITE_S)
     coordinator, fetcher = consumer._coordinator, consumer._fetcher
@@ -63,11 +63,12 @@ async def close_consumer(consumer: AIOKafkaConsumer) -> None:
 
 
 async def close_producer(producer: AIOKafkaProducer) -> None:
-    """Stop sending; what is still queued or unacknowledged fails with `ProducerClosed`."""
+    """Stop sending; what is queued or unacknowledged fails with `ProducerClosed`."""
     producer._closed = True
     sender, accumulator = producer._sender, producer._message_accumulator
     accumulator._closed = True
-    # Requests under way end with their sockets. The sender awaits them when it is cancelled.
+    # Close the sockets first: requests in flight end with them, and a cancelled sender awaits
+    # those.
     task = sender.sender_task
     if task is not None:
         task.cancel()
@@ -82,13 +83,13 @@ async def close_producer(producer: AIOKafkaProducer) -> None:
 
 
 def _tasks_of(owner: object) -> list[asyncio.Task[Any]]:
-    """The tasks that run methods of this object; aiokafka's sender keeps no list of its own."""
+    """Return the tasks that run methods of this object; aiokafka's sender keeps no list of them."""
     frames = ((task, getattr(task.get_coro(), "cr_frame", None)) for task in asyncio.all_tasks())
     return [task for task, frame in frames if frame and frame.f_locals.get("self") is owner]
 
 
 def _nobody_asked(client: AIOKafkaClient) -> Any:
-    """What a closed client does when one of its last tasks asks for metadata: nothing."""
+    """Make a closed client ignore the metadata requests of its last tasks."""
 
     def force_metadata_update() -> asyncio.Future[bool]:
         done: asyncio.Future[bool] = client._loop.create_future()
@@ -99,7 +100,7 @@ def _nobody_asked(client: AIOKafkaClient) -> Any:
 
 
 async def _cancelled(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
-    """Cancel what still runs, wait briefly, and retrieve what was raised."""
+    """Cancel the running tasks, wait briefly, and retrieve their exceptions."""
     there = [task for task in tasks if task is not None]
     for task in there:
         task.cancel()

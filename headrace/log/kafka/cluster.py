@@ -1,8 +1,8 @@
-"""What a cluster is like to those who only look: its release, settings, rights and replicas.
+"""Inspect a cluster without changing it: its release, settings, rights and replicas.
 
-Rights are learned from how requests are refused, or from the bits that brokers send of them
-(KIP-430). The requests that could do something carry ids that nobody has, and go to any broker:
-each checks the rights before it looks further.
+Rights are learned from how requests are refused, or from the bits that brokers report about them
+(KIP-430). The requests that could change something carry ids that do not exist, and go to any
+broker: each broker checks the rights first.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _NOBODY: Final = "headrace-doctor"
 
 
 class Right(IntEnum):
-    """What one may do with a topic. Source: `org.apache.kafka.common.acl.AclOperation`."""
+    """An operation on a topic. Source: `org.apache.kafka.common.acl.AclOperation`."""
 
     READ = 3
     WRITE = 4
 
 
 class DescribedTopic(NamedTuple):
-    """A topic as the cluster holds it.
+    """A topic as the cluster describes it.
 
     Attributes:
-        rights: what we may do with it; None where the broker does not say.
-        replicas: of the partition that has the fewest.
-        in_sync: replicas in sync, of the partition that has the fewest.
+        rights: what we may do with it; None if the broker does not say.
+        replicas: the number of replicas of the partition that has the fewest.
+        in_sync: the number of in-sync replicas of the partition that has the fewest.
     """
 
     rights: frozenset[Right] | None
@@ -53,15 +53,15 @@ class DescribedTopic(NamedTuple):
 
 
 class ClusterInfo(NamedTuple):
-    """What was found.
+    """The result of a survey.
 
     Attributes:
         release: the oldest release that the brokers can be, major and minor.
-        settings: those of one broker, by Kafka's names; None where we may not read them.
-        topics: the topics that exist and that we may know of.
-        forbidden_topics: those that we may not even know of.
-        may_join: whether the group takes us for a member.
-        may_transact: whether the transactional id is ours to use.
+        settings: one broker's settings, by Kafka's names; None if we may not read them.
+        topics: the topics that exist and that we may describe.
+        forbidden_topics: the topics that we may not describe.
+        may_join: whether we may join the group.
+        may_transact: whether we may use the transactional id.
     """
 
     release: tuple[int, int]
@@ -126,7 +126,7 @@ class _MetadataRequestV8(RequestStruct):  # type: ignore[misc]  # aiokafka publi
 
 
 class _MetadataRequest(Request[_MetadataRequestV8]):  # type: ignore[misc]  # aiokafka publishes no types
-    """aiokafka's own ends with version 5, before rights were told."""
+    """aiokafka's own request ends with version 5, which does not report rights."""
 
     API_KEY = 3
 
@@ -140,11 +140,11 @@ class _MetadataRequest(Request[_MetadataRequestV8]):  # type: ignore[misc]  # ai
 async def survey(
     settings: KafkaSettings, topics: Sequence[str], group: str, transactional_id: str
 ) -> ClusterInfo:
-    """Ask one of the brokers.
+    """Query one of the brokers.
 
     Raises:
         LogUnavailable: no broker answers.
-        LogAuthenticationFailed: it refuses us, or we its certificate.
+        LogAuthenticationFailed: the broker refuses us, or we its certificate.
         ConfigurationError: a file that the settings name cannot be used.
     """
     connection = Connection(settings)

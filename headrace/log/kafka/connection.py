@@ -1,4 +1,4 @@
-"""How connections to the brokers are made: addresses, TLS, SASL, and why one failed."""
+"""Connect to the brokers: addresses, TLS, SASL, and explanations of failures."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from headrace.log.kafka.security import security_options, tls_error, tls_reason
 
 RETRY_BACKOFF_S: Final = 0.1
 METADATA_MAX_AGE_MS: Final = 60_000
-"""How long a partition that was added, or a topic, can stay unnoticed."""
+"""How long a new partition or topic can stay unnoticed."""
 CONNECTIONS_MAX_IDLE_MS: Final = 9 * 60 * 1000
 """Below the broker's own limit (`connections.max.idle.ms`, 10 minutes)."""
 _FIRST_ANSWER_S: Final = 5.0
 
 
 class Connection:
-    """The options that every client of one log shares. Its text shows no secret.
+    """The options shared by all clients of one log. Its `repr` shows no secret.
 
     Args:
         settings: how to reach the brokers.
-        decompressed_bytes: how large the records of one batch may be once decompressed.
+        decompressed_bytes: the limit on the decompressed records of one batch.
 
     Raises:
         ConfigurationError: a file that the settings name cannot be read or used.
@@ -58,16 +58,16 @@ class Connection:
 
     @property
     def request_timeout_s(self) -> float:
-        """How long one answer is waited for."""
+        """How long to wait for one response."""
         return self.settings.request_timeout_ms / 1000
 
     @property
     def codec(self) -> int:
-        """The number of the compression in a batch's attributes, as Kafka's format has it."""
+        """The number of the compression in a batch's attributes, as in Kafka's format."""
         return ("none", "gzip", "snappy", "lz4", "zstd").index(self.settings.compression)
 
     def client_options(self, request_timeout_ms: int | None = None) -> dict[str, Any]:
-        """The arguments that aiokafka's client, consumer and producer have in common."""
+        """Return the arguments that aiokafka's client, consumer and producer have in common."""
         return {
             **self._security,
             "client_id": self.settings.client_id,
@@ -79,11 +79,11 @@ class Connection:
         }
 
     async def open_client(self) -> AIOKafkaClient:
-        """A connected client for questions to brokers.
+        """Return a connected client for requests to brokers.
 
         Raises:
             LogUnavailable: no broker answers.
-            LogAuthenticationFailed: one refuses us, or we its certificate.
+            LogAuthenticationFailed: a broker refuses us, or we its certificate.
         """
         client = AIOKafkaClient(**self.client_options())
         self.take_over_bootstrap(client)
@@ -96,15 +96,15 @@ class Connection:
         return client
 
     def take_over_bootstrap(self, client: AIOKafkaClient) -> None:
-        """Have this client find its brokers by `bootstrap` of this class, at first and again.
+        """Replace the client's bootstrap, at first and later, with `bootstrap` of this class.
 
-        aiokafka's own logs why a server could not be used and forgets it, although "wrong
-        password" and "no broker" call for different people; and it leaves the connection to
-        close by itself, which with TLS takes longer than a loop may live. Later it asks the
-        brokers that it knows and nobody else, be they all gone to other addresses.
+        aiokafka's own logs why a server could not be used and drops the reason, although "wrong
+        password" and "no broker" need different remedies; and it leaves the connection to close by
+        itself, which with TLS can take longer than the loop lives. Later it queries only the
+        brokers that it knows, even if all have moved to other addresses.
 
-        And have a connection that broke a moment ago fail the request, and not whoever reads;
-        and leave a broker that could not be reached alone for a while.
+        Also make a connection that broke a moment ago fail the request instead of the reading task,
+        and apply the reconnect back-off to brokers that could not be reached.
         """
         client.send = partial(_sent, client.send)
         client._get_conn = partial(self._get_conn, client)
@@ -136,13 +136,13 @@ class Connection:
         group: int = ConnectionGroup.DEFAULT,
         **_options: Any,
     ) -> AIOKafkaConnection | None:
-        """The connection to a node; None where it cannot be had now."""
+        """Return the connection to a node; None if there can be none now."""
         made = client._conns.get((node_id, group))
         if made is not None and made.connected():
             return made
         broker = client.cluster.broker_metadata(node_id)
         if broker is None or self._rest_s((broker.host, broker.port)):
-            # As after a failure: what was asked of this node may be another's by now.
+            # As after a failure: the request may be another node's by now.
             client.force_metadata_update()
             return None
         return await self._connected(client, (broker.host, broker.port), (node_id, group))
@@ -150,12 +150,12 @@ class Connection:
     async def _connected(
         self, client: AIOKafkaClient, address: Address, key: tuple[int, int]
     ) -> AIOKafkaConnection | None:
-        """A new connection, as aiokafka's own client makes and keeps them; None where it fails."""
+        """Open a connection and register it as aiokafka's client does; return None on failure."""
         async with client._get_conn_lock:
             made = client._conns.get(key)
             if made is not None and made.connected():
                 return made
-            if self._rest_s(address):  # somebody else has tried meanwhile
+            if self._rest_s(address):  # another task has tried meanwhile
                 return None
             connection = DirectConnection(
                 *address,
@@ -166,12 +166,13 @@ class Connection:
                 **self._security,
             )
             try:
-                # Not the client's timeout: a consumer's is that of a JoinGroup, and all that the
-                # client sends waits for the lock. A broker that starts may accept and not answer.
+                # Not the client's timeout: a consumer's is that of a JoinGroup, and all requests of
+                # the client wait for the lock. A starting broker may accept the connection and not
+                # answer.
                 async with asyncio.timeout(self.request_timeout_s):
                     await connection.connect()
             except (OSError, KafkaError) as error:
-                # In the words of aiokafka's own client, in whose place this connects.
+                # Log as aiokafka's own client does, which this replaces.
                 aiokafka_client.log.error("Unable connect to node with id %s: %s", key[0], error)
                 self._tried(address, reached=False)
                 client.force_metadata_update()
@@ -198,7 +199,7 @@ class Connection:
         cluster: ClusterMetadata,
         topics: Collection[str],
     ) -> bool:
-        """Ask the known brokers, and where none of them answers, the bootstrap servers."""
+        """Request metadata from the known brokers, or the bootstrap servers if none answers."""
         if await ask_known_brokers(cluster, topics):
             return True
         for host, port in self._servers():
@@ -207,14 +208,14 @@ class Connection:
             try:
                 answer = await self._first_answer(host, port, list(topics) or None)
             except HeadraceError:
-                continue  # `refusal` finds out what is wrong, once the silence has lasted
+                continue  # `refusal` finds the reason once the silence has lasted
             cluster.update_metadata(answer)
             return True
         return False
 
     async def refusal(self) -> HeadraceError | None:
-        """Connect once more, and give what a broker, or the settings, have against us if that
-        is the matter; None where brokers are merely away, or answer again.
+        """Connect once more and return the error if a broker refuses us or the settings are wrong;
+        None if brokers are merely unreachable, or answer again.
         """
         for host, port in self._servers():
             try:
@@ -227,7 +228,9 @@ class Connection:
         return None
 
     async def _first_answer(self, host: str, port: int, topics: Sequence[str] | None = ()) -> Any:
-        """The metadata that one server gives to a connection of its own; None: of all topics."""
+        """Return the metadata from one server over a connection of its own; None for `topics` is
+        all.
+        """
         timeout_s = min(self.request_timeout_s, _FIRST_ANSWER_S)
         connection = DirectConnection(
             host,
@@ -252,16 +255,16 @@ class Connection:
         return answer
 
     def _brokerless(self, where: str) -> HeadraceError:
-        """Why a server answered without naming a broker, itself included."""
+        """Return the error for a server whose answer names no broker, not even itself."""
         by_token = self.settings.sasl_mechanism == "OAUTHBEARER"
         if by_token and self.settings.security_protocol.startswith("SASL"):
             # A broker refuses a bearer token in a challenge (RFC 7628, 3.2.3) that aiokafka does
-            # not read: the refusal then comes in the place of the first answer.
+            # not read: the refusal then arrives instead of the first response.
             return self._explained(where, kafka_errors.SaslAuthenticationFailed())
         return LogUnavailable(f"{where}: it is starting, and knows of no broker yet")
 
     def _explained(self, where: str, error: Exception) -> HeadraceError:
-        """One line on why a connection came to nothing, of the kind that fits."""
+        """Return an error of the right kind, with one line on why a connection failed."""
         tls = tls_error(error)
         if tls is not None:
             return LogAuthenticationFailed(f"{where}: {tls_reason(tls)}")
@@ -282,7 +285,7 @@ class Connection:
         return LogUnavailable(f"{where}: {reason}{self._hint() if hung_up else ''}")
 
     def _hint(self) -> str:
-        """What to look at when a listener hangs up without a word."""
+        """Return a hint on what to check when a listener disconnects without a message."""
         protocol = self.settings.security_protocol
         return f"; is this a listener for {protocol} (kafka.security_protocol)?"
 
@@ -297,11 +300,11 @@ class Connection:
 async def _sent(
     send: Callable[..., Awaitable[Any]], node_id: int, request: Any, **options: Any
 ) -> Any:
-    """What aiokafka's own `send` gives, with its error for a transport that is closed already.
+    """Call aiokafka's `send`, and raise its own error if the transport is closed already.
 
-    asyncio's transport takes no notice of what is written to it then, and the request fails with
-    its connection. uvloop's raises RuntimeError, which aiokafka does not expect: its background
-    tasks would end with it.
+    asyncio's transport ignores writes after it was closed, and the request fails with its
+    connection. uvloop's raises RuntimeError, which aiokafka does not expect and which would end its
+    background tasks.
     """
     try:
         return await send(node_id, request, **options)

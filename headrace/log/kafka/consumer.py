@@ -1,4 +1,4 @@
-"""Reading from aiokafka's consumer: what members of groups and free readers have in common."""
+"""Read through aiokafka's consumer: the common part of group members and free readers."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ REBALANCE_TIMEOUT_MS: Final = 30_000
 """How long the group waits for a member to finish `on_revoked` and join again."""
 _JOIN_MARGIN_MS: Final = 5_000
 _FETCH_MAX_WAIT_MS: Final = 50
-"""An idle fetch holds up a partition that was resumed or sought for this long at most."""
+"""The longest that an idle fetch delays a partition that was resumed or sought."""
 _FETCH_MAX_BYTES: Final = 16 * 1024 * 1024
 _PARTITION_FETCH_BYTES: Final = 1024 * 1024
 _SILENCE_S: Final = 5.0
-"""Without an answer for this long, ask whether the brokers refuse us; and again as often."""
+"""After this long without a response, check whether the brokers refuse us; repeat at this interval.
+"""
 
 
 class KafkaConsumer:
-    """A consumer that is to be entered with `async with`; see `headrace.log.port.Consumer`."""
+    """A consumer, entered with `async with`; see `headrace.log.port.Consumer`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -62,13 +63,13 @@ class KafkaConsumer:
         settings = self._connection.settings
         self._started = AIOKafkaConsumer(
             **self._connection.client_options(
-                # A JoinGroup is answered only when every member has joined.
+                # JoinGroup is answered only when every member has joined.
                 max(settings.request_timeout_ms, REBALANCE_TIMEOUT_MS + _JOIN_MARGIN_MS)
             ),
             **self._group_options(),
             client_rack=settings.client_rack or None,
             isolation_level="read_committed",
-            auto_offset_reset="none",  # an offset that is gone must be seen, not skipped
+            auto_offset_reset="none",  # an offset that is gone must be reported, not skipped
             enable_auto_commit=False,
             fetch_min_bytes=1,
             fetch_max_wait_ms=_FETCH_MAX_WAIT_MS,
@@ -93,7 +94,7 @@ class KafkaConsumer:
         await self.close()
 
     async def close(self) -> None:
-        """Leave the group and close all sockets, within a few seconds; the listener is not told."""
+        """Leave the group and close all sockets in a few seconds; the listener is not called."""
         self._open.clear()
         consumer, self._started, self._closed = self._started, None, True
         diagnosis, self._diagnosis = self._diagnosis, None
@@ -123,7 +124,9 @@ class KafkaConsumer:
     async def poll(
         self, timeout_s: float, max_records: int, max_bytes: int = MAX_POLL_BYTES
     ) -> Mapping[TopicPartition, Sequence[Record]]:
-        """See the port. During a rebalance that begins within a poll it lasts as long as that."""
+        """See the port. If a rebalance begins within a poll, the poll lasts until the rebalance
+        ends.
+        """
         consumer = self._consumer
         self._reading.gaps = []
         self._raise_failure()
@@ -149,9 +152,9 @@ class KafkaConsumer:
         return self._reading.gaps
 
     async def _opened(self, consumer: AIOKafkaConsumer, timeout_s: float) -> bool:
-        """Wait for an assignment whose listener has returned, up to the timeout."""
+        """Wait until an assignment's listener has returned; False if the timeout passes first."""
         consumer._coordinator.check_errors()  # joining may have failed for good
-        # aiokafka does not join again while nobody polls; this wait is polling.
+        # aiokafka does not rejoin unless a poll is in progress, so count this wait as polling.
         with consumer._subscription.fetch_context():
             try:
                 async with asyncio.timeout(timeout_s):
@@ -166,8 +169,9 @@ class KafkaConsumer:
             raise failure
 
     def _poll_failed(self, consumer: AIOKafkaConsumer, error: KafkaError) -> None:
-        """Act on an error of reading, or raise it in the port's words."""
-        # aiokafka counts pollers without a `finally`; one left over would look busy for ever.
+        """Handle an error of reading, or raise the port's error for it."""
+        # aiokafka counts pollers without a `finally`; a leftover would make the consumer look busy
+        # forever.
         consumer._subscription._fetch_count = 0
         consumer._subscription._last_fetch_ended = time.monotonic()
         if isinstance(error, kafka_errors.NoOffsetForPartitionError):
@@ -186,13 +190,13 @@ class KafkaConsumer:
                     "the consumer group has members of another kind, and takes only those: "
                     "processes of another form, or with another guarantee"
                 ) from error
-            # aiokafka's coordination has ended for good, and only a new consumer can go on.
+            # aiokafka's coordination has ended for good; only a new consumer can continue.
             raise LogRefused(str(translated)) from error
 
     def _watch(self, consumer: AIOKafkaConsumer) -> None:
-        """Look behind an empty poll, which is all that aiokafka lets see of its troubles.
+        """Check the state behind an empty poll, which is all that aiokafka shows of its problems.
 
-        When nobody has answered for a while, find out beside the polling whether we may ask.
+        After a long silence, check in a task beside the polling whether the brokers refuse us.
         """
         if consumer._fetcher.error_future.done():
             raise LogRefused(f"reading has ended: {consumer._fetcher.error_future!r}")
@@ -207,7 +211,9 @@ class KafkaConsumer:
         self._failure = await self._connection.refusal() or self._failure
 
     def last_contact_s(self) -> float:
-        """Seconds since a broker's last answer to anything: a fetch, a heartbeat, a question."""
+        """Return the seconds since a broker's last response of any kind (fetch, heartbeat,
+        request).
+        """
         if self._started is not None:
             connections = self._started._client._conns.values()
             self._contact = max([self._contact, *(each._last_action for each in connections)])
@@ -215,21 +221,21 @@ class KafkaConsumer:
 
     @property
     def member_id(self) -> str:
-        """A free reader is nobody in any group."""
+        """Empty: a free reader is in no group."""
         return ""
 
     async def is_member(self) -> bool:
-        """A free reader is in no group."""
+        """Return False: a free reader is in no group."""
         return False
 
     # Positions
 
     def assignment(self) -> frozenset[TopicPartition]:
-        """The partitions that are ours, from their assignment until `on_revoked` has returned."""
+        """Return the partitions owned, from their assignment until `on_revoked` has returned."""
         return self._owned
 
     def pause(self, partitions: Sequence[TopicPartition]) -> None:
-        """See the port. What was fetched ahead of these partitions is fetched again later."""
+        """See the port. Records already fetched from these partitions are fetched again later."""
         self._check_owned(partitions)
         self._paused.update(partitions)
         self._consumer.pause(*theirs(partitions))
@@ -261,13 +267,13 @@ class KafkaConsumer:
     # Offsets
 
     async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """A free reader has no group to commit for."""
+        """Raise `LogRefused`: a free reader has no group to commit for."""
         raise LogRefused(f"a reader without a group cannot commit {dict(offsets)}")
 
     async def committed(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
-        """A free reader has no group, so nothing is committed."""
+        """Return None for each partition: a free reader has no group, so nothing is committed."""
         return dict.fromkeys(partitions)
 
     async def beginning_offsets(
@@ -282,7 +288,7 @@ class KafkaConsumer:
     async def end_offsets(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, int]:
-        """The last stable offsets, since readers here are `read_committed`."""
+        """Return the last stable offsets, since consumers here are `read_committed`."""
         async with self._asking("end offsets"):
             await self._check_exist(partitions)
             found = await self._consumer.end_offsets(theirs(partitions))
@@ -305,7 +311,7 @@ class KafkaConsumer:
         return answered(what, self._connection.request_timeout_s)
 
     async def _check_exist(self, partitions: Iterable[TopicPartition]) -> None:
-        """Refuse what is not there at once; aiokafka would look for it until its timeout."""
+        """Raise for missing partitions at once; aiokafka would look for them until its timeout."""
         client = self._consumer._client
         wanted = {each.topic for each in partitions}
         strange = [each for each in wanted if client.cluster.partitions_for_topic(each) is None]
@@ -326,7 +332,7 @@ class KafkaReader(KafkaConsumer):
 
     async def _start(self, consumer: AIOKafkaConsumer) -> None:
         await super()._start(consumer)
-        # "The end" is the end now, and not when the first fetch happens to be made.
+        # "The end" is the end now, not at the time of the first fetch.
         ends = await self.end_offsets(self._partitions)
         consumer.assign(theirs(self._partitions))
         self._owned = frozenset(self._partitions)
@@ -336,5 +342,5 @@ class KafkaReader(KafkaConsumer):
 
 
 def theirs(partitions: Iterable[TopicPartition]) -> list[aiokafka.TopicPartition]:
-    """As aiokafka's own type, which it insists on although both are the same tuple."""
+    """Convert to aiokafka's own type, which it requires although both are the same tuple."""
     return [aiokafka.TopicPartition(*each) for each in partitions]

@@ -1,4 +1,4 @@
-"""What aiokafka and the broker report, in the port's words."""
+"""Translate errors of aiokafka and the broker into the port's."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ _PASSING = (
 
 
 def in_port_words(error: KafkaError, what: str) -> HeadraceError:
-    """The port's error for one of aiokafka's.
+    """Return the port's error for one of aiokafka's.
 
     Args:
-        error: what aiokafka raised.
-        what: what was being done, as the beginning of the message: `commit for group g`.
+        error: the error that aiokafka raised.
+        what: the operation, which begins the message: `commit for group g`.
     """
     message = f"{what}: {_text(error)}"
     if isinstance(error, _NOT_ALLOWED):
@@ -80,7 +80,7 @@ def in_port_words(error: KafkaError, what: str) -> HeadraceError:
 
 @asynccontextmanager
 async def answered(what: str, deadline_s: float) -> AsyncIterator[None]:
-    """Bound the body in time and turn aiokafka's errors into the port's.
+    """Bound the body in time and translate aiokafka's errors into the port's.
 
     Raises:
         LogUnavailable: the deadline passed first, among the other errors of `in_port_words`.
@@ -95,12 +95,12 @@ async def answered(what: str, deadline_s: float) -> AsyncIterator[None]:
 
 
 def broker_error(code: int, *details: object) -> KafkaError | None:
-    """The error of a code in a broker's answer; None for success."""
+    """Return the error for a code in a broker's response; None for success."""
     kind = kafka_errors.for_code(code)
     return None if kind is kafka_errors.NoError else kind(*details)
 
 
 def _text(error: KafkaError) -> str:
-    """One line: the broker's own words where it sent some, else the name of the error."""
+    """Return the broker's own message if there is one, with the error's name, on one line."""
     words = " ".join(str(part) for part in error.args if part)
     return f"{type(error).__name__} ({words})" if words else type(error).__name__

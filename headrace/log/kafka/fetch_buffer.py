@@ -1,14 +1,14 @@
-"""Takes what aiokafka has fetched, batch by batch.
+"""Take records out of aiokafka's fetch buffer, a batch at a time.
 
-aiokafka's parser of record batches is in C; what its fetcher then does in Python, for each record,
-takes longer than the parsing. This does the same for a batch at a time. Which batches are read is
-still said by aiokafka's own rules (`aiokafka.consumer.fetcher`, of 0.14, to which the version is
-bound): its `PartitionRecords` tell which transactions were aborted, its `FetchResult` whether the
-partition is still read from the offset that was fetched, and the position is aiokafka's.
+aiokafka parses record batches in C; what its fetcher then does in Python for each record takes
+longer than the parsing. This does the same for a batch at a time. aiokafka's own rules still decide
+which batches are read (`aiokafka.consumer.fetcher`, of 0.14, to which the version is pinned): its
+`PartitionRecords` tracks aborted transactions, its `FetchResult` checks that the partition is still
+read from the offset that was fetched, and the position is aiokafka's.
 
-Two things are different. What is taken is limited by bytes as well as by number. And a batch that
-cannot be read ends nothing: it is passed over, as a `Gap`, and reading goes on behind it. aiokafka
-raises there, and would raise again at every start.
+Two things differ. The result is limited by bytes as well as by number. And a batch that cannot be
+read is reported as a `Gap` and skipped. aiokafka raises there, and would raise again at every
+start.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from headrace.log.port import MAX_POLL_BYTES, Gap, Record, TopicPartition
 
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
 HEADER_OVERHEAD_BYTES: Final = 128
-"""Charged for each header against the bytes of a poll: as an object it takes more than its text."""
+"""Charged for each header against the bytes of a poll: as an object it is larger than its text."""
 _SMALL_BATCH_BYTES: Final = 512 * 1024
 _MAGIC_AT: Final = 16
 _MAX_GAPS: Final = 100
-"""A poll that has found so many takes no more, so that what it reports is bounded."""
+"""A poll that has found this many gaps returns no more records, so that its report is bounded."""
 
 
 class Reading:
-    """What one consumer knows of its reading beside aiokafka's positions.
+    """State of one consumer's reading, besides aiokafka's positions.
 
     Args:
-        decompressed_bytes: how large the records of a batch may be once decompressed.
+        decompressed_bytes: the limit on the decompressed records of a batch.
 
     Attributes:
-        gaps: what the last poll has passed over.
+        gaps: the gaps that the last poll skipped.
     """
 
     def __init__(self, decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES) -> None:
@@ -59,7 +59,7 @@ class Reading:
         self._doubted: dict[TopicPartition, int] = {}
 
     def is_doubted(self, partition: TopicPartition, offset: int) -> bool:
-        """Whether the batch at this offset came damaged before. The next time, it is."""
+        """Return whether the batch at this offset was damaged before, or note that it is now."""
         if self._doubted.pop(partition, None) == offset:
             return True
         self._doubted[partition] = offset
@@ -67,27 +67,27 @@ class Reading:
 
 
 class DamagedOnTheWay(Exception):
-    """A batch whose checksum is wrong for the first time: it has to be fetched again."""
+    """A batch whose checksum is wrong for the first time: it must be fetched again."""
 
 
 class Unread:
-    """What is left of a partition's part of a fetch response.
+    """The unread rest of one partition's part of a fetch response.
 
     Args:
-        fetched: of which nothing was taken yet.
-        reading: the consumer's.
+        fetched: the part, of which nothing has been read yet.
+        reading: the consumer's state.
 
     Attributes:
-        next_fetch_offset: where reading goes on; `FetchResult` looks here.
-        is_empty: nothing is left, or what is left has to be fetched again.
+        next_fetch_offset: the next offset to read; `FetchResult` reads it.
+        is_empty: True if nothing is left, or the rest has to be fetched again.
     """
 
     def __init__(self, fetched: PartitionRecords, reading: Reading) -> None:
         self.next_fetch_offset: int = fetched.next_fetch_offset
         self.is_empty = False
         self._fetched = fetched
-        # Its own iterator, which is not used here, refers to it and it to that: the response would
-        # stay in memory until the garbage collector looks.
+        # Break the reference cycle with its own iterator, which is not used here: it would keep the
+        # response in memory until the garbage collector runs.
         fetched._records_iterator = None
         self._partition = TopicPartition(*fetched._tp)
         self._reading = reading
@@ -96,10 +96,10 @@ class Unread:
         self._records: Iterator[Any] = iter(())
 
     def take(self, most: int, most_bytes: int) -> tuple[list[Record], int]:
-        """Return the next records, within both limits, and roughly how many bytes they are.
+        """Return the next records, within both limits, and their approximate size in bytes.
 
-        One record may exceed the limit of bytes. Fewer come where no more are left, or where what
-        is left has to be fetched again.
+        The last record may exceed the limit of bytes. Fewer records are returned if no more are
+        left, or if the rest has to be fetched again.
         """
         found: list[Record] = []
         size_bytes = 0
@@ -108,7 +108,7 @@ class Unread:
         return found, size_bytes
 
     def _has_batch(self) -> bool:
-        """Return whether there is one to be read; go on to the next one if need be."""
+        """Return whether there is a batch to read; open the next one if needed."""
         batches: RecordSet = self._fetched._records
         while self._batch is None and batches.has_next():
             if len(self._reading.gaps) >= _MAX_GAPS:
@@ -123,11 +123,12 @@ class Unread:
         return not self.is_empty
 
     def _open(self, batches: RecordSet) -> None:
-        """Make the next batch the present one, unless it is not for readers.
+        """Make the next batch the current one, unless it is not visible to readers.
 
         Raises:
             DamagedOnTheWay: its checksum is wrong.
-            UnreadableBatch: it was wrong before as well, or the batch cannot be decompressed.
+            UnreadableBatch: the checksum was wrong before as well, or the batch cannot be
+                decompressed.
         """
         batch = batches.next_batch()
         if not batch.validate_crc():
@@ -143,13 +144,13 @@ class Unread:
         except UnreadableBatch as error:
             self._add_gap(batch.next_offset, error)
             return
-        # A batch lets itself be iterated once; several slices are taken of a chain.
+        # A batch can be iterated only once; a chain allows several slices.
         self._batch, self._content, self._records = batch, content, chain(batch)
         if len(content) > _SMALL_BATCH_BYTES and content[_MAGIC_AT] >= 2:
             self._records = guarded_records(self._records, content)
 
     def _is_for_readers(self, batch: Any) -> bool:
-        """Neither a marker nor of an aborted transaction; for readers of what is committed."""
+        """Return whether the batch is neither a marker nor part of an aborted transaction."""
         fetched = self._fetched
         if batch.producer_id is not None:
             fetched._consume_aborted_up_to(batch.base_offset)
@@ -160,10 +161,11 @@ class Unread:
         return not batch.is_control_batch
 
     def _pass_over(self, batches: RecordSet, error: UnreadableBatch) -> None:
-        """Go on behind a batch of which not even the head can be trusted.
+        """Skip a batch of which not even the header can be trusted.
 
-        The next batch says where it ends. Without one, the head does, if its two numbers of
-        records agree. Otherwise reading goes on by one offset: too far would be worse.
+        The next batch's base offset tells where it ends. Without a next batch its own header does,
+        if its two record counts agree. Otherwise reading advances by one offset: skipping too far
+        would be worse.
         """
         following = batches.following_offset()
         if following is None or following <= self.next_fetch_offset:
@@ -171,24 +173,24 @@ class Unread:
         self._add_gap(max(following, self.next_fetch_offset + 1), error)
 
     def _add_gap(self, end: int, error: UnreadableBatch) -> None:
-        """Note that nothing is read from where reading stands up to, and without, `end`."""
+        """Report offsets from the current position up to `end` (exclusive) as unreadable."""
         first = self.next_fetch_offset
         if end > first:
             self._reading.gaps.append(Gap(self._partition, first, end, error.code, error.reason))
             self.next_fetch_offset = end
 
     def _read(self, most: int, most_bytes: int, found: list[Record]) -> int:
-        """Move records of the present batch into `found`, and return about how many bytes."""
+        """Move records of the current batch into `found`; return their approximate bytes."""
         topic, partition = self._partition
         size_bytes = len(self._content)
         try:
             records, is_over = self._next_records(most, most_bytes)
         except Exception:  # noqa: BLE001  # whatever the parser in C could not read
-            # Begins anew; what was taken of the batch before is left out by its offset.
+            # Start over; records already taken from the batch are dropped by their offset.
             self._records = self._careful_records()
             records, is_over = self._next_records(most, most_bytes)
         if records and records[0].offset < self.next_fetch_offset:
-            # A batch comes whole, also where it was fetched from its midst.
+            # A batch arrives whole, even if it was fetched from its middle.
             records = [each for each in records if each.offset >= self.next_fetch_offset]
         found += [
             _new(
@@ -198,7 +200,8 @@ class Unread:
             for r in records
         ]
         if is_over:
-            # Its last records may be gone by compaction: the batch says where the next one begins.
+            # Compaction may have removed its last records: the batch says where the next one
+            # begins.
             self.next_fetch_offset = self._batch.next_offset
             self._batch = None
             self._content = memoryview(b"")
@@ -207,8 +210,8 @@ class Unread:
         return size_bytes if is_over else most_bytes
 
     def _next_records(self, most: int, most_bytes: int) -> tuple[list[Any], bool]:
-        """Return the next records of the present batch, and whether they were its last."""
-        # No record of a small batch has to be measured.
+        """Return the next records of the current batch, and whether they are its last."""
+        # The records of a small batch need not be measured.
         if len(self._content) <= min(most_bytes, _SMALL_BATCH_BYTES):
             records = list(islice(self._records, most))
             return records, len(records) < most
@@ -221,7 +224,7 @@ class Unread:
         return records, True
 
     def _careful_records(self) -> Iterator[CarefulRecord]:
-        """Yield what can be read of the present batch; the rest of it becomes a gap."""
+        """Yield the readable records of the current batch; report the rest as a gap."""
         expected = self.next_fetch_offset
         try:
             for record in careful_records(self._content):
@@ -244,7 +247,7 @@ def _is_abort_marker(fetched: PartitionRecords, batch: Any) -> bool:
 
 
 def _announced_end(content: memoryview) -> int:
-    """Where a batch says that it ends; -1 where it says nothing that can be trusted."""
+    """Return the end offset that a batch's header announces; -1 if it cannot be trusted."""
     head = read_head(content)
     if head is None:
         return -1
@@ -253,7 +256,7 @@ def _announced_end(content: memoryview) -> int:
 
 
 def _size_bytes(record: Any) -> int:
-    """What a record is charged with against the bytes of a poll."""
+    """Return the bytes that a record is charged against the limit of a poll."""
     size = len(record.key or b"") + len(record.value or b"") + 1
     for name, value in record.headers:
         size += len(name) + len(value or b"") + HEADER_OVERHEAD_BYTES
@@ -267,10 +270,10 @@ async def fetched_records(
     most_bytes: int = MAX_POLL_BYTES,
     reading: Reading | None = None,
 ) -> dict[TopicPartition, Sequence[Record]]:
-    """Return what has been fetched, or will be within the timeout.
+    """Return the records fetched already, or else within the timeout.
 
     Raises:
-        KafkaError: what a fetch has ended with; see `Fetcher.fetched_records`.
+        KafkaError: the error with which a fetch ended; see `Fetcher.fetched_records`.
     """
     reading = reading or Reading()
     while True:
@@ -286,14 +289,14 @@ async def fetched_records(
         if not done or fetcher._closed:
             waiter.cancel()
             return {}
-        waiter.result()  # raises where we are not authorized
+        waiter.result()  # raises if we are not authorized
         timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
 
 
 def _drain(
     fetcher: Fetcher, most: int, most_bytes: int, reading: Reading
 ) -> dict[TopicPartition, Sequence[Record]]:
-    """Return what is there. An error that does not come first is left to the next call."""
+    """Return the buffered records. An error that is not first is left to the next call."""
     found: dict[TopicPartition, Sequence[Record]] = {}
     for partition in list(fetcher._records):
         result = fetcher._records[partition]
@@ -306,7 +309,7 @@ def _drain(
             else _take(result, partition, most, most_bytes, reading)
         )
         if is_over:
-            # Let more be fetched of the partition.
+            # Allow the next fetch of the partition.
             del fetcher._records[partition]
             fetcher._notify(fetcher._wait_consume_future)
         if failure is not None:
@@ -327,7 +330,7 @@ def _take(
     most_bytes: int,
     reading: Reading,
 ) -> tuple[list[Record], int, bool]:
-    """Return records, about how many bytes they are, and whether the result is done with."""
+    """Return records, their approximate size in bytes, and whether the result is used up."""
     if not result.check_assignment(partition):
         return [], 0, True
     unread = result._partition_records

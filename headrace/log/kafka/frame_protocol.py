@@ -1,9 +1,9 @@
-"""A connection that hands answers over in the turn of the event loop in which they arrive.
+"""A connection that delivers responses in the event-loop iteration in which they arrive.
 
-aiokafka reads its answers from a stream, in a task. The stream's buffer grows with every read of
-the socket, which moves what is there again and again: a fetch of some MiB is moved about five
-times. And the task comes one turn of the loop later than the bytes, and whoever asked yet another
-one later. Here the protocol puts an answer together once, and completes the request itself.
+aiokafka reads responses from a stream, in a task. The stream's buffer grows with every read of the
+socket, which moves its content each time: a fetch of some MiB is moved about five times. The task
+runs one loop iteration after the bytes arrive, and the caller yet another one later. Here the
+protocol assembles a response once, and completes the request itself.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ _LENGTH: Final = struct.Struct(">i")
 class Frames:
     """Cuts a stream of bytes into frames, each of which follows its length.
 
-    Source: "Network" in Kafka's protocol guide: a frame is INT32 and so many bytes.
+    Source: "Network" in Kafka's protocol guide: a frame is an INT32 and that many bytes.
     """
 
     def __init__(self) -> None:
         self._parts: list[bytes | memoryview] = []
         self._missing = 0
-        """Of the frame whose parts these are; 0: they are what there is of a length."""
+        """Bytes missing from the frame whose parts are held; 0 if the parts are of a length prefix.
+        """
 
     def cut(self, data: bytes) -> list[bytes]:
-        """The frames that end with these bytes.
+        """Return the frames that these bytes complete.
 
         Raises:
             ValueError: a length is negative.
@@ -69,10 +70,11 @@ class Frames:
 
 
 class _Answers(asyncio.Protocol):
-    """What comes in on a connection. Refers to it weakly, as aiokafka's own reading does.
+    """Protocol that reads responses; refers to its connection weakly, as aiokafka's own reading
+    does.
 
     Args:
-        closed: told when the transport has let go of the socket.
+        closed: set when the transport has released the socket.
     """
 
     def __init__(self, connection: DirectConnection, closed: asyncio.Future[None]) -> None:
@@ -88,7 +90,7 @@ class _Answers(asyncio.Protocol):
                     return
                 connection._handle_frame(frame)
         except Exception as error:  # noqa: BLE001  # whatever it is, nothing more can be read
-            # In the words of aiokafka's own reading, in whose place this stands.
+            # Log as aiokafka's own reading does, which this replaces.
             aiokafka_conn.log.exception("Unexpected exception in AIOKafkaConnection")
             self._break(error)
 
@@ -104,13 +106,13 @@ class _Answers(asyncio.Protocol):
 
 
 class DirectConnection(AIOKafkaConnection):  # type: ignore[misc]  # aiokafka publishes no types
-    """aiokafka's, but for how the answers are read."""
+    """aiokafka's connection, except for how responses are read."""
 
     def _create_reader_task(self) -> asyncio.Future[None]:
         """Called where aiokafka begins to read: on the new transport, before anything was sent.
 
         Returns:
-            In the place of its task, something that does not end by itself.
+            A future that does not end by itself, instead of aiokafka's reading task.
         """
         self._writer.transport.set_protocol(_Answers(self, self._closed_fut))
         return asyncio.get_running_loop().create_future()
