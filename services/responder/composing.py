@@ -1,4 +1,4 @@
-"""Answers and dead letters as records, and what becomes of an answer that the log refuses."""
+"""Encode answers and dead letters as records, and choose fallbacks for refused answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from headrace.topics import Stage
 log = structlog.get_logger(__name__)
 
 BARE_HEADERS = 3
-"""The headers that are ours come first: content-type, x-status, x-request."""
+"""Number of Headrace's own headers, which come first: content-type, x-status, x-request."""
 
 Addressed = dict[TopicPartition, list[Request]]
 
 
 class AnswerEncoder:
-    """Makes the records of ended requests, and tells what was answered."""
+    """Encode the records of ended requests, and report what was answered."""
 
     def __init__(self, routes: Routes, instruments: Instruments) -> None:
         self._routes = routes
@@ -39,12 +39,12 @@ class AnswerEncoder:
     def answers(
         self, requests: Sequence[Request], now_us: int, *, bare: bool = False
     ) -> list[NewRecord]:
-        """An answer for each, in their order. What is late by now fails first.
+        """Return an answer for each request, in order; requests that are late by now fail first.
 
         Args:
-            requests: that have ended.
+            requests: ended requests.
             now_us: epoch microseconds.
-            bare: the errors go without the caller's key and headers.
+            bare: encode errors without the caller's key and headers.
         """
         for request in [each for each in requests if each.envelope.deadline_ms]:
             late = deadline_passed(request, now_us, Stage.RESPONDER)
@@ -78,7 +78,7 @@ class AnswerEncoder:
         return NewRecord(request.key, value, headers)
 
     def letters(self, requests: Iterable[Request]) -> dict[TopicPartition, list[NewRecord]]:
-        """Dead letters of those that can never succeed as they are."""
+        """Return the dead letters, by target, of requests that can never succeed as they are."""
         found: dict[TopicPartition, list[NewRecord]] = {}
         for request in requests:
             if (target := self.letter_target(request)) is not None:
@@ -86,14 +86,14 @@ class AnswerEncoder:
         return found
 
     def letter_target(self, request: Request) -> TopicPartition | None:
-        """Where a request's dead letter is kept; None where it has none."""
+        """Return where a request's dead letter is kept; None if it has none."""
         failure = request.failure
         if failure is None or not Code(failure.code).is_dead_letter:
             return None
         return self._routes.dead_letter(request)
 
     def letter(self, request: Request) -> NewRecord:
-        """The dead letter of a request that has one."""
+        """Return the dead letter of a request that has one."""
         failure = request.failure
         assert failure is not None
         return NewRecord(
@@ -103,7 +103,7 @@ class AnswerEncoder:
         )
 
     def misroute(self, request: Request, reason: str) -> TopicPartition:
-        """Its answer cannot go where it asked: it fails, and says so on `responses`."""
+        """Fail a request whose reply topic is refused; return its target on `responses`."""
         request.outputs = None
         request.fail(misrouted(reason))
         return self._routes.default(request)
@@ -111,17 +111,17 @@ class AnswerEncoder:
     def give_way(
         self, request: Request, target: TopicPartition, error: Rejected, *, bare: bool
     ) -> tuple[TopicPartition, bool] | None:
-        """What to try next with an answer that was refused by itself.
+        """Choose the fallback for an answer that the log refused.
 
-        One that is too large becomes the error that says so, and then a bare one. What its reply
-        topic refuses for another reason is answered on `responses`: the topic was deleted, we may
-        not write to it, or it is compacted and wants a key.
+        An answer that is too large becomes a `TOO_LARGE` error, then a bare one. An answer that
+        its reply topic refuses for another reason (topic deleted, no write permission, or
+        compacted and without a key) goes to `responses` as an error.
 
         Returns:
-            the target, and whether to go bare; None when there is nothing left to try.
+            The target, and whether the answer is bare; None if there is no fallback left.
 
         Raises:
-            LogRefused: `responses` refuses it, for another reason than its size.
+            LogRefused: `responses` refused the answer for another reason than its size.
         """
         if not isinstance(error, RecordTooLarge):
             if target.topic == self._routes.responses:
@@ -138,14 +138,14 @@ class AnswerEncoder:
         return None
 
     def unkept(self, target: TopicPartition, count: int) -> None:
-        """So many dead letters do not fit."""
+        """Count and log dead letters that were dropped because they are too large."""
         self._metrics.unkept.inc(count)
         log.error(Event.DEAD_LETTER_TOO_LARGE, topic=str(target), count=count)
 
     def answered(
         self, addressed: Mapping[TopicPartition, Sequence[Request]], times: Answering
     ) -> None:
-        """These answers and their dead letters are acknowledged."""
+        """Record in metrics, logs and traces that these answers and dead letters are written."""
         now_us = times.kept_us
         for target, requests in addressed.items():
             self._metrics.answered(requests, times.began_us, now_us)
@@ -166,7 +166,7 @@ def _unfitting(target: TopicPartition) -> Failure:
 
 
 def answer_bytes(requests: Iterable[Request]) -> int:
-    """What the outputs of requests take, which wait for their acknowledgement."""
+    """Return the size in bytes of the requests' outputs; shared outputs count for each request."""
     total = size_bytes = 0
     heads: tuple[Head, ...] = ()
     for request in requests:

@@ -1,7 +1,7 @@
-"""How many partitions the reply topics have, without ever making one answer wait for another.
+"""Partition counts of reply topics, looked up without delaying answers for other topics.
 
-What was looked up is remembered for a minute. A topic that is not known is asked for in a task of
-its own, at most once at a time, and the requests that want it wait at the side; all others pass.
+Results are cached for a minute. An unknown topic is looked up in its own task, at most once at a
+time, and only the requests for that topic wait.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MAX_LOOKUPS = 64
 RETRY_S = 0.5
 
 Resolved = Callable[[list[Request], int | TopicForbidden | None], Awaitable[None]]
-"""Called with the requests that waited, and the topic's partitions, None if it does not exist."""
+"""Called with the waiting requests and the number of partitions; None if there is no such topic."""
 
 
 class TopicDirectory:
-    """Partitions of topics that are not ours.
+    """Cache of the partition counts of callers' topics.
 
     Args:
         on_resolved: continues with the requests that waited.
@@ -44,14 +44,14 @@ class TopicDirectory:
         self._permits = asyncio.Semaphore(MAX_LOOKUPS)
 
     def known(self, topic: str) -> int | None:
-        """The number of partitions, if it was looked up lately."""
+        """Return the number of partitions; None if it is not cached."""
         entry = self._known.get(topic)
         if entry is None or entry[1] < time.monotonic():
             return None
         return entry[0]
 
     def wait_for(self, topic: str, request: Request, tasks: asyncio.TaskGroup) -> None:
-        """Look the topic up, and go on with the request when that is done."""
+        """Look up the topic, then continue with the request through `on_resolved`."""
         waiting = self._waiting.get(topic)
         if waiting is not None:
             waiting.append(request)
@@ -75,6 +75,6 @@ class TopicDirectory:
             except TopicForbidden as error:
                 return error
             except Retriable as error:
-                # With no broker there is nowhere to send the refusal to, either.
+                # Retry forever: without a broker, a refusal cannot be sent either.
                 log.warning(Event.REPLY_TOPIC_UNKNOWN, topic=topic, reason=str(error))
                 await asyncio.sleep(RETRY_S)

@@ -1,6 +1,7 @@
 """The records of an answering step's transactions, for exactly once.
 
-Whatever its topic refuses before the transaction begins gives way here: only that is encoded again.
+A record that its topic refuses before the transaction begins is replaced here by a fallback; only
+that record is encoded again.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from headrace.services.responder.composing import Addressed, AnswerEncoder
 from headrace.telemetry.span_attributes import Answering
 
 ANSWER_BYTES = 256
-"""About what an answer takes beside its outputs and its key."""
+"""Approximate size of an answer without its outputs and its key."""
 
 
 class Draft:
-    """The records of a step's transactions, and the forms of the answers that were refused.
+    """The records of a step's transactions, and the fallbacks of refused answers.
 
-    An answer that was refused keeps its form from one transaction to the next: it may be bare, or
-    left out, and its dead letter may be left out.
+    A refused answer keeps its fallback from one transaction to the next: it may be bare or left
+    out, and its dead letter may be left out.
     """
 
     def __init__(self, composer: AnswerEncoder) -> None:
@@ -87,10 +88,10 @@ class Draft:
     def replace_refused(
         self, outgoing: Sequence[Outgoing], error: RecordsRefused
     ) -> list[Outgoing]:
-        """Give way with what its topic refuses, and return all with the targets to try next.
+        """Choose fallbacks for refused records; return all answers with the targets to try next.
 
         Raises:
-            LogRefused: a topic of ours refuses a record for another reason than its size.
+            LogRefused: one of Headrace's topics refused a record for a reason other than size.
         """
         for target, requests in self._answers.items():
             self._encoded.update(zip(requests, self._records[target], strict=True))
@@ -108,7 +109,7 @@ class Draft:
     def next_form(
         self, request: Request, target: TopicPartition, refusal: Rejected
     ) -> TopicPartition:
-        """Give way with an answer, and return its target; see `AnswerEncoder.give_way`."""
+        """Choose the fallback of an answer and return its target; see `AnswerEncoder.give_way`."""
         self._encoded.pop(request, None)
         way = self._composer.give_way(request, target, refusal, bare=request in self._bare)
         if way is None:
@@ -119,7 +120,7 @@ class Draft:
         return target
 
     def leave_letter_out(self, request: Request) -> bool:
-        """Go without a dead letter; False where there is none, or it is left out already."""
+        """Leave out a dead letter; return False if there is none, or it is left out already."""
         if request in self._letterless or self._composer.letter_target(request) is None:
             return False
         self._letterless.add(request)
@@ -149,13 +150,13 @@ class Draft:
             self._composer.unkept(where, count)
 
     def release(self) -> None:
-        """Let go of the encoded records: their transaction is over."""
+        """Free the encoded records after their transaction."""
         self._encoded, self._records = {}, {}
         self._addressed, self._answers, self._letters = {}, {}, {}
 
 
 def sizes_of(outgoing: Iterable[Outgoing]) -> Iterator[int]:
-    """About how many bytes each answer brings into a transaction, its dead letter included."""
+    """Yield the approximate bytes of each answer, its dead letter included."""
     for request, _ in outgoing:
         size_bytes = ANSWER_BYTES + len(request.key or b"") + sum(map(len, request.contents or ()))
         if request.failure is not None:

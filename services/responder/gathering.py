@@ -1,27 +1,27 @@
-"""How long the next transaction waits for more answers: a pure rule.
+"""Transaction linger: how long the next transaction waits for more answers. A pure rule.
 
-A transaction costs about as much whether it has one answer or a thousand: some milliseconds of
-processor time, most of it the broker's. While many requests wait in the process, those that will be
-answered soon go together. None waits a tenth longer for it than it would have.
+A transaction costs some milliseconds of processor time, most of it the broker's, for one answer
+or a thousand. While many requests are in flight, answers that end soon share a transaction. This
+lengthens the wait of each request by less than a tenth.
 """
 
 from __future__ import annotations
 
 SHARE = 0.1
-"""Of the time that the requests under way take to be answered."""
+"""Longest pause, as a share of the time that the requests in flight take to be answered."""
 ENOUGH_ANSWERS = 1024
-"""With so many the transaction costs little beside its answers."""
+"""With this many answers, the cost of the transaction itself is small."""
 MAX_PAUSE_S = 0.1
 MIN_PAUSE_S = 0.005
-"""With less under way there is no backlog."""
+"""A shorter pause means that there is no backlog, so there is none."""
 
 
 def pause_s(answers: int, elapsed_s: float, under_way: int) -> float:
-    """The time to let pass after a transaction, in seconds.
+    """Return the pause after a transaction, in seconds; 0 without a backlog.
 
     Args:
-        answers: those of the transaction.
-        elapsed_s: from the end of the transaction before it to its own.
+        answers: number of answers in the transaction.
+        elapsed_s: time from the end of the previous transaction to the end of this one.
         under_way: requests of its partition that were read and are not answered.
     """
     if answers <= 0 or elapsed_s <= 0.0:

@@ -1,7 +1,7 @@
-"""The answering step for at least once in order: written, and waited for, before the next one.
+"""The answering step for ordered at-least-once: write and wait before the next step.
 
-All answers of a step count as answered together. If one did while an earlier one on another topic
-did not, a later one would follow it after a restart, and pass the earlier one.
+All answers of a step are acknowledged together. If one were acknowledged before an earlier one on
+another topic, later answers would overtake the earlier one after a restart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.telemetry.span_attributes import Answering
 
 
 class OrderedStep:
-    """Answers requests of one source partition; see `turns.Step`."""
+    """Answer requests of one source partition in order; see `turns.Step`."""
 
     def __init__(
         self, producer: Producer, composer: AnswerEncoder, books: OffsetStore, metrics: Metrics
@@ -35,10 +35,11 @@ class OrderedStep:
         for request, target in outgoing:
             if not (request.ack_handle.revoked or request.skipped):
                 addressed.setdefault(target, []).append(request)
-        # Between two targets there is no order.
+        # Answers for different targets have no order between them.
         async with asyncio.TaskGroup() as tasks:
             for target, requests in addressed.items():
                 tasks.create_task(self._answer(target, requests), name=f"to-{target}")
+        # Ack all at once, after every target is written: see the module's docstring.
         ours: list[Request] = []
         for request, _ in outgoing:
             if request.ack_handle.revoked:

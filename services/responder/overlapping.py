@@ -1,8 +1,8 @@
-"""At least once, in no order: chunks of answers overlap.
+"""At-least-once answers in no order: chunks overlap.
 
-While one chunk waits for its acknowledgements the next ones are encoded and sent, up to a bound. A
-target that does not acknowledge for a while, such as a partition without a leader, is *stalled*:
-its answers wait at the side, and hold up nobody else's.
+While one chunk waits for its acknowledgements, the next ones are encoded and sent, up to a limit.
+A target that does not acknowledge for a while, such as a partition without a leader, is *stalled*:
+its answers are held separately and do not delay other targets.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ STALLED_S = 1.0
 
 
 Refusal = tuple[Request, TopicPartition, Rejected, bool]
-"""A request, where its answer was refused, why, and whether it was a bare one."""
+"""A request, the target that refused its answer, the error, and whether the answer was bare."""
 
 
 class _Pass:
-    """A chunk's permit and its room, given back once: when it is answered, or when it stalls."""
+    """A chunk's permit and bytes, released once: when it is answered or when it stalls."""
 
     def __init__(self, permits: asyncio.Semaphore, room: Room, size_bytes: int) -> None:
         self._permits = permits
@@ -54,7 +54,7 @@ class _Pass:
 
 
 class AtLeastOnce:
-    """Answers chunk by chunk; left when everything is acknowledged."""
+    """Answer chunk by chunk; the context exits when everything is acknowledged."""
 
     def __init__(
         self, producer: Producer, composer: AnswerEncoder, books: OffsetStore, metrics: Metrics
@@ -82,7 +82,7 @@ class AtLeastOnce:
         await self._tasks.__aexit__(kind, error, trace)
 
     async def take(self, addressed: Addressed) -> None:
-        """Begin to answer a chunk, as soon as there is room."""
+        """Start to answer a chunk once a permit and bytes are free."""
         for target in addressed.keys() & self._stalled.keys():
             self._stalled[target] += addressed.pop(target)
         if not addressed:
@@ -94,7 +94,7 @@ class AtLeastOnce:
         self._tasks.create_task(self._answer(addressed, permit), name="responder-answer")
 
     def revoked(self) -> None:
-        """Ack handles have become revoked: let go of what stands at the side."""
+        """Drop stalled requests whose ack handles have been revoked."""
         for target, waiting in self._stalled.items():
             self._stalled[target] = self._still_ours(waiting)
 
@@ -111,7 +111,7 @@ class AtLeastOnce:
         return ours
 
     async def _answer(self, addressed: Addressed, permit: _Pass) -> None:
-        """Send, wait for the acknowledgements, acknowledge."""
+        """Write a chunk's answers, wait for the brokers, and acknowledge the requests."""
         left = set(addressed)
 
         def stall() -> None:
@@ -122,8 +122,8 @@ class AtLeastOnce:
 
         timer = asyncio.get_running_loop().call_later(STALLED_S, stall)
         try:
-            # The partitions' answers are handed over at once, and then all waited for. One
-            # of them needs no task of its own, and often there is but one.
+            # All partitions are written concurrently. The first needs no task of its own, and
+            # often there is only one.
             (here, these), *others = addressed.items()
             async with asyncio.TaskGroup() as tasks:
                 for target, requests in others:
@@ -171,16 +171,18 @@ class AtLeastOnce:
                 ]
             )
         acknowledged_us = clock()
+        # Dead letters are written before the ack: an acknowledged request is not read again.
         requests = self._still_ours(requests)
         failed = [request for request in requests if request.failure is not None]
         if failed:
             await self._keep(composer.letters(failed))
         times = Answering(began_us, encoded_us, acknowledged_us, clock())
         composer.answered({target: requests}, times)
+        # Ack last: a crash before this line repeats answers, but loses none.
         self._books.ack(requests)
 
     async def _answer_refused(self, refused: Sequence[Refusal]) -> None:
-        """What was refused by itself gives way, until something of it is taken."""
+        """Replace refused answers by fallbacks until each is accepted or given up."""
         while refused:
             ways: dict[tuple[TopicPartition, bool], list[Request]] = {}
             for request, target, error, bare in refused:

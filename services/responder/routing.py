@@ -1,4 +1,4 @@
-"""Where an answer goes, and which reply topics are refused: rules without I/O."""
+"""Choose the target of an answer, and refuse reply topics that are not allowed; no I/O."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from headrace.topics import Stage, Topic
 
 
 class Routes:
-    """Where answers and dead letters go, and which reply topics the settings allow.
+    """Targets of answers and dead letters, and the reply topics that the settings allow.
 
     Args:
-        responses: the topic, and how many partitions it has.
-        dead_letters: likewise.
+        responses: the topic of default answers, and its number of partitions.
+        dead_letters: the topic of dead letters, and its number of partitions.
 
     Attributes:
-        requests: the topic that requests come from; part of their identity.
+        requests: the topic that requests are read from; part of their identity.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class Routes:
         ]
 
     def default(self, request: Request) -> TopicPartition:
-        """The partition of `responses` for an answer that goes nowhere else."""
+        """Return the partition of `responses` for an answer without a reply topic."""
         return self._defaults[request.partition % self.responses_partitions]
 
     def dead_letter(self, request: Request) -> TopicPartition:
-        """Where a dead letter is kept."""
+        """Return the partition for the request's dead letter."""
         return TopicPartition(self._dead_letters, request.partition % self._dead_letter_partitions)
 
     def refusal(self, topic: str) -> str | None:
-        """Why a topic is no reply topic; None when it may be one."""
+        """Return why a topic is not allowed as a reply topic; None if it is."""
         if topic == self.responses:
             return None
         if topic in self._own:
@@ -65,7 +65,7 @@ class Routes:
 def choose_partition(
     envelope: Envelope, source_partition: int, topic: str, partitions: int | TopicForbidden | None
 ) -> TopicPartition | str:
-    """The partition of a reply topic, or why there is none. `partitions` None: no such topic."""
+    """Return the partition of a reply topic, or an error text; `partitions` None: no such topic."""
     if isinstance(partitions, TopicForbidden):
         return f"kafka_replyTopic: {partitions.message}"
     if partitions is None:
@@ -81,5 +81,5 @@ def choose_partition(
 
 
 def misrouted(reason: str) -> Failure:
-    """The failure of a request whose answer cannot go where it asked."""
+    """Return the failure of a request whose reply topic or partition is refused."""
     return Failure(Code.INVALID_REQUEST, reason, Stage.RESPONDER)

@@ -1,16 +1,16 @@
 """The answering step for exactly once: answers, dead letters and offsets in one transaction.
 
-Records that their topics are known to refuse are found while the transaction is encoded: they give
-way before it begins, by the same rules as without transactions. A transaction that the brokers
-refuse all the same is taken apart until the answer that is at fault stands alone; that one gives
-way, and the others go as they are.
+Records that their topics are known to refuse are found while encoding, before the transaction
+begins, and replaced by a fallback, by the same rules as without transactions. If the brokers
+refuse a transaction all the same, it is halved until the refused answer is alone; only that
+answer gets a fallback.
 
-A transaction that takes too long is halved; see `step_size`.
+A transaction that times out is halved as well; see `step_size`.
 
-The answers for a partition that has no leader are *stalled*: they are put aside, and tried again
-now and then, and the others go without them. A transaction that does not end in time may have met
-a partition that is lost in another way. Then the answers for each reply partition are sealed by
-themselves, and what fails again is stalled as well.
+Answers for a partition without a leader are *stalled*: they are retried every few seconds, and
+the other answers are committed without them. A transaction that does not end in time may have hit
+a partition that is unavailable in another way. Then the answers of each reply partition are
+committed separately, and those that fail again are stalled too.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ MAX_RETRY_S = 5.0
 STALLED_S = 2.0
 MAX_STALLED_S = 60.0
 FORBIDDEN_S = 30.0
-"""So long answers for a topic that we may not write to go to `responses` without another try."""
+"""How long answers for a topic without write permission go to `responses` without a new try."""
 MAX_FORBIDDEN = 10_000
 FOLLOWS_WITHIN_S = 0.01
-"""A step that begins so soon after the last one tells how quickly requests are answered. A burst
-after some silence does not.
+"""A step measures how quickly requests are answered only if it begins this soon after the last
+one; a burst after a silence does not.
 """
 
 
@@ -62,7 +62,7 @@ class _Stall(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A step of a partition: when its transactions ended, and the pause after them."""
+    """When the transactions of a partition's last step ended, and the pause after them."""
 
     ended_s: float
     pause_ended_s: float
@@ -72,12 +72,12 @@ _NEVER = _Ended(float("-inf"), float("-inf"))
 
 
 class TransactionalStep:
-    """Answers requests of one source partition; see `turns.Step`.
+    """Answer requests of one source partition in transactions; see `turns.Step`.
 
     Args:
-        responses: the topic; what is for one of its partitions is put aside only where that has
-            no leader.
-        in_order: nothing is put aside, since nothing may pass it.
+        responses: the topic of default answers; they are stalled only if their partition has no
+            leader.
+        in_order: never stall answers, because later answers must not overtake them.
         sizing: the bounds of a transaction's size.
     """
 
@@ -142,15 +142,15 @@ class TransactionalStep:
                 middle = len(left) // 2
                 waiting = await self._answer(number, left[:middle])
                 left = left[middle:]
-                if waiting:  # then nothing that is above it has room either
+                if waiting:  # no room in the commit's metadata, so none for higher offsets either
                     return [*waiting, *left]
         return []
 
     async def _seal(self, number: int, outgoing: list[Outgoing], draft: Draft) -> Rejected | None:
-        """Commit transactions until all is sealed, or revoked; what has to wait stays in the list.
+        """Commit until all answers are committed or revoked; those that must wait stay listed.
 
         Returns:
-            why the log refuses a record of what is left in the list; None where it does not.
+            Why the log refuses a record of the answers left in the list; None if it does not.
         """
         size = self._size(number)
         pause_s = RETRY_S
@@ -176,8 +176,8 @@ class TransactionalStep:
         return None
 
     async def _try(self, number: int, outgoing: list[Outgoing], draft: Draft) -> bool:
-        """One transaction; False when it failed. Void answers are acknowledged without it, and
-        those for partitions without leaders stay in the list.
+        """Try one transaction; return False if it failed. Revoked answers are acknowledged
+        without it; answers for partitions without leaders stay in the list.
         """
         size = self._size(number)
         size_bytes = 0 if size.limit_bytes is None else sum(sizes_of(outgoing))
@@ -206,16 +206,17 @@ class TransactionalStep:
     async def _commit(
         self, number: int, outgoing: list[Outgoing], draft: Draft, leaderless: list[Outgoing]
     ) -> bool:
-        """Commit one transaction, after what is refused before it begins has given way.
+        """Commit one transaction, after replacing answers that are refused before it begins.
 
-        What goes to partitions without leaders is moved from `outgoing` to `leaderless`.
+        Answers for partitions without leaders move from `outgoing` to `leaderless`.
 
         Returns:
-            False when a partition without a leader must not be passed over.
+            False if answers for a partition without a leader must not be left behind.
         """
         while outgoing:
             try:
                 await self._sealing.seal(number, outgoing, draft.compose)
+            # Both refusals come before the transaction begins: the producer stays usable.
             except RecordsRefused as error:
                 outgoing[:] = draft.replace_refused(outgoing, error)
             except NoLeader as error:
@@ -226,7 +227,7 @@ class TransactionalStep:
                 leaderless += here
                 outgoing[:] = [each for each in outgoing if each[1] != error.partition]
             else:
-                draft.note()
+                draft.note()  # after the commit: an aborted transaction answers nothing
                 return True
         return True
 
@@ -237,7 +238,7 @@ class TransactionalStep:
         return size
 
     def _halve(self, number: int, outgoing: Sequence[Outgoing]) -> None:
-        """Make the next transactions of a partition smaller than this one, which timed out."""
+        """Make a partition's next transactions smaller than this one, which timed out."""
         size, size_bytes = self._size(number), sum(sizes_of(outgoing))
         size.timed_out(size_bytes, len(outgoing))
         self._metrics.transaction_timeouts.inc()
@@ -254,13 +255,14 @@ class TransactionalStep:
         return away and not self._in_order
 
     async def _isolate(self, number: int, outgoing: list[Outgoing], draft: Draft) -> bool:
-        """Seal the answers for each reply partition by themselves; what fails stays, as stalled.
+        """Commit the answers of each reply partition separately; stall those that fail again.
 
         Returns:
-            False when those for `responses` fail as well: no reply partition is at fault then.
+            False if the answers for `responses` fail too: then no reply partition is at fault.
         """
         targets = {target for _, target in outgoing if target.topic != self._responses}
         home = [each for each in outgoing if each[1] not in targets]
+        # `responses` first: only if it works can a failure be blamed on a reply partition.
         done = await self._try(number, home, draft)
         outgoing[:] = [*home, *(each for each in outgoing if each[1] in targets)]
         if not done:
@@ -287,7 +289,7 @@ class TransactionalStep:
         return stall is not None and now_s < stall.until_s
 
     def _remember(self, refusal: TopicForbidden) -> None:
-        """A caller who names such a topic again must not cost everybody else a producer again."""
+        """Remember a forbidden topic: each attempt to write to it costs a producer."""
         if len(self._forbidden) >= MAX_FORBIDDEN:
             self._forbidden.clear()
         self._forbidden[refusal.topic] = time.monotonic() + FORBIDDEN_S
@@ -303,7 +305,7 @@ class TransactionalStep:
     def _reroute(
         self, outgoing: Sequence[Outgoing], error: UnknownPartition | TopicForbidden
     ) -> list[Outgoing]:
-        """What goes to a topic that does not take it goes to `responses`, as a failure."""
+        """Redirect answers that their topic does not accept to `responses`, as failures."""
         if isinstance(error, UnknownPartition):
             astray = [each for each in outgoing if each[1] == error.partition]
         else:
@@ -320,10 +322,10 @@ class TransactionalStep:
     async def _answer_refused(
         self, number: int, outgoing: list[Outgoing], draft: Draft, refusal: Rejected | None
     ) -> None:
-        """One answer that the brokers refused gives way until something of it is taken.
+        """Replace one answer that the brokers refused by fallbacks until one is accepted.
 
-        A refusal does not say whether the answer is at fault or its dead letter. So each form of
-        the answer is tried with the letter, and then without.
+        A refusal does not say whether the answer or its dead letter is at fault. So each form of
+        the answer is tried with the letter, and then without it.
         """
         while refusal is not None:
             request, target = outgoing[0]

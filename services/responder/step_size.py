@@ -1,9 +1,9 @@
-"""How many answers of a partition one transaction takes: a pure rule.
+"""The size limit of a partition's next transaction: a pure rule.
 
 A transaction that does not end within `transaction_timeout_ms` is aborted, and all of its answers
-have to be written again. Where a producer quota or a slow network is the reason, the same
-transaction would time out again and again. So the next one is half as large; the size that worked
-is kept, and grows while transactions of that size end well within the timeout.
+must be written again. If a producer quota or a slow network is the cause, the same transaction
+would time out forever. So the next one is half as large; the size that worked is kept, and grows
+while transactions of that size end well within the timeout.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class StepSizing:
     """The bounds of a step's size.
 
     Attributes:
-        timeout_s: of a transaction.
-        quick_share: of the timeout; a size grows when its transaction took no longer than that.
-        patience: so many quick transactions before a size that has timed out is tried again. Each
-            time that fails it takes twice as many, since each costs a whole timeout.
-        max_patience: at most.
-        max_bytes: from this size on a step is not limited: what may wait for it is bounded.
+        timeout_s: timeout of a transaction.
+        quick_share: share of the timeout; a size grows if its transaction took no longer.
+        patience: quick transactions before a size that timed out is tried again; doubled after
+            each failed try, since a try costs a whole timeout.
+        max_patience: upper bound of `patience`.
+        max_bytes: from this size on a step has no limit, since the queue itself is bounded.
     """
 
     timeout_s: float = 10.0
@@ -36,7 +36,7 @@ class StepSize:
     """The size of the next transactions of one partition.
 
     Attributes:
-        limit_bytes: of one transaction; None where there is no limit.
+        limit_bytes: largest size of one transaction; None if there is no limit.
     """
 
     def __init__(self, sizing: StepSizing) -> None:
@@ -48,9 +48,9 @@ class StepSize:
         self.limit_bytes: int | None = None
 
     def count(self, sizes: Iterable[int]) -> int:
-        """Return how many answers of these sizes, in their order, one transaction takes.
+        """Return how many answers of these sizes, in order, fit into one transaction.
 
-        It is one at least, since an answer cannot be divided.
+        At least 1, since an answer cannot be divided.
         """
         total = count = 0
         for size_bytes in sizes:
@@ -61,7 +61,7 @@ class StepSize:
         return count
 
     def timed_out(self, size_bytes: int, answers: int) -> None:
-        """Halve the size, unless it was a single answer; what worked below it is gone back to."""
+        """Halve the size, or return to the last size that worked; keep it for a single answer."""
         if answers <= 1:
             return
         self._quick = 0
@@ -74,7 +74,7 @@ class StepSize:
             self.limit_bytes = size_bytes // 2
 
     def committed(self, size_bytes: int, took_s: float) -> None:
-        """Grow, if it was the limit that kept this transaction small, and it was quick.
+        """Grow if the transaction was quick and the limit kept it small.
 
         Near the size that has timed out the limit grows by an eighth, elsewhere it doubles.
         """

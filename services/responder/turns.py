@@ -1,8 +1,9 @@
-"""One answering step at a time for each source partition: exactly once, and in order.
+"""Partition sequencer: one answering step at a time for each source partition.
 
-What has ended waits for its predecessor, where an order is asked for, and then for its partition's
-turn. A step takes what is there: at saturation thousands, when idle one. For exactly once it is a
-transaction (see `sealed`), otherwise it writes and waits (see `in_order`).
+Used for exactly once and for ordered answers. An ended request waits for its predecessor, if an
+order is configured, and then for its partition's next step. A step takes all queued answers:
+thousands at saturation, one when idle. For exactly once a step is a transaction (see `sealed`);
+otherwise it writes and waits for acknowledgements (see `in_order`).
 """
 
 from __future__ import annotations
@@ -23,22 +24,21 @@ from headrace.services.responder.composing import Addressed, answer_bytes
 from headrace.telemetry.metrics import Metrics
 
 QUEUED_BYTES = 64 * 1024 * 1024
-"""Of outputs that could go now; those that wait for an earlier answer are not counted."""
+"""Limit on queued outputs; those that wait for an earlier answer are not counted."""
 
 STEP_ANSWERS = 2048
-"""Of one step at most: they are encoded in one go, which holds up the event loop."""
+"""Most answers in one step: they are encoded without yielding, which blocks the event loop."""
 
 WAITING_S = 1.0
-"""What has to wait is tried again after this time, or with the next answers."""
+"""Answers that had to wait are retried after this time, or with the next answers."""
 
 OrderBy = Literal["none", "key", "partition"]
 Step = Callable[[int, list[Outgoing]], Awaitable[Sequence[Outgoing]]]
-"""Answers requests of one source partition, and acknowledges them; returns those that have to wait.
-"""
+"""Answer requests of one source partition and acknowledge them; return those that must wait."""
 
 
 class _Lane:
-    """One source partition, for one assignment."""
+    """Queue of one source partition, for one assignment."""
 
     def __init__(self, number: int, progress: Progress) -> None:
         self.number = number
@@ -51,14 +51,14 @@ class _Lane:
 
 
 class Turns:
-    """Answers in turns; left when everything is acknowledged.
+    """Run one step at a time per source partition; the context exits when all is acknowledged.
 
     Args:
-        step: what is done in a turn.
-        books: of what is answered.
-        order_by: what the answers' order is kept within.
-        charges_held: whether what is held counts against the budget of what is read. It must not
-            where an earlier answer may still have to be read: then the budget would keep it out.
+        step: answers and acknowledges a list of requests.
+        books: offset store of answered requests.
+        order_by: the scope in which answers keep their order.
+        charges_held: whether held answers count against the read budget. They must not if an
+            earlier request may still have to be read: the budget would then keep it out.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Turns:
         await self._tasks.__aexit__(kind, error, trace)
 
     async def take(self, addressed: Addressed) -> None:
-        """Queue a chunk; waits while too much is queued."""
+        """Queue a chunk; wait while more than `QUEUED_BYTES` are queued."""
         lanes: dict[int, _Lane | None] = {}
         free: dict[int, list[Outgoing]] = {}
         for target, requests in addressed.items():
@@ -114,15 +114,15 @@ class Turns:
         await self._room.enough()
 
     def revoked(self) -> None:
-        """Let go of what has become revoked, so that its bytes are free."""
+        """Drop answers of revoked partitions, so that their bytes are freed."""
         for number, lane in list(self._lanes.items()):
             if lane.progress is not self._books.progress(number):
                 self._end(lane)
 
-    # --- lanes -------------------------------------------------------------------------------
+    # --- partitions --------------------------------------------------------------------------
 
     def _lane(self, number: int) -> _Lane | None:
-        """The lane of a source partition; None when that is not ours any more."""
+        """Return the queue of a source partition; None if this process no longer owns it."""
         progress = self._books.progress(number)
         if progress is None:
             return None
@@ -154,7 +154,7 @@ class Turns:
             lane.task = self._tasks.create_task(self._turn(lane), name=f"answer-{lane.number}")
 
     async def _turn(self, lane: _Lane) -> None:
-        """Steps, until nothing is left; what has to wait is tried again, now and then."""
+        """Run steps until no answer is left; retry waiting answers every `WAITING_S`."""
         try:
             while lane.queue or (lane.waiting and self._is_current(lane)):
                 if not lane.queue:
@@ -173,14 +173,14 @@ class Turns:
             lane.waiting += await self._step(lane.number, in_hand)
         finally:
             self._room.leave(size_bytes)
-        # Recovering may have found answers that another owner gave.
+        # A recovery within the step may have found answers written by another owner.
         self._queue(lane, lane.order.look_again())
 
     def _is_current(self, lane: _Lane) -> bool:
         return self._lanes.get(lane.number) is lane
 
     def _end(self, lane: _Lane) -> None:
-        """Its assignment is over. What a step has in hand it finds to be revoked itself."""
+        """End an assignment; a running step finds its own requests revoked by itself."""
         if self._is_current(lane):
             del self._lanes[lane.number]
         lane.more.give()
