@@ -1,10 +1,10 @@
-"""Which requests would be answered too late, told before they wait for that.
+"""Admission: refuse requests that would be answered too late before they wait.
 
-The end of a request is predicted: what goes before it, over the pace at which the model's queue
-has been getting shorter, and its own run. The pace is learned from the batches that were closed
-while more waited behind them; so it includes whatever else the process does, and as long as there
-was no backlog there is none and nothing is refused. Prediction of this kind: Clockwork (Gujarati
-et al., 2020), in whose words a request is refused before it is run, never after.
+The end of a request is predicted from the rows ahead of it, the pace at which the model's queue
+has been shrinking, and its own run. The pace is learned from batches that closed while more rows
+waited, so it includes whatever else the process does. Without a backlog there is no pace, and
+nothing is refused. This kind of prediction follows Clockwork (Gujarati et al., 2020): a request is
+refused before its run, never after it.
 """
 
 from __future__ import annotations
@@ -13,37 +13,35 @@ from headrace.errors import Code
 from headrace.protocol.messages import Failure
 
 HALVE_AFTER_US = 1_000_000
-"""What was learned of the pace counts half after so much time with a backlog."""
+"""After this much time with a backlog, the learned pace counts half."""
 
 HELD_UP = 4
-"""A batch that took so many times as long as the others was held up, and counts as no longer: one
-that a machine keeps for half a second says nothing of the next."""
+"""A batch counts as at most this many times as long as usual: a stall of half a second says
+nothing about the next batch."""
 
 FORGET_AFTER_US = 5_000_000
-"""What was learned is forgotten when there has been no backlog for so long: a pace from a bad
-moment refuses so much that no backlog comes about which could correct it."""
+"""The pace is forgotten after this long without a backlog: a pace from a bad moment could refuse
+so much that no backlog forms to correct it."""
 
 EXPLORE_EVERY = 128
-"""Of the batches that close with more rows behind them than they take, every so many-th takes half
-or twice the size that is best as far as is known, by turns: so that one can show that it has become
-better.
+"""Of the batches that leave rows behind, every 128th takes alternately twice or half the best known
+size, so that a size that has become better can be found.
 """
 
 EXPLORE_EVERY_EARLY, EARLY = 8, 128
-"""Of the first batches more do, since of most sizes little is known then, and all that was seen of
-one may have been seen in a bad moment."""
+"""The first batches explore more often: little is known of most sizes then, and all samples of a
+size may come from one bad moment."""
 
 
 class Pace:
-    """How fast one model's queue gets shorter while more waits than one batch takes.
+    """How fast one model's queue shrinks while more waits than one batch takes.
 
-    What is learned is how long a batch takes from its close to that of the next, over what its run
-    was predicted to take. So it does not depend on the size of the batches at the time: after a
-    while of small ones, which are slow for each row, a queue of large ones is not expected to be
-    just as slow. With several instances it is below 1.
+    Learns the ratio of the time from one close to the next over the batch's predicted run time.
+    The ratio does not depend on batch sizes: after a period of small batches, which are slow per
+    row, large ones are not expected to be as slow. With several instances it is below 1.
 
     Attributes:
-        row_us: microseconds for each row of a long queue; 0 while that is not known.
+        row_us: microseconds per row of a long queue; 0 while unknown.
     """
 
     __slots__ = (
@@ -66,15 +64,14 @@ class Pace:
         self._closes = 0
 
     def closed(self, run_us: float, best_row_us: float, left: int, now_us: int) -> None:
-        """A batch has closed.
+        """Record the close of a batch.
 
-        What it takes is known when the next one closes, if there is always something there to be
-        closed.
+        Its duration is known when the next one closes, if rows waited all the time.
 
         Args:
-            run_us: what its run will take; where that is not known, how many rows it has.
-            best_row_us: the same for each row of a batch of the best size.
-            left: how many rows still wait.
+            run_us: its predicted run time; its number of rows if there is no prediction.
+            best_row_us: the same per row of a batch of the best size.
+            left: rows that still wait.
             now_us: microseconds of a steady clock.
         """
         if self._since_us:
@@ -97,22 +94,22 @@ class Pace:
         self._closes += 1
 
     def idle(self) -> None:
-        """Nothing waits: the time until the next batch says nothing of the pace."""
+        """Stop measuring: nothing waits, so the time to the next batch is no pace."""
         self._since_us = 0
 
     @property
     def has_backlog(self) -> bool:
-        """More waited than the last batch took."""
+        """True if rows were left waiting when the last batch closed."""
         return bool(self._since_us)
 
     @property
     def tries_more(self) -> bool:
-        """The next batch may have more rows than are best."""
+        """True if the next batch may exceed the best size, to explore."""
         return self._explores(0)
 
     @property
     def tries_less(self) -> bool:
-        """The next batch may have fewer rows than are best."""
+        """True if the next batch may be below the best size, to explore."""
         return self._explores(1)
 
     def _explores(self, turn: int) -> bool:
@@ -121,7 +118,7 @@ class Pace:
         return place == every - 1 and done % 2 == turn
 
     def wait_us(self, rows: int, now_us: int) -> int:
-        """Until so many rows that wait now have gone; 0 where no pace is known."""
+        """Return the time until `rows` waiting rows have left; 0 if no pace is known."""
         if not self._predicted_us:
             return 0
         under_way_us = 0.0
@@ -132,10 +129,10 @@ class Pace:
 
 
 def too_late(due_us: int, end_us: int, now_us: int, stage: str) -> Failure | None:
-    """The refusal of a request that would be answered after its deadline; None if it would not.
+    """Return the refusal of a request that would be answered after its deadline, or None.
 
-    The caller may try again when so much of the backlog has gone that the same time to the
-    deadline would be enough.
+    Its retry time is by how much the request would be late: by then the backlog has shrunk enough
+    for the same time to the deadline.
     """
     late_us = end_us - due_us
     if late_us <= 0:

@@ -1,4 +1,4 @@
-"""What goes into a batch at the moment when it closes."""
+"""Batch builder: choose the size of a batch and its requests at the moment it closes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from headrace.transport.channels import Ask
 
 
 class Size(NamedTuple):
-    """How large a batch gets.
+    """Size limit of a batch.
 
     Attributes:
-        rows: the most.
-        end_us: when its run will be done; 0 where that is not known.
-        sure_us: a request whose deadline is before this moment does not join.
-        reason: why it closes when it gets so large.
+        rows: most rows.
+        end_us: predicted end of its run; 0 if unknown.
+        sure_us: requests with a deadline before this moment do not join.
+        reason: why the batch closes when it reaches `rows`.
     """
 
     rows: int
@@ -30,7 +30,7 @@ class Size(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """The requests of a batch, and those that ended instead of joining it."""
+    """The requests of a batch, the requests that ended instead of joining, and why it closed."""
 
     requests: list[Request]
     ended: list[Request]
@@ -38,12 +38,12 @@ class Closed(NamedTuple):
 
 
 def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
-    """The size with the best throughput that the deadlines allow.
+    """Return the size with the best throughput that the deadlines allow.
 
-    Where all that waits fits into one batch, and the most urgent request would be late in it,
-    the batch is made small enough for that request. With a backlog, now or when the last batch
-    closed, it is not: small batches take longer for each row and would make everybody late, so it
-    is the most urgent ones that cannot be helped.
+    If all waiting requests fit into one batch, but the most urgent one would be late in it, the
+    batch is cut to be in time for that request. With a backlog, now or at the last close, it is
+    not: small batches take longer per row and would make every request late, so the most urgent
+    ones are given up.
     """
     group.learn()
     limits, rows = group.limits, group.best_rows
@@ -68,19 +68,19 @@ def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
         if fitting_us <= slack_us:
             return Size(fitting, starts_us + fitting_us, starts_us + fitting_us, "deadline")
     end_us = starts_us + run_us
-    # With others waiting for its place a request is not run on the mere hope of being in time.
+    # While other requests wait for its place, a request must be in time by the margin as well.
     sure_us = end_us + latency.margin_us if group.rows > rows else end_us
     return Size(rows, end_us, sure_us, "full")
 
 
 class Closing:
-    """Takes requests out of a group until the batch is full or nothing is left.
+    """Take requests out of a group until the batch is full or the group is empty.
 
     Args:
-        queue, group: what the requests wait in.
+        queue, group: the model's queue and the group to take from.
         size: see `size_of`.
         now_us: microseconds of a steady clock.
-        formed_us: the same moment, in epoch microseconds.
+        formed_us: the same moment in epoch microseconds.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class Closing:
         self._late: list[tuple[Request, Failure]] = []
 
     def run(self, otherwise: str) -> Closed:
-        """Take them out.
+        """Build the batch.
 
         Args:
-            otherwise: why the batch closes if it does not get as large as it may.
+            otherwise: why the batch closes if it does not reach its size limit.
         """
         reason = self._fill() or otherwise
         if not self._requests and self._late:
-            # Without a run nothing would show that the prediction was wrong.
+            # Run one late request if there is no other: only a run can correct the prediction.
             request, _ = self._late.pop()
             request.formed_us = self._formed_us
             self._requests.append(request)
@@ -125,7 +125,7 @@ class Closing:
         return self._size.reason if self._rows >= self._size.rows else ""
 
     def _take(self, lane: Lane, fifo: Fifo, most: int) -> str:
-        """Take up to so many requests; returns why nothing more fits, or ""."""
+        """Take up to `most` requests; return why nothing more fits, or ""."""
         queue, requests, formed_us = self._queue, self._requests, self._formed_us
         max_rows, max_bytes = self._size.rows, self._group.limits.max_batch_bytes
         joined_rows, joined_bytes = self._rows, self._size_bytes

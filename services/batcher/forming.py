@@ -1,18 +1,18 @@
-"""Forming batches: pure rules that take the time and know no I/O.
+"""The dynamic batcher: pure rules without I/O; callers pass the time.
 
-A free executor instance asks for the next batch of its model and gets what is there; one that is
-still busy says when it will be free, and its batch closes just in time. Nothing waits for a batch
-to fill unless the model has a `max_queue_delay_ms`. Rows are counted, not requests, and a
-request's rows stay together; one that alone exceeds the limits runs alone.
+A free executor instance pulls the next batch of its model and gets the rows that wait; a busy one
+says when it will be free, and its batch closes just in time. Batches do not wait to fill unless
+the model has a `max_queue_delay_ms`. Limits count rows, not requests. A request's rows stay
+together, and a request that alone exceeds the limits runs alone.
 
-A request whose deadline has passed, or will have by the time that it could be answered, or whose
-partition is gone, or that was cancelled, leaves instead of joining; the caller collects those from
-`ended`. Which requests go first: `headrace.services.batcher.groups`; how large batches get:
-`headrace.services.batcher.closing`; what is refused: `headrace.services.batcher.admission`.
+Requests that are expired, would be late, were cancelled, or belong to a revoked partition end
+instead of joining a batch; the caller collects them from `ended`. The order of requests is in
+`headrace.services.batcher.groups`, batch sizes are in `headrace.services.batcher.closing`, and
+refusals in `headrace.services.batcher.admission`.
 
-Every moment here is of a steady clock, which nobody sets: `came_us` and `due_us` of a request,
-`now_us` of a call. A deadline comes as wall-clock time and is turned into a moment of that clock
-when its request comes; if the wall clock is set later, what waits has the time that it had left.
+All times here are of a steady clock that is never set: `came_us` and `due_us` of a request,
+`now_us` of a call. A deadline arrives as wall-clock time and is converted when its request
+arrives; if the wall clock is set later, waiting requests keep the time they had left.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ ModelKey = tuple[str, str]
 """A model's name and version."""
 
 _TOLERATED = 64
-"""So many deadlines of requests that have left may be kept, before they are cleared away."""
+"""Stale deadlines (of requests that have left) to keep before they are removed."""
 
 
 _Deadline: TypeAlias = tuple[int, int, Request]
-"""An entry of the heap of deadlines, in microseconds; the number in the middle keeps requests from
-being compared."""
+"""Heap entry: deadline in microseconds, a sequence number so that requests are never compared, and
+the request."""
 
 
 def _has_left(entry: _Deadline) -> bool:
-    """The request has gone into a batch, or has ended."""
+    """True if the request has joined a batch or has ended."""
     request = entry[2]
     return bool(request.formed_us) or request.failure is not None
 
@@ -55,11 +55,11 @@ def _has_left(entry: _Deadline) -> bool:
 def _end_us(
     queue: ModelQueue, envelope: Envelope, request: Request | None, now_us: int, rows: int = 0
 ) -> int:
-    """When a request that comes now would be done, or now if nothing goes before it.
+    """Return when a request that arrives now would be done; `now_us` if no rows are ahead of it.
 
-    Where two full batches or more go before it, as much later as the last batches have been; with
-    less, that would leave batches half empty and make everything later, since an instance takes
-    one of them ahead. Of a request that is not known yet its own run is left out.
+    With two full batches or more ahead, the learned margin is added. With fewer it is not: it
+    would leave batches half empty and make everything later, since an instance takes one of them
+    ahead. Without a `request`, its own run is left out.
     """
     ahead = queue.rows_ahead(envelope.tenant, envelope.priority) + rows
     if not ahead:
@@ -75,7 +75,7 @@ def _end_us(
 
 
 def _is_sure(queue: ModelQueue, rows: int, left_us: int) -> bool:
-    """Two batches after all that waits, and so many rows more, there would still be time left."""
+    """True if `left_us` suffices for all waiting rows, `rows` more, and two full batches."""
     limits = queue.limits
     behind_all_us = (queue.rows + rows + 2 * limits.max_batch_size) * queue.pace.row_us
     if limits.latency is not None:
@@ -84,7 +84,7 @@ def _is_sure(queue: ModelQueue, rows: int, left_us: int) -> bool:
 
 
 def _alike(requests: Sequence[Request], start: int) -> tuple[int, bool]:
-    """How far requests of the kind of the first go from there on; and if some have deadlines."""
+    """Return the end of the run of requests like the first, and whether any has a deadline."""
     first = requests[start]
     model, version, shape_class = first.model, first.version, first.shape_class
     envelope = first.envelope
@@ -107,18 +107,18 @@ def _alike(requests: Sequence[Request], start: int) -> tuple[int, bool]:
 
 
 class DynamicBatcher:
-    """Everything that waits for an executor.
+    """Queues of requests that wait for an executor, and the batches formed from them.
 
     Args:
-        limits: of a model's version; raises `Rejected` where that does not run.
-        prefix: what batch ids begin with; differs between processes.
+        limits: returns the limits of a model version; raises `Rejected` if it is not served.
+        prefix: prefix of batch ids; differs between processes.
         rebind: binds a request whose version has gone to another one, or raises `Rejected`.
 
     Attributes:
-        wall_ahead_us: the wall clock less the steady one; its owner keeps it up to date.
-        ended: requests that have ended while they waited.
-        cancellations: records that cancel others, for `cancel`; they do not wait.
-        draining: nothing more comes, so nothing is waited for.
+        wall_ahead_us: wall clock minus steady clock; kept up to date by the owner.
+        ended: requests that ended while they waited.
+        cancellations: records that cancel requests, for `cancel`; they do not wait.
+        draining: no more requests arrive, so batches close at once.
     """
 
     def __init__(
@@ -141,17 +141,17 @@ class DynamicBatcher:
         self.draining = False
 
     def __len__(self) -> int:
-        """How many requests wait."""
+        """Return the number of waiting requests."""
         return sum([queue.count for queue in self._queues.values()])
 
-    # --- what comes ---------------------------------------------------------------------------
+    # --- arrivals -----------------------------------------------------------------------------
 
     def add(self, request: Request, now_us: int | None = None) -> None:
-        """A request begins to wait, or ends: its model has gone, or it would be late.
+        """Queue a request; end it instead if its model has gone or it would be late.
 
         Args:
-            request: that can run.
-            now_us: when; that it was read, if not given.
+            request: a request that can run.
+            now_us: arrival time; by default the time when it was read.
         """
         request.came_us = request.ingested_us if now_us is None else now_us
         key = (request.model, request.version)
@@ -173,7 +173,7 @@ class DynamicBatcher:
         queue.add(request)
 
     def add_all(self, requests: Sequence[Request], now_us: int) -> None:
-        """Requests begin to wait, in order, or end; see `add`. Those of one kind go together."""
+        """Add requests in order, runs of similar ones together; see `add`."""
         start = 0
         while start < len(requests):
             stop, dated = _alike(requests, start)
@@ -186,14 +186,14 @@ class DynamicBatcher:
             start = stop
 
     def refusal(self, envelope: Envelope, now_us: int, stage: str, rows: int = 0) -> Failure | None:
-        """Whether a request that names its model in its headers would be late, before anything
-        else is known of it; None if it need not be.
+        """Return why a request that names its model in its headers would be late, before its
+        value is read; None if it may be in time.
 
         Args:
-            envelope: of the request.
+            envelope: the request's headers.
             now_us: epoch microseconds.
-            stage: the one that asks.
-            rows: how many go before it, besides those that wait here.
+            stage: the calling stage.
+            rows: rows ahead of it besides those that wait here.
         """
         found = [
             queue
@@ -206,10 +206,10 @@ class DynamicBatcher:
         return too_late(self._due_us(envelope.deadline_ms), end_us, now_us, stage)
 
     def cancel(self) -> tuple[list[Request], int]:
-        """End the waiting requests that `cancellations` name.
+        """End the waiting requests named by `cancellations`.
 
-        Returns the cancelling records, and how many requests they have ended: one that does not
-        wait any more goes on.
+        Return the cancelling records and the number of requests ended. A request that no longer
+        waits goes on.
         """
         cancelling, self.cancellations = self.cancellations, []
         names = {
@@ -231,17 +231,18 @@ class DynamicBatcher:
             self._end(request, Failure(Code.CANCELLED, "the caller cancelled it", Stage.BATCHER))
         return cancelling, len(found)
 
-    # --- what goes ----------------------------------------------------------------------------
+    # --- batches ------------------------------------------------------------------------------
 
     def next(self, key: ModelKey | None, now_us: int, ask: Ask = IDLE) -> Batch | None:
-        """The next batch of a model (None: of any), or None while there is none to be closed.
+        """Close and return the next batch of a model (None: any model), or None if none is due.
 
         Args:
             key: the model's name and version.
-            now_us: microseconds of a steady clock, as everywhere here.
-            ask: of an instance that is idle, or will be at a certain time, or asks for the last
-                time, when nothing may wait any longer.
+            now_us: microseconds of the steady clock.
+            ask: whether the instance is idle now, will be at a given time, or pulls for the last
+                time, when no request may wait any longer.
         """
+        # Expire first, so that no batch is formed around a request that is already late.
         self.expire(now_us)
         if self.draining:
             ask = ask._replace(at_once=True)
@@ -260,13 +261,13 @@ class DynamicBatcher:
                 late_ms = (now_us - due_us) / 1000
                 self._end(request, expiry(request.envelope.deadline_ms, late_ms, Stage.BATCHER))
 
-    # --- what is asked ------------------------------------------------------------------------
+    # --- queries ------------------------------------------------------------------------------
 
     def next_event_us(self, now_us: int) -> int | None:
-        """When something will be due without anything new coming in; None: never.
+        """Return when the next deadline or queue delay is due without new arrivals; None: never.
 
-        A batch that is due already waits for somebody to pull it, and is no event. A deadline is
-        one until it is noticed, by `expire`.
+        A batch that is already due waits for a consumer and is no event. A deadline is one until
+        `expire` has handled it.
         """
         dues = [due_us for queue in self._queues.values() if (due_us := queue.due_us())]
         times = [due_us for due_us in dues if due_us > now_us]
@@ -276,7 +277,7 @@ class DynamicBatcher:
         return min(times, default=None)
 
     def earliest_deadline_us(self) -> int | None:
-        """Of those that wait; None where none of them has one."""
+        """Return the earliest deadline of the waiting requests; None if none has one."""
         while self._deadlines and _has_left(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
@@ -287,17 +288,18 @@ class DynamicBatcher:
         return deadline_ms * 1000 - self.wall_ahead_us or 1  # 0 would be none
 
     def is_served(self, request: Request) -> bool:
-        """Whether the version of a request runs, or another one to which it is bound then; the
-        request has ended where neither does.
+        """Return True if the request's version is served, or it was rebound to one that is.
+
+        Otherwise the request has ended.
         """
         return self._limits_of(request) is not None
 
     def _opened(
         self, key: ModelKey, known: ModelQueue | None, request: Request
     ) -> ModelQueue | None:
-        """The queue for a request that comes first: a version may have changed meanwhile.
+        """Return the queue for the first request of a model version, which may have changed.
 
-        None where the request does not wait. It may have been bound to another version.
+        None if the request does not wait. The request may be rebound to another version.
         """
         if request.envelope.cancels is not None:
             self.cancellations.append(request)
@@ -314,7 +316,7 @@ class DynamicBatcher:
         return known
 
     def _limits_of(self, request: Request) -> BatchLimits | None:
-        """The limits of its version, or of the one that it is bound to since that has gone."""
+        """Return the limits of its version, rebinding it if that has gone; None if it ended."""
         try:
             return self._limits(request.model, request.version)
         except Rejected as gone:
@@ -327,10 +329,9 @@ class DynamicBatcher:
                 return None
 
     def _add_alike(self, requests: Sequence[Request], now_us: int, *, dated: bool) -> bool:
-        """Add requests of the kind of the one added before, which waits; some of them, or that
-        one, have deadlines if `dated`.
+        """Add requests similar to the waiting one added before; `dated`: some have deadlines.
 
-        False where each has to be looked at.
+        Return False if each must be added and checked singly.
         """
         first = requests[0]
         queue = self._queues.get((first.model, first.version))
@@ -357,7 +358,7 @@ class DynamicBatcher:
         return True
 
     def _refusal(self, queue: ModelQueue, request: Request, now_us: int) -> Failure | None:
-        """Because of what waits before it and what its own run takes."""
+        """Return why the rows ahead and its own run make a request late; None if they do not."""
         if _is_sure(queue, 0, request.due_us - now_us):
             return None
         end_us = _end_us(queue, request.envelope, request, now_us)
@@ -369,7 +370,7 @@ class DynamicBatcher:
 
     def _clear_deadlines(self) -> None:
         if len(self._deadlines) > self._keep_deadlines:
-            # Requests that have left are not kept until their deadlines, which may be hours off.
+            # Drop entries of requests that have left: their deadlines may be hours away.
             self._deadlines = [one for one in self._deadlines if not _has_left(one)]
             heapq.heapify(self._deadlines)
             self._keep_deadlines = 2 * len(self._deadlines) + _TOLERATED
@@ -377,7 +378,7 @@ class DynamicBatcher:
     def _ripest(
         self, key: ModelKey | None, now_us: int, ask: Ask
     ) -> tuple[ModelQueue, Group] | None:
-        """Of the groups that may close, the most urgent one."""
+        """Return the most urgent group that may close; None if there is none."""
         ripe: list[tuple[ModelQueue, Group]] = []
         for each in list(self._queues) if key is None else [key]:
             queue = self._queues.get(each)
@@ -387,7 +388,7 @@ class DynamicBatcher:
             if group is not None:
                 ripe.append((queue, group))
             elif ask.at_once:
-                del self._queues[each]  # nobody will ask for this version again
+                del self._queues[each]  # the last pull for this version
         if len(ripe) > 1:
             return min(ripe, key=lambda one: one[0].urgency_us())
         return ripe[0] if ripe else None
@@ -416,13 +417,13 @@ class DynamicBatcher:
         if latency is None:
             run_us, best_us = batch.rows, best
         if run_us is None or best_us is None:
-            queue.pace.idle()  # rows and microseconds cannot be added up
+            queue.pace.idle()  # rows and microseconds cannot be mixed
         else:
             queue.pace.closed(run_us, best_us / best, queue.rows, now_us)
         return batch
 
     def _otherwise(self, group: Group, ask: Ask) -> str:
-        """Why a batch closes that takes all that is there."""
+        """Return why a batch that is not full closes."""
         if self.draining:
             return "drain"
         if ask.close_at_us:

@@ -1,9 +1,9 @@
-"""Requests that wait, in groups that may share a batch, with the group at hand that is to go next.
+"""A model's queue: waiting requests in groups that may share a batch, and which group goes next.
 
-A model's queue has a lane for each tenant and shape class with something in it (see
-`headrace.services.batcher.lanes`). The tenant who has had least goes next, and of its lanes the
-one whose deadline is earliest; the batch is then filled from all lanes of that shape class. With
-one tenant and one shape class there is one lane, and nothing to choose.
+The queue has a lane for each tenant and shape class with waiting requests (see
+`headrace.services.batcher.lanes`). The tenant served least goes next, and of its lanes the one
+with the earliest deadline; the batch is then filled from all lanes of that shape class. With one
+tenant and one shape class there is one lane, and nothing to choose.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from headrace.services.batcher.ranking import Ranking
 from headrace.transport.channels import Ask
 
 TIMER_US = 1000
-"""What the timers of the event loop may be late by."""
+"""How late a timer of the event loop may fire."""
 
 _TOLERATED = 32
-"""So many full groups that have gone may be kept, before they are cleared away."""
+"""Stale full groups to keep before they are removed."""
 
 
 class ModelQueue:
-    """All that waits for one version of a model.
+    """Requests that wait for one version of a model.
 
-    A lane that has run empty stays until another one is opened: the next request is mostly of
-    the same kind.
+    An empty lane stays until another one is opened: the next request is mostly of the same kind.
 
     Attributes:
-        count: how many requests wait.
-        rows: of them together.
-        pace: how fast they go.
-        shares: what each tenant has had.
+        count: number of waiting requests.
+        rows: their rows together.
+        pace: how fast the queue shrinks.
+        shares: the rows that each tenant has been served.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -54,11 +53,11 @@ class ModelQueue:
 
     @property
     def is_contested(self) -> bool:
-        """Several tenants wait."""
+        """True if several tenants wait."""
         return len(self._tenants) > 1
 
     def add(self, request: Request) -> None:
-        """The request begins to wait."""
+        """Queue a request."""
         envelope = request.envelope
         priority = envelope.priority
         group = self._groups.get(request.shape_class)
@@ -91,12 +90,12 @@ class ModelQueue:
     def add_alike(
         self, requests: Sequence[Request], rows: int, with_deadline: Sequence[Request]
     ) -> None:
-        """Requests begin to wait behind one of their kind, which was added just before.
+        """Queue requests behind a similar one, which was added just before.
 
         Args:
-            requests: of one shape class, tenant and priority.
-            rows: of them together.
-            with_deadline: those that have one.
+            requests: requests of one shape class, tenant and priority.
+            rows: their rows together.
+            with_deadline: those that have a deadline.
         """
         first = requests[0]
         envelope = first.envelope
@@ -119,7 +118,7 @@ class ModelQueue:
             self._list_full(group)
 
     def end(self, request: Request) -> None:
-        """The request has failed while it waited."""
+        """Remove a request that failed while it waited."""
         lane = self._groups[request.shape_class].lanes[request.envelope.tenant]
         fifo = lane.fifo_of(request.envelope.priority)
         fifo.end_one()
@@ -128,7 +127,7 @@ class ModelQueue:
             self.pace.idle()
 
     def left(self, lane: Lane, fifo: Fifo, count: int, rows: int, size_bytes: int) -> None:
-        """So many requests of a lane wait no longer; they were taken out of it, or have ended."""
+        """Count requests of a lane that no longer wait: they were taken out, or have ended."""
         group = lane.group
         lane.count -= count
         fifo.share[0] -= rows
@@ -142,12 +141,11 @@ class ModelQueue:
             self._close_lane(lane)
 
     def ripest(self, now_us: int, ask: Ask) -> Group | None:
-        """The group that goes next, of those that may close.
+        """Return the next group that may close; None if there is none.
 
         Args:
-            now_us: groups whose delay is over may close, and full ones.
-            ask: of an instance that is busy, for which only full ones may close yet; or of one
-                that asks for the last time, for which all may.
+            now_us: full groups and groups whose delay is over at this time may close.
+            ask: for a busy instance only full groups may close yet; at the last pull all may.
         """
         if not self.count:
             return None
@@ -164,8 +162,8 @@ class ModelQueue:
         return self._full_group()
 
     def due_us(self) -> int | None:
-        """When the oldest group's delay is over, or the earliest deadline leaves no time for it;
-        None where nothing waits for that.
+        """Return when the oldest group's delay ends, or the earliest deadline leaves no more time
+        for it; None if no request is delayed.
         """
         if not (self._delay_us and self.count):
             return None
@@ -173,14 +171,14 @@ class ModelQueue:
         return min(due_us, self._begin_by_us) if self._begin_by_us else due_us
 
     def urgency_us(self) -> int:
-        """The moment by which the most urgent request of the next tenant should be done."""
+        """Return when the most urgent request of the next tenant should be done."""
         return self._next_lane().urgency_us()
 
     def rows_ahead(self, tenant: str, priority: int) -> int:
-        """Rows that go before a request that comes now, about.
+        """Return about how many rows go before a request that arrives now.
 
-        Those of its own tenant with its priority or a higher one, and as many of each other
-        tenant that waits: that is how the rows are shared out.
+        These are its own tenant's rows of its priority or above, and as many of each other
+        waiting tenant, because tenants get equal shares.
         """
         mine = self._tenants.get(tenant)
         if mine is None:
@@ -190,15 +188,15 @@ class ModelQueue:
         return min(self.rows - less_urgent, own * len(self._tenants))
 
     def waiting(self) -> list[Request]:
-        """All requests that wait."""
+        """Return all waiting requests."""
         lanes = [lane for group in self._groups.values() for lane in group.lanes.values()]
         return [request for lane in lanes for request in lane.waiting()]
 
     # --- inside -------------------------------------------------------------------------------
 
     def _shorten_delay(self, group: Group, request: Request) -> None:
-        """Nobody waits for a batch to fill beyond the moment that leaves time for its run. It
-        holds until all that waits has gone, which is soon.
+        """Cap the queue delay so that the earliest deadline can still be met. The cap is reset
+        when the queue is empty.
         """
         latency, run_us = self.limits.latency, None
         if latency is not None:

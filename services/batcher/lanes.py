@@ -1,12 +1,12 @@
-"""Lanes: who goes next among requests that may share a batch.
+"""Lanes and fair queueing: the order of requests that may share a batch.
 
 A lane holds one tenant's waiting requests of one shape class. Within a lane, requests of equal
-priority go in the order in which they came, and a step of priority is worth a fixed time of
-waiting: everybody ages at the same pace, so nobody waits for ever.
+priority are FIFO, and a priority step is worth a fixed waiting time: all requests age at the same
+rate, so none starves.
 
-Between tenants the rows are shared out evenly, by start-time fair queueing (Goyal, Vin and Cheng,
-1996): the next row is that of the tenant who has been served least while it waited. It counts only
-while two tenants wait at the same time.
+Tenants share rows evenly by start-time fair queueing (Goyal, Vin and Cheng, 1996): the next row
+goes to the tenant served least while it waited. Service counts only while two tenants wait at the
+same time.
 
 A group has the lanes of one shape class, whose requests may share a batch.
 """
@@ -22,26 +22,26 @@ from headrace.protocol.messages import Request
 from headrace.services.batcher.ranking import Ranking
 
 PRIORITY_STEP_US = 100_000
-"""A request goes before another that has waited so much longer, for each step of `x-priority`."""
+"""Head start for each step of `x-priority`, in waiting time."""
 
 PATIENCE_US = 5_000_000
-"""Between shape classes a request with a later deadline, or none, counts as if it had one so long
-after it came, so that nothing is passed over for ever."""
+"""Between shape classes, a request with a later deadline or none counts as due this long after it
+arrived, so that no request starves."""
 
 MAX_REMEMBERED_TENANTS = 1024
 
 _TOLERATED = 32
-"""So many requests that have ended may lie among those that wait, before they are cleared away."""
+"""Ended requests that may stay in a queue before they are removed."""
 
 
 class Fifo:
-    """Requests of one lane and one priority, in the order in which they came.
+    """Requests of one lane and one priority, in order of arrival.
 
     Attributes:
-        requests: those that have ended meanwhile are still among them.
-        share: how many rows wait of this tenant and priority, in all of its lanes; one number.
-        deadlines: those that have an earlier deadline than all that came after them: the first
-            is the earliest.
+        requests: the queue; it may still contain requests that have ended.
+        share: one-element list with the waiting rows of this tenant and priority in all lanes.
+        deadlines: requests with an earlier deadline than all later arrivals (a monotonic queue):
+            the first has the earliest.
     """
 
     __slots__ = ("deadlines", "ended", "head_start_us", "priority", "requests", "share")
@@ -55,7 +55,7 @@ class Fifo:
         self.ended = 0
 
     def note_deadlines(self, requests: Sequence[Request]) -> None:
-        """The requests that came last have deadlines."""
+        """Record the deadlines of the requests queued last."""
         deadlines = self.deadlines
         for request in requests:
             due_us = request.due_us
@@ -64,7 +64,7 @@ class Fifo:
             deadlines.append(request)
 
     def first(self) -> Request | None:
-        """The one that has waited longest and has not ended meanwhile."""
+        """Return the oldest request that has not ended; None if there is none."""
         requests = self.requests
         while requests and requests[0].failure is not None:
             self.take_first()
@@ -72,7 +72,7 @@ class Fifo:
         return requests[0] if requests else None
 
     def take_first(self) -> Request:
-        """Take out what `requests` begins with."""
+        """Remove and return the first of `requests`."""
         request = self.requests.popleft()
         deadlines = self.deadlines
         if deadlines and deadlines[0] is request:
@@ -80,7 +80,7 @@ class Fifo:
         return request
 
     def end_one(self) -> None:
-        """One of them has ended; it leaves when it comes to the top, or with many others."""
+        """Count an ended request; it is removed when it is first, or together with many others."""
         self.ended += 1
         if self.ended > _TOLERATED and self.ended * 2 > len(self.requests):
             self.requests = deque(one for one in self.requests if one.failure is None)
@@ -88,14 +88,14 @@ class Fifo:
             self.ended = 0
 
     def earliest_due_us(self) -> int:
-        """Of those that wait; 0 where none of them has a deadline."""
+        """Return the earliest deadline of the waiting requests; 0 if none has one."""
         deadlines = self.deadlines
         while deadlines and deadlines[0].failure is not None:
             deadlines.popleft()
         return deadlines[0].due_us if deadlines else 0
 
     def urgency_us(self, first: Request) -> int:
-        """The moment by which its most urgent request should be done, for comparison."""
+        """Return when its most urgent request should be done, for comparison."""
         moment_us = first.came_us + PATIENCE_US
         due_us = self.earliest_due_us()
         if due_us:
@@ -107,8 +107,8 @@ class Lane:
     """One tenant's waiting requests of one shape class.
 
     Attributes:
-        count: how many wait.
-        fifos: by priority, in no order; most lanes have one.
+        count: number of waiting requests.
+        fifos: one for each priority, in no order; most lanes have one.
     """
 
     __slots__ = ("count", "fifos", "group", "tenant")
@@ -121,11 +121,11 @@ class Lane:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing waits in it."""
+        """True if no request waits."""
         return not self.count
 
     def fifo_of(self, priority: int) -> Fifo:
-        """That of a priority, there or new."""
+        """Return the FIFO of a priority; create it if needed."""
         for fifo in self.fifos:
             if fifo.priority == priority:
                 return fifo
@@ -134,7 +134,7 @@ class Lane:
         return fifo
 
     def first_fifo(self) -> Fifo:
-        """The one whose first request goes next; of a lane that is not empty."""
+        """Return the FIFO whose first request goes next; the lane must not be empty."""
         fifos = self.fifos
         if len(fifos) == 1:
             return fifos[0]
@@ -150,30 +150,30 @@ class Lane:
         return best
 
     def came_us(self) -> int:
-        """When the one that has waited longest came."""
+        """Return when the oldest waiting request arrived."""
         return min(first.came_us for first in map(Fifo.first, self.fifos) if first is not None)
 
     def urgency_us(self) -> int:
-        """See `Fifo.urgency_us`; of the most urgent one."""
+        """Return the urgency of the most urgent FIFO; see `Fifo.urgency_us`."""
         return min(
             fifo.urgency_us(first) for fifo in self.fifos if (first := fifo.first()) is not None
         )
 
     def earliest_due_us(self) -> int:
-        """Of those that wait; 0 where none of them has a deadline."""
+        """Return the earliest deadline of the waiting requests; 0 if none has one."""
         found = [fifo.earliest_due_us() for fifo in self.fifos]
         return min(filter(None, found), default=0)
 
     def waiting(self) -> list[Request]:
-        """All of them."""
+        """Return all waiting requests."""
         return [one for fifo in self.fifos for one in fifo.requests if one.failure is None]
 
 
 class Tenant:
-    """All that waits for one tenant in one model's queue.
+    """One tenant's waiting requests in one model's queue.
 
     Attributes:
-        rows: by priority, each number in a list of its own, which lanes have at hand.
+        rows: waiting rows by priority, each in a one-element list that lanes share.
     """
 
     __slots__ = ("by_urgency", "lanes", "name", "rows")
@@ -186,16 +186,16 @@ class Tenant:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing of it waits."""
+        """True if the tenant has no waiting requests."""
         return not self.lanes
 
     def share_of(self, priority: int) -> list[int]:
-        """The place where rows of a priority are counted."""
+        """Return the one-element list that counts the rows of a priority."""
         return self.rows.setdefault(priority, [0])
 
 
 class FairQueue:
-    """How many rows each tenant has had, in start-time fair queueing's virtual time."""
+    """Rows served to each tenant, in the virtual time of start-time fair queueing."""
 
     __slots__ = ("_finished", "_now")
 
@@ -204,11 +204,11 @@ class FairQueue:
         self._finished: dict[str, int] = {}
 
     def start(self, tenant: Tenant) -> int:
-        """The virtual time at which the tenant's next row begins; the lowest goes first."""
+        """Return the virtual start time of the tenant's next row; the lowest goes first."""
         return max(self._now, self._finished.get(tenant.name, 0))
 
     def served(self, tenant: Tenant, rows: int) -> None:
-        """A tenant has had so many rows while others waited."""
+        """Count rows served to a tenant while others waited."""
         self._now = self.start(tenant)
         self._finished[tenant.name] = self._now + rows
         if len(self._finished) > MAX_REMEMBERED_TENANTS:
@@ -217,14 +217,14 @@ class FairQueue:
                 self.forget()
 
     def forget(self) -> None:
-        """Everybody begins anew. Time does not go back, so that nobody's start does."""
+        """Forget all tenants. Virtual time never goes back, so no tenant's start does either."""
         if self._finished:
             self._now = max(self._now, *self._finished.values())
             self._finished = {}
 
 
 class BatchLimits(Protocol):
-    """What a model allows; a `headrace.models.registry.ModelVersion` has these."""
+    """Batch limits of a model; implemented by `headrace.models.registry.ModelVersion`."""
 
     @property
     def max_batch_size(self) -> int: ...
@@ -240,7 +240,7 @@ class Group:
     """Waiting requests of one model, version and shape class.
 
     Attributes:
-        best_rows: the batch size with the best throughput, as far as it is known.
+        best_rows: the batch size with the best known throughput.
     """
 
     __slots__ = (
@@ -270,13 +270,13 @@ class Group:
         self.learn()
 
     def learn(self) -> None:
-        """Look again which batch size is best."""
+        """Update the best batch size."""
         latency = self.limits.latency
         if latency is not None:
             self.best_rows = latency.best_rows(self.shape_class, self.limits.max_batch_size)
 
     def first_lane(self) -> Lane | None:
-        """The lane that the next row comes from; None when nothing waits."""
+        """Return the lane that supplies the next row; None if no request waits."""
         if len(self.lanes) > 1:
             return self.by_share.first()
         lane = next(iter(self.lanes.values()), None)
@@ -284,5 +284,5 @@ class Group:
 
     @property
     def is_full(self) -> bool:
-        """More would not fit into one batch."""
+        """True if the waiting rows or bytes fill a batch."""
         return self.rows >= self.best_rows or self.size_bytes >= self.max_bytes

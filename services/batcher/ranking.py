@@ -1,7 +1,7 @@
-"""An order among things whose keys change while they wait.
+"""A priority queue of items whose keys change while they wait.
 
-A heap whose entries may be out of date: an entry is put right when it comes to the top. A key that
-has risen needs nothing before that; one that has fallen needs a new entry.
+A heap with lazily updated entries: an entry is corrected when it reaches the top. A key that has
+risen needs nothing before that; a key that has fallen needs a new entry.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 _TOLERATED = 32
-"""So many entries that are out of date may be kept, before they are cleared away."""
+"""Stale entries to keep before they are removed."""
 
 
 class Ranked(Protocol):
-    """What is put in order."""
+    """An item of a `Ranking`."""
 
     @property
     def is_empty(self) -> bool:
-        """It has nothing that waits, and leaves the order."""
+        """True if no request waits in it; the item is then removed."""
         ...
 
 
@@ -28,10 +28,10 @@ R = TypeVar("R", bound=Ranked)
 
 
 class Ranking(Generic[R]):
-    """The one with the smallest key, at any time.
+    """Priority queue that returns the item with the smallest current key.
 
     Args:
-        key: what counts now; never asked of what is empty.
+        key: returns an item's current key; never called with an empty item.
     """
 
     __slots__ = ("_heap", "_key", "_order")
@@ -42,7 +42,7 @@ class Ranking(Generic[R]):
         self._heap: list[tuple[float, int, R]] = []
 
     def add(self, one: R, members: int) -> None:
-        """One has come, or its key has fallen; `members` is how many there are with it."""
+        """Add an item, or update one whose key has fallen; `members` counts all items with it."""
         if len(self._heap) > 2 * members + _TOLERATED:
             kept = {id(entry[2]): entry[2] for entry in self._heap if not entry[2].is_empty}
             self._heap = [(self._key(each), next(self._order), each) for each in kept.values()]
@@ -50,7 +50,7 @@ class Ranking(Generic[R]):
         heapq.heappush(self._heap, (self._key(one), next(self._order), one))
 
     def first(self) -> R | None:
-        """The first; of several with the same key, the one that came first."""
+        """Return the first item, None if there is none; equal keys keep their insertion order."""
         heap = self._heap
         while heap:
             key, order, one = heap[0]
