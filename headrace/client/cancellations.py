@@ -1,7 +1,7 @@
-"""Telling the services that nobody waits for an answer any more.
+"""Cancel requests whose callers have given up, by records to the services.
 
-A caller that is cancelled must not be held up by that, and has nowhere to put a failure. So the
-records are sent by one task, as far as it gets: what cannot be sent, or is too much, is counted.
+A cancelled caller must not be delayed by this and cannot handle its failure. So one task sends the
+records with best effort, and counts those that could not be sent or exceeded the queue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CANCEL = "x-cancel"
 MAX_WAITING = 1024
 SEND_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 0.5
-"""What waits when the client is closed is sent for so long."""
+"""Longest time for sending what is queued when the client is closed."""
 
 
 class _Cancelled(NamedTuple):
@@ -27,10 +27,10 @@ class _Cancelled(NamedTuple):
 
 
 class Cancellations:
-    """Sends a cancelling record for each request that is given up.
+    """Send a cancelling record for each request whose caller has given up.
 
     Attributes:
-        sent, lost: how many were acknowledged, and how many were not.
+        sent, lost: numbers of records that were acknowledged, and that were not.
     """
 
     def __init__(self, producer: Producer) -> None:
@@ -41,7 +41,7 @@ class Cancellations:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        # This object is the task's parent, and ends it before it is left: see `Replies`.
+        # This object owns the task and ends it on exit: see `Replies`.
         self._task = asyncio.create_task(self._send(), name="cancellations")
         return self
 
@@ -56,7 +56,7 @@ class Cancellations:
         await asyncio.wait([self._task])
 
     def add(self, partition: TopicPartition, key: bytes | None, correlation_id: bytes) -> None:
-        """A request that was sent to this partition is given up."""
+        """Queue the cancellation of a request that was sent to this partition."""
         try:
             self._waiting.put_nowait(_Cancelled(partition, key, correlation_id))
         except asyncio.QueueFull:

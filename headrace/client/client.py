@@ -1,8 +1,8 @@
 """The asyncio client.
 
-A client reads one partition of the responses topic with one task; a call is one record sent and
-one future. Calls may run concurrently, also from several tasks of the same event loop. At most
-`max_in_flight` calls are under way; further calls wait within their own timeouts.
+A client reads one partition of the responses topic with one task; a call sends one record and
+awaits one future. Calls may run concurrently, also from several tasks of the same event loop. At
+most `max_in_flight` calls are in flight; further calls wait within their own timeouts.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ DEFAULT_MAX_IN_FLIGHT = 1024
 
 
 class InferenceError(HeadraceError):
-    """The request was refused or failed: by a service, or here before it was sent.
+    """The request was refused or failed, in a service or in the client before it was sent.
 
     Attributes:
         code: one of `headrace.errors.Code`, or a newer one.
-        message: what was expected, what came, and where.
-        retriable: the same request may succeed later.
-        retry_after_ms: when, where that is known.
+        message: what was expected, what was received, and where.
+        retriable: True if the same request may succeed later.
+        retry_after_ms: when to retry, if known.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class InferenceError(HeadraceError):
 
 
 class InferenceTimeout(Retriable):
-    """No answer came in time. The request may have been served; the answer is dropped."""
+    """No answer arrived in time. The request may have been served; its answer is dropped."""
 
 
 class Response(NamedTuple):
-    """An answer.
+    """Answer to a request.
 
     Attributes:
-        outputs: by name, in the order of the answer; read-only arrays over the record's bytes.
+        outputs: arrays by name, in the order of the answer; read-only views of the record.
         parameters: timings in microseconds (`queue_us`, `batch_us`, `compute_us`) and
             `batch_size` in rows.
-        headers: of the response record, the request's own copied ones among them.
+        headers: headers of the response record, including those copied from the request.
     """
 
     model_name: str
@@ -75,10 +75,9 @@ class Response(NamedTuple):
 
 
 class Client:
-    """Sends requests to models and waits for their answers.
+    """Send requests to models and wait for their answers.
 
-    Nothing is opened before `async with`; leaving it fails the calls that still wait with
-    `ClientClosed`.
+    Nothing is opened before `async with`; leaving it fails all waiting calls with `ClientClosed`.
 
     Args:
         bootstrap_servers: addresses of the brokers. Overrides `settings` and the environment.
@@ -86,10 +85,10 @@ class Client:
         log: an opened log to use instead of a broker; the caller closes it.
         settings: topic names and Kafka's security; by default, the environment variables
             (`HEADRACE_KAFKA__SECURITY_PROTOCOL`, …) over the defaults.
-        reply_partition: of the topic of responses; one at random when not given.
-        content_type: `application/msgpack` or `application/json`, of requests and answers.
-        max_in_flight: how many calls may be under way at once. It bounds memory: what waits is
-            at most this many requests and their answers.
+        reply_partition: partition of the responses topic; chosen at random by default.
+        content_type: `application/msgpack` or `application/json`, for requests and answers.
+        max_in_flight: most calls in flight at once. It bounds memory: at most this many requests
+            and their answers are held.
 
     Raises (on entering):
         ConfigurationError: neither a broker nor a log was given, a topic does not exist, or it
@@ -125,12 +124,12 @@ class Client:
 
     @property
     def late_answers(self) -> int:
-        """Answers of ours that nobody waited for any more, second copies included."""
+        """Number of answers to this client whose caller had gone, including second copies."""
         return self._exchange.late if self._exchange else 0
 
     @property
     def foreign_answers(self) -> int:
-        """Answers to other clients on our reply partition."""
+        """Number of answers to other clients on this client's reply partition."""
         return self._exchange.foreign if self._exchange else 0
 
     async def __aenter__(self) -> Self:
@@ -171,26 +170,26 @@ class Client:
         key: bytes | None = None,
         headers: Sequence[tuple[str, bytes]] = (),
     ) -> Response:
-        """Run a model on arrays. Cancelling the call cancels the request, if it still waits.
+        """Run a model on arrays. Cancelling the call cancels the request if it is still queued.
 
         Args:
-            model: its name.
-            inputs: by name; shapes include the batch dimension, as in `[1, 64]`. An array is
+            model: name of the model.
+            inputs: arrays by name; shapes include the batch dimension, as in `[1, 64]`. An array is
                 sent with its own dtype. Lists of Python floats are sent as FP32, integers as
                 INT64, booleans as BOOL, `bytes` and `str` as BYTES.
-            timeout_s: for everything together; it becomes the request's deadline.
-            version: of the model; its newest when not given.
-            id: your own name for the request, echoed.
-            parameters: of the request.
-            outputs: the names of those wanted; all when not given.
-            priority: -100 to 100; larger goes first, among requests of one tenant.
-            tenant: on whose behalf; tenants who wait for one model get equal shares of it.
-            key: of the record; requests of one key go to one partition, others round robin.
-            headers: of your own; they travel on to the answer.
+            timeout_s: time for the whole call; it becomes the request's deadline.
+            version: model version; the newest by default.
+            id: your own identifier of the request; the answer repeats it.
+            parameters: parameters of the request.
+            outputs: names of the requested outputs; all by default.
+            priority: -100 to 100; among requests of one tenant, larger goes first.
+            tenant: tenant of the request; tenants waiting for one model get equal shares of it.
+            key: record key; requests with the same key go to one partition, others round-robin.
+            headers: your own headers; they are copied to the answer.
 
         Raises:
             InferenceError: the request was refused or failed.
-            InferenceTimeout: no answer in time.
+            InferenceTimeout: no answer arrived in time.
             ClientClosed: the client is not open, or was closed meanwhile.
             LogUnavailable: the broker did not acknowledge the request.
         """
@@ -221,10 +220,10 @@ class Client:
         key: bytes | None = None,
         headers: Sequence[tuple[str, bytes]] = (),
     ) -> Response:
-        """Run a model on a payload as it is, such as a file; its configuration says how.
+        """Run a model on a raw payload, such as a file; the model's configuration says how.
 
         `payload` becomes the record's value, and `content_type` (such as `image/jpeg` or
-        `text/plain`) its header. For all else, and for what is raised, see `infer`.
+        `text/plain`) its header. For other arguments and errors see `infer`.
         """
         name = f"{model}/{version}" if version else model
         about = [*headers, *_urgency(priority, tenant), ("x-model", name.encode())]
@@ -254,7 +253,7 @@ class Client:
 
 
 def _override(settings: Settings, bootstrap_servers: str | None, namespace: str | None) -> Settings:
-    """Return the settings with the explicit arguments of the client over them."""
+    """Return the settings, overridden by the client's explicit arguments."""
     explicit: dict[str, Any] = {}
     if bootstrap_servers is not None:
         named = {"bootstrap_servers": bootstrap_servers}
@@ -271,9 +270,9 @@ def _array(value: ArrayLike) -> NDArray[Any]:
     if isinstance(value, np.ndarray | np.generic):
         return array
     if array.dtype.kind in "SU":
-        # NumPy's own types for text drop the zeros at an element's end.
+        # NumPy's own text types drop the zeros at an element's end.
         return np.asarray(value, dtype=object)
-    # Nearly all models take FP32, and a Python float has no size that its author chose.
+    # Nearly all models take FP32, and the author of a Python float did not choose a size.
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
@@ -297,7 +296,7 @@ def _response(record: Record) -> Response:
 
 @contextmanager
 def _refusals_as_inference_errors() -> Iterator[None]:
-    """What is refused on this side has the form of what is refused on the other."""
+    """Turn `Rejected`, raised in the client, into the `InferenceError` that services cause."""
     try:
         yield
     except Rejected as error:

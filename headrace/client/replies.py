@@ -1,8 +1,8 @@
-"""The answers to one client: they come on one partition, and are matched to those who wait.
+"""Read the answers to one client from one partition and match them to the waiting calls.
 
-The partition is shared by chance with other clients. An answer whose correlation id nobody waits
-for is dropped and counted: `late` when it is ours (its caller gave up, or it is the second copy
-that at-least-once delivery allows), `foreign` when it is another client's.
+Other clients may share the partition. An answer without a waiting call is dropped and counted:
+`late` if it is this client's (its caller gave up, or it is the second copy that at-least-once
+delivery allows), `foreign` if it is another client's.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from headrace.log.port import Consumer, Log, Record, TopicPartition
 CORRELATION_ID = "kafka_correlationId"
 
 POLL_TIMEOUT_S = 0.2
-"""How long one poll waits; leaving takes at most this much longer than the last poll."""
+"""Timeout of one poll; closing may wait this long for the last one."""
 
 POLL_MAX_RECORDS = 1000
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long leaving waits for the poll under way; it ends by its own timeout before that."""
+"""Longest wait for the current poll on closing; its own timeout normally ends it earlier."""
 
 
 class ClientClosed(HeadraceError):
-    """The client is closed, or can no longer read answers; what was asked may have been done."""
+    """The client is closed or can no longer read answers; the request may have been served."""
 
 
 def last_header(headers: Sequence[tuple[str, bytes | None]], name: str) -> bytes | None:
-    """The value that counts of a header: the last one."""
+    """Return the last value of a header, which is the one that counts; None if absent."""
     for key, value in reversed(headers):
         if key == name:
             return value
@@ -42,11 +42,11 @@ def last_header(headers: Sequence[tuple[str, bytes | None]], name: str) -> bytes
 
 
 class Replies:
-    """Reads one partition and hands each answer to the future that waits for it.
+    """Read one partition and set each answer as the result of its waiting future.
 
     Args:
-        log: entered already; the reader is ours.
-        partition: of the topic of answers.
+        log: an open log; this object opens its own reader.
+        partition: partition of the responses topic.
     """
 
     def __init__(self, log: Log, partition: TopicPartition) -> None:
@@ -62,13 +62,13 @@ class Replies:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Start reading; when this returns, no answer to a later request can be missed."""
+        """Start reading; after this returns, no answer to a later request can be missed."""
         async with AsyncExitStack() as stack:
             consumer = await stack.enter_async_context(self._log.reader([self.partition]))
             ends = await consumer.end_offsets([self.partition])
             consumer.seek(self.partition, ends[self.partition])
-            # The task's parent is this object, which ends it before it is left: a TaskGroup here
-            # would wrap whatever the user's own block raises into an exception group.
+            # This object owns the task and ends it on exit: a TaskGroup would wrap whatever the
+            # user's own block raises into an exception group.
             task = asyncio.create_task(self._read(consumer), name=f"replies {self.partition}")
             stack.push_async_callback(self._join, task)
             self._stack = stack.pop_all()
@@ -85,7 +85,7 @@ class Replies:
         await self._stack.aclose()
 
     def expect(self) -> tuple[bytes, asyncio.Future[Record]]:
-        """A new correlation id and the future of its answer; `forget` it in the end.
+        """Return a new correlation id and the future of its answer; call `forget` afterwards.
 
         Raises:
             ClientClosed: reading has ended.
@@ -101,7 +101,7 @@ class Replies:
         return correlation_id, future
 
     def forget(self, correlation_id: bytes) -> None:
-        """Nobody waits for this answer any more."""
+        """Stop waiting for this answer."""
         future = self._waiting.pop(correlation_id, None)
         if future is not None:
             future.cancel()
@@ -137,7 +137,7 @@ class Replies:
                 self.foreign += 1
 
     async def _reposition(self, consumer: Consumer, position: int) -> None:
-        """Retention overtook us, or the topic was made anew: go on with what is there."""
+        """Seek to existing records after retention deleted ours or the topic was recreated."""
         offsets = await consumer.beginning_offsets([self.partition])
         if position >= offsets[self.partition]:
             offsets = await consumer.end_offsets([self.partition])
@@ -147,7 +147,7 @@ class Replies:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(ClientClosed(str(error)))
-                future.exception()  # its caller may have given up meanwhile
+                future.exception()  # marks it retrieved: its caller may have gone
 
     async def _join(self, task: asyncio.Task[None]) -> None:
         self._stopping = True

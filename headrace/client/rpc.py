@@ -1,7 +1,7 @@
-"""Request and answer over the log, as records: what the client builds on.
+"""Request/reply over the log, in records; the base of the client.
 
-A request goes to a partition of the topic of requests, by its key or round robin; its headers
-name the reply partition that this process reads.
+A request goes to a partition of the requests topic, by its key or round-robin; its headers name
+the reply partition that this process reads.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ REPLY_TOPIC = "kafka_replyTopic"
 REPLY_PARTITION = "kafka_replyPartition"
 
 COUNT_FOR_S = 30.0
-"""How long partitions that were added to the topic of requests may stay unused."""
+"""Longest time that partitions added to the requests topic stay unused."""
 
 
 class RpcClient:
-    """Sends request records and waits for the records that answer them.
+    """Send request records and wait for the records that answer them.
 
     Args:
-        log: opened; its producer and its reader are ours.
-        settings: for the topics' names.
-        reply_partition: of the topic of responses; one at random when None.
+        log: an open log; this object opens its own producer and reader.
+        settings: give the topics' names.
+        reply_partition: partition of the responses topic; None to choose one at random.
 
     Raises (on entering):
         ConfigurationError: a topic does not exist, or has no such partition.
@@ -57,12 +57,12 @@ class RpcClient:
 
     @property
     def late(self) -> int:
-        """Answers of ours that nobody waited for any more, second copies included."""
+        """Number of answers to this client whose caller had gone, including second copies."""
         return self._replies.late if self._replies else 0
 
     @property
     def foreign(self) -> int:
-        """Answers to others on our reply partition."""
+        """Number of answers to other clients on this client's reply partition."""
         return self._replies.foreign if self._replies else 0
 
     async def __aenter__(self) -> Self:
@@ -86,16 +86,16 @@ class RpcClient:
         await self._stack.aclose()
 
     async def ask(self, request: NewRecord, until_s: float = 0.0) -> Record:
-        """Send a request and wait for its answer; the caller bounds the time.
+        """Send a request and return its answer; the caller limits the time.
 
         Args:
-            request: without the headers that say where to answer.
-            until_s: the loop's time at which nobody wants the answer any more. Who is cancelled
-                before that has the request cancelled, as far as that can be done.
+            request: without the reply headers.
+            until_s: the event loop's time after which the answer is useless. If the caller is
+                cancelled before it, the request is cancelled too, with best effort.
 
         Raises:
             ClientClosed: not open, closed meanwhile, or no longer able to read answers.
-            ConfigurationError: the topic of requests does not exist any more.
+            ConfigurationError: the requests topic no longer exists.
             LogUnavailable, RecordTooLarge: the request was not acknowledged.
         """
         if self._producer is None or self._replies is None or self._cancellations is None:

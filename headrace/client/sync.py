@@ -70,7 +70,7 @@ class SyncClient:
 
     @classmethod
     def of(cls, open_client: Callable[[], AbstractAsyncContextManager[Client]]) -> Self:
-        """Return a blocking client of the client that a context manager gives.
+        """Return a blocking client over the client that a context manager yields.
 
         Args:
             open_client: called once, on entering; its context is entered and left in the thread.
@@ -104,7 +104,7 @@ class SyncClient:
         self._close()
 
     def _close(self) -> None:
-        """Leave the client's context and wait for its thread, which is bounded by `Client`."""
+        """Leave the client's context and wait for its thread; `Client` bounds that time."""
         loop, thread = self._loop, self._thread
         if loop is None:
             self._leave.set()  # interrupted before the thread had a loop
@@ -121,7 +121,7 @@ class SyncClient:
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # KeyboardInterrupt, for one: the request is cancelled as well
+            future.cancel()  # e.g. on KeyboardInterrupt: cancel the request as well
             raise
 
     async def _run(self, opened: concurrent.futures.Future[None]) -> None:
