@@ -1,1 +1,1 @@
-"""What stands on the topics: headers, messages, tensors, codecs and schemas."""
+"""Records on the topics: headers, messages, tensors, codecs and schemas."""

@@ -1,4 +1,4 @@
-"""What a process owes the log for a record that it has read, as the stages see it."""
+"""Ack handles of records that a process has read, as the stages see them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import Protocol
 
 
 class Revocable(Protocol):
-    """What many ack handles have in common: the time for which their partition is ours."""
+    """Assignment of a partition to this process, shared by the ack handles of its records."""
 
     @property
     def revoked(self) -> bool:
-        """It is over."""
+        """True if the partition is no longer assigned to this process."""
         ...
 
 
 class AckHandle(Protocol):
-    """What a process owes the log for a record that it has read: `headrace.delivery.inflight`."""
+    """Ack handle of a record that was read; implemented in `headrace.delivery.inflight`."""
 
     @property
     def assignment(self) -> Revocable:
-        """Of its partition. To ask many ack handles, ask each of their assignments once."""
+        """Return the partition's assignment; to check many handles, check each assignment once."""
         ...
 
     @property
     def revoked(self) -> bool:
-        """The partition is no longer ours: work on this record is for nothing."""
+        """True if the partition was revoked: further work on this record is useless."""
         ...
 
     def ack(self) -> None:
-        """All that came of the record is acknowledged."""
+        """Mark the record as done: everything produced from it is acknowledged."""
         ...

@@ -1,7 +1,7 @@
-"""What executors say of themselves on `events`, for batchers in other processes.
+"""Events by which executors announce themselves on `events` to batchers in other processes.
 
-Like the other messages (`headrace.protocol.messages`) these are MessagePack maps: unknown fields
-are ignored, new fields have defaults, nothing is renamed.
+Like the other messages (`headrace.protocol.messages`) they are MessagePack maps: unknown fields
+are ignored, new fields have defaults, and no field is renamed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from headrace.protocol.messages import Name
 
 
 class HostedModel(Struct, kw_only=True, omit_defaults=True):
-    """A model version that an executor has ready.
+    """A model version that is ready on an executor.
 
-    `instances` run one batch each at a time. `max_batch_size` is in rows: 1 where requests must
-    not share runs, for the reason `batching_off`.
+    Each of the `instances` runs one batch at a time. `max_batch_size` is in rows; it is 1 if
+    requests must not share runs, for the reason in `batching_off`.
     """
 
     name: Name
@@ -26,9 +26,9 @@ class HostedModel(Struct, kw_only=True, omit_defaults=True):
 
 
 class Completion(Struct, kw_only=True, omit_defaults=True):
-    """All requests of a batch have ended. `compute_us` is what its run of so many rows took; 0
-    where it was not run as one. `stay_us` is how long the executor had it, and `busy_us` how long
-    of that since the batch before it ended: what each batch takes while there are always some.
+    """All requests of a batch have ended. `compute_us` is the duration of its run of `rows` rows;
+    0 if it was not run as one batch. `stay_us` is the time that the executor had the batch, and
+    `busy_us` the part of it after the previous batch ended: the time per batch under full load.
     """
 
     batch_id: str
@@ -42,10 +42,11 @@ class Completion(Struct, kw_only=True, omit_defaults=True):
 
 
 class ExecutorEvent(Struct, kw_only=True, omit_defaults=True):
-    """The value of an `events` record: what an executor can do, and has done since the last one.
+    """The value of an `events` record: the models of an executor, and the batches that it has
+    completed since its last event.
 
-    `partitions` of `batches` are those that it reads. Who has not heard of it for
-    `silent_after_ms` may take it for dead.
+    `partitions` are those of `batches` that it reads. An executor without an event for
+    `silent_after_ms` may be considered dead.
     """
 
     executor: Name

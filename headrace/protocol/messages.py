@@ -1,13 +1,13 @@
-"""The messages: what travels on the topics, and what travels inside a process.
+"""Messages: the record values on the topics, and the working types inside a process.
 
 The first half are the wire types of the contract, one class for each kind of record value; the
-schemas in `schemas/` are generated from them. They follow the Open Inference Protocol v2 where
-it has a name for a thing. All are MessagePack maps; unknown fields are ignored, new fields have
-defaults, nothing is renamed.
+schemas in `schemas/` are generated from them. They use the names of the Open Inference Protocol v2
+where it has one. All are MessagePack maps; unknown fields are ignored, new fields have defaults,
+and no field is renamed.
 
-The second half are the working types. A `Request` is made once, when its record is read, and is
-the one object that passes through all stages of a process; at a topic between two stages
-`headrace.protocol.codec` turns it into a record and back.
+The second half are the working types. A `Request` is created once, when its record is read, and
+the same object passes through all stages of a process; at a topic between two stages
+`headrace.protocol.codec` encodes it into a record and decodes it again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class InputTensor(Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestedOutput(Struct, kw_only=True, omit_defaults=True):
-    """An output that the caller wants; without any, all are sent."""
+    """An output that the caller requests; without any, all are sent."""
 
     name: Name
     parameters: Parameters | None = None
@@ -76,8 +76,8 @@ class OutputTensor(Struct, kw_only=True, omit_defaults=True):
 
 
 class InferenceResponse(Struct, kw_only=True, omit_defaults=True):
-    """The value of a response record. `parameters` has the timings, in microseconds
-    (`queue_us`, `batch_us`, `compute_us`), and `batch_size`, in rows.
+    """The value of a response record. `parameters` contains the timings in microseconds
+    (`queue_us`, `batch_us`, `compute_us`) and `batch_size` in rows.
     """
 
     model_name: str
@@ -88,7 +88,7 @@ class InferenceResponse(Struct, kw_only=True, omit_defaults=True):
 
 
 class ErrorDetails(Struct, kw_only=True, omit_defaults=True):
-    """What a program needs to know of an error."""
+    """The machine-readable part of an error."""
 
     code: str
     stage: str
@@ -97,7 +97,7 @@ class ErrorDetails(Struct, kw_only=True, omit_defaults=True):
 
 
 class ErrorResponse(Struct, kw_only=True, omit_defaults=True):
-    """The value of a response record when the request failed; `error` is for people."""
+    """The value of a response record of a failed request; `error` is a human-readable text."""
 
     id: str | None = None
     error: str
@@ -108,9 +108,9 @@ class ErrorResponse(Struct, kw_only=True, omit_defaults=True):
 
 
 class WireOrigin(Struct, kw_only=True, omit_defaults=True):
-    """Where a request came from. `previous` is the source offset delivered before this one:
-    everything between the two was never there (transaction markers, compaction). `after` is that
-    of the last earlier record with the same key, where answers keep the order of their keys.
+    """Position of a request in the source. `previous` is the source offset delivered before this
+    one: no records exist between the two (transaction markers, compaction). `after` is the offset
+    of the last earlier record with the same key, if answers keep the order of their keys.
     """
 
     partition: int
@@ -121,7 +121,9 @@ class WireOrigin(Struct, kw_only=True, omit_defaults=True):
 
 
 class WireTensor(Struct, kw_only=True, omit_defaults=True):
-    """A tensor between two stages: `data`, or `size` bytes from `start` of the request's value."""
+    """A tensor between two stages: `data`, or the `size` bytes of the request's value from
+    `start`.
+    """
 
     datatype: str
     shape: tuple[int, ...]
@@ -144,7 +146,7 @@ class WireTimings(Struct, kw_only=True, omit_defaults=True):
 
 class WireTrace(Struct, kw_only=True, omit_defaults=True):
     """The trace of a sampled request: the `traceparent` (W3C Trace Context) of its last stage's
-    span, and when that stage was done, in epoch microseconds.
+    span, and the time when that stage finished, in epoch microseconds.
     """
 
     traceparent: Annotated[str, Meta(max_length=64)]
@@ -152,7 +154,7 @@ class WireTrace(Struct, kw_only=True, omit_defaults=True):
 
 
 class ItemRecord(Struct, kw_only=True, omit_defaults=True):
-    """The value of an `items` record: a request that was checked and can run."""
+    """The value of an `items` record: a validated request that can run."""
 
     origin: WireOrigin
     key: bytes | None = None
@@ -172,7 +174,7 @@ class ItemRecord(Struct, kw_only=True, omit_defaults=True):
 
 class BatchRecord(Struct, kw_only=True, omit_defaults=True):
     """The value of a `batches` record: items of one model, version and shape class. `formed_us`
-    is when the batch closed; where it is 0, its items say that.
+    is when the batch closed; if it is 0, the timings of the items say that.
     """
 
     batch_id: str
@@ -191,11 +193,12 @@ class WireFailure(Struct, kw_only=True, omit_defaults=True):
 
 
 class ResultRecord(Struct, kw_only=True, omit_defaults=True):
-    """The value of a `results` record: a request with its outcome, of either kind.
+    """The value of a `results` record: a request with its outputs or its failure.
 
-    `value` is there only where a dead letter may be made of it. A header whose name is not UTF-8
-    has none in `headers`; `raw_names` has its place and its name. One that is `skipped` stands for
-    a range of the source that was never read, from after `origin.previous` up to `origin.offset`.
+    `value` is present only if a dead letter may be made of it. A header whose name is not UTF-8
+    has an empty name in `headers`; `raw_names` has its index and its name. A `skipped` record
+    stands for a range of the source that was never read, from after `origin.previous` up to
+    `origin.offset`.
     """
 
     origin: WireOrigin
@@ -219,12 +222,12 @@ class ResultRecord(Struct, kw_only=True, omit_defaults=True):
 
 
 class Tensor(NamedTuple):
-    """A named tensor whose bytes were checked against its shape.
+    """Named tensor whose bytes were checked against its shape.
 
     Attributes:
         datatype: a name of the Open Inference Protocol, such as `FP32`.
-        shape: including the batch dimension where the model has one.
-        data: raw little-endian, row-major; a view of the record's value where it can be.
+        shape: including the batch dimension if the model has one.
+        data: raw little-endian, row-major; a view of the record's value where possible.
     """
 
     name: str
@@ -238,7 +241,7 @@ Head: TypeAlias = tuple[str, str, tuple[int, ...]]
 
 
 class Failure(NamedTuple):
-    """Why a request has no outputs. `code` is a `headrace.errors.Code`."""
+    """Reason why a request has no outputs. `code` is a `headrace.errors.Code`."""
 
     code: str
     message: str
@@ -247,16 +250,16 @@ class Failure(NamedTuple):
 
 
 class Envelope(NamedTuple):
-    """What a request record's headers say, parsed once.
+    """Parsed headers of a request record.
 
     Attributes:
-        content_type: lower case, without parameters; empty when the header is absent.
-        correlation_id: opaque; echoed.
-        reply_topic, reply_partition: where the answer shall go, if the caller said so.
+        content_type: lower case, without parameters; empty if the header is absent.
+        correlation_id: opaque; repeated in the answer.
+        reply_topic, reply_partition: destination of the answer, if the caller gave one.
         deadline_ms: epoch milliseconds; 0 means none.
-        model, version: from `x-model`; empty when absent.
-        traceparent, tracestate: as they came.
-        fault: what is wrong with the headers, if anything is: the answer is then an error.
+        model, version: from `x-model`; empty if absent.
+        traceparent, tracestate: unchanged values of the headers.
+        fault: what is wrong with the headers, if anything; the answer is then an error.
         cancels: topic, partition and offset of the request that the record cancels, or
             `headrace.protocol.headers.BY_CORRELATION`.
     """
@@ -277,34 +280,35 @@ class Envelope(NamedTuple):
 
 
 class Request(Struct, eq=False):
-    """A request on its way through a process.
+    """Request that passes through the stages of a process.
 
-    Ingest fills it up to `wanted`; the batcher and the executor add to the timings; whoever ends
-    it sets either `outputs` or `failure`, and the responder answers what stands there. It is a
-    struct for speed, and is never encoded.
+    Ingest fills the fields up to `wanted`; the batcher and the executor add timings; the stage that
+    ends the request sets either `outputs` or `failure`, which the responder answers. It is a struct
+    for speed, and is never encoded.
 
     Attributes:
-        ack handle: of the record by which it came into this process.
+        ack_handle: ack handle of the record by which the request entered this process.
         partition, offset, previous, timestamp_ms, after: its origin, see `WireOrigin`.
-        key, value, headers: its source record's, untouched.
+        key, value, headers: those of its source record, unchanged.
         ingested_us, formed_us: when it was read, and when its batch closed; epoch microseconds.
-        came_us, due_us: when it came to the batcher, and its deadline, 0 where it has none; both on
-            the batcher's steady clock.
+        came_us, due_us: arrival at the batcher, and its deadline (0 if it has none); both on the
+            batcher's steady clock.
         inputs: in the order of the model's signature.
-        rows: the size of the batch dimension; 1 where the model has none.
-        shape_class: requests of one model may share a batch when these are equal.
-        size_bytes: of all inputs together.
-        wanted: names of the outputs asked for; None for all.
-        checked_us, done_us: when ingest, and the last stage before the responder, was done with
-            it, in epoch microseconds; 0 where nothing is traced.
-        batch_id: of its batch; empty where nothing is traced, or it joined none.
-        item: the value of the `items` record by which it came; None where it did not.
+        rows: size of the batch dimension; 1 if the model has none.
+        shape_class: requests of one model may share a batch if their shape classes are equal.
+        size_bytes: size of all inputs together.
+        wanted: names of the requested outputs; None for all.
+        checked_us, done_us: when ingest, and the last stage before the responder, finished with
+            it, in epoch microseconds; 0 if nothing is traced.
+        batch_id: id of its batch; empty if nothing is traced, or it joined no batch.
+        item: value of the `items` record by which it came; None if it came otherwise.
         trace: None unless it is sampled.
-        compute_us: how long its run took; `batch_rows` how many rows ran with it.
+        compute_us: duration of its run; `batch_rows` is the number of rows in that run.
         own_sizes: None until it was padded, see `headrace.models.padding`.
-        heads, contents: of the outputs, and their bytes; `contents` is None until it has run.
-            Requests that ran together share one object of `heads` where their bytes are as many;
-            of texts each has its own. So nobody has to look at each of them.
+        heads, contents: (name, datatype, shape) and bytes of each output; `contents` is None until
+            it has run. Requests that ran together share one `heads` object if their outputs have
+            equal sizes, so that the heads need not be compared one by one; with BYTES outputs each
+            request has its own.
     """
 
     ack_handle: AckHandle
@@ -343,7 +347,7 @@ class Request(Struct, eq=False):
 
     @property
     def outputs(self) -> tuple[Tensor, ...] | None:
-        """The tensors of the answer; None where there are none."""
+        """Return the tensors of the answer; None if it has none."""
         if self.contents is None:
             return None
         return tuple(
@@ -360,11 +364,11 @@ class Request(Struct, eq=False):
 
     @property
     def skipped(self) -> bool:
-        """Of one that has ended: it stands for a range of the source that was never read."""
+        """True if an ended request stands for a range of the source that was never read."""
         return self.contents is None and self.failure is None
 
     def fail(self, failure: Failure) -> None:
-        """End the request with an error; its inputs are let go."""
+        """End the request with an error, and release its inputs."""
         self.failure = failure
         self.inputs = ()
 
@@ -374,9 +378,9 @@ class Batch:
 
     Attributes:
         reason: why it closed: `full`, `idle`, `just_in_time`, `delay`, `deadline`, `bytes` or
-            `drain`; `bisected`, when it is one half of a batch that failed.
-        rows: of all requests together.
-        end_us: when its run should be done, as predicted; epoch microseconds, 0: not predicted.
+            `drain`; `bisected` if it is one half of a batch that failed.
+        rows: rows of all requests together.
+        end_us: predicted end of its run in epoch microseconds; 0 if not predicted.
     """
 
     __slots__ = ("batch_id", "end_us", "model", "reason", "requests", "rows", "version")
@@ -394,5 +398,5 @@ class Batch:
 
 
 def plain(value: Any) -> Any:
-    """A wire type as dicts and lists, for people and for tests."""
+    """Convert a wire type to dicts and lists, for display and tests."""
     return msgspec.to_builtins(value, builtin_types=(bytes, memoryview))

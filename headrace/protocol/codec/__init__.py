@@ -1,10 +1,10 @@
-"""Records to messages and back.
+"""Encode messages into records, and decode them.
 
-- `requests`: what callers send, in MessagePack or JSON;
-- `responses`: what they are answered;
-- `wire`: what travels between two stages in different processes;
+- `requests`: requests from callers, in MessagePack or JSON;
+- `responses`: answers to callers;
+- `wire`: records between two stages in different processes;
 - `client`: the caller's side of requests and responses;
-- `json_data` and `faults`: tensors in JSON, and msgspec's errors in our words.
+- `json_data` and `faults`: tensors in JSON, and msgspec's errors as Headrace's.
 """
 
 from headrace.protocol.codec.client import Answer, decode_response, encode_request

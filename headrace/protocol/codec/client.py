@@ -1,4 +1,4 @@
-"""The caller's side: arrays to the value of a request record, and an answer's value to arrays."""
+"""Client-side codec: encode arrays into a request's value, decode an answer's into arrays."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def encode_request(
     parameters: Mapping[str, Parameter] | None = None,
     outputs: Sequence[str] | None = None,
 ) -> bytes:
-    """The value of a request record.
+    """Return the value of a request record.
 
     Args:
         content_type: `application/msgpack` or `application/json`.
-        model: its name.
-        inputs: by name; shapes include the batch dimension.
-        version: of the model; the newest when None.
-        id: the caller's own name for the request.
-        parameters: of the request.
-        outputs: names of those wanted; all when None.
+        model: name of the model.
+        inputs: arrays by name; shapes include the batch dimension.
+        version: model version; None for the newest.
+        id: the caller's own identifier of the request.
+        parameters: parameters of the request.
+        outputs: names of the requested outputs; None for all.
 
     Raises:
-        Rejected: `INVALID_TENSOR` for an array of a dtype that the protocol has no name for.
-        ValueError: another content type.
+        Rejected: `INVALID_TENSOR`: an array has a dtype that the protocol does not know.
+        ValueError: unknown content type.
     """
     tensors = [from_array(name, array) for name, array in inputs.items()]
     wanted = None if outputs is None else [RequestedOutput(name=name) for name in outputs]
@@ -99,7 +99,7 @@ def _json_input(tensor: Tensor) -> JsonInputTensor:
 
 
 class Answer(NamedTuple):
-    """A response with its outputs as read-only arrays, by name; the rest as it came."""
+    """Response whose outputs are read-only arrays by name; other fields are unchanged."""
 
     model_name: str
     model_version: str
@@ -117,7 +117,7 @@ class _JsonOutput(msgspec.Struct, kw_only=True):
 
 
 class _Fields(msgspec.Struct, kw_only=True):
-    """All that an answer of either kind may have, but its outputs."""
+    """Fields of an answer of either kind, except its outputs."""
 
     model_name: str = ""
     model_version: str = ""
@@ -142,10 +142,10 @@ _decode_json = msgspec.json.Decoder(_Json).decode
 def decode_response(
     headers: Sequence[tuple[str, bytes | None]], value: bytes | memoryview | None
 ) -> Answer | ErrorResponse:
-    """An answer, of whichever kind the record holds.
+    """Decode an answer of either kind.
 
     Raises:
-        Rejected: `INTERNAL`: the record is no answer of Headrace's.
+        Rejected: `INTERNAL`: the record is not an answer from Headrace.
     """
     content_type = parse_envelope(headers, 0, 0).content_type
     if value is None:

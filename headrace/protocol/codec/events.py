@@ -1,4 +1,4 @@
-"""Records on `events`."""
+"""Encode and decode the records on `events`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _decode = msgspec.msgpack.Decoder(ExecutorEvent).decode
 
 
 def encode_event(event: ExecutorEvent) -> bytes:
-    """The value of an `events` record."""
+    """Return the value of an `events` record."""
     return _encode(event)
 
 
 def decode_event(value: bytes) -> ExecutorEvent:
-    """What an `events` record says.
+    """Decode the value of an `events` record.
 
     Raises:
-        Rejected: `INTERNAL`: the record is none of Headrace's.
+        Rejected: `INTERNAL`: the record was not written by Headrace.
     """
     try:
         return _decode(value)
