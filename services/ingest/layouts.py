@@ -1,12 +1,12 @@
-"""Requests that differ in nothing but their tensor's bytes are decoded and checked once.
+"""Decode cache: requests that differ only in their tensor's bytes are decoded and checked once.
 
-A MessagePack value says how long its tensor's bytes are before they come. So where two values are
-of the same length, and equal before and behind the tensor of one of them, they decode to the same
-message around other tensor bytes. Most callers send such values all day long, and comparing two
-byte strings costs a tenth of decoding.
+A MessagePack value states the length of its tensor's bytes before them. So two values of the same
+length that are equal before and behind the tensor of one of them decode to the same message with
+other tensor bytes. Most callers send such values all the time, and comparing two byte strings
+costs a tenth of decoding.
 
-Left out are values with an `id` (they all differ), with several inputs, and datatypes whose bytes
-are looked into.
+Not cached: values with an `id` (they all differ), values with several inputs, and datatypes whose
+bytes must be inspected.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from headrace.protocol.messages import InferenceRequest, InputTensor, RequestedO
 
 MAX_LAYOUTS = 256
 MAX_AROUND_BYTES = 1024
-"""Of what stands around the tensor; longer values are decoded each time."""
+"""Most bytes around the tensor; values with more are decoded each time."""
 DOUBT = 64
-"""After so many values of its length that are not of it, a layout gives way to another one."""
+"""A layout is replaced after this many values of its length that do not match it."""
 
 _NOT_NUMBERS = {"BYTES", "BOOL"}
 
@@ -48,15 +48,15 @@ Lookup: TypeAlias = Callable[[str, str | None], Binding]
 
 
 class DecodeTemplate(NamedTuple):
-    """What was found when a request of a layout was bound, and holds for the others.
+    """Result of binding one request of a layout; it holds for all of them.
 
     Attributes:
-        head, tail: what stands before and behind the tensor's bytes in a value.
-        start, stop: where these bytes are.
-        name, datatype, shape: of the tensor.
-        model, version: by which it was bound.
-        bound: see `headrace.models.binding.Bound`: rows, shape class, size in bytes, and outputs
-            that are wanted.
+        head, tail: the bytes before and behind the tensor's bytes in a value.
+        start, stop: position of the tensor's bytes.
+        name, datatype, shape: the tensor's header.
+        model, version: the model version that bound it.
+        bound: see `headrace.models.binding.Bound`: rows, shape class, size in bytes, and
+            requested outputs.
     """
 
     head: bytes
@@ -72,11 +72,11 @@ class DecodeTemplate(NamedTuple):
 
 
 class Layout:
-    """What requests of one layout share.
+    """Common part of the requests of one layout.
 
     Attributes:
-        message: decoded, without the tensor's bytes.
-        head, tail: what stands before and behind them in a value.
+        message: the decoded message, without the tensor's bytes.
+        head, tail: the bytes before and behind the tensor's bytes in a value.
     """
 
     __slots__ = ("_alike", "_bind", "_start", "_stop", "doubt", "head", "message", "tail")
@@ -91,14 +91,14 @@ class Layout:
         self._alike: DecodeTemplate | None = None
         self.message = message
         self.doubt = 0
-        tensor.data = memoryview(b"")  # or the first value would live as long as its layout
+        tensor.data = memoryview(b"")  # otherwise the first value would live with its layout
 
     def bound(self, value: bytes, version: Binding) -> Bound:
-        """The inputs of a request of this layout, as the version's `bind` gives them.
+        """Bind a request of this layout, and return the result of the version's `bind`.
 
         Args:
-            value: of the request; it begins with the head and ends with the tail.
-            version: of the model.
+            value: the request's value; it begins with the head and ends with the tail.
+            version: the model version.
 
         Raises:
             Rejected: see `headrace.models.binding.Binder.bind`.
@@ -117,38 +117,38 @@ class Layout:
         return bound
 
     def alike(self, lookup: Lookup) -> DecodeTemplate | None:
-        """What holds for every request of this layout now; None where each has to be bound."""
+        """Return the template for requests of this layout; None if each must be bound."""
         if self._alike is None:
             return None
         try:
             version = lookup(self.message.model_name, self.message.model_version)
         except Rejected:
-            return None  # each is told why
+            return None  # each request is rejected with the reason when it is bound
         return self._alike if version.bind is self._bind else None
 
 
 class DecodeCache:
-    """The layouts of late, one for each length."""
+    """Cache of recent layouts, one for each length of values."""
 
     def __init__(self) -> None:
         self._by_length: dict[int, Layout] = {}
 
     def find(self, value: bytes) -> Layout | None:
-        """The layout of a value; None where it has to be decoded."""
+        """Return the layout of a value; None if it must be decoded."""
         layout = self._by_length.get(len(value))
         if layout is None:
             return None
         return layout if value.startswith(layout.head) and value.endswith(layout.tail) else None
 
     def alike(self, length: int, lookup: Lookup) -> DecodeTemplate | None:
-        """What holds for the requests of the layout of this length, if it is bound by now."""
+        """Return the template of the layout of this length; None if there is none yet."""
         layout = self._by_length.get(length)
         return None if layout is None else layout.alike(lookup)
 
     def learn(self, value: bytes, message: InferenceRequest) -> None:
-        """Remember the layout of a value that was decoded and bound, if it has one.
+        """Cache the layout of a value that was decoded and bound, if it can be cached.
 
-        Where it has, the tensor in `message` loses its bytes.
+        The tensor in `message` then loses its bytes.
 
         Raises:
             ValueError: the message was decoded from another value.

@@ -1,4 +1,4 @@
-"""From a record to a request: decode it and check all that can be checked before it runs."""
+"""Decode records into requests, and check all that can be checked before a run."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from headrace.services.ingest.transforming import Payload
 from headrace.topics import Stage
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}
-"""Of these the value has the tensors; any other payload is made into tensors by the model."""
+"""Content types whose values contain tensors; the model transforms any other payload."""
 
 _layouts = DecodeCache()
-"""A cache, like `functools.lru_cache`: what is in it follows from the values alone."""
+"""A pure cache, like `functools.lru_cache`: its content depends on the values alone."""
 
 COPIED_BYTES = 512
-"""A tensor that has no more is copied: that takes a third of a view's time, and no more memory."""
+"""Tensors up to this size are copied: a third of a view's time, and no more memory."""
 
 
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
 
 
 class _NullAck:
-    """The ack handle of a record that nobody answers."""
+    """Ack handle of a record that gets no answer."""
 
     revoked = False
 
     @property
     def assignment(self) -> _NullAck:
-        """Itself: nobody takes it away."""
+        """Return itself: it is never revoked."""
         return self
 
     def ack(self) -> None:
-        """There is nothing to acknowledge."""
+        """Do nothing."""
 
 
 NULL_ACK = _NullAck()
@@ -69,20 +69,20 @@ class ModelLookup(Protocol):
 
 
 class Admission(Protocol):
-    """The part of a batcher beside it that ingest asks."""
+    """The part of a batcher in the same process that ingest needs."""
 
     def __call__(self, envelope: Envelope) -> Failure | None:
-        """Why a request with these headers is refused; None if it is not, as far as they say."""
+        """Return why a request with these headers is refused; None if they give no reason."""
         ...
 
 
 class Rules(NamedTuple):
-    """What a record is held against.
+    """What records are checked against.
 
     Attributes:
-        admission: None where the batcher is another process.
-        defer: takes payloads whose transform is a user's code, to be run elsewhere; without it
-            they are transformed on the spot.
+        admission: None if the batcher is in another process.
+        defer: receives payloads whose transform is user code, to be run elsewhere; without it
+            they are transformed immediately.
     """
 
     models: ModelLookup
@@ -94,7 +94,7 @@ class Rules(NamedTuple):
 def read_requests(
     records: Sequence[Record], assignment: AssignedPartition, rules: Rules, now_us: int
 ) -> list[Request]:
-    """Admit records and make a request of each, in order; see `read_request`."""
+    """Admit records and return a request for each, in order; see `read_request`."""
     turn = _Turn(assignment, rules, now_us)
     timeout_ms = rules.limits.default_timeout_ms
     alike, read_alike = turn.alike, turn.read_alike
@@ -113,7 +113,7 @@ def read_requests(
         ):
             requests.append(read_alike(record, value, envelope, known))
         else:
-            turn.sync()
+            turn.sync()  # `_read` admits its record itself; offsets are tracked in order
             requests.append(_read(record, envelope, assignment, rules, now_us))
             turn.previous = assignment.last_delivered
     turn.sync()
@@ -121,7 +121,7 @@ def read_requests(
 
 
 class _AlikeByLength(dict[int, DecodeTemplate | None]):
-    """What holds for requests of known layouts, during a turn; see `DecodeCache.alike`."""
+    """Templates of known layouts by length, during one turn; see `DecodeCache.alike`."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -135,11 +135,11 @@ class _AlikeByLength(dict[int, DecodeTemplate | None]):
 
 
 class _Turn:
-    """Records that are read without a pause: what holds for all of them is looked up once.
+    """Records that are read without yielding; values common to all of them are looked up once.
 
     Attributes:
-        alike: what is known of layouts, by the lengths of values.
-        previous: the offset of the record that was read last.
+        alike: templates of known layouts, by the lengths of values.
+        previous: offset of the last record read.
     """
 
     def __init__(self, assignment: AssignedPartition, rules: Rules, now_us: int) -> None:
@@ -148,20 +148,20 @@ class _Turn:
         self._assignment = assignment
         self._partition = assignment.partition.partition
         self._now_us = now_us
-        # Where items are written to a topic, they say where in the value their tensors are.
+        # Items written to a topic refer to their tensors in the value, so nothing is copied then.
         self._copied_bytes = 0 if rules.admission is None else COPIED_BYTES
         self._records = 0
         self._size_bytes = 0
 
     def sync(self) -> None:
-        """Enter in the in-flight tracker what was read by `read_alike`."""
+        """Add the records read by `read_alike` to the in-flight tracker."""
         self._assignment.admitted(self.previous, self._records, self._size_bytes)
         self._records = self._size_bytes = 0
 
     def read_alike(
         self, record: Record, value: bytes, envelope: Envelope, alike: DecodeTemplate
     ) -> Request:
-        """The request in a record of this layout."""
+        """Return the request in a record of this layout."""
         _, _, start, stop, name, datatype, shape, model, version, bound = alike
         rows, shape_class, tensor_bytes, wanted = bound
         content = (
@@ -198,7 +198,7 @@ class _Turn:
 
 
 def _is_plain(envelope: Envelope, now_us: int) -> bool:
-    """Nothing in the headers asks for more than the request's answer in time."""
+    """True if the headers need no special handling and the deadline has not passed."""
     if envelope.fault is not None or envelope.cancels is not None or envelope.model:
         return False
     deadline_ms = envelope.deadline_ms
@@ -213,13 +213,13 @@ def read_request(
     now_us: int,
     ack_handle: InFlightAck | None = None,
 ) -> Request:
-    """Admit a record and make a request of it.
+    """Admit a record and return its request.
 
-    What cannot run comes back with its failure set: a request is never refused by an exception,
-    because it has to be answered. A request that is late already, or would be, by its headers,
-    is charged nothing for its value. A record that cancels a request is not admitted: it goes on
-    to where that request may wait, as one without a model and with nothing owed for it. With a
-    ack handle, the record was admitted before.
+    A request that cannot run is returned with its failure set, not raised, because it must be
+    answered. A request that is late, or would be by its headers, is not charged for its value. A
+    cancelling record is not admitted: it goes on to the batcher, where the named request may wait,
+    as a request without a model and with a null ack. Pass `ack_handle` if the record was admitted
+    before.
     """
     timeout_ms = rules.limits.default_timeout_ms
     envelope = parse_envelope(record.headers, record.timestamp, timeout_ms)
@@ -269,10 +269,10 @@ def _read(
             _bind(request, value, envelope, rules)
     except Rejected as error:
         request.fail(rejection(error, Stage.INGEST))
-        request.version = ""  # a caller's word for a version that may not be there
+        request.version = ""  # named by the caller; this version may not exist
         request.id = request.id or callers_id(value, envelope)
     if envelope.content_type not in MSGPACK_TYPES:
-        # Tensors that are no views of the value are kept beside it.
+        # These tensors are no views of the value, so they take memory besides it.
         ack_handle.resize(ack_handle.size_bytes + request.size_bytes)
     return request
 
@@ -280,7 +280,7 @@ def _read(
 def read_condemned(
     record: Record, assignment: AssignedPartition, rules: Rules, now_us: int
 ) -> Request:
-    """Admit a record that is not run any more; it is not even decoded for a model."""
+    """Admit a poisoned record without decoding it; return it as a failed request."""
     envelope = parse_envelope(record.headers, record.timestamp, rules.limits.default_timeout_ms)
     ack_handle = assignment.admit(record.offset, record_bytes(record))
     origin = (record.partition, record.offset, ack_handle.previous, record.timestamp)
@@ -293,7 +293,10 @@ def read_condemned(
 
 
 def _misdirected(record: Record, envelope: Envelope, target: tuple[str, int, int]) -> str:
-    """What is wrong with a cancelling record: it has to lie beside the request that it names."""
+    """Return what is wrong with a cancelling record, or "".
+
+    It must follow the request that it names in the same partition.
+    """
     if target == BY_CORRELATION:
         if envelope.correlation_id is not None:
             return ""
@@ -312,7 +315,7 @@ def _misdirected(record: Record, envelope: Envelope, target: tuple[str, int, int
 def _cancelling(record: Record, assignment: AssignedPartition, envelope: Envelope) -> Request:
     assignment.pass_over(record.offset)
     origin = (record.partition, record.offset, record.offset - 1, record.timestamp)
-    # Its headers may name a model as well, whose queue would take it for a request.
+    # The model is not set, even if its headers name one: its queue would treat it as a request.
     return Request(NULL_ACK, *origin, None, None, record.headers, envelope)
 
 
@@ -362,7 +365,7 @@ def _take(request: Request, version: ModelVersion, inputs: list[InputTensor]) ->
 
 
 def read_transformed(payload: Payload) -> Request:
-    """The request of a payload that was deferred, once it has been transformed."""
+    """Return the request of a deferred payload after its transform."""
     request = payload.request
     try:
         if payload.error is not None:

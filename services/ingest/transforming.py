@@ -1,9 +1,9 @@
-"""Transforms in Python run on a thread, each within a limit, so that none stops the event loop.
+"""Run Python transforms on a thread, with a time limit, so that none blocks the event loop.
 
-A user's code may take long or never come back. A transform that takes longer than its model's
-`max_execution_s` is interrupted by an exception in its thread, which ends whatever is written in
-Python. One that is in native code then does not hear of it, and the process ends a little later:
-the record is found as any other that ends its process.
+User code may take long or never return. A transform that exceeds its model's `max_execution_s` is
+interrupted by an exception in its thread, which ends any Python code. Native code does not notice
+the exception; then the process ends after a grace period, and the record is found like any other
+that ends its process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from headrace.protocol.messages import InputTensor, Request
 INTERRUPT_GRACE_S = 5.0
 BETWEEN_S = 0.05
 ARRIVES_S = 0.001
-"""An interruption that was asked for is raised after the next few instructions of its thread."""
+"""A requested interruption is raised within the next few instructions of its thread."""
 
 
 class Payload:
-    """A payload that waits for its transform, and what comes of it.
+    """A payload that waits for its transform, and the result.
 
     Attributes:
-        inputs: what the transform made; None where it failed.
-        error: why it failed.
+        inputs: the transformed inputs; None if the transform failed.
+        error: why the transform failed.
     """
 
     __slots__ = (
@@ -69,10 +69,10 @@ class TransformThread:
         self._since_s = 0.0
 
     async def run(self, payloads: Sequence[Payload]) -> None:
-        """Transform them, one after the other.
+        """Transform payloads, one after the other.
 
         Raises:
-            Fatal: one did not end when it was interrupted.
+            Fatal: a transform did not end when it was interrupted.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="transforms", daemon=True)
@@ -83,7 +83,7 @@ class TransformThread:
         def work() -> None:
             for payload in payloads:
                 self._transform(payload)
-            # A loop that is closed meanwhile has nobody who waits any more.
+            # If the loop has been closed meanwhile, no caller waits.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(done.set)
 
@@ -100,11 +100,11 @@ class TransformThread:
             self._interrupt(payload)
 
     def close(self) -> None:
-        """No more payloads come."""
+        """End the thread after the payloads it was given."""
         self._chunks.put(None)
 
     def _left_s(self) -> float:
-        """Until something has to be done about the payload that is being transformed."""
+        """Return the time until the current payload must be interrupted or the process ended."""
         payload, now_s = self._current, time.monotonic()
         if payload is None:
             return BETWEEN_S
@@ -135,8 +135,8 @@ class TransformThread:
             with self._turn:
                 payload.is_done = True
             if payload.is_interrupted:
-                # If it is on its way it comes now, and must not meet the next payload. A bare
-                # `except` of the transform's may have swallowed it before.
+                # A pending interruption must arrive now and not hit the next payload. A bare
+                # `except` in the transform may have swallowed it already.
                 time.sleep(ARRIVES_S)
                 raise Interrupted
         except Interrupted:
