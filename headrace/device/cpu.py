@@ -1,4 +1,4 @@
-"""The CPU as a device: copies are made at once, and events are nothing, since all has happened."""
+"""The CPU as a device: copies are synchronous, and events do nothing, since all work is done."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class CpuDevice:
         pass
 
     def memory(self) -> Memory:
-        """Of no device of its own."""
+        """Return zeros: the CPU has no device memory of its own."""
         return Memory(0, 0, {})
 
 
 def view(block: Block, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """The beginning of a host block as an array."""
+    """Return the beginning of a host block as an array."""
     assert block.array is not None
     size_bytes = math.prod(shape) * dtype.itemsize
     return block.array[:size_bytes].view(dtype).reshape(shape)

@@ -1,9 +1,9 @@
-"""A GPU of NVIDIA's as a device, by CuPy.
+"""An NVIDIA GPU as a device, using CuPy.
 
-Experimental: it has not run on a GPU yet. All calls come from one thread, the dispatcher's, but
-`synchronize`, which is the reaper's. Streams are created without the default stream's implicit
-order, events sleep in place of spinning, host blocks are pinned, and nothing is allocated after
-the ring stands.
+Experimental: it has not run on a GPU yet. All calls come from the dispatcher's thread, except
+`synchronize`, which the completion thread calls. Streams are created without the default stream's
+implicit order, events sleep instead of spinning, host blocks are pinned, and nothing is allocated
+once the ring is set up.
 
 https://docs.cupy.dev/en/stable/reference/cuda.html
 """
@@ -26,7 +26,7 @@ class CudaDevice:
     """See `headrace.device.port.Device`. Construct it on the dispatcher's thread.
 
     Args:
-        number: of the GPU, as CUDA counts.
+        number: the GPU's number in CUDA.
 
     Raises:
         ConfigurationError: CuPy is not installed, or there is no such GPU.
@@ -43,7 +43,7 @@ class CudaDevice:
             raise ConfigurationError(
                 f"{self.name}: expected CuPy, from the extra headrace[gpu]: {error}"
             ) from error
-        # Importing it succeeds without a GPU.
+        # CuPy can be imported without a GPU.
         count = cupy.cuda.runtime.getDeviceCount() if cupy.cuda.is_available() else 0
         if number >= count:
             raise ConfigurationError(f"{self.name}: expected a GPU of this number, got {count}")
@@ -68,7 +68,7 @@ class CudaDevice:
     def device_block(self, name: str, size_bytes: int) -> Block:
         with self._fatal():
             array = self._cupy.zeros(max(1, size_bytes), np.uint8)
-            # The zeros are written on the default stream, which no other waits for.
+            # The zeros are written on the default stream, which no other stream waits for.
             self._cupy.cuda.get_current_stream().synchronize()
         return Block(name, size_bytes, array.data.ptr, array, None)
 
@@ -140,7 +140,7 @@ class CudaDevice:
 
     @contextmanager
     def _fatal(self) -> Iterator[None]:
-        """An error stays with the context: whatever comes after it fails as well."""
+        """Translate CUDA errors. They stay with the context: every later call fails as well."""
         runtime = self._cupy.cuda
         try:
             yield

@@ -1,4 +1,4 @@
-"""Whether what a model needs of a device's memory is free there."""
+"""Check that a device has enough free memory for a model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from headrace.device.port import Memory
 from headrace.errors import ConfigurationError
 
 RESERVE_BYTES = 512 * 1024 * 1024
-"""For what nobody asks for by name: the context, the workspaces of cuDNN, the arena's rounding."""
+"""For memory that is not requested explicitly: the context, cuDNN's workspaces, arena rounding."""
 
 _MIB = 1024 * 1024
 
 
 def require(device: str, memory: Memory, needs: Mapping[str, int]) -> None:
-    """See that a model fits before it is loaded, where running out would end other models too.
+    """Raise if a model does not fit, before it is loaded: running out would end other models too.
 
     Args:
         device: its name.
-        memory: of it.
-        needs: bytes, by what they are for.
+        memory: its memory.
+        needs: bytes, by purpose.
 
     Raises:
         ConfigurationError: with all figures.

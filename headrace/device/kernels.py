@@ -1,9 +1,9 @@
 """The source of the CUDA kernel that widens an input: the twin of `headrace.device.widening`.
 
 One kernel for each pair of datatypes; it needs no headers, so that NVRTC alone compiles it. Each
-thread takes elements of the target, one grid apart, so that writes lie side by side. The
-intrinsics with `_rn` keep the compiler from fusing multiplication and addition, which would round
-once where NumPy rounds twice.
+thread handles elements of the target, one grid apart, so that writes are adjacent. The intrinsics
+with `_rn` keep the compiler from fusing multiplication and addition, which would round once where
+NumPy rounds twice.
 
 https://docs.nvidia.com/cuda/cuda-math-api, https://docs.nvidia.com/cuda/parallel-thread-execution
 
@@ -19,7 +19,7 @@ from headrace.device.widening import Widening
 NAME = "widen"
 THREADS = 256
 MOST_GROUPS = 4096
-"""More than fill any GPU; each thread then takes several elements."""
+"""More than enough to fill any GPU; each thread then handles several elements."""
 
 _LOADS = {
     "UINT8": ("unsigned char", "return (float)value;"),
@@ -69,7 +69,7 @@ extern "C" __global__ void {name}(
 
 
 class Layout(NamedTuple):
-    """A row, as the kernel sees it: channels, and pixels in each; whether channels come last."""
+    """Layout of a row for the kernel: channels, pixels in each, and whether channels come last."""
 
     channels: int
     pixels: int
@@ -78,14 +78,14 @@ class Layout(NamedTuple):
 
 
 def source_of(widening: Widening) -> str:
-    """The kernel for these datatypes, in CUDA C++."""
+    """Return the kernel for these datatypes, in CUDA C++."""
     source, load = _LOADS[widening.source]
     target, store = _STORES[widening.target]
     return _SOURCE.format(name=NAME, source=source, load=load, target=target, store=store)
 
 
 def layout_of(widening: Widening, row_shape: tuple[int, ...]) -> Layout:
-    """How the kernel goes through a row of the model's input, the batch left out."""
+    """Return the layout of a row of the model's input, without the batch axis."""
     elements = 1
     for size in row_shape:
         elements *= size

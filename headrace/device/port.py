@@ -1,9 +1,9 @@
 """The port between the ring and a device: memory, streams and events.
 
-The words are CUDA's. Operations on one stream run in the order in which they were enqueued;
-nothing orders operations on different streams but an event that one records and another waits
-for. An operation is enqueued by a thread of the host and begins after everything that this thread
-did before.
+The terms are CUDA's. Operations on one stream run in the order in which they were enqueued;
+operations on different streams are ordered only by an event that one records and another waits for.
+An operation is enqueued by a thread of the host and begins after everything that this thread did
+before.
 
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#asynchronous-concurrent-execution
 """
@@ -23,11 +23,11 @@ class Block:
     """Memory of a fixed size, on the host or on the device. It does not move.
 
     Attributes:
-        name: for people.
+        name: for display.
         size_bytes: its size.
-        address: of its first byte; a device's own where it is there.
-        array: UINT8 [size_bytes] over a host block; None for memory that the host cannot see.
-        memory: the library's object, which is kept alive by being here.
+        address: the address of its first byte; a device address if the block is on a device.
+        array: UINT8 [size_bytes] over a host block; None for memory that the host cannot access.
+        memory: the library's object, which this reference keeps alive.
     """
 
     __slots__ = ("address", "array", "memory", "name", "size_bytes")
@@ -46,7 +46,7 @@ class Block:
 
 
 class Stream(NamedTuple):
-    """A queue of operations; `handle` is the adapter's, `address` what a library is told."""
+    """A queue of operations; `handle` is the adapter's object, `address` is passed to libraries."""
 
     name: str
     handle: Any = None
@@ -54,14 +54,14 @@ class Stream(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A mark in a stream, set by `record`; before the first one, waiting for it is no wait."""
+    """A mark in a stream, set by `record`; waiting for it before that returns at once."""
 
     name: str
     handle: Any = None
 
 
 class Memory(NamedTuple):
-    """What a device's memory is at, in bytes; `used` is ours, by pool."""
+    """State of a device's memory, in bytes; `used_bytes` is what this process uses, by pool."""
 
     free_bytes: int
     total_bytes: int
@@ -73,35 +73,35 @@ Widen: TypeAlias = Callable[[Block, Block, int], None]
 
 
 class Device(Protocol):
-    """One device. Which threads may call it is for the adapter to say.
+    """One device. The adapter defines which threads may call it.
 
     Every method may raise `Fatal`: an error of a CUDA context stays with it.
     """
 
     @property
     def name(self) -> str:
-        """Such as `cpu` or `cuda:0`."""
+        """The name, such as `cpu` or `cuda:0`."""
         ...
 
     @property
     def shares_memory(self) -> bool:
-        """The host's memory is the device's."""
+        """True if the host's memory is the device's."""
         ...
 
     def stream(self, name: str) -> Stream:
-        """A new stream, which no other stream waits for."""
+        """Return a new stream, which no other stream waits for."""
         ...
 
     def event(self, name: str) -> Event:
-        """A new event."""
+        """Return a new event."""
         ...
 
     def host_block(self, name: str, size_bytes: int) -> Block:
-        """Memory of the host that the device can copy from and to by itself; zeros."""
+        """Allocate host memory that the device can copy from and to by itself; zeros."""
         ...
 
     def device_block(self, name: str, size_bytes: int) -> Block:
-        """Memory of the device; zeros."""
+        """Allocate device memory; zeros."""
         ...
 
     def copy(self, source: Block, target: Block, size_bytes: int, stream: Stream) -> None:
@@ -116,38 +116,38 @@ class Device(Protocol):
         reads: Sequence[Block],
         writes: Sequence[Block],
     ) -> None:
-        """Let `work` enqueue what it has to do on this stream, and on no other.
+        """Let `work` enqueue its operations on this stream, and on no other.
 
         Args:
-            work: launches kernels or runs a model; what it raises is raised here.
-            stream: on which.
+            work: launches kernels or runs a model; its errors are raised here.
+            stream: the stream.
             reads: all blocks that it reads.
             writes: all blocks that it writes.
         """
         ...
 
     def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
-        """What widens so many rows of one block into another, enqueued on this stream.
+        """Return a function that widens rows of one block into another, enqueued on this stream.
 
         Args:
-            widening: how.
-            row_shape: of the model's input, the batch left out.
-            stream: on which, from within `launch`.
+            widening: the conversion.
+            row_shape: the shape of the model's input, without the batch axis.
+            stream: the stream, on which the function is called within `launch`.
         """
         ...
 
     def record(self, event: Event, stream: Stream) -> None:
-        """The event happens when all that was enqueued on the stream has."""
+        """Make the event occur when all operations enqueued on the stream so far have finished."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is enqueued on the stream from now on waits for the last record of the event."""
+        """Make later operations on the stream wait for the last record of the event."""
         ...
 
     def synchronize(self, event: Event) -> None:
-        """Let the calling thread wait for the event, without holding the interpreter lock."""
+        """Block the calling thread until the event, without holding the interpreter lock."""
         ...
 
     def memory(self) -> Memory:
-        """How much of it is free and used."""
+        """Return the free and used memory."""
         ...

@@ -1,10 +1,10 @@
-"""Widening: what travels as 8 or 16 bits becomes the model's input, scaled, shifted and reordered.
+"""Widening: convert 8- or 16-bit payloads to the model's input: scale, shift and reorder them.
 
     target = source x scale + offset
 
-computed in 32-bit floats, each step rounded to nearest, whatever the source and the target are;
-so this, in NumPy, and the kernel in `headrace.device.kernels` give the same bits. Of
-`(x / 255 - mean) / std` the scale is `1 / (255 std)` and the offset `-mean / std`.
+computed in 32-bit floats, each step rounded to nearest, for any source and target; so this code, in
+NumPy, and the kernel in `headrace.device.kernels` give the same bits. For `(x / 255 - mean) / std`
+the scale is `1 / (255 std)` and the offset `-mean / std`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ TARGETS = ("FP32", "FP16", "BF16")
 
 
 class Widening(NamedTuple):
-    """How one input is made of what travels.
+    """The conversion of one input from its payload.
 
     Attributes:
         source, target: datatypes of the protocol, one of `SOURCES` and of `TARGETS`.
         scale, offset: one value, or one for each channel.
-        source_channels, target_channels: which axis is the channels', the batch being axis 0; 0
-            where there are none. Where they differ, the channels move.
+        source_channels, target_channels: the channel axis, where axis 0 is the batch; 0 if there
+            are no channels. If they differ, the channels are moved.
     """
 
     source: str
@@ -37,12 +37,12 @@ class Widening(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Values are converted, and neither scaled nor shifted."""
+        """True if values are converted, but neither scaled nor shifted."""
         return set(self.scale) == {1.0} and set(self.offset) == {0.0}
 
 
 def source_shape(widening: Widening, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what travels, for an input of this shape; dimensions may be -1."""
+    """Return the payload's shape for an input of this shape; dimensions may be -1."""
     if widening.source_channels == widening.target_channels:
         return shape
     sizes = list(shape)
@@ -54,7 +54,7 @@ def widen(widening: Widening, source: NDArray[Any], target: NDArray[Any]) -> Non
     """Fill the model's input.
 
     Args:
-        widening: how.
+        widening: the conversion.
         source: of its source datatype, and of `source_shape` of the target's shape.
         target: of its target datatype.
     """
@@ -73,7 +73,7 @@ def widen(widening: Widening, source: NDArray[Any], target: NDArray[Any]) -> Non
 
 
 def _along(values: tuple[float, ...], axis: int, rank: int) -> NDArray[np.float32]:
-    """Values that broadcast along the axis of the channels."""
+    """Return the values as an array that broadcasts along the channel axis."""
     array = np.array(values, np.float32)
     return (
         array if len(values) == 1 else array.reshape([-1 if n == axis else 1 for n in range(rank)])

@@ -1,1 +1,1 @@
-"""The log: a port (`port.py`) and two adapters, Kafka (`kafka.py`) and memory (`memory.py`)."""
+"""The log: a port (`port.py`) and its two adapters, the packages `kafka` and `memory`."""

@@ -1,4 +1,4 @@
-"""What the log raises, in both adapters."""
+"""Errors of the log, raised by both adapters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from headrace.log.port import TopicPartition
 
 
 class LogUnavailable(Retriable):
-    """No broker answered in time; what was asked may or may not have happened."""
+    """No broker answered in time; the operation may or may not have happened."""
 
 
 class NoLeader(LogUnavailable):
-    """A partition has no leader for now; nothing of what was asked has happened."""
+    """A partition has no leader at present; nothing of the operation has happened."""
 
     def __init__(self, partition: TopicPartition) -> None:
         super().__init__(f"{partition}: it has no leader")
@@ -25,32 +25,32 @@ class TransactionTimedOut(LogUnavailable):
 
 
 class LogAuthenticationFailed(Fatal):
-    """The broker refused our credentials, or we its certificate."""
+    """The broker rejected our credentials, or we its certificate."""
 
 
 class LogRefused(Fatal):
-    """The broker refuses what was asked and would refuse it again; the message says what."""
+    """The broker refuses the operation and would refuse it again; the message says which."""
 
 
 class RecordTooLarge(Rejected):
-    """The topic takes no record, or no batch, of this size."""
+    """The topic does not accept a record, or a batch, of this size."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Code.TOO_LARGE, message)
 
 
 class RecordRefused(Rejected):
-    """The topic takes no such record: one without a key, say, where it is compacted."""
+    """The topic does not accept such a record, for example one without a key if it is compacted."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Code.INVALID_REQUEST, message)
 
 
 class RecordsRefused(Rejected):
-    """Topics take some records of a transaction at no time; nothing of it has begun.
+    """Topics will never accept some records of a transaction, which was not begun.
 
     Args:
-        refused: the records by partition and index, and why each is refused.
+        refused: the error for each refused record, by partition and index.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RecordsRefused(Rejected):
 
 
 class UnknownPartition(Rejected):
-    """There is no such topic, or it has no such partition; asking again will not make one."""
+    """There is no such topic, or it has no such partition; retrying will not create it."""
 
     def __init__(self, partition: TopicPartition, partitions: int) -> None:
         got = "there is no such topic" if partitions == 0 else f"it has {partitions} partitions"
@@ -74,7 +74,7 @@ class UnknownPartition(Rejected):
 
 
 class TopicForbidden(Rejected):
-    """The broker lets us neither write to the topic nor, perhaps, know of it."""
+    """The broker does not allow us to write to the topic, and perhaps not to describe it."""
 
     def __init__(self, topic: str) -> None:
         super().__init__(Code.INVALID_REQUEST, f"not allowed to write to topic {topic}")
@@ -82,10 +82,10 @@ class TopicForbidden(Rejected):
 
 
 class OffsetOutOfRange(Retriable):
-    """A position lies outside what the log still holds; `poll` raises it until one seeks.
+    """A position is outside the range that the log still holds; `poll` raises it until a seek.
 
     Args:
-        positions: the partitions that it concerns, and where each one stood.
+        positions: the position of each partition concerned.
     """
 
     def __init__(self, message: str, positions: Mapping[TopicPartition, int] | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Which partition a key belongs to: the rule of Kafka's Java client.
+"""Choose the partition of a key by the rule of Kafka's Java client.
 
-Records of one key land in one partition whoever writes them, so a Python client and a Java
+Records with the same key go to the same partition from any producer, so a Python client and a Java
 producer that share keys share their order as well. The hash is MurmurHash2 with Kafka's seed
 (`org.apache.kafka.common.utils.Utils.murmur2`), the partition its non-negative value modulo the
 number of partitions (`BuiltInPartitioner.partitionForKey`).
@@ -15,12 +15,12 @@ _MASK = 0xFFFFFFFF
 
 
 def partition_for_key(key: bytes, partitions: int) -> int:
-    """The partition of a key, 0 to `partitions` - 1."""
+    """Return the partition of a key, 0 to `partitions` - 1."""
     return (murmur2(key) & 0x7FFFFFFF) % partitions
 
 
 def murmur2(key: bytes) -> int:
-    """The hash as an unsigned 32-bit number (Java shows the same bits signed)."""
+    """Return the hash as an unsigned 32-bit number (Java shows the same bits signed)."""
     whole = len(key) & ~3
     result = _SEED ^ len(key)
     for start in range(0, whole, 4):

@@ -1,16 +1,16 @@
-"""The log as Headrace sees it: records in partitions, groups, producers, a little administration.
+"""The port to the log: records in partitions, groups, producers, a little administration.
 
 Two adapters implement these protocols: `headrace.log.kafka.log` and `headrace.log.memory`. The
-suite in `tests/contract` runs on both and is the definition of how they behave. What they raise is
-in `headrace.log.errors`.
+suite in `tests/contract` runs on both and defines their behaviour. Their errors are in
+`headrace.log.errors`.
 
 Rules of use, which hold for both:
 
-- One task calls `Consumer.poll`, and nobody cancels it: it ends by its own timeout.
-- The listener's calls come from inside a rebalance. No record of an assigned partition is
-  returned by `poll` before `on_assigned` has returned, and none of a revoked one afterwards.
+- One task calls `Consumer.poll`, and it must not be cancelled: it ends by its own timeout.
+- The listener is called from inside a rebalance. `poll` returns no record of an assigned partition
+  before `on_assigned` has returned, and none of a revoked one afterwards.
 - A rebalance revokes all partitions of every member, runs beside `poll` in a task of the
-  consumer's, and forgets pauses. An error that the listener raises, `poll` raises.
+  consumer's, and clears pauses. `poll` raises any error that the listener raises.
 - `Consumer.close` does not call `on_revoked`: drain and commit before.
 - `Producer.send` keeps the order of records within a partition.
 """
@@ -22,12 +22,12 @@ from types import TracebackType
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
 Headers: TypeAlias = Sequence[tuple[str, bytes | None]]
-"""Names and values. A name that is not UTF-8 is decoded with `surrogateescape` when it is read, and
-the same bytes are written where such a name is sent.
+"""Names and values. A name that is not UTF-8 is decoded with `surrogateescape`, and sending such a
+name writes the same bytes.
 """
 
 MAX_POLL_BYTES: Final = 16 * 1024 * 1024
-"""A poll returns no more than this, and one record, unless it is called with another limit."""
+"""Default limit on the bytes of one poll; the last record may exceed it."""
 
 
 class TopicPartition(NamedTuple):
@@ -48,8 +48,8 @@ class Committed(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record as read. `timestamp` is in epoch milliseconds, -1 where the log knows none; a null
-    value is a tombstone.
+    """A record as read. `timestamp` is in epoch milliseconds, -1 if the log has none; a null value
+    is a tombstone.
     """
 
     topic: str
@@ -62,13 +62,13 @@ class Record(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Offsets that a poll has passed over, because the log holds nothing there that can be read.
+    """Offsets that a poll skipped, because the log holds nothing readable there.
 
     Attributes:
-        first, end: from the one up to, and without, the other.
+        first, end: the first offset, and the one after the last.
         code: `TOO_LARGE` for a batch that exceeds the bound once decompressed, and otherwise
             `INVALID_REQUEST`.
-        reason: what was expected, and what there was.
+        reason: what was expected, and what was found.
     """
 
     partition: TopicPartition
@@ -85,7 +85,7 @@ class Gap(NamedTuple):
 
 
 class NewRecord(NamedTuple):
-    """A record to be written. Without `timestamp_ms` the log stamps it on arrival."""
+    """A record to write. Without `timestamp_ms` the log stamps it on arrival."""
 
     key: bytes | None
     value: bytes | None
@@ -94,9 +94,9 @@ class NewRecord(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Records that travel together: `size` of them, all acknowledged, or failed, as one.
+    """Records that are sent together: `size` of them, which are acknowledged or fail as one.
 
-    Whoever is cancelled while awaiting the acknowledgement leaves the others who share it alone.
+    Cancelling one caller's wait for the acknowledgement does not affect the others that share it.
     """
 
     size: int
@@ -104,7 +104,7 @@ class Run(NamedTuple):
 
 
 class TopicInfo(NamedTuple):
-    """A topic: partitions, settings by Kafka's names, and what no other of its name has had."""
+    """A topic: partitions, settings by Kafka's names, and an id that is never reused."""
 
     name: str
     partitions: int
@@ -113,7 +113,7 @@ class TopicInfo(NamedTuple):
 
 
 class GroupMember(NamedTuple):
-    """Who is in a consumer group, as its coordinator knows it."""
+    """A member of a consumer group, as its coordinator describes it."""
 
     member_id: str
     client_id: str
@@ -121,7 +121,7 @@ class GroupMember(NamedTuple):
 
 
 class Entered(Protocol):
-    """What works between entering and leaving an `async with`, which closes it."""
+    """An async context manager that works inside its `async with` block, which closes it."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(
@@ -133,14 +133,14 @@ class Entered(Protocol):
 
 
 class RebalanceListener(Protocol):
-    """Told of assignments. Both calls are awaited inside the rebalance: keep them short."""
+    """Notified of assignments. Both calls are awaited inside the rebalance: keep them short."""
 
     async def on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
         """Set up the partitions; `Consumer.seek` may be called here."""
         ...
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
-        """Finish or drop what is in flight of the partitions; `Consumer.commit` may be called."""
+        """Finish or drop the requests in flight; `Consumer.commit` may be called here."""
         ...
 
 
@@ -150,11 +150,11 @@ class Consumer(Entered, Protocol):
     async def poll(
         self, timeout_s: float, max_records: int, max_bytes: int = MAX_POLL_BYTES
     ) -> Mapping[TopicPartition, Sequence[Record]]:
-        """Records in offset order per partition; empty when none came within the timeout.
+        """Return records in offset order per partition; empty if none arrived within the timeout.
 
-        The limit of bytes is for keys, values and headers; the last record may exceed it. Never
-        raises because a broker is away: that shows as silence (see `last_contact_s`). Nor because
-        records cannot be read: see `gaps`.
+        The limit of bytes counts keys, values and headers; the last record may exceed it. An
+        unreachable broker raises no error, but shows as silence (see `last_contact_s`). Unreadable
+        records raise none either: see `gaps`.
 
         Raises:
             OffsetOutOfRange: a position is below what retention has kept, or beyond the end.
@@ -163,34 +163,34 @@ class Consumer(Entered, Protocol):
         ...
 
     def gaps(self) -> Sequence[Gap]:
-        """Return what the last `poll` has passed over, in offset order per partition."""
+        """Return the gaps that the last `poll` skipped, in offset order per partition."""
         ...
 
     def assignment(self) -> frozenset[TopicPartition]:
-        """The partitions that are ours now."""
+        """Return the partitions currently assigned."""
         ...
 
     def pause(self, partitions: Sequence[TopicPartition]) -> None:
-        """Return nothing of these partitions until resumed; polling goes on.
+        """Return no records of these partitions until they are resumed; polling continues.
 
         Raises:
-            Fenced: one of them is not assigned, or no longer; so do `resume` and `seek`.
+            Fenced: one of them is not, or no longer, assigned; `resume` and `seek` raise it too.
         """
         ...
 
     def resume(self, partitions: Sequence[TopicPartition]) -> None:
-        """Undo `pause`; the next poll goes on where reading stood."""
+        """Undo `pause`; the next poll continues at the same position."""
         ...
 
     def seek(self, partition: TopicPartition, offset: int) -> None:
-        """Make `offset` the next one to be read of an assigned partition."""
+        """Set the next offset to read from an assigned partition."""
         ...
 
     async def position(self, partition: TopicPartition) -> int:
-        """The offset at which reading of an assigned partition stands.
+        """Return the next offset to read from an assigned partition.
 
-        It is past every record that was returned, and past what never is (transaction markers,
-        aborted records, gaps) once a poll has met it.
+        It is past every record that was returned, and past skipped offsets (transaction markers,
+        aborted records, gaps) once a poll has met them.
 
         Raises:
             Fenced: the partition is not assigned.
@@ -203,16 +203,17 @@ class Consumer(Entered, Protocol):
 
         Raises:
             LogUnavailable: no answer within the deadline; the outcome is unknown.
-            Fenced: the group has moved on; the partitions are no longer ours.
-            LogRefused: a metadata text is longer than the broker takes (4,096 characters unless
-                configured); or this is a reader, which has no group to commit for.
+            Fenced: the generation is over; the partitions are no longer ours.
+            LogRefused: a metadata text is longer than the broker accepts (4,096 characters unless
+                configured); or this is a free reader, which has no group.
         """
         ...
 
     async def committed(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
-        """What the group has committed, with metadata; None where nothing was, as for a reader.
+        """Return the group's committed offsets with metadata; None where there is none, as for a
+        reader.
 
         Raises:
             LogUnavailable: see `commit`.
@@ -222,35 +223,35 @@ class Consumer(Entered, Protocol):
     async def beginning_offsets(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, int]:
-        """The first offset still held, per partition."""
+        """Return the first offset still held, per partition."""
         ...
 
     async def end_offsets(
         self, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, int]:
-        """The offset that the next record will get (the last stable one when read committed)."""
+        """Return the next offset to be written (the last stable one when read committed)."""
         ...
 
     async def offsets_for_times(
         self, timestamps_ms: Mapping[TopicPartition, int]
     ) -> Mapping[TopicPartition, int | None]:
-        """The first offset whose timestamp is at or after the given one; None when none is."""
+        """Return the first offset at or after each timestamp; None if there is none."""
         ...
 
     def last_contact_s(self) -> float:
-        """Seconds since the log last answered this consumer; 0.0 for the embedded log."""
+        """Return the seconds since the log last answered us; 0.0 for the embedded log."""
         ...
 
     @property
     def member_id(self) -> str:
-        """Who we are in the group, by its coordinator's name for us; empty while we are nobody."""
+        """The id that the group's coordinator gave us; empty while we are not a member."""
         ...
 
     async def is_member(self) -> bool:
-        """Ask the group whether it still counts us in, in our generation (a Heartbeat).
+        """Ask the group whether we are still a member in our generation (a Heartbeat).
 
-        False: we are a zombie, and all that we hold is revoked. It is what tells, after a producer
-        was fenced, whether the broker ended our transaction or another owner took over.
+        If False, we are a zombie, and all our partitions are revoked. After a producer was fenced
+        this tells whether the broker aborted our transaction or another owner took over.
 
         Raises:
             LogUnavailable: no answer within the deadline.
@@ -258,44 +259,44 @@ class Consumer(Entered, Protocol):
         ...
 
     async def close(self) -> None:
-        """Leave the group and let go of all sockets, within a few seconds even with no broker."""
+        """Leave the group and close all sockets, within a few seconds even without a broker."""
         ...
 
 
 class Producer(Entered, Protocol):
-    """Writes records; acknowledged by all in-sync replicas, idempotent."""
+    """An idempotent producer of records, which all in-sync replicas acknowledge."""
 
     async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
-        """Hand over records of one partition, in order.
+        """Queue records of one partition, in order.
 
-        Returns as soon as the records are queued, which may wait for room. The runs are the
-        batches that the records travel in: together they are all the records, in order.
+        Returns as soon as the records are queued, which may wait for room. The runs are the batches
+        in which the records are sent: together they contain all the records, in order.
 
-        Raises (a run's `acknowledged` does, and for what never left, this call):
+        Raises (from a run's `acknowledged`, or from this call for records that were never sent):
             RecordTooLarge: one of the records, or the batch that they made, is too large.
-            LogUnavailable: no acknowledgement in time; the records may or may not be there.
+            LogUnavailable: no acknowledgement in time; the records may or may not be written.
             Fenced: see there.
-            UnknownPartition: this call, before anything is sent.
+            UnknownPartition: from this call, before anything is sent.
             RecordRefused: a record without a key, for a topic that is compacted.
             TopicForbidden: the broker's access rules; nothing is written.
-            TypeError: this call: a key, a value or a header's value is neither bytes nor None.
+            TypeError: from this call: a key, a value or a header's value is neither bytes nor None.
         """
         ...
 
     async def batch_limit_bytes(self, partition: TopicPartition) -> int:
-        """How large a batch the topic takes, as far as is known. Raises as `send` itself does."""
+        """Return the largest batch that the topic accepts, if known. Raises as `send` does."""
         ...
 
     async def partitions_for(self, topic: str) -> int | None:
-        """The number of partitions of a topic; None when the topic does not exist.
+        """Return the number of partitions of a topic; None if the topic does not exist.
 
-        Answers from cached metadata where it can; a topic not seen before costs one question
-        to a broker, and never more than a second.
+        Uses cached metadata if possible; a new topic costs one request to a broker, which takes at
+        most a second.
 
         Raises:
-            LogUnavailable: nobody answered within that second.
-            TopicForbidden: the broker does not let us know; where we may know, but not write,
-                only `send` tells.
+            LogUnavailable: no broker answered within that second.
+            TopicForbidden: the broker does not allow us to describe it; if we may describe the
+                topic, but not write to it, only `send` raises this.
         """
         ...
 
@@ -305,11 +306,11 @@ class Producer(Entered, Protocol):
 
 
 class TransactionalProducer(Entered, Protocol):
-    """Seals records and offsets together: a `read_committed` reader sees all of them, or none.
+    """Commits records and offsets atomically: a `read_committed` reader sees all of them, or none.
 
-    Entering fences: a former producer of the same id is refused from then on, and the
-    transaction that it left open has ended before entering returns, so that the group's
-    committed offsets, read afterwards, are the last that it sealed.
+    Entering fences: a former producer with the same id is refused from then on, and the transaction
+    that it left open has ended before entering returns, so that the group's committed offsets, read
+    afterwards, are the last that it committed.
 
     Raises (on entering):
         LogUnavailable: see the port's other calls.
@@ -318,7 +319,7 @@ class TransactionalProducer(Entered, Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it was entered, and has neither failed nor been closed since."""
+        """Return whether it was entered, and has neither failed nor been closed since."""
         ...
 
     async def seal(
@@ -326,25 +327,25 @@ class TransactionalProducer(Entered, Protocol):
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
     ) -> None:
-        """One transaction: the records, each acknowledged, then the offsets, then the end.
+        """Run one transaction: write the records, each acknowledged, then the offsets, then commit.
 
         Either may be empty. One call at a time.
 
-        What is known to fail is refused before the transaction begins, and the producer stays
-        usable. One that does not is to be closed: nothing of its transaction will be visible,
-        unless the outcome is unknown. A successor with its id ends what is open; the committed
-        offsets then say what became of it.
+        Errors that are known beforehand are raised before the transaction begins, and the producer
+        stays usable. A producer that is no longer usable must be closed: nothing of its transaction
+        will be visible, unless the outcome is unknown. A successor with its id ends an open
+        transaction; the committed offsets then show its outcome.
 
         Raises:
-            RecordsRefused, NoLeader: before anything was begun.
-            RecordTooLarge, RecordRefused: the broker refuses a record, or a batch that they made.
+            RecordsRefused, NoLeader: before the transaction was begun.
+            RecordTooLarge, RecordRefused: the broker refuses a record, or the batch that holds it.
             UnknownPartition: a topic was deleted, or never had the partition.
             TopicForbidden: the broker's access rules.
             TransactionTimedOut: not ended within `transaction_timeout_ms`.
-            Fenced: another producer with this id was entered, or the broker ended the
-                transaction for taking too long; `Consumer.is_member` tells which.
+            Fenced: another producer with this id was entered, or the broker aborted the transaction
+                for taking too long; `Consumer.is_member` tells which.
             LogUnavailable: no answer in time; the outcome is unknown.
-            LogRefused: the group may not be committed for, or a metadata text is too long.
+            LogRefused: we may not commit for the group, or a metadata text is too long.
         """
         ...
 
@@ -353,54 +354,52 @@ class TransactionalProducer(Entered, Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of the sockets; an open transaction is left to the successor to end."""
+        """Close the sockets; the successor ends an open transaction."""
         ...
 
 
 class Log(Entered, Protocol):
-    """Where consumers and producers come from. The parts it gives are not yet started:
-    enter them with `async with`.
-    """
+    """Factory of consumers and producers, which `async with` starts."""
 
     def member(
         self, group: str, topics: Sequence[str], listener: RebalanceListener, *, kind: str = ""
     ) -> Consumer:
-        """A member of a consumer group; reads `read_committed`, from what the group has
-        committed, or from the beginning.
+        """Return a member of a consumer group; it reads `read_committed`, from the group's
+        committed offsets, or from the beginning.
 
-        The group takes members of one kind at a time: `poll` raises `LogRefused` in others.
+        The group accepts members of one kind at a time: `poll` raises `LogRefused` in others.
         """
         ...
 
     def reader(self, partitions: Sequence[TopicPartition]) -> Consumer:
-        """A reader of given partitions, in no group, from their ends unless it seeks.
+        """Return a reader of given partitions, in no group, from their ends unless it seeks.
 
-        The ends are those at the moment it is entered: what is sent afterwards is read.
+        The ends are those at the moment it is entered: records sent afterwards are read.
         """
         ...
 
     def producer(self) -> Producer:
-        """An idempotent producer."""
+        """Return an idempotent producer."""
         ...
 
     def transactional_producer(self, transactional_id: str, group: str) -> TransactionalProducer:
-        """A producer that seals records together with offsets of one consumer group."""
+        """Return a producer that commits records together with offsets of one consumer group."""
         ...
 
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
-        """What exists of these topics. Raises `LogUnavailable`."""
+        """Describe topics; None for those that do not exist. Raises `LogUnavailable`."""
         ...
 
     async def create_topics(
         self, topics: Sequence[TopicInfo], *, replication_factor: int
     ) -> Mapping[str, bool]:
-        """Create topics; False where one was there before. Raises `LogUnavailable`."""
+        """Create topics; False for those that existed before. Raises `LogUnavailable`."""
         ...
 
     async def committed(
         self, group: str, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
-        """What any group has committed, without being a member of it."""
+        """Return the committed offsets of any group, without being a member of it."""
         ...
 
     async def commit(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
@@ -414,16 +413,16 @@ class Log(Entered, Protocol):
         ...
 
     async def members(self, group: str) -> Sequence[GroupMember]:
-        """Who is in a group now; nobody where there is no such group. Raises `LogUnavailable`."""
+        """Return a group's members; empty if there is no such group. Raises `LogUnavailable`."""
         ...
 
     async def remove_member(self, group: str, member_id: str) -> bool:
-        """Take a member out of a group, so that nobody waits for its session to end.
+        """Remove a member from a group, so that the group need not wait for its session to expire.
 
-        A member that is alive all the same loses what it has, and joins again.
+        A member that is still alive loses its partitions, and joins again.
 
         Returns:
-            False when the group did not count it in any more.
+            False when the group no longer counted it as a member.
 
         Raises:
             LogUnavailable: no answer within the deadline.
@@ -431,5 +430,5 @@ class Log(Entered, Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of the connections used for administration."""
+        """Release the connections used for administration."""
         ...

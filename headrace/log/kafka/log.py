@@ -1,8 +1,8 @@
-"""The log on Kafka. This package part (`kafka*.py`) is the only one that imports aiokafka.
+"""The log on Kafka. Only the modules of this package import aiokafka.
 
-aiokafka's version is pinned: the adapter leans on the behaviour, and in places on the internals,
-of 0.14.0, each time because its public interface cannot do what the port promises. The places
-say why; `tests/contract` and `tests/broker` show that they hold.
+aiokafka's version is pinned: the adapter relies on the behaviour, and in places on the internals,
+of 0.14.0, where its public interface cannot keep the port's promises. Comments in those places say
+why; `tests/contract` and `tests/broker` check that they work.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from headrace.log.port import (
 
 
 class KafkaLog:
-    """Consumers, producers and administration on the brokers that the settings name.
+    """Consumers, producers and administration for the brokers in the settings.
 
-    Nothing is connected before it is needed. Entering reads the files that the settings name.
+    Connections are opened on demand. Entering reads the files that the settings name.
 
     Args:
         settings: how to reach the brokers.
-        decompressed_bytes: how large the records of one batch may be once decompressed; a batch
-            that is larger is passed over, see `Gap`.
+        decompressed_bytes: the limit on the decompressed records of one batch; a larger batch is
+            skipped, see `Gap`.
 
     Raises:
         ConfigurationError: (on entering, or on the first use) such a file cannot be read.
@@ -61,7 +61,7 @@ class KafkaLog:
         self._made: Connection | None = None
         self._client: AIOKafkaClient | None = None
         self._connecting = asyncio.Lock()
-        self._topics = KnownTopics()  # what all transactional producers know
+        self._topics = KnownTopics()  # shared by all transactional producers
 
     def __repr__(self) -> str:
         return f"KafkaLog({self._settings.bootstrap_servers!r})"
@@ -94,7 +94,7 @@ class KafkaLog:
         return KafkaTransactionalProducer(self._connection, self._topics, transactional_id, group)
 
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
-        """See the port. Raises `LogAuthenticationFailed` where we may not see a topic."""
+        """See the port. Raises `LogAuthenticationFailed` if we may not describe a topic."""
         async with self._asking("describe topics") as client:
             found = await requests.outlines(client, topics)
             there = [name for name, topic in found.items() if topic is not None]
@@ -109,7 +109,7 @@ class KafkaLog:
     async def create_topics(
         self, topics: Sequence[TopicInfo], *, replication_factor: int
     ) -> Mapping[str, bool]:
-        """See the port. Raises `LogRefused` where a topic cannot be made like that."""
+        """See the port. Raises `LogRefused` if a topic cannot be created with these settings."""
         if not topics:
             return {}
         async with self._asking("create topics") as client:
@@ -143,7 +143,7 @@ class KafkaLog:
 
     @asynccontextmanager
     async def _asking(self, what: str) -> AsyncIterator[AIOKafkaClient]:
-        """A connected client to ask, within the deadline."""
+        """Provide a connected client, and bound the body by the request deadline."""
         async with self._connecting:
             if self._client is None:
                 self._client = await self._connection.open_client()
@@ -152,14 +152,15 @@ class KafkaLog:
             async with answered(what, self._connection.request_timeout_s):
                 yield client
         except LogUnavailable:
-            # The brokers may all have new addresses, and only a new client asks for those.
+            # All brokers may have new addresses, and only a new client goes back to the bootstrap
+            # servers.
             if self._client is client:
                 self._client = None
                 await close_client(client)
             raise
 
     async def close(self) -> None:
-        """Let go of the connections used for administration."""
+        """Release the connections used for administration."""
         client, self._client = self._client, None
         if client is not None:
             await close_client(client)

@@ -1,9 +1,10 @@
 """Members of consumer groups.
 
-The gate of the port is made of two of aiokafka's own states: a rebalance that is under way holds
-back reading, and a paused partition is not fetched. aiokafka activates an assignment before it
-tells its listener, but no partition of it has a position by then; so the adapter pauses all of
-them first, lets the listener seek, and resumes them when it has returned.
+Two of aiokafka's own states implement the port's rule that no record is returned before
+`on_assigned` has returned: a rebalance in progress blocks reading, and a paused partition is not
+fetched. aiokafka activates an assignment before it calls its listener, but none of its partitions
+has a position by then; so the adapter pauses all of them first, lets the listener seek, and resumes
+them when it has returned.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from headrace.log.port import Committed, RebalanceListener, TopicPartition
 
 
 class KafkaMember(KafkaConsumer):
-    """A member of a consumer group that tells its listener of assignments."""
+    """A member of a consumer group that reports assignments to its listener."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class KafkaMember(KafkaConsumer):
 
     async def _start(self, consumer: AIOKafkaConsumer) -> None:
         await super()._start(consumer)
-        # Subscribed only now: a consumer that starts with topics waits for the whole rebalance.
+        # Subscribe only now: a consumer that starts with topics waits for the whole rebalance.
         consumer.subscribe(self._topics, listener=_Adapter(self))
 
     async def assigned(self, partitions: Sequence[TopicPartition]) -> None:
@@ -72,12 +73,12 @@ class KafkaMember(KafkaConsumer):
         except Exception as error:  # noqa: BLE001  # aiokafka would log it; poll raises it instead
             self._failure = error
         else:
-            # A newer rebalance cannot have begun: aiokafka awaits this call.
+            # A newer rebalance cannot have started: aiokafka awaits this call.
             consumer.resume(*theirs(set(partitions) - self._paused))
         self._open.set()
 
     async def revoked(self) -> None:
-        """Called by aiokafka before it joins again, with all that we had."""
+        """Called by aiokafka before it rejoins; all our partitions are revoked."""
         self._open.clear()
         try:
             if self._owned and not self._closed:
@@ -88,10 +89,10 @@ class KafkaMember(KafkaConsumer):
             self._owned = frozenset()
 
     async def commit(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Commit in the generation of this moment, within the deadline.
+        """Commit in the current generation, within the deadline.
 
         Partitions of topics that the member does not subscribe to can be committed as well: the
-        group's membership is what the broker checks.
+        broker checks only the membership.
         """
         if not offsets:
             return
@@ -107,8 +108,8 @@ class KafkaMember(KafkaConsumer):
         async with self._asking(what):
             while True:
                 await coordinator.ensure_coordinator_known()
-                # After it lost its membership aiokafka commits as if it were in no group, which
-                # a broker accepts once the group is empty.
+                # After it lost its membership, aiokafka commits as if it were in no group, which a
+                # broker accepts once the group is empty.
                 if generation < 0 or coordinator.generation != generation:
                     raise Fenced(f"{what}: no longer a member of this generation")
                 try:
@@ -129,7 +130,9 @@ class KafkaMember(KafkaConsumer):
         return str(self._consumer._coordinator.member_id)
 
     async def is_member(self) -> bool:
-        """See the port. False at once where aiokafka has learned already that we are none."""
+        """See the port. Returns False without a request if aiokafka already knows that we are no
+        member.
+        """
         consumer = self._consumer
         coordinator = consumer._coordinator
         generation, member_id = coordinator.generation, coordinator.member_id
@@ -148,10 +151,10 @@ class KafkaMember(KafkaConsumer):
 
 
 def _assignor(kind: str) -> Any:
-    """Every rebalance revokes everything, so that a sticky assignment would save nothing.
+    """Return the assignor for a kind of member; a kind of its own keeps it apart from other kinds.
 
-    A coordinator refuses who supports none of the protocols that the members have in common, so
-    that a kind of its own keeps a member apart from those of other kinds.
+    A coordinator refuses a member that supports none of the protocols common to the others. Every
+    rebalance revokes everything, so a sticky assignment would save nothing.
     """
     if not kind:
         return RoundRobinPartitionAssignor

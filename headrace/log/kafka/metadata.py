@@ -1,4 +1,4 @@
-"""What brokers tell of topics since Kafka 2.8: which topic it is, beside its name.
+"""Metadata requests of Kafka 2.8 and later, whose responses contain topic ids.
 
 aiokafka's own metadata requests end with version 5. Source: `MetadataRequest.json` and
 `MetadataResponse.json`, version 10 (KIP-516).
@@ -101,7 +101,7 @@ class _MetadataRequestV10(RequestStruct):  # type: ignore[misc]  # aiokafka publ
 
 
 class TopicsRequest(Request[_MetadataRequestV10]):  # type: ignore[misc]  # aiokafka publishes no types
-    """Asks for topics by their names; makes none. Each topic of the answer starts with its error
+    """Describes topics by name; creates none. Each topic of the response starts with its error
     code, name, id, whether it is internal, and its partitions.
     """
 

@@ -1,8 +1,8 @@
-"""The producer: records into batches, batches in order to their partitions.
+"""The producer: packs records into batches and sends the batches of each partition in order.
 
-A batch is filled while the one before it in its partition is under way, so that a chunk of many
-records and many callers with a record each come to the same few produce requests. They go by
-aiokafka's bulk path (`send_batch`), which makes no future for each record.
+A batch is filled while the previous one of its partition is in flight, so a chunk of many records
+and many callers with one record each produce the same few requests. Batches go by aiokafka's bulk
+path (`send_batch`), which makes no future for each record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLUSH_S: Final = 3.0
 
 
 class _Lane:
-    """One partition: the batch being filled, and the task that hands over batches in order."""
+    """State of one partition: the batch being filled, and the task that sends batches in order."""
 
     __slots__ = ("filling", "partition", "taken", "task")
 
@@ -38,11 +38,11 @@ class _Lane:
 
 
 class KafkaProducer:
-    """An idempotent producer that is to be entered with `async with`; see the port."""
+    """An idempotent producer, entered with `async with`; see the port."""
 
     def __init__(self, connection: Connection) -> None:
         self._linger_s = connection.settings.linger_ms / 1000
-        # One attempt that hangs, and one that works.
+        # Time for one attempt that hangs, and one that succeeds.
         self._delivery_s = 2 * connection.request_timeout_s
         self._codec = connection.codec
         self._sender = Sender(connection, self._delivery_s)
@@ -68,7 +68,7 @@ class KafkaProducer:
         await self.close()
 
     async def close(self) -> None:
-        """Flush for up to three seconds and close; what is left then fails."""
+        """Flush for up to three seconds and close; unsent batches then fail."""
         self._closed = True
         await wait_ended(self._unacknowledged, _FLUSH_S)
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
@@ -83,7 +83,7 @@ class KafkaProducer:
     # Sending
 
     async def send(self, partition: TopicPartition, records: Sequence[NewRecord]) -> Sequence[Run]:
-        """See the port. Concurrent calls for a partition share batches while one is under way."""
+        """See the port. Concurrent calls for a partition share batches while one is in flight."""
         rules = self._known_rules(partition) or await self._rules(partition)
         lane = self._lanes.get(partition)
         if lane is None:
@@ -109,7 +109,7 @@ class KafkaProducer:
         return min(rules.limit_bytes, MAX_BATCH_BYTES)
 
     def _known_rules(self, partition: TopicPartition) -> Rules | None:
-        """What there is to know before sending, where no question is needed to know it."""
+        """Return the topic's limits if they are known without a request; else None."""
         producer = None if self._closed else self._sender.current
         return None if producer is None else self._topics.recall(producer.client, partition)
 
@@ -125,7 +125,7 @@ class KafkaProducer:
                 await lane.taken.wait()
 
     def _filling(self, lane: _Lane, rules: Rules) -> Batch:
-        """The lane's batch with room in it, and a task that will hand it over."""
+        """Return the partition's batch with room in it; start the task that will send it."""
         if lane.filling is None:
             batch = Batch(lane.partition, rules, self._codec, self._delivery_s, self._overdue)
             self._unacknowledged.add(batch)
@@ -137,7 +137,7 @@ class KafkaProducer:
         return lane.filling
 
     async def _hand_over(self, lane: _Lane) -> None:
-        """Hand over the lane's batches in order, until there is none."""
+        """Send the partition's batches one at a time, in order, until there is none."""
         while (batch := lane.filling) is not None:
             if self._linger_s and not batch.full:
                 await asyncio.sleep(self._linger_s)
@@ -174,8 +174,8 @@ class KafkaProducer:
 
 
 def _refused(error: HeadraceError) -> Run:
-    """A run of one record that is not sent at all."""
+    """Return a run of one record that is not sent."""
     acknowledged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     acknowledged.set_exception(error)
-    acknowledged.exception()  # whoever does not await it has chosen not to know
+    acknowledged.exception()  # mark it as retrieved: a caller may choose not to await it
     return Run(1, acknowledged)

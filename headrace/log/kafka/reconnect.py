@@ -1,8 +1,8 @@
-"""How long an address that could not be reached is left alone.
+"""Reconnect back-off for addresses that could not be reached.
 
-aiokafka has no such pause: each of a process's clients tries again whenever one of its tasks wants
-something, hundreds of times a second in all while a broker is away, which costs a tenth of a core
-and meets the broker that comes back with a storm.
+aiokafka has none: each of a process's clients retries whenever one of its tasks needs the broker,
+hundreds of times a second in all while a broker is down, which costs a tenth of a core and meets
+the returning broker with a storm.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Address: TypeAlias = tuple[str, int]
 
 
 class ReconnectBackoff:
-    """Pauses that double with every failure, as Kafka's clients make them.
+    """Back-off that doubles with every failure, as in Kafka's clients.
 
-    One for all clients of a process: what one of them found out, the others need not try.
+    One object is shared by all clients of a process, so that each failed attempt counts for all.
 
     Source: `reconnect.backoff.ms` and `reconnect.backoff.max.ms` in Kafka's documentation of
     clients; the times and the 20 percent of jitter are the defaults there.
 
     Args:
-        random_share: gives numbers of 0 to 1.
+        random_share: returns random numbers from 0 to 1.
     """
 
     def __init__(self, random_share: Callable[[], float] = random.random) -> None:
@@ -36,11 +36,11 @@ class ReconnectBackoff:
         self._until_s: dict[Address, float] = {}
 
     def left_s(self, address: Address, now_s: float) -> float:
-        """How long it is to be left alone from now on; 0: it may be tried."""
+        """Return the seconds until the address may be tried; 0 if it may be tried now."""
         return max(0.0, self._until_s.get(address, now_s) - now_s)
 
     def failed(self, address: Address, now_s: float) -> None:
-        """It could not be reached. Of tries that were under way together, one counts."""
+        """Record a failure to connect. Of concurrent attempts only one counts."""
         if self.left_s(address, now_s):
             return
         pause_s = min(2 * self._pause_s.get(address, FIRST_S / 2), LONGEST_S)
@@ -49,6 +49,6 @@ class ReconnectBackoff:
         self._until_s[address] = now_s + pause_s * jitter
 
     def reached(self, address: Address) -> None:
-        """It answers."""
+        """Reset the back-off: the address answers."""
         self._pause_s.pop(address, None)
         self._until_s.pop(address, None)

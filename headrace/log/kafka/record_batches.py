@@ -1,10 +1,10 @@
-"""Record batches as bytes: decompressed within a bound, and parsed with care where that is needed.
+"""Decompress record batches within a bound, and parse those that aiokafka's parser cannot read.
 
-aiokafka's parser is in C and takes most batches. Three things it does not do. It decompresses
-without a bound, so that 20 kB in the log can become gigabytes; so every compressed batch is
-decompressed here, and handed to it as if it had never been compressed. It raises at a header name
-that is not UTF-8, which any client may send; and it gives up a whole batch where one record in it
-is damaged. `careful_records` reads such a batch in Python, slowly, as far as it can be read.
+aiokafka's parser is in C and reads most batches. It has three limitations. It decompresses without
+a bound, so that 20 kB in the log can become gigabytes; so every compressed batch is decompressed
+here, and passed to it as if it had never been compressed. It raises at a header name that is not
+UTF-8, which any client may send. And it rejects a whole batch if one record in it is damaged.
+`careful_records` reads such a batch in Python, slowly, as far as it can be read.
 
 Source of the layouts: "Message Format" in Kafka's documentation, RFC 8878 (zstd), and the frame
 formats of LZ4, snappy-java (xerial) and gzip.
@@ -27,14 +27,14 @@ from aiokafka.record.memory_records import MemoryRecords
 from headrace.errors import Code
 
 DEFAULT_DECOMPRESSED_BYTES: Final = 128 * 1024 * 1024
-"""The bound of a batch where the settings name none."""
+"""The limit on a decompressed batch if the settings give none."""
 
 MAX_HEADERS: Final = 100_000
 """A record with more is not read."""
 _LARGE_RECORD_BYTES: Final = 2 * MAX_HEADERS
-"""A record that is smaller cannot have so many."""
+"""A smaller record cannot have more than `MAX_HEADERS`."""
 
-_FRAME = struct.Struct(">qi")  # base offset, and how many bytes follow
+_FRAME = struct.Struct(">qi")  # base offset, and the number of bytes that follow
 _HEAD = struct.Struct(">qiibIhiqqqhii")
 _LENGTH_AT, _MAGIC_AT, _ATTRIBUTES_AT = 8, 16, 21
 _CODEC, _LOG_APPEND_TIME = 0x07, 0x08
@@ -43,19 +43,19 @@ _LEGACY_MIN_BYTES = 26
 _FIRST_GUESS_BYTES: Final = 64 * 1024
 _GROWTH: Final = 4
 _MAX_GZIP_MEMBERS: Final = 16
-"""Producers write one. What is left is copied for each, so that many would take very long."""
+"""Producers write one. The remaining input is copied for each, so many would take very long."""
 _XERIAL, _XERIAL_HEAD_BYTES = b"\x82SNAPPY\x00", 16
 _ZSTD_MAGIC, _LZ4_MAGIC = b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18"
 _BUFFER_IS_FULL = "failed to write whole buffer"
-"""The text of `std::io::ErrorKind::WriteZero`, by which cramjam says that the output is full."""
+"""The text of `std::io::ErrorKind::WriteZero`, with which cramjam reports a full output buffer."""
 
 
 class UnreadableBatch(CorruptRecordException):  # type: ignore[misc]  # aiokafka publishes no types
-    """A batch, or the rest of one, that cannot be read and has to be passed over.
+    """A batch, or the rest of one, that cannot be read and has to be skipped.
 
     Attributes:
         code: `TOO_LARGE` for one that exceeds the bound once decompressed, else `INVALID_REQUEST`.
-        reason: what was expected, and what there was.
+        reason: what was expected, and what was found.
     """
 
     def __init__(self, reason: str, code: Code = Code.INVALID_REQUEST) -> None:
@@ -65,7 +65,7 @@ class UnreadableBatch(CorruptRecordException):  # type: ignore[misc]  # aiokafka
 
 
 class Head(NamedTuple):
-    """The fixed part of a batch of format 2."""
+    """The header of a batch of format 2."""
 
     base_offset: int
     length: int
@@ -83,7 +83,7 @@ class Head(NamedTuple):
 
 
 class CarefulRecord(NamedTuple):
-    """A record, as far as aiokafka's has the same attributes."""
+    """A record with the same attributes as aiokafka's, as far as they are needed."""
 
     offset: int
     timestamp: int
@@ -93,12 +93,13 @@ class CarefulRecord(NamedTuple):
 
 
 class RecordSet:
-    """A partition's part of a fetch response; gives each batch's bytes beside aiokafka's object.
+    """One partition's part of a fetch response; provides each batch's bytes beside aiokafka's
+    object.
 
-    It takes the place of aiokafka's `MemoryRecords`, which is in C and shows no bytes.
+    It replaces aiokafka's `MemoryRecords`, which is in C and does not expose the bytes.
 
     Attributes:
-        content: the bytes of the batch that `next_batch` returned, or failed at, last.
+        content: the bytes of the last batch that `next_batch` returned or failed at.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -107,15 +108,15 @@ class RecordSet:
         self._at = 0
 
     def size_in_bytes(self) -> int:
-        """Of all, including a last batch that came in part."""
+        """Return the size of all batches, including a last one that is incomplete."""
         return len(self._all)
 
     def has_next(self) -> bool:
-        """Whether another batch came whole."""
+        """Return whether there is another complete batch."""
         return self.following_offset() is not None
 
     def following_offset(self) -> int | None:
-        """The base offset of the next batch; None where none came whole."""
+        """Return the base offset of the next batch; None if there is no complete one."""
         left = len(self._all) - self._at
         if left < _FRAME.size:
             return None
@@ -124,10 +125,10 @@ class RecordSet:
         return int(offset) if is_whole else None
 
     def next_batch(self) -> Any:
-        """Return aiokafka's object for the next batch; None where there is none.
+        """Return aiokafka's object for the next batch; None if there is none.
 
         Raises:
-            UnreadableBatch: it has no format that is known.
+            UnreadableBatch: its format is unknown.
         """
         if not self.has_next():
             return None
@@ -145,29 +146,29 @@ class RecordSet:
         )
 
 
-# aiokafka's fetcher makes one of what each fetch response has of a partition. For every other
-# consumer in the process it behaves as the class that it replaces.
+# aiokafka's fetcher creates one for each partition of a fetch response. For every other consumer in
+# the process it behaves as the class that it replaces.
 assert aiokafka_fetcher.MemoryRecords is MemoryRecords
 aiokafka_fetcher.MemoryRecords = RecordSet
 
 
 def plain_batch(batch: Any, content: memoryview, most_bytes: int) -> tuple[Any, memoryview]:
-    """Return a batch, and its bytes, as they would be if it had not been compressed.
+    """Return a batch, and its bytes, as if it had not been compressed.
 
     Args:
         batch: aiokafka's object for it, whose checksum is right.
         content: its bytes.
-        most_bytes: how large its records may be once decompressed.
+        most_bytes: the limit on its decompressed records.
 
     Raises:
-        UnreadableBatch: they are larger, or cannot be decompressed.
+        UnreadableBatch: the records are larger, or cannot be decompressed.
     """
     is_legacy = content[_MAGIC_AT] < 2
     codec = content[_MAGIC_AT + 1] & _CODEC if is_legacy else batch.attributes & _CODEC
     if codec == _NONE:
         return batch, content
     if is_legacy:
-        # aiokafka decompresses such a batch itself, after it is known that it may.
+        # Only check the size here: aiokafka decompresses such a batch itself afterwards.
         decompressed(codec, _legacy_value(content), most_bytes)
         return batch, content
     records = decompressed(codec, content[_HEAD.size :], most_bytes, _HEAD.size)
@@ -179,7 +180,7 @@ def plain_batch(batch: Any, content: memoryview, most_bytes: int) -> tuple[Any, 
 
 
 def _legacy_value(content: memoryview) -> memoryview:
-    """The messages inside a compressed message of format 0 or 1."""
+    """Return the messages inside a compressed message of format 0 or 1."""
     at = _MAGIC_AT + (10 if content[_MAGIC_AT] else 2)
     try:
         (key_size,) = struct.unpack_from(">i", content, at)
@@ -196,10 +197,10 @@ def _legacy_value(content: memoryview) -> memoryview:
 def decompressed(
     codec: int, content: memoryview, most_bytes: int, reserved_bytes: int = 0
 ) -> bytearray:
-    """Decompress into so many reserved bytes and what follows them.
+    """Decompress into a buffer after `reserved_bytes` at its front.
 
-    A size that the frame announces is compared with the bound before anything is allocated. Where
-    none is announced, or a wrong one, the memory grows with what is found, up to the bound.
+    A size that the frame announces is compared with the bound before anything is allocated. If none
+    is announced, or a wrong one, the buffer grows with the content, up to the bound.
 
     Raises:
         UnreadableBatch: it is larger than the bound, damaged, or of an unknown codec.
@@ -230,10 +231,10 @@ def _gzip(content: memoryview, most_bytes: int, reserved_bytes: int) -> bytearra
 
 
 def _snappy(content: memoryview, most_bytes: int, reserved_bytes: int) -> bytearray:
-    """Every block announces its size, and decompressing checks it."""
+    """Decompress blocks, each of which announces its size; decompressing verifies it."""
     announce = cramjam.snappy.decompress_raw_len
     try:
-        # The blocks are looked at twice, since a list of many small ones takes more than they do.
+        # Iterate over the blocks twice, since a list of many small ones takes more than they do.
         announced = sum(announce(block) for block in _snappy_blocks(content))
         if announced > most_bytes:
             raise _too_large("snappy", most_bytes, announced)
@@ -279,7 +280,7 @@ def _zstd(content: memoryview, most_bytes: int, reserved_bytes: int) -> bytearra
 
 
 def _zstd_announced(content: memoryview) -> int | None:
-    """`Frame_Content_Size` of the first frame; None where it has none."""
+    """Return `Frame_Content_Size` of the first frame; None if it has none."""
     if content[:4] != _ZSTD_MAGIC or len(content) < 5:
         return None
     descriptor = content[4]
@@ -299,7 +300,7 @@ def _grown(
     most_bytes: int,
     reserved_bytes: int,
 ) -> bytearray:
-    """Decompress into memory that is made larger until all fits, or the bound is met."""
+    """Decompress into a buffer that is enlarged until all fits or the bound is reached."""
     if announced is not None and announced > most_bytes:
         raise _too_large(name, most_bytes, announced)
     guess = max(_FIRST_GUESS_BYTES, _GROWTH * len(content)) if announced is None else announced
@@ -333,7 +334,7 @@ _DECOMPRESS: Final = {_GZIP: _gzip, _SNAPPY: _snappy, _LZ4: _lz4, _ZSTD: _zstd}
 
 
 def read_head(content: memoryview) -> Head | None:
-    """Return the fixed part of a batch of format 2; None where it is cut off."""
+    """Return the header of a batch of format 2; None if it is cut off."""
     return Head(*_HEAD.unpack_from(content)) if len(content) >= _HEAD.size else None
 
 
@@ -344,8 +345,8 @@ def careful_records(content: memoryview) -> Iterator[CarefulRecord]:
     lost, and the producer writes the same bytes again.
 
     Raises:
-        UnreadableBatch: at the first record that is damaged; at once in an older format, which has
-            no headers, so that aiokafka's parser can read all that is right.
+        UnreadableBatch: at the first damaged record; at once in an older format, which has no
+            headers, so that aiokafka's parser can read whatever is intact.
     """
     if content[_MAGIC_AT] < 2:
         raise UnreadableBatch("damaged messages of format 0 or 1")
@@ -375,7 +376,7 @@ def _careful_record(cursor: _Cursor, head: Head, stamp: int | None) -> CarefulRe
 
 
 def guarded_records(records: Iterator[Any], content: memoryview) -> Iterator[Any]:
-    """Yield the records of aiokafka's parser, each after a look at how many headers it has.
+    """Yield the records of aiokafka's parser, checking the header count of each first.
 
     A header takes two bytes in the batch and dozens as an object, so that one large record could
     become gigabytes.
@@ -404,14 +405,14 @@ def guarded_records(records: Iterator[Any], content: memoryview) -> Iterator[Any
 
 
 class _Cursor:
-    """A place in the bytes of a batch, beyond whose end nothing is read."""
+    """A position in the bytes of a batch that never reads past their end."""
 
     def __init__(self, content: memoryview, at: int) -> None:
         self.at = at
         self._content = content
 
     def varint(self) -> int:
-        """A zigzag varint of up to ten bytes."""
+        """Read a zigzag varint of up to ten bytes."""
         number = shift = 0
         while True:
             if self.at >= len(self._content) or shift > 63:
@@ -424,7 +425,7 @@ class _Cursor:
             shift += 7
 
     def count(self) -> int:
-        """A number of parts, none of which takes less than two bytes."""
+        """Read a number of parts, each of which takes at least two bytes."""
         number = self.varint()
         if number > MAX_HEADERS:
             raise UnreadableBatch(
@@ -435,7 +436,7 @@ class _Cursor:
         return number
 
     def nullable(self) -> bytes | None:
-        """Bytes after their length; None where that is negative."""
+        """Read bytes after their length; None if the length is negative."""
         size = self.varint()
         if size < 0:
             return None
@@ -444,7 +445,7 @@ class _Cursor:
         return bytes(self._content[start : self.at])
 
     def skip(self, size: int) -> None:
-        """Go on by so many bytes."""
+        """Advance by `size` bytes."""
         if size > len(self._content) - self.at:
             raise UnreadableBatch(f"damaged record: {size} bytes at byte {self.at} are missing")
         self.at += size

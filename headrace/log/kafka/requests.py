@@ -1,7 +1,7 @@
-"""Questions to brokers that aiokafka does not ask, or whose answers it cuts short.
+"""Broker requests that aiokafka does not make, or whose responses it truncates.
 
-Every function takes a connected client and raises aiokafka's errors; the callers bound it in
-time and translate (`headrace.log.kafka.errors.answered`).
+Every function takes a connected client and raises aiokafka's errors; callers bound it in time and
+translate the errors (`headrace.log.kafka.errors.answered`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ T = TypeVar("T")
 
 
 class Outline(NamedTuple):
-    """A topic: its number of partitions, and the id that no other topic has had."""
+    """A topic's number of partitions, and its id, which no other topic has had."""
 
     partitions: int
     topic_id: str
 
 
 async def outlines(client: AIOKafkaClient, topics: Sequence[str]) -> Mapping[str, Outline | None]:
-    """Each topic; None where there is no such topic.
+    """Describe each topic; None if there is no such topic.
 
     Never makes the broker create a topic, and leaves the client's own list of topics alone.
     """
@@ -63,7 +63,7 @@ async def outlines(client: AIOKafkaClient, topics: Sequence[str]) -> Mapping[str
 async def partition_counts(
     client: AIOKafkaClient, topics: Sequence[str]
 ) -> Mapping[str, int | None]:
-    """The number of partitions of each topic; see `outlines`."""
+    """Return the number of partitions of each topic; see `outlines`."""
     found = await outlines(client, topics)
     return {name: None if topic is None else topic.partitions for name, topic in found.items()}
 
@@ -71,7 +71,7 @@ async def partition_counts(
 async def topic_configs(
     client: AIOKafkaClient, topics: Sequence[str]
 ) -> Mapping[str, Mapping[str, str]]:
-    """The settings of each topic; a topic that is gone is left out."""
+    """Return the settings of each topic; a topic that does not exist is left out."""
     if not topics:
         return {}
     request = DescribeConfigsRequest([(_TOPIC, name, None) for name in topics])
@@ -89,7 +89,7 @@ async def topic_configs(
 async def create(
     client: AIOKafkaClient, topics: Sequence[TopicInfo], replication_factor: int, timeout_ms: int
 ) -> Mapping[str, bool]:
-    """Create topics through the controller; False for those that were there before."""
+    """Create topics through the controller; False for those that existed before."""
     request = CreateTopicsRequest(
         [
             (each.name, each.partitions, replication_factor, [], list(each.config.items()))
@@ -120,7 +120,7 @@ async def create(
 
 
 async def wait_until_known(client: AIOKafkaClient, topics: Sequence[str]) -> None:
-    """Wait until a broker tells of every topic; a new one is known a moment after its making."""
+    """Wait until a broker reports every topic; a new one appears shortly after its creation."""
 
     async def attempt() -> None:
         if None in (await partition_counts(client, topics)).values():
@@ -132,11 +132,11 @@ async def wait_until_known(client: AIOKafkaClient, topics: Sequence[str]) -> Non
 async def fetch_committed(
     client: AIOKafkaClient, group: str, partitions: Iterable[TopicPartition]
 ) -> Mapping[TopicPartition, Committed | None]:
-    """Offsets and metadata that a group has committed, from its coordinator.
+    """Return the offsets and metadata that a group has committed, from its coordinator.
 
-    aiokafka's consumer drops the metadata, and its admin client takes the empty answer of a
-    broker that is not the coordinator for "nothing committed"; so the top-level error and those
-    of the partitions are checked here, and every partition asked for must be in the answer.
+    aiokafka's consumer drops the metadata, and its admin client takes the empty response of a
+    broker that is not the coordinator for "nothing committed"; so the top-level error and those of
+    the partitions are checked here, and every requested partition must be in the response.
     """
     asked: dict[str, list[int]] = defaultdict(list)
     for partition in partitions:
@@ -169,8 +169,8 @@ async def fetch_committed(
 async def commit_without_members(
     client: AIOKafkaClient, group: str, offsets: Mapping[TopicPartition, Committed]
 ) -> None:
-    """Commit as one who assigns partitions to itself does: a broker takes it from anybody as long
-    as the group is empty.
+    """Commit like a consumer that assigns partitions to itself: a broker accepts this from any
+    client while the group is empty.
     """
     if not offsets:
         return
@@ -197,7 +197,7 @@ async def commit_without_members(
 
 
 async def members(client: AIOKafkaClient, group: str) -> Sequence[GroupMember]:
-    """Who is in a group, as its coordinator says."""
+    """Return the members of a group, from its coordinator."""
     request = DescribeGroupsRequest([group])
 
     async def attempt() -> Sequence[GroupMember]:
@@ -212,7 +212,7 @@ async def members(client: AIOKafkaClient, group: str) -> Sequence[GroupMember]:
 
 
 async def remove_member(client: AIOKafkaClient, group: str, member_id: str) -> bool:
-    """Leave a group in a member's name; False when it was not in it."""
+    """Leave a group on a member's behalf; False if it was not a member."""
     request = LeaveGroupRequest(group, member_id)
 
     async def attempt() -> bool:
@@ -229,9 +229,10 @@ async def remove_member(client: AIOKafkaClient, group: str, member_id: str) -> b
 async def is_counted_in(
     client: AIOKafkaClient, group: str, generation: int, member_id: str
 ) -> bool:
-    """Whether a group counts a member in, in this generation, as its coordinator says.
+    """Return whether the group's coordinator counts a member in this generation.
 
-    A member that is asked to join a rebalance is one still: nobody else has its partitions yet.
+    A member that is asked to rejoin for a rebalance still counts: its partitions have no other
+    owner yet.
     """
     request = HeartbeatRequest(group, generation, member_id)
 
@@ -249,7 +250,7 @@ async def is_counted_in(
 
 
 async def _any_node(client: AIOKafkaClient, request: Any) -> Any:
-    """The answer of whichever broker gives one."""
+    """Return the response of any broker."""
 
     async def attempt() -> Any:
         node = client.get_random_node()
@@ -261,7 +262,7 @@ async def _any_node(client: AIOKafkaClient, request: Any) -> Any:
 
 
 async def _retried(attempt: Callable[[], Awaitable[T]]) -> T:
-    """Try until it works or fails for good; the caller's deadline ends it."""
+    """Retry until it succeeds or fails for good; the caller's deadline ends it."""
     while True:
         try:
             return await attempt()

@@ -1,4 +1,4 @@
-"""TLS and SASL: the settings and their files as aiokafka's options, and TLS errors in words."""
+"""TLS and SASL: turn settings and their files into aiokafka's options, and explain TLS errors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from headrace.errors import ConfigurationError
 
 
 class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publishes no types
-    """A bearer token that something else keeps fresh in a file; read for every connection."""
+    """A bearer token that another program keeps fresh in a file; read for every connection."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     async def token(self) -> str:
-        """The token. Raises `OSError`, which aiokafka takes for a failed connection."""
+        """Return the token. Raises `OSError`, which aiokafka takes for a failed connection."""
         return (await asyncio.to_thread(self._path.read_text, encoding="utf-8")).strip()
 
 
 def security_options(settings: KafkaSettings) -> dict[str, Any]:
-    """The options for TLS and SASL, by aiokafka's names."""
+    """Return the options for TLS and SASL, by aiokafka's names."""
     protocol = settings.security_protocol
     options: dict[str, Any] = {"security_protocol": protocol}
     if protocol in ("SSL", "SASL_SSL"):
@@ -46,7 +46,7 @@ def _tls_context(settings: KafkaSettings) -> ssl.SSLContext:
     context = ssl.create_default_context()
     if settings.ssl_ca_file is not None:
         _check_readable("ssl_ca_file", settings.ssl_ca_file)
-        # Only this authority, and not the machine's own ones beside it.
+        # Trust only this authority, without the machine's own ones.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             context.load_verify_locations(cafile=settings.ssl_ca_file)
@@ -70,7 +70,7 @@ def _load_own_certificate(
     if settings.ssl_key_file is not None:
         _check_readable("ssl_key_file", settings.ssl_key_file)
     try:
-        # With a password of any kind, be it empty, OpenSSL does not ask for one on a terminal.
+        # With any password, even an empty one, OpenSSL does not prompt for one on a terminal.
         context.load_cert_chain(
             cert_file, settings.ssl_key_file, settings.ssl_key_password.get_secret_value()
         )
@@ -90,7 +90,9 @@ def _check_readable(setting: str, path: Path) -> None:
 
 
 def tls_error(error: BaseException | None) -> ssl.SSLError | None:
-    """The TLS error among the causes of one; with TLS 1.3 it may come with the first answer."""
+    """Return the TLS error in a chain of causes; with TLS 1.3 it may arrive with the first
+    response.
+    """
     while error is not None:
         if isinstance(error, ssl.SSLError):
             return error

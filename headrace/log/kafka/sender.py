@@ -1,9 +1,9 @@
-"""aiokafka's idempotent producer, replaced by a new one as soon as it cannot be trusted.
+"""aiokafka's idempotent producer, replaced by a new one as soon as it is unreliable.
 
-Two of its properties ask for that. It retries an idempotent batch for ever; and a batch that
-fails for good has used up its sequence numbers, so that all that follow are refused as out of
-order (aiokafka issue 1017). So every batch has a deadline of its own, and after any failure the
-next batch goes to a new producer, which has a new producer id.
+Two of its properties require that. It retries an idempotent batch forever; and a batch that fails
+for good has used up its sequence numbers, so that all following batches are refused as out of order
+(aiokafka issue 1017). So every batch has a deadline of its own, and after any failure the next
+batch goes to a new producer, which has a new producer id.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LAST_RETRY_S: Final = 1.0
 
 
 class Sender:
-    """Carries batches to brokers; one at a time is under way for each partition."""
+    """Sends batches to brokers, with one in flight for each partition."""
 
     def __init__(self, connection: Connection, start_again_s: float) -> None:
         self._connection = connection
@@ -54,14 +54,14 @@ class Sender:
 
     @property
     def current(self) -> AIOKafkaProducer | None:
-        """The producer, where there is one that is to be trusted."""
+        """The producer, or None if there is none that is reliable."""
         producer = self._producer
         if producer is None or self._suspect or producer._sender.sender_task.done():
             return None
         return producer
 
     async def running(self) -> AIOKafkaProducer:
-        """The producer; a new one when the last has failed in any way.
+        """Return the producer; start a new one if the last has failed in any way.
 
         Raises:
             LogUnavailable: none could be started in time.
@@ -76,13 +76,13 @@ class Sender:
         return await asyncio.shield(self._replacing)
 
     def doubt(self) -> None:
-        """Something did not end as it should; the next batch goes to a new producer."""
+        """Mark the producer as unreliable; the next batch goes to a new one."""
         self._suspect = True
 
     async def hand_over(self, batch: Batch) -> None:
-        """Queue a batch, which may wait for the one before it in its partition.
+        """Queue a batch, which may wait for the previous one of its partition.
 
-        Whatever becomes of it, the batch ends; nothing is raised.
+        The batch ends in any case; nothing is raised.
         """
         producer = None
         try:
@@ -100,7 +100,7 @@ class Sender:
             sent.add_done_callback(partial(self._answered, batch, producer))
 
     async def close(self) -> None:
-        """Close; batches that are still under way fail."""
+        """Close; batches that are still in flight fail."""
         if self._replacing is not None:
             self._replacing.cancel()
             await asyncio.wait([self._replacing])
@@ -120,7 +120,7 @@ class Sender:
             compression_type=None if settings.compression == "none" else settings.compression,
             max_batch_size=MAX_BATCH_BYTES,
             max_request_size=MAX_REQUEST_BYTES,
-            linger_ms=0,  # what lingers is a batch before it is handed over
+            linger_ms=0,  # a batch lingers before it is handed over
         )
         self._connection.take_over_bootstrap(producer.client)
         try:
@@ -134,8 +134,8 @@ class Sender:
     async def _replace(self) -> AIOKafkaProducer:
         self._retired, self._producer = self._producer or self._retired, None
         if self._retired is not None:
-            # What the old one has sent may still be answered; the rest fails with it. Waiting
-            # keeps the order within each partition.
+            # The old producer's batches may still be acknowledged; the rest fails with it. Wait, to
+            # keep the order within each partition.
             await wait_ended(self._under_way, _RETIRE_S)
             await close_producer(self._retired)
             self._retired = None
@@ -166,8 +166,8 @@ class Sender:
     ) -> None:
         self._under_way.discard(batch)
         if isinstance(error, TopicAuthorizationFailedError):
-            # No cause for doubt: whoever names forbidden topics must not slow the others down.
-            # The sequence numbers that this has used up are of a partition that takes none.
+            # Keep the producer: a caller that names forbidden topics must not slow the others down.
+            # The sequence numbers used up belong to a partition that accepts none.
             batch.fail(TopicForbidden(batch.partition.topic))
             return
         if producer is self._producer:
@@ -176,7 +176,7 @@ class Sender:
         if isinstance(error, KafkaError):
             translated = in_port_words(error, what)
             if isinstance(translated, LogRefused):
-                # A matter between these records and this topic, not between us and the broker.
+                # The topic refuses these records; the producer itself still works.
                 translated = RecordRefused(str(translated))
             batch.fail(translated)
         elif isinstance(error, HeadraceError):
@@ -186,13 +186,13 @@ class Sender:
 
 
 async def wait_ended(batches: Iterable[Batch], timeout_s: float) -> None:
-    """Wait until all of these have ended one way or the other, or the time is over."""
+    """Wait until all of these have ended, in success or failure, or until the timeout."""
     waiting = [batch.ended for batch in batches]
     if waiting:
         await asyncio.wait(waiting, timeout=timeout_s)
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:
-    """Those who wait for a start may all be gone when it fails."""
+    """Mark a start's error as retrieved: all callers awaiting it may be gone when it fails."""
     if not task.cancelled():
         task.exception()

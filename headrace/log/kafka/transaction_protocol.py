@@ -1,11 +1,11 @@
-"""One epoch of a transactional id: the requests that make its transactions.
+"""The transaction protocol: the requests of one epoch of a transactional id.
 
-aiokafka's own producer asks for one thing after the other, each time by way of a task, and waits
-20 ms, or 100, where the transaction before is not quite ended. Here what does not depend on each
-other goes side by side: three round trips make a transaction instead of five.
+aiokafka's own producer makes one request after the other, each by way of a task, and waits 20 ms,
+or 100, while the previous transaction is still ending. Here independent requests run concurrently:
+a transaction takes three round trips instead of five.
 
-Every method raises aiokafka's errors, but for what is the matter between records and their topic,
-and waits as long as it takes; the caller bounds it in time.
+Every method raises aiokafka's errors, except the port's for records that their topic refuses, and
+waits as long as it takes; the caller bounds it in time.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from headrace.log.kafka.errors import broker_error, in_port_words
 from headrace.log.port import Committed, TopicPartition
 
 _MARKERS_S: Final = 0.002
-"""A transaction follows the end of the last one not sooner, and is tried again after this time, and
-then after twice as long: the broker is writing the last one's markers, and refuses meanwhile.
+"""Minimum pause after the end of the last transaction, and the first retry delay, which doubles:
+the broker refuses a new transaction while it writes the markers of the last one.
 """
 _MAX_MARKERS_S: Final = 0.02
 _ALL_REPLICAS: Final = -1
 _SEQUENCES: Final = 2**31
-"""A partition's sequence numbers begin again from 0 (`DefaultRecordBatch.incrementSequence`)."""
+"""A partition's sequence numbers wrap around to 0 (`DefaultRecordBatch.incrementSequence`)."""
 _COULD_NOT_END = (
     kafka_errors.ConcurrentTransactions,
     kafka_errors.GroupCoordinatorNotAvailableError,
@@ -59,12 +59,12 @@ _NOT_THE_RECORDS = (
 
 
 class ProducerEpoch:
-    """From entering, which gives a new epoch and fences the former one, until it is closed.
+    """One epoch: entering begins it and fences the former epoch; closing ends it.
 
     Args:
-        client: connected; it is this epoch's alone, and closed with it.
-        transactional_id: whose epoch.
-        transaction_timeout_ms: after this the broker ends a transaction by itself.
+        client: a connected client, used by this epoch alone and closed with it.
+        transactional_id: the id.
+        transaction_timeout_ms: after this the broker aborts a transaction by itself.
         request_timeout_ms: how long a broker may wait for its replicas.
     """
 
@@ -86,13 +86,13 @@ class ProducerEpoch:
         self._closed = False
 
     async def enter(self) -> None:
-        """Get the epoch. The transaction that the former one left open has ended by then."""
+        """Get the epoch. Any transaction that the former epoch left open has ended by then."""
         request = InitProducerIdRequest(self._id, self._transaction_timeout_ms)
         answer = await self._ask(CoordinationType.TRANSACTION, self._id, request)
         self._producer_id, self._epoch = answer.producer_id, answer.producer_epoch
 
     async def close(self) -> None:
-        """Let go of the sockets. What is under way fails, and is not tried again."""
+        """Close the sockets. Requests in flight fail and are not retried."""
         self._closed = True
         await close_client(self.client)
 
@@ -106,7 +106,7 @@ class ProducerEpoch:
     ) -> None:
         """Write the batches of each partition in their order, and the group's offsets.
 
-        Both are on their way at once, since neither counts before the transaction is committed.
+        Both are sent concurrently, since neither counts before the transaction is committed.
 
         Raises:
             RecordTooLarge, RecordRefused: a broker refuses a batch.
@@ -120,13 +120,15 @@ class ProducerEpoch:
             steps["records"] = self._write_records(lanes)
         if offsets:
             steps["offsets"] = self._write_offsets(group, offsets)
+        # Returns after all responses, so that the caller commits only what the brokers have.
         await _side_by_side(steps)
 
     async def commit(self) -> None:
-        """End the transaction. After an error nobody knows whether it was committed.
+        """Commit the transaction. After an error its outcome is unknown.
 
-        It is sent again only where the coordinator has answered that it could not. One whose answer
-        was lost is not: it could arrive late, and end a later transaction (KAFKA-17754).
+        The request is retried only if the coordinator answered that it could not end the
+        transaction. It is not retried after a lost response: it could arrive late, and end a later
+        transaction (KAFKA-17754).
         """
         request = EndTxnRequest(*self._identity, transaction_result=True)
         kind, pauses = CoordinationType.TRANSACTION, _pauses_s()
@@ -145,6 +147,7 @@ class ProducerEpoch:
         return self._id, self._producer_id, self._epoch
 
     async def _write_offsets(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
+        # The transaction coordinator must know the group before the offsets go to it.
         await self._ask(
             CoordinationType.TRANSACTION, self._id, AddOffsetsToTxnRequest(*self._identity, group)
         )
@@ -154,16 +157,19 @@ class ProducerEpoch:
         request = TxnOffsetCommitRequest(
             self._id, group, self._producer_id, self._epoch, list(topics.items())
         )
-        # One that arrives late would take the place of the offsets of a later transaction.
+        # Do not retry after a lost response: a late request would overwrite the offsets of a later
+        # transaction.
         await self._ask(CoordinationType.GROUP, group, request, if_lost=False)
 
     async def _write_records(self, lanes: Sequence[Sequence[Packed]]) -> None:
-        """The first batch of each partition goes before the second of any."""
+        """Write one batch of each partition at a time: the first of all, then the second of all."""
         topics: dict[str, list[int]] = defaultdict(list)
         for lane in lanes:
             topics[lane[0].partition.topic].append(lane[0].partition.partition)
         request = AddPartitionsToTxnRequest(*self._identity, list(topics.items()))
+        # The transaction coordinator must know the partitions before any batch is sent.
         await self._ask(CoordinationType.TRANSACTION, self._id, request)
+        # One batch per partition at a time keeps their order.
         for rank in zip_longest(*lanes):
             waiting: dict[TopicPartition, bytes] = {}
             for packed in filter(None, rank):
@@ -175,9 +181,9 @@ class ProducerEpoch:
             await self._deliver(waiting)
 
     async def _deliver(self, waiting: dict[TopicPartition, bytes]) -> None:
-        """Send batches to the leaders of their partitions, again until all are acknowledged.
+        """Send batches to the leaders of their partitions; retry until all are acknowledged.
 
-        A broker knows a batch that it has already by its sequence number.
+        Retrying writes nothing twice: a broker recognizes a batch by its sequence number.
         """
         pauses = _pauses_s()
         while True:
@@ -202,7 +208,7 @@ class ProducerEpoch:
     async def _deliver_to(
         self, node: int, partitions: Iterable[TopicPartition], waiting: dict[TopicPartition, bytes]
     ) -> None:
-        """Send batches to one broker; what it acknowledges waits no more."""
+        """Send batches to one broker; remove those that it acknowledges from `waiting`."""
         errors: list[KafkaError] = []
         topics: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
         for partition in partitions:
@@ -233,13 +239,13 @@ class ProducerEpoch:
     async def _ask(
         self, kind: CoordinationType, key: str, request: Any, *, if_lost: bool = True
     ) -> Any:
-        """Ask the coordinator of an id or a group, again until it does what is asked.
+        """Send a request to the coordinator of an id or a group; retry until it succeeds.
 
         Args:
-            kind: of coordinator.
+            kind: the kind of coordinator.
             key: the id, or the group.
-            request: what is asked.
-            if_lost: whether to ask again where nobody knows if it was done; else that is raised.
+            request: the request.
+            if_lost: whether to retry if the outcome is unknown; otherwise the error is raised.
         """
         pauses = _pauses_s()
         while True:
@@ -266,7 +272,7 @@ class ProducerEpoch:
     async def _pause_after(
         self, error: KafkaError, kind: CoordinationType, pauses: Iterator[float]
     ) -> None:
-        """Wait where an error passes, and look the coordinator up again; else raise it."""
+        """Wait if the error is transient, and look up the coordinator again; else raise it."""
         pause_s = next(pauses)
         if isinstance(error, kafka_errors.ConcurrentTransactions):
             await asyncio.sleep(min(pause_s, _MAX_MARKERS_S))
@@ -285,8 +291,8 @@ class ProducerEpoch:
 
 
 def _pauses_s() -> Iterator[float]:
-    """Between one try and the next. A broker that asks the coordinator for two of our requests at
-    once fails one of them, which passes at once.
+    """Yield the pauses between retries. A broker that asks the coordinator for two of our requests
+    at once fails one of them, which passes at once.
     """
     pause_s = _MARKERS_S
     while True:
@@ -295,7 +301,9 @@ def _pauses_s() -> Iterator[float]:
 
 
 def _in_record_words(error: KafkaError) -> Exception:
-    """A refused batch is a matter between its records and their topic, unless all has ended."""
+    """Return the port's error for a refused batch, unless the error concerns the whole
+    transaction.
+    """
     if isinstance(error, _NOT_THE_RECORDS):
         refusal: Exception = error
         return refusal
@@ -304,7 +312,9 @@ def _in_record_words(error: KafkaError) -> Exception:
 
 
 def _error_in(answer: Any) -> KafkaError | None:
-    """What a coordinator has against a request; of several errors, one that does not pass."""
+    """Return the error in a coordinator's response; of several, preferably one that is not
+    transient.
+    """
     if not hasattr(answer, "errors"):
         return broker_error(answer.error_code)
     found = [
@@ -317,13 +327,15 @@ def _error_in(answer: Any) -> KafkaError | None:
 
 
 def _passes(error: KafkaError) -> bool:
-    """By itself, or with the error of another partition, for which this one was not tried."""
+    """True if the error is transient, or only reports that the broker skipped this partition
+    because another failed.
+    """
     passing = kafka_errors.ConcurrentTransactions | kafka_errors.OperationNotAttempted
     return bool(error.retriable) or isinstance(error, passing)
 
 
 async def _side_by_side(steps: Mapping[str, Coroutine[Any, Any, Any]]) -> None:
-    """Run them together. The first that fails breaks off the others, and its error is raised.
+    """Run coroutines concurrently. The first failure cancels the others and is raised.
 
     Unlike a task group this leaves no reference cycle through the error, which would keep the
     records of a failed transaction until the next run of the garbage collector.

@@ -1,7 +1,7 @@
-"""The transactional producer: one transaction for each seal, and what its failures mean.
+"""The transactional producer: one transaction for each commit, and the meaning of its failures.
 
-After any failure the producer is let go of at once: only a successor, which fences it, learns what
-became of the transaction.
+After any failure the producer is closed at once: only a successor, which fences it, can learn the
+outcome of the transaction.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FINAL = (
 
 
 class KafkaTransactionalProducer:
-    """A producer of one transactional id, to be entered with `async with`; see the port."""
+    """A producer with a transactional id, entered with `async with`; see the port."""
 
     def __init__(
         self, connection: Connection, topics: KnownTopics, transactional_id: str, group: str
@@ -52,7 +52,7 @@ class KafkaTransactionalProducer:
         self._topics = topics
         self._id = transactional_id
         self._group = group
-        # Past its timeout the broker ends the transaction in any case.
+        # The broker ends the transaction after its timeout in any case.
         self._deadline_s = connection.settings.transaction_timeout_ms / 1000
         self._epoch: ProducerEpoch | None = None
 
@@ -84,7 +84,7 @@ class KafkaTransactionalProducer:
         await self.close()
 
     async def close(self) -> None:
-        """See the port. What is under way is broken off."""
+        """See the port. Requests in flight are aborted."""
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             await epoch.close()
@@ -100,7 +100,7 @@ class KafkaTransactionalProducer:
             raise RuntimeError(f"{self._id}: the producer was not entered, has failed or is closed")
         return self._epoch
 
-    # Sealing
+    # Committing
 
     @property
     def is_usable(self) -> bool:
@@ -112,7 +112,7 @@ class KafkaTransactionalProducer:
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
     ) -> None:
-        """See the port. Until `transaction_timeout_ms` has passed the outcome is waited for."""
+        """See the port. Waits up to `transaction_timeout_ms` for the outcome."""
         epoch = self._usable()
         has_begun = False
         try:
@@ -120,16 +120,17 @@ class KafkaTransactionalProducer:
                 lanes = await self._packed(epoch.client, records)
                 if not lanes and not offsets:
                     return
+                # Check before the transaction begins: the epoch stays usable after an error here.
                 await require_leaders(epoch.client, records.keys())
                 has_begun = True
                 await epoch.write(lanes, self._group, offsets)
                 await epoch.commit()
         except BaseException as error:
             if not has_begun and isinstance(error, Rejected | NoLeader):
-                raise  # the epoch has no transaction, and its next one is as good as any
+                raise  # no transaction has begun, so the epoch stays usable
             self._epoch = None
-            await epoch.close()  # once more, should it have been: a connection may be new
-            if isinstance(error, RecordTooLarge | RecordRefused):  # by other rules than were known
+            await epoch.close()  # even if closed before: a connection may be new
+            if isinstance(error, RecordTooLarge | RecordRefused):  # the cached limits were wrong
                 for partition in records:
                     self._topics.forget_rules(partition.topic)
             raise
@@ -140,7 +141,7 @@ class KafkaTransactionalProducer:
         """Return the batches of each partition, in order.
 
         Raises:
-            RecordsRefused: with all records that their topics never take.
+            RecordsRefused: lists all records that their topics never accept.
         """
         lanes = []
         refused: dict[TopicPartition, dict[int, RecordTooLarge | RecordRefused]] = {}
@@ -164,7 +165,7 @@ class KafkaTransactionalProducer:
 
     @asynccontextmanager
     async def _in_port_words(self) -> AsyncIterator[None]:
-        """Bound a seal in time, and give its failures as the port has them."""
+        """Bound a commit in time, and translate its failures into the port's errors."""
         what = f"seal of {self._id}"
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -181,7 +182,7 @@ class KafkaTransactionalProducer:
 
 
 def _in_seal_words(error: Exception, what: str) -> HeadraceError:
-    """What is not known to be refused, or fenced, has an unknown outcome."""
+    """Return the port's error; unless known to be refused or fenced, the outcome is unknown."""
     if isinstance(error, kafka_errors.TopicAuthorizationFailedError):
         return TopicForbidden(error.args[0])
     if isinstance(error, _FINAL):
