@@ -1,4 +1,4 @@
-"""How a group's partitions are shared out: Kafka's range and round-robin assignors."""
+"""Assign a group's partitions to its members: Kafka's range and round-robin assignors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ AssignorName: TypeAlias = Literal["range", "roundrobin"]
 
 
 def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> FairQueue:
-    """Neighbouring partitions to each member, topic by topic.
+    """Assign neighbouring partitions to each member, topic by topic.
 
-    Topics with the same number of partitions are shared alike (`RangeAssignor` in Kafka).
+    Topics with the same number of partitions are assigned alike (`RangeAssignor` in Kafka).
 
     Args:
         members: the topics that each member subscribes to.
@@ -27,7 +27,7 @@ def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, in
         takers = sorted(member for member, topics in members.items() if topic in topics)
         if not takers:
             continue
-        each, more = divmod(counts[topic], len(takers))  # the first ones get one more
+        each, more = divmod(counts[topic], len(takers))  # the first members get one more
         stop = 0
         for index, member in enumerate(takers):
             start, stop = stop, stop + each + (index < more)
@@ -38,7 +38,7 @@ def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, in
 def round_robin_assignor(
     members: Mapping[str, Sequence[str]], counts: Mapping[str, int]
 ) -> FairQueue:
-    """All partitions of all topics dealt out one by one (`RoundRobinAssignor` in Kafka)."""
+    """Assign the partitions of all topics one by one (`RoundRobinAssignor` in Kafka)."""
     shares: FairQueue = {member: [] for member in members}
     turns = cycle(sorted(members))
     for topic in sorted(counts):

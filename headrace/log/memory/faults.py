@@ -1,4 +1,4 @@
-"""What tests make the embedded log suffer, on demand and without any waiting."""
+"""Fault injection for the embedded log: tests switch faults on, without any waiting."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from headrace.log.port import TopicPartition
 
 
 class SealFault(Enum):
-    """How one seal ends, after its records and offsets were written."""
+    """The outcome of one transaction, after its records and offsets were written."""
 
     UNKNOWN_BUT_COMMITTED = auto()
-    """It commits, and its caller is told `LogUnavailable`."""
+    """It commits, and its caller gets `LogUnavailable`."""
     UNKNOWN_AND_OPEN = auto()
-    """It stays open until a successor enters, and its caller is told `LogUnavailable`."""
+    """It stays open until a successor enters, and its caller gets `LogUnavailable`."""
     TIMED_OUT = auto()
-    """The broker aborts it for taking too long, and its caller is told `Fenced`."""
+    """The broker aborts it for taking too long, and its caller gets `Fenced`."""
 
 
 class Faults:
-    """The switches of one embedded log. All of them take effect at once.
+    """The faults of one embedded log. All switches take effect at once.
 
     Args:
         topics: the log's topics.
@@ -68,17 +68,17 @@ class Faults:
     # The switches.
 
     def take_down(self, *, hang: bool = False) -> None:
-        """No broker answers any more: readers see silence, groups stand still.
+        """Stop all brokers: polls return nothing, and groups do not rebalance.
 
-        What is asked fails at once with `LogUnavailable`. With `hang` it does so at the request
-        timeout only, and what is sent or asked until then succeeds if the broker comes back.
+        Requests fail at once with `LogUnavailable`. With `hang` they fail only at the request
+        timeout, and succeed if the broker comes back before.
         """
         self._hangs = hang
         self._up.clear()
         self._down_since = asyncio.get_running_loop().time()
 
     def bring_back(self) -> None:
-        """The broker answers again; what was sent and hung is written, in its order."""
+        """Restart the broker; hanging sends are written in their order."""
         self._up.set()
         self._down_since = None
         postponed, self._postponed = self._postponed, {}
@@ -90,9 +90,9 @@ class Faults:
             wake()
 
     def forbid(self, topic: str, *, hidden: bool = False) -> None:
-        """Let producers write no more to a topic, as access rules do, until `allow`.
+        """Forbid producers to write to a topic, as access rules do, until `allow`.
 
-        Where it is `hidden` they are not told of its partitions either.
+        If `hidden`, they cannot see its partitions either.
         """
         self._forbidden[topic] = hidden
 
@@ -101,7 +101,7 @@ class Faults:
         self._forbidden.pop(topic, None)
 
     def take_leaders(self, topic: str) -> None:
-        """Leave a topic's partitions without leaders: what is sent there fails, until `elect`."""
+        """Remove the leaders of a topic's partitions: sends to them fail, until `elect`."""
         self._leaderless.add(topic)
 
     def elect(self, topic: str) -> None:
@@ -109,7 +109,7 @@ class Faults:
         self._leaderless.discard(topic)
 
     def hold_acknowledgements(self) -> None:
-        """Write what is sent, but tell nobody until `release_acknowledgements`."""
+        """Write records, but acknowledge none until `release_acknowledgements`."""
         self._held = []
 
     def release_acknowledgements(self) -> None:
@@ -119,29 +119,29 @@ class Faults:
                 future.set_result(None)
 
     def lose_acknowledgements(self, runs: int) -> None:
-        """Write the next runs, and tell their senders `LogUnavailable`."""
+        """Write the next runs, but fail them with `LogUnavailable`."""
         self._acknowledgements_to_lose = runs
 
     def hold_commits(self) -> None:
-        """Answer no commit until `release_commits`; what it says is judged then."""
+        """Answer no commit until `release_commits`, which then decides on its content."""
         self._commits_flow.clear()
 
     def release_commits(self) -> None:
         self._commits_flow.set()
 
     def spoil_seals(self, *faults: SealFault) -> None:
-        """Let the next seals end like this, one after the other; those after them end well."""
+        """Give the next transactions these outcomes, in order; later ones succeed."""
         self._seal_faults.extend(faults)
 
     def hold_seals(self) -> None:
-        """Keep transactions open, with all that they wrote, until `release_seals`."""
+        """Keep transactions open, with all records written, until `release_seals`."""
         self._seals_flow.clear()
 
     def release_seals(self) -> None:
         self._seals_flow.set()
 
     def slow_down_transactions(self, limit_bytes: int | None) -> None:
-        """Let transactions that write more bytes than this time out, as a producer quota does.
+        """Make transactions that write more bytes than this time out, as a producer quota does.
 
         They stay open until a successor enters, and their callers get `TransactionTimedOut`, at
         once. None undoes it.
@@ -149,14 +149,14 @@ class Faults:
         self._transaction_bytes = limit_bytes
 
     def keep_limits_from_producers(self, topic: str) -> None:
-        """Refuse what a topic does not take only once it is written in a transaction.
+        """Refuse unacceptable records of a topic only when a transaction writes them.
 
-        So it is when a topic's settings were changed a moment ago.
+        The same happens if a topic's settings were changed a moment ago.
         """
         self._unannounced.add(topic)
 
     def entered_producers(self, transactional_id: str) -> int:
-        """How many transactional producers of an id have been entered, and so fenced the last."""
+        """Return how many transactional producers of an id have entered, each fencing the last."""
         return self._transactions.entered(transactional_id)
 
     def time_out_transaction(self, transactional_id: str) -> None:
@@ -164,7 +164,7 @@ class Faults:
         self._transactions.time_out(transactional_id)
 
     def let_offsets_lag(self) -> None:
-        """Show what is sealed from now on as committed only once its producer has a successor.
+        """Show offsets committed by later transactions only once their producer has a successor.
 
         Kafka does so for some milliseconds, while it writes the markers.
         """
@@ -176,14 +176,14 @@ class Faults:
         self._transactions.show_all_offsets()
 
     def members(self, group: str) -> Sequence[str]:
-        """The member ids of a group, in the order in which they joined."""
+        """Return the member ids of a group, in the order in which they joined."""
         return self._groups[group].members if group in self._groups else ()
 
     def expire_session(self, group: str, member_id: str, *, noticed: bool = True) -> None:
-        """The coordinator evicts a member, as one whose heartbeats have stopped.
+        """Evict a member, as the coordinator does when its heartbeats have stopped.
 
-        Unless `noticed`, the member goes on with what it had, as a stalled process does, until
-        a commit of its is refused.
+        Unless `noticed`, the member continues with its partitions, as a stalled process does, until
+        one of its commits is refused.
         """
         now = asyncio.get_running_loop().time()
         self._groups[group].evict(member_id, now, noticed=noticed)
@@ -197,16 +197,16 @@ class Faults:
         self._topics.partition(partition).trim(before_offset)
 
     def truncate(self, partition: TopicPartition, end_offset: int) -> None:
-        """Lose the records from an offset on, as the election of a leader not in sync does."""
+        """Lose the records from an offset on, as an unclean leader election does."""
         self._topics.partition(partition).truncate(end_offset)
 
     def delete_topic(self, topic: str) -> None:
-        """Delete a topic, and what groups have committed for it."""
+        """Delete a topic and the offsets that groups have committed for it."""
         self._topics.delete(topic)
         self._forget_commits_for(topic)
 
     def replace_topic(self, topic: str) -> None:
-        """Delete a topic and make it anew, quicker than any of its readers looks."""
+        """Delete a topic and create it again, before any of its readers notices."""
         self._topics.replace(topic)
         self._forget_commits_for(topic)
 
@@ -216,7 +216,7 @@ class Faults:
                 del group.committed[partition]
 
     def forget_commits(self, group: str) -> None:
-        """Forget what a group has committed, as a broker does of what it no longer retains."""
+        """Forget a group's committed offsets, as a broker does when they expire."""
         self._groups[group].committed.clear()
 
     def skip_offsets(self, partition: TopicPartition, offsets: int) -> None:
@@ -231,38 +231,38 @@ class Faults:
         code: str = Code.INVALID_REQUEST,
         reason: str = "made unreadable",
     ) -> None:
-        """Put a batch that cannot be read at the end of a partition, as a client may on Kafka."""
+        """Append a batch that cannot be read to a partition, as a client may on Kafka."""
         self._topics.partition(partition).write_unreadable(offsets, code, reason)
 
-    # What the faces ask.
+    # Queries of the log's other modules.
 
     @property
     def is_down(self) -> bool:
         return not self._up.is_set()
 
     def is_forbidden(self, topic: str) -> bool:
-        """Whether producers may not write to the topic."""
+        """Return whether producers may not write to the topic."""
         return topic in self._forbidden
 
     def is_hidden(self, topic: str) -> bool:
-        """Whether producers may not even know of the topic."""
+        """Return whether producers may not describe the topic."""
         return self._forbidden.get(topic, False)
 
     def require_leader(self, partition: TopicPartition) -> None:
-        """Raises `NoLeader` where the partition has none."""
+        """Raise `NoLeader` if the partition has none."""
         if partition.topic in self._leaderless:
             raise NoLeader(partition)
 
     def is_too_slow(self, size_bytes: int) -> bool:
-        """Whether a transaction that writes so much does not end in time."""
+        """Return whether a transaction that writes this much does not end in time."""
         return self._transaction_bytes is not None and size_bytes > self._transaction_bytes
 
     def knows_limits(self, topic: str) -> bool:
-        """Whether producers know what the topic takes before they write to it."""
+        """Return whether producers know the topic's limits before they write to it."""
         return topic not in self._unannounced
 
     def down_for_s(self) -> float:
-        """For how long no broker has answered; 0.0 when it does."""
+        """Return for how long no broker has answered; 0.0 if it answers."""
         if self._down_since is None:
             return 0.0
         return asyncio.get_running_loop().time() - self._down_since
@@ -275,11 +275,11 @@ class Faults:
         self._watchers.discard(wake)
 
     async def until_up(self) -> None:
-        """Wait for the broker for ever, as background tasks of a client do."""
+        """Wait for the broker forever, as background tasks of a client do."""
         await self._up.wait()
 
     async def answered(self, timeout_s: float | None = None) -> None:
-        """What every request goes through: returns once the broker answers.
+        """Wait until the broker answers; every request calls this.
 
         Raises:
             LogUnavailable: it does not, within the given time or the request timeout.
@@ -293,20 +293,20 @@ class Faults:
             raise LogUnavailable("the embedded log was made unavailable")
 
     async def commit_answered(self) -> None:
-        """`answered`, for a commit."""
+        """Wait as `answered` does, for a commit."""
         await _passed(self._commits_flow, self._request_timeout_s)
         await self.answered()
 
     async def seals_flow(self) -> None:
-        """Wait as long as seals are held, up to the request timeout."""
+        """Wait while transactions are held, up to the request timeout."""
         await _passed(self._seals_flow, self._request_timeout_s)
 
     def next_seal_fault(self) -> SealFault | None:
-        """What is to go wrong with the seal that is about to commit."""
+        """Return the fault, if any, of the transaction that is about to commit."""
         return self._seal_faults.popleft() if self._seal_faults else None
 
     def postpone(self, write: Callable[[], None]) -> asyncio.Future[None]:
-        """The acknowledgement of a run that was sent while no broker answers."""
+        """Return the acknowledgement of a run that was sent while no broker answers."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         if self._hangs:
@@ -318,13 +318,13 @@ class Faults:
         return future
 
     def give_up(self, future: asyncio.Future[None]) -> None:
-        """Fail a postponed run, which is not written then."""
+        """Fail a postponed run, which is then not written."""
         self._postponed.pop(future, None)
         if not future.done():
             future.set_exception(LogUnavailable("no acknowledgement within the request timeout"))
 
     def acknowledgement(self) -> asyncio.Future[None]:
-        """The acknowledgement of a run that has just been written."""
+        """Return the acknowledgement of a run that has just been written."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._acknowledgements_to_lose:
             self._acknowledgements_to_lose -= 1

@@ -1,8 +1,8 @@
 """One consumer group: members, generations, committed offsets.
 
 The rules of Kafka's classic protocol with eager rebalances. Whenever members or topics change,
-every member is asked to give up all that it has and to join again; once all have, or the
-rebalance timeout has evicted those that have not, a new generation starts with new shares.
+every member must give up all its partitions and join again; once all have, or the rebalance timeout
+has evicted the others, a new generation starts with a new assignment.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ class _Member:
 class Group:
     """The state of one group.
 
-    A member is told by its `notify` that something may have changed for it, and then asks.
+    `notify` wakes a member when something may have changed for it; the member then queries the
+    group.
 
     Args:
-        count: the number of partitions of a topic; 0 when there is none.
-        assignor: how partitions are shared out.
-        rebalance_timeout_s: how long members have to join again. `now` and deadlines are on
-            one monotonic clock, in seconds.
+        count: the number of partitions of a topic; 0 if there is none.
+        assignor: how partitions are assigned.
+        rebalance_timeout_s: how long members have to join again. `now` and deadlines are on one
+            monotonic clock, in seconds.
     """
 
     def __init__(
         self, count: Callable[[str], int], assignor: Assignor, rebalance_timeout_s: float
     ) -> None:
         self.generation = 0
-        self.deadline: float | None = None  # of the rebalance under way; None when there is none
+        self.deadline: float | None = None  # of the rebalance in progress; None if there is none
         self.committed: dict[TopicPartition, Committed] = {}
         self._count = count
         self._assignor = assignor
@@ -52,7 +53,7 @@ class Group:
 
     @property
     def members(self) -> Sequence[str]:
-        """The ids of the members, in the order in which they came."""
+        """The ids of the members, in the order in which they joined."""
         return tuple(self._members)
 
     def join(
@@ -62,7 +63,7 @@ class Group:
         notify: Callable[[], None],
         now: float,
     ) -> str:
-        """Join, or join again in a rebalance; a member that was evicted gets a new id.
+        """Join, or rejoin in a rebalance; an evicted member gets a new id.
 
         Args:
             member_id: None at first.
@@ -90,20 +91,20 @@ class Group:
         return member_id
 
     def leave(self, member_id: str, now: float) -> None:
-        """Go for good: the others rebalance. Nothing happens when it is no member any more."""
+        """Leave for good: the others rebalance. Does nothing if it is no longer a member."""
         if self._members.pop(member_id, None) is None:
             return
         self.rebalance(now)
 
     def evict(self, member_id: str, now: float, *, noticed: bool = True) -> None:
-        """Take a member's session away; unless `noticed`, it does not learn of it."""
+        """End a member's session; unless `noticed`, the member is not notified."""
         member = self._members.get(member_id)
         self.leave(member_id, now)
         if member is not None and noticed:
             member.notify()
 
     def rebalance(self, now: float) -> None:
-        """Ask every member to join again."""
+        """Require every member to rejoin."""
         self._begin(now)
         self._complete_when_all_joined()
 
@@ -113,7 +114,7 @@ class Group:
             self.rebalance(now)
 
     def expire(self, now: float) -> None:
-        """Evict who has not joined again, if the rebalance timeout has passed."""
+        """Evict the members that have not rejoined, if the rebalance timeout has passed."""
         if self.deadline is None or now < self.deadline:
             return
         late = [name for name, member in self._members.items() if not member.joined]
@@ -123,22 +124,24 @@ class Group:
             member.notify()
 
     def is_joining(self, member_id: str) -> bool:
-        """Whether a member has joined a rebalance and waits for the others."""
+        """Return whether a member has joined a rebalance and waits for the others."""
         member = self._members.get(member_id)
         return member is not None and member.joined
 
     def must_rejoin(self, member_id: str) -> bool:
-        """Whether a member has to give up what it has and join again."""
+        """Return whether a member has to give up its partitions and rejoin."""
         member = self._members.get(member_id)
         return member is None or (self.deadline is not None and not member.joined)
 
     def counts_in(self, member_id: str, generation: int, now: float) -> bool:
-        """Whether a member belongs to the group, in the generation that it thinks is current."""
+        """Return whether a member belongs to the group, in the generation that it believes
+        current.
+        """
         self.expire(now)
         return member_id in self._members and generation == self.generation
 
     def share(self, member_id: str) -> frozenset[TopicPartition]:
-        """What the current generation gives a member."""
+        """Return the partitions that the current generation assigns to a member."""
         return self._members[member_id].share
 
     def commit(
@@ -150,13 +153,13 @@ class Group:
     ) -> None:
         """Commit for a member; allowed until it has joined the next rebalance.
 
-        As on Kafka, a member may commit for topics that it does not subscribe to: membership is
-        what is checked.
+        As on Kafka, a member may commit for topics that it does not subscribe to: only the
+        membership is checked.
 
         Raises:
-            Fenced: it is no member any more, its generation is over, or a partition of a topic
-                that it subscribes to is not its.
-            LogRefused: an offset's metadata is longer than Kafka takes.
+            Fenced: it is no longer a member, its generation is over, or a partition of a topic that
+                it subscribes to is not assigned to it.
+            LogRefused: an offset's metadata is longer than Kafka accepts.
         """
         self.expire(now)
         require_short_metadata(offsets)
@@ -173,7 +176,7 @@ class Group:
         self.committed.update(offsets)
 
     def commit_without_members(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Commit for a group that nobody is in; raises as `commit` does."""
+        """Commit for a group without members; raises as `commit` does."""
         require_short_metadata(offsets)
         if self._members:
             raise Fenced("the group has members, and only they may commit")
@@ -202,7 +205,7 @@ class Group:
 
 
 def require_short_metadata(offsets: Mapping[TopicPartition, Committed]) -> None:
-    """Raises `LogRefused` where an offset's metadata is longer than Kafka takes."""
+    """Raise `LogRefused` if an offset's metadata is longer than Kafka accepts."""
     for partition, committed in offsets.items():
         if len(committed.metadata) > MAX_METADATA_CHARACTERS:
             raise LogRefused(

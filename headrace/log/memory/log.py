@@ -1,4 +1,4 @@
-"""The embedded log itself: where its members, readers and producers come from."""
+"""The embedded log itself: factory of its members, readers and producers."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from headrace.log.port import (
 
 
 def wall_clock_ms() -> int:
-    """The time of day in epoch milliseconds."""
+    """Return the time of day in epoch milliseconds."""
     return time.time_ns() // 1_000_000
 
 
 class MemoryLog:
-    """A log in this process's memory, shared by all that holds this object.
+    """A log in this process's memory, shared by all users of this object.
 
     Args:
-        auto_create_partitions: make unknown topics when they are first used, with so many
-            partitions; None refuses them.
-        retention_bytes: what a partition holds at most; its oldest records go then.
+        auto_create_partitions: create unknown topics on first use, with this many partitions; None
+            refuses them.
+        retention_bytes: the most that a partition holds; beyond it the oldest records are dropped.
         rebalance_timeout_s: how long `on_revoked` may take before its member is evicted.
         request_timeout_s: how long requests hang when a fault makes them.
-        assignor: how a group shares its partitions out.
-        now_ms: the clock of records without a timestamp, in epoch milliseconds.
+        assignor: how a group assigns its partitions.
+        now_ms: the clock for records without a timestamp, in epoch milliseconds.
 
     Attributes:
-        faults: what tests make it suffer.
+        faults: fault injection for tests.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class MemoryLog:
         self._group(group).commit_without_members(offsets)
 
     async def members(self, group: str) -> Sequence[GroupMember]:
-        """See the port. All members are of this process."""
+        """See the port. All members are in this process."""
         await self.faults.answered()
         return [GroupMember(each, "headrace", "") for each in self.faults.members(group)]
 
@@ -124,7 +124,7 @@ class MemoryLog:
         return there
 
     async def close(self) -> None:
-        """Nothing to let go of: the records stay as long as this object does."""
+        """Do nothing: the records stay as long as this object does."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -13,22 +13,21 @@ from headrace.log.memory.reader import MemoryReader
 from headrace.log.memory.topics import Topics
 from headrace.log.port import Committed, RebalanceListener, TopicPartition
 
-_CLOSE_TIMEOUT_S = 3.0  # for a listener's call that is under way when the member closes
+_CLOSE_TIMEOUT_S = 3.0  # for a listener's call in progress when the member closes
 
 
 class MemoryMember(MemoryReader):
     """A member of a group; a task of its own follows the group and calls the listener.
 
-    That is how aiokafka has it: rebalances happen beside `poll`, and a member that does not
-    poll takes part all the same. An error that the listener raises ends the membership, and
-    `poll` raises it.
+    As with aiokafka, rebalances happen beside `poll`, and a member that does not poll takes part
+    all the same. An error that the listener raises ends the membership, and `poll` raises it.
 
     Args:
-        topics: where the partitions are.
-        faults: what may go wrong.
+        topics: the log's topics.
+        faults: the injected faults.
         group: the group to join.
         subscription: the topics to read, and the kind of member.
-        listener: whom to tell of assignments.
+        listener: called with assignments.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class MemoryMember(MemoryReader):
             if following is not None:
                 following.cancel()
                 await asyncio.wait((following,), timeout=_CLOSE_TIMEOUT_S)
-        finally:  # whoever is cancelled here does not stay a member
+        finally:  # even if cancelled here, leave the group
             if self._member_id is not None:
                 self._group.leave(self._member_id, _now())
                 self._member_id = None

@@ -9,9 +9,9 @@ from operator import attrgetter
 
 from headrace.log.port import MAX_POLL_BYTES, Gap, NewRecord, Record, TopicPartition
 
-# What a record takes beside its key, value and headers: in Kafka's format at most 61 bytes of
-# batch header and 21 of its own (https://kafka.apache.org/documentation/#messageformat), here
-# the Python objects that hold it.
+# What a record takes besides its key, value and headers: in Kafka's format at most 61 bytes of
+# batch header and 21 of its own (https://kafka.apache.org/documentation/#messageformat), here the
+# Python objects that hold it.
 FRAMING_BYTES = 82
 _OBJECT_BYTES = 256
 
@@ -19,10 +19,10 @@ _offset_of = attrgetter("offset")
 
 
 def payload_bytes(record: NewRecord) -> int:
-    """The bytes of a record's key, value and headers.
+    """Return the bytes of a record's key, value and headers.
 
     Raises:
-        TypeError: one of them is neither bytes nor None, or a header's name is no text.
+        TypeError: one of them is neither bytes nor None, or a header's name is not a string.
     """
     key, value = record.key, record.value
     size = _length(key, "key") + _length(value, "value")
@@ -48,7 +48,7 @@ class Partition:
 
     Args:
         name: which partition it is.
-        retention_bytes: the oldest records go when what is held passes this; the newest
+        retention_bytes: the oldest records are dropped when the partition exceeds this; the newest
             record always stays.
     """
 
@@ -74,7 +74,7 @@ class Partition:
 
     @property
     def held_bytes(self) -> int:
-        """What the records take, their objects included."""
+        """The size of the records, including their objects."""
         return self._held_bytes
 
     def append(
@@ -84,9 +84,9 @@ class Partition:
         now_ms: int,
         transaction: Hashable | None = None,
     ) -> None:
-        """Add records, with the `payload_bytes` of each, at the end and wake the watchers.
+        """Append records, with the `payload_bytes` of each, and wake the watchers.
 
-        Those of a transaction, and all after them, are not read before it has ended.
+        The records of a transaction, and all after them, cannot be read before it has ended.
         """
         if transaction is not None:
             span = (self.end, self.end + len(records))
@@ -139,10 +139,10 @@ class Partition:
         return self._records[start:stop], size_bytes
 
     def trim(self, before_offset: int) -> None:
-        """Drop what lies below `before_offset`, as retention does.
+        """Drop the records below `before_offset`, as retention does.
 
         Raises:
-            ValueError: the offset lies beyond the end.
+            ValueError: the offset is beyond the end.
         """
         if before_offset > self.end:
             raise ValueError(
@@ -153,7 +153,7 @@ class Partition:
             self.begin = before_offset
 
     def truncate(self, end_offset: int) -> None:
-        """Lose what lies from `end_offset` on, open transactions included."""
+        """Lose the records from `end_offset` on, open transactions included."""
         if end_offset >= self.end:
             return
         self._remove(max(end_offset, self.begin), self.end)
@@ -168,18 +168,18 @@ class Partition:
         self._wake()
 
     def skip(self, offsets: int) -> None:
-        """Leave a gap: the next record's offset is higher by `offsets`."""
+        """Leave a gap: increase the next record's offset by `offsets`."""
         self.end += offsets
 
     def write_unreadable(self, offsets: int, code: str, reason: str) -> None:
-        """Add a batch at the end that no reader can read, and wake the watchers."""
+        """Append a batch that no reader can read, and wake the watchers."""
         gap = Gap(self.name, self.end, self.end + offsets, code, reason)
         self._unreadable.append(gap)
         self.end = gap.end
         self._wake()
 
     def gaps_between(self, first: int, end: int) -> list[Gap]:
-        """Return what cannot be read from `first` up to, and without, `end`."""
+        """Return the unreadable offsets from `first` to `end` (exclusive)."""
         return [
             gap._replace(first=max(gap.first, first))
             for gap in self._unreadable
@@ -187,7 +187,7 @@ class Partition:
         ]
 
     def offset_at(self, timestamp_ms: int) -> int | None:
-        """The first offset whose timestamp is at or after the given one."""
+        """Return the first offset with a timestamp at or after the given one."""
         stable_end = self.stable_end
         for index in range(self._dropped, len(self._records)):
             record = self._records[index]
@@ -245,7 +245,8 @@ class Partition:
         gone = self._sizes[self._dropped : index]
         self._held_bytes -= sum(gone) + _OBJECT_BYTES * len(gone)
         self._dropped = index
-        # Cutting the lists moves all that stay: do it once a quarter of the list is gone.
+        # Cutting the lists moves all remaining records: do it only once a quarter of the list is
+        # trimmed.
         if self._dropped * 4 >= len(self._records):
             del self._records[: self._dropped]
             del self._sizes[: self._dropped]

@@ -15,7 +15,7 @@ from headrace.log.memory.partition import FRAMING_BYTES, payload_bytes
 from headrace.log.memory.topics import Topic, Topics
 from headrace.log.port import NewRecord, Run, TopicPartition
 
-# As the Kafka adapter has it, so that what is sent travels in several runs here as well.
+# As in the Kafka adapter, so that records are sent in several runs here as well.
 _BATCH_BYTES = 256 * 1024
 _METADATA_TIMEOUT_S = 1.0  # the port's bound for `partitions_for`
 _FLUSH_TIMEOUT_S = 3.0
@@ -25,16 +25,16 @@ class MemoryProducer:
     """Writes to the partitions of one process.
 
     Args:
-        topics: where the partitions are.
-        faults: what may go wrong.
-        now_ms: the clock of records without a timestamp, in epoch milliseconds.
+        topics: the log's topics.
+        faults: the injected faults.
+        now_ms: the clock for records without a timestamp, in epoch milliseconds.
     """
 
     def __init__(self, topics: Topics, faults: Faults, now_ms: Callable[[], int]) -> None:
         self._topics = topics
         self._faults = faults
         self._now_ms = now_ms
-        self._counts: dict[str, int] = {}  # cached metadata, as a real client has it
+        self._counts: dict[str, int] = {}  # cached metadata, as in a real client
         self._hanging: set[asyncio.Future[None]] = set()
         self._is_closed = False
 
@@ -119,7 +119,7 @@ class MemoryProducer:
 def refusal(
     topic: Topic, batch: Sequence[NewRecord], sizes: Sequence[int]
 ) -> RecordTooLarge | RecordRefused | None:
-    """Why a topic does not take a batch; only one of a single record can be too large."""
+    """Return why a topic refuses a batch; only a batch of one record can be too large."""
     size, limit = sizes[0] + FRAMING_BYTES, topic.max_message_bytes
     if len(batch) == 1 and size > limit:
         where = topic.info.name
@@ -136,7 +136,7 @@ def _failed(error: Exception) -> asyncio.Future[None]:
 
 
 def batch_bounds(sizes: Sequence[int], max_message_bytes: int) -> Iterator[tuple[int, int]]:
-    """Where a chunk is cut: a batch passes the limit only if a single record does."""
+    """Yield the bounds of batches: one exceeds the limit only if a single record does."""
     limit = min(max_message_bytes, _BATCH_BYTES)
     start, filled = 0, 0
     for index, size in enumerate(sizes):

@@ -18,9 +18,9 @@ class MemoryReader:
     """A reader of given partitions, in no group; it starts at their ends.
 
     Args:
-        topics: where the partitions are.
-        faults: what may go wrong.
-        partitions: what to read.
+        topics: the log's topics.
+        faults: the injected faults.
+        partitions: the partitions to read.
     """
 
     def __init__(
@@ -41,10 +41,12 @@ class MemoryReader:
     async def poll(
         self, timeout_s: float, max_records: int, max_bytes: int = MAX_POLL_BYTES
     ) -> Mapping[TopicPartition, Sequence[Record]]:
-        """See the port. Partitions take turns, so that a busy one does not starve the others."""
+        """See the port. Partitions are read in turn, so that a busy one does not starve the
+        others.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        await asyncio.sleep(0)  # a poll that always finds records must not hold the loop
+        await asyncio.sleep(0)  # a poll that always finds records must not block the loop
         while True:
             self._raise_what_ended_it()
             self._news.clear()
@@ -111,7 +113,7 @@ class MemoryReader:
         }
 
     def last_contact_s(self) -> float:
-        """0.0, unless a fault made the log unavailable: then the seconds since."""
+        """Return 0.0, or the seconds since a fault made the log unavailable."""
         return self._faults.down_for_s()
 
     @property
@@ -122,7 +124,7 @@ class MemoryReader:
         return False
 
     async def close(self) -> None:
-        """Let go of the partitions; a poll that waits ends, and later ones raise."""
+        """Release the partitions; a pending poll ends, and later ones raise."""
         self._is_closed = True
         self._give_up()
         self._faults.unwatch(self._news.set)
@@ -144,7 +146,7 @@ class MemoryReader:
         await self.close()
 
     def _take_up(self, positions: Mapping[TopicPartition, int]) -> None:
-        """Start reading these partitions from there, once the gate is open."""
+        """Start reading these partitions from these positions, once the gate is open."""
         self._reading = {name: self._topics.partition(name) for name in positions}
         self._positions = dict(positions)
         self._turns = sorted(positions)
@@ -152,7 +154,7 @@ class MemoryReader:
             partition.watch(self._news.set)
 
     def _give_up(self) -> None:
-        """Read nothing any more, and forget positions and pauses."""
+        """Stop reading, and forget positions and pauses."""
         for partition in self._reading.values():
             partition.unwatch(self._news.set)
         self._gate_is_open = False
@@ -178,7 +180,7 @@ class MemoryReader:
                 max_records -= len(records)
                 max_bytes -= size_bytes
             else:
-                self._positions[name] = stable_end  # what is left is a gap
+                self._positions[name] = stable_end  # the rest is a gap
             self._gaps += partition.gaps_between(position, self._positions[name])
             if not max_records or max_bytes <= 0:
                 break

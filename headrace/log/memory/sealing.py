@@ -22,14 +22,14 @@ from headrace.log.port import Committed, NewRecord, TopicPartition
 
 
 class MemoryTransactionalProducer:
-    """Seals records and offsets of one group together; see the port.
+    """Commits records and offsets of one group together; see the port.
 
     Args:
-        topics: where the partitions are.
-        faults: what may go wrong.
+        topics: the log's topics.
+        faults: the injected faults.
         transactions: the coordinator.
-        identity: the transactional id, and the group whose offsets are sealed.
-        now_ms: the clock of records without a timestamp, in epoch milliseconds.
+        identity: the transactional id, and the group whose offsets are committed.
+        now_ms: the clock for records without a timestamp, in epoch milliseconds.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MemoryTransactionalProducer:
         self._epoch = epoch
 
     def _require_acceptable(self, records: Mapping[TopicPartition, Sequence[NewRecord]]) -> None:
-        """Raise where records are known to be refused, before anything has begun."""
+        """Raise if records are known to be refused, before the transaction begins."""
         refused = {}
         for partition, chunk in records.items():
             topic = self._topics.topic_of(partition)
@@ -112,10 +112,10 @@ class MemoryTransactionalProducer:
     def _write(
         self, transaction: Transaction, records: Mapping[TopicPartition, Sequence[NewRecord]]
     ) -> int:
-        """Write what the topics take, and raise for the first record that one does not.
+        """Write the records that the topics accept, and raise for the first refused one.
 
         Returns:
-            the bytes that were written.
+            The number of bytes written.
         """
         refused: list[Rejected] = []
         written_bytes = 0

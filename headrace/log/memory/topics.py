@@ -12,14 +12,14 @@ from headrace.log.memory.partition import Partition
 from headrace.log.port import TopicInfo, TopicPartition
 
 _LEGAL_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
-# Kafka's own defaults, of the settings that the embedded log has: a record's size is checked,
-# and the policy is reported (Kafka promises no moment at which it compacts; here it never does).
+# Kafka's defaults for the settings that the embedded log has: a record's size is checked, and the
+# policy is reported (Kafka does not promise when it compacts; here it never does).
 _DEFAULTS = {"max.message.bytes": "1048588", "cleanup.policy": "delete"}
 
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic that exists."""
+    """An existing topic."""
 
     info: TopicInfo
     partitions: tuple[Partition, ...]
@@ -31,12 +31,11 @@ class Topics:
     """All topics, by name.
 
     Args:
-        retention_bytes: what each partition holds at most; a topic's `retention.bytes` may
-            say less, never more.
-        auto_create_partitions: as a broker with `auto.create.topics.enable` has it: topics
-            come into being when first used, with so many partitions. None: unknown ones are
-            refused.
-        created: told the name of every new topic.
+        retention_bytes: the most that each partition holds; a topic's `retention.bytes` may say
+            less, never more.
+        auto_create_partitions: create topics on first use, with this many partitions, as a broker
+            with `auto.create.topics.enable` does; None refuses unknown topics.
+        created: called with the name of every new topic.
     """
 
     def __init__(
@@ -51,10 +50,10 @@ class Topics:
         self._topics: dict[str, Topic] = {}
 
     def create(self, info: TopicInfo) -> bool:
-        """Make a topic; False when there is one of this name.
+        """Create a topic; False if there is one of this name.
 
         Raises:
-            ValueError: the name, the partitions or a setting is not what Kafka would take.
+            ValueError: Kafka would not accept the name, the partitions or a setting.
         """
         if info.name in self._topics:
             return False
@@ -77,11 +76,13 @@ class Topics:
         return True
 
     def delete(self, name: str) -> None:
-        """Remove a topic, if there is one of this name."""
+        """Delete a topic, if there is one of this name."""
         self._topics.pop(name, None)
 
     def replace(self, name: str) -> None:
-        """Make another topic of the same name and partitions, which are empty and stay assigned."""
+        """Replace a topic by one of the same name and partitions, which are empty and stay
+        assigned.
+        """
         topic = self._topics[name]
         for partition in topic.partitions:
             partition.truncate(0)
@@ -89,11 +90,11 @@ class Topics:
         self._topics[name] = replace(topic, info=info)
 
     def find(self, name: str) -> Topic | None:
-        """The topic, if there is one; never creates it."""
+        """Return the topic, if there is one; never create it."""
         return self._topics.get(name)
 
     def use(self, name: str) -> Topic | None:
-        """The topic; created when unknown, where that is allowed."""
+        """Return the topic; create an unknown one if that is allowed."""
         topic = self._topics.get(name)
         if topic is None and self._auto_create_partitions is not None:
             self.create(TopicInfo(name, self._auto_create_partitions, {}))
@@ -101,12 +102,12 @@ class Topics:
         return topic
 
     def count(self, name: str) -> int:
-        """How many partitions a topic has; 0 when it does not exist."""
+        """Return a topic's number of partitions; 0 if it does not exist."""
         topic = self._topics.get(name)
         return 0 if topic is None else topic.info.partitions
 
     def topic_of(self, partition: TopicPartition) -> Topic:
-        """`use(topic)`, which has this partition.
+        """Return `use(topic)`, after checking that it has this partition.
 
         Raises:
             UnknownPartition: there is no such topic or partition.
@@ -119,7 +120,7 @@ class Topics:
         return topic
 
     def partition(self, partition: TopicPartition) -> Partition:
-        """One partition. Raises `UnknownPartition`, see `topic_of`."""
+        """Return one partition. Raises `UnknownPartition`, see `topic_of`."""
         return self.topic_of(partition).partitions[partition.partition]
 
     def _retention_of(self, config: Mapping[str, str]) -> int:

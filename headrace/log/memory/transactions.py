@@ -1,7 +1,7 @@
-"""Transactions of the embedded log: whose turn it is, what is open, how it ends.
+"""Transactions of the embedded log: epochs, open transactions, commit and abort.
 
 The rules of Kafka's transaction coordinator for producers without KIP-447: a producer that enters
-gets the next epoch of its id, which fences the former one and aborts what that left open; and the
+gets the next epoch of its id, which fences the former one and aborts its open transaction; and the
 group's offsets are bound to the producer's epoch alone, not to a membership.
 """
 
@@ -16,7 +16,7 @@ from headrace.log.port import Committed, NewRecord, TopicPartition
 
 
 class Transaction:
-    """One open transaction: what it wrote, and the offsets that will count once it commits."""
+    """One open transaction: its records, and the offsets that will count once it commits."""
 
     def __init__(self) -> None:
         self._partitions: dict[Partition, None] = {}
@@ -25,20 +25,20 @@ class Transaction:
     def write(
         self, where: Partition, records: Sequence[NewRecord], sizes: Sequence[int], now_ms: int
     ) -> None:
-        """Append records that nobody may see yet."""
+        """Append records that stay invisible until the transaction ends."""
         self._partitions[where] = None
         where.append(records, sizes, now_ms, transaction=self)
 
     def stage(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Add offsets. Raises `LogRefused` where a metadata text is longer than Kafka takes."""
+        """Add offsets. Raises `LogRefused` if a metadata text is longer than Kafka accepts."""
         require_short_metadata(offsets)
         self._offsets.update(offsets)
 
     def end(self, *, commit: bool) -> Mapping[TopicPartition, Committed]:
-        """Write the markers; what was written is seen by all or by nobody from now on.
+        """Write the markers, which make the records visible to all readers, or to none.
 
         Returns:
-            the offsets that the group has committed by it.
+            The offsets that it commits for the group.
         """
         for partition in self._partitions:
             partition.end_transaction(self, commit=commit)
@@ -46,10 +46,10 @@ class Transaction:
 
 
 class Transactions:
-    """The transaction coordinator: the epoch of each transactional id, and what is open.
+    """The transaction coordinator: the epoch of each transactional id, and the open transactions.
 
     Args:
-        group: the consumer group of a name.
+        group: returns the consumer group of a name.
     """
 
     def __init__(self, group: Callable[[str], Group]) -> None:
@@ -60,10 +60,10 @@ class Transactions:
         self._lagging: dict[str, list[Callable[[], None]]] = {}
 
     def enter(self, transactional_id: str) -> int:
-        """Fence the former producer of this id and abort what it left open.
+        """Fence the former producer of this id and abort its open transaction.
 
         Returns:
-            the new producer's epoch.
+            The new producer's epoch.
         """
         self._abort(transactional_id)
         self._let_offsets_be_seen(transactional_id)
@@ -71,7 +71,7 @@ class Transactions:
         return self._epochs[transactional_id]
 
     def entered(self, transactional_id: str) -> int:
-        """How many producers of an id have been entered."""
+        """Return how many producers of an id have entered."""
         return self._epochs.get(transactional_id, -1) + 1
 
     def begin(self, transactional_id: str, epoch: int) -> Transaction:
@@ -80,7 +80,7 @@ class Transactions:
         return self._open.setdefault(transactional_id, Transaction())
 
     def commit(self, transactional_id: str, epoch: int, group: str) -> None:
-        """End the open transaction, so that all of it is seen. Raises `Fenced`."""
+        """Commit the open transaction, which makes all of it visible. Raises `Fenced`."""
         self.require_current(transactional_id, epoch)
         offsets = self._open.pop(transactional_id).end(commit=True)
 
@@ -102,7 +102,7 @@ class Transactions:
         self.enter(transactional_id)
 
     def require_current(self, transactional_id: str, epoch: int) -> None:
-        """Raises `Fenced` unless the epoch is the id's latest."""
+        """Raise `Fenced` unless the epoch is the id's latest."""
         latest = self._epochs.get(transactional_id, -1)
         if epoch != latest:
             raise Fenced(
@@ -110,7 +110,7 @@ class Transactions:
             )
 
     def show_all_offsets(self) -> None:
-        """Make visible what was sealed while offsets lagged."""
+        """Make offsets visible that were committed while offsets lagged."""
         for transactional_id in list(self._lagging):
             self._let_offsets_be_seen(transactional_id)
 
