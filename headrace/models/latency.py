@@ -1,14 +1,13 @@
-"""How long a run of a model takes, learned from its runs: S(b), by shape class and rows.
+"""Run durations of a model, learned from its runs: S(b), by shape class and rows.
 
-Of each batch size a class keeps its last runs, and takes their median, so that one run that was
-held up changes nothing. A machine that others use as well is fast in one second and slow in the
-next, and sizes are rarely run in the same second. So each run is kept as long as it would have
-taken at one common slowness, for which the runs right before and after it are the measure: what
-is compared of two sizes is how they did beside each other. A prediction is for the slowness of
-the last runs, and follows a change within a few.
+For each batch size a class keeps the last runs and uses their median, so that a single delayed run
+changes nothing. A shared machine is fast in one second and slow in the next, and different sizes
+are rarely run in the same second. So each duration is normalized to a common slowness, which is
+measured by the runs right before and after it; sizes are thus compared under equal conditions. A
+prediction assumes the slowness of the last runs, and follows a change within a few runs.
 
-All of it is synchronous, and knows neither a clock nor I/O. One object belongs to one version of a
-model; ingest, batcher and executor of a process share it.
+Everything is synchronous, without clock and I/O. One object belongs to one model version; ingest,
+batcher and executor of a process share it.
 """
 
 from __future__ import annotations
@@ -24,32 +23,34 @@ from headrace.models.curve import Curve, Point
 ShapeClass = tuple[int, ...]
 
 WINDOW = 15
-"""Runs of one size that its median is taken of."""
+"""Number of runs per size that the median is taken over."""
 FORGET_AFTER = 1024
-"""A run is forgotten when a class has had so many since, and the size is seen again."""
+"""Age, in runs of the class, after which a run is dropped when its size is seen again."""
 HALVE_AFTER = 256
-"""The weight of a size against its neighbours halves for so many runs of other sizes."""
+"""Number of runs of other sizes after which the weight of a size halves."""
 REFIT_AFTER = 16
-"""Runs until the curve is drawn anew; a class that has had fewer is drawn after each."""
+"""Runs between two fits of the curve; a class with fewer runs is fitted after each."""
 EXACT_ROWS = 64
-"""Sizes up to this one are told apart; larger ones in sixteen steps for each doubling."""
+"""Sizes up to this one are kept apart; larger ones share sixteen buckets per doubling."""
 MAX_CLASSES = 64
-"""The class that was seen longest ago makes room for another one."""
+"""Maximum number of classes; the least recently seen one is evicted."""
 _LEAST_WEIGHT = 1e-6
 SHOWN_CLASSES = 8
 SLIPS = 64
-"""Batches that the margin is taken of."""
+"""Number of batches that the margin is computed from."""
 NEIGHBOURS = 3
-"""Runs before and as many after one that tell how slow the machine was during it. In simulated
-minutes of magika on a machine whose speed changes by a fifth every two seconds, 97 % of the best
-throughput was missed in 3 % of 200 seeds; without looking beside a run it was 66 %."""
+"""Number of runs before, and of runs after, a run that measure how slow the machine was during it.
+In simulated minutes of magika on a machine whose speed changes by a fifth every two seconds, 97 %
+of the best throughput was missed in 3 % of 200 seeds; without normalization it was 66 %.
+"""
 MOST_SLOWNESS = 2.0
-"""Above this, or below its inverse, what is kept is scaled: or else many small errors of the one
-and of the other would take both out of all bounds."""
+"""Above this, or below its inverse, the stored durations are rescaled; otherwise many small errors
+of durations and slowness would make both drift without bound.
+"""
 
 
 def bucket_of(rows: int) -> int:
-    """The size under which a run of so many rows is kept, a little larger for large ones."""
+    """Return the size under which a run of `rows` rows is stored; large ones are rounded up."""
     if rows <= EXACT_ROWS:
         return rows
     step = 1 << ((rows - 1).bit_length() - 5)
@@ -57,7 +58,7 @@ def bucket_of(rows: int) -> int:
 
 
 class _Size:
-    """The last runs of one size: when they were, counted in runs of the class, and how long."""
+    """Last runs of one size: their numbers within the class, and their durations."""
 
     __slots__ = ("ordered_us", "runs")
 
@@ -74,12 +75,13 @@ class _Size:
         insort(self.ordered_us, us)
 
     def scale(self, factor: float) -> None:
-        """All runs have taken so many times as long."""
+        """Multiply all durations by `factor`."""
         self.runs = deque((number, us * factor) for number, us in self.runs)
         self.ordered_us = sorted(us for _, us in self.runs)
 
     def point(self, rows: int, number: int) -> Point:
-        """Of an even number of runs the lower middle: what goes wrong makes a run longer."""
+        """Return the lower median with its weight: outliers are always slow runs, never fast ones.
+        """
         median_us = self.ordered_us[(len(self.ordered_us) - 1) // 2]
         age = number - self.runs[-1][0]
         weight = max(_LEAST_WEIGHT, len(self.runs) * 0.5 ** (age / HALVE_AFTER))
@@ -87,10 +89,10 @@ class _Size:
 
 
 class _Run(NamedTuple):
-    """A run that has just been: how long it took, also over what is kept of its size.
+    """A recent run: its duration, absolute and relative to the curve.
 
     Attributes:
-        slowness: 0 for the first of a size, which there was nothing to compare with.
+        slowness: 0 for the first run of a size, which cannot be compared with anything.
     """
 
     bucket: int
@@ -99,10 +101,10 @@ class _Run(NamedTuple):
 
 
 class _Class:
-    """What is known of one shape class.
+    """Learned durations of one shape class.
 
     Attributes:
-        slowness: how many times as long as is kept of them runs take at the moment.
+        slowness: ratio of current durations to the stored, normalized ones.
     """
 
     __slots__ = ("_best", "_curve", "_drawn", "_last", "runs", "sizes", "slowness", "volume")
@@ -118,7 +120,8 @@ class _Class:
         self._best: dict[int, int] = {}
 
     def observe(self, rows: int, us: int) -> None:
-        """The first run of a size is kept at once, and each other one with those after it."""
+        """Record a run. The first run of a size is stored at once, others after their successors.
+        """
         self.runs += 1
         bucket = bucket_of(rows)
         if bucket in self.sizes:
@@ -134,7 +137,7 @@ class _Class:
             self._curve = None
 
     def _keep(self) -> None:
-        """Keep the run that now has as many after it as before it."""
+        """Store the middle one of the last runs, normalized by the runs around it."""
         last = self._last
         if len(last) < 2 * NEIGHBOURS + 1 or not last[NEIGHBOURS].slowness:
             return
@@ -143,7 +146,7 @@ class _Class:
         self.sizes[bucket].add(self.runs, us / (_middle(beside) or self.slowness))
 
     def _rescale(self) -> None:
-        """Keep all as it is at the moment, which changes no prediction."""
+        """Fold the current slowness into the stored durations; predictions do not change."""
         factor, self.slowness = self.slowness, 1.0
         for size in self.sizes.values():
             size.scale(factor)
@@ -151,11 +154,11 @@ class _Class:
             self._last[place] = run._replace(slowness=run.slowness / factor)
 
     def predict_us(self, rows: int) -> float:
-        """As slow as the machine is now."""
+        """Return the predicted duration at the current slowness."""
         return self.curve()(bucket_of(rows)) * self.slowness
 
     def curve(self) -> Curve:
-        """Of what is kept, as of the last runs, or of a few before them."""
+        """Return the curve of the stored durations; it may lag by a few runs."""
         if self._curve is None:
             if not 1 / MOST_SLOWNESS <= self.slowness <= MOST_SLOWNESS:
                 self._rescale()
@@ -174,11 +177,11 @@ class _Class:
 
 
 class Latency:
-    """What is known of how long runs of one version of a model take.
+    """Learned run durations of one model version.
 
     Attributes:
-        margin_us: by how much nearly all of the last batches ended later than predicted, at
-            least 0. It covers what is no part of a run: the way to it, a machine that is busy.
+        margin_us: by how much nearly all of the last batches ended later than predicted, at least
+            0. It covers what is not part of a run: dispatch, and a busy machine.
     """
 
     def __init__(self) -> None:
@@ -188,7 +191,7 @@ class Latency:
         self._classes: OrderedDict[ShapeClass, _Class] = OrderedDict()
 
     def observe(self, shape_class: ShapeClass, rows: int, compute_us: int) -> None:
-        """A run of so many rows has taken so long; warm-up runs count as well."""
+        """Record the duration of a run; warm-up runs count as well."""
         known = self._classes.get(shape_class)
         if known is None:
             while len(self._classes) >= MAX_CLASSES:
@@ -198,7 +201,7 @@ class Latency:
         known.observe(rows, max(1, compute_us))
 
     def slipped(self, late_us: int) -> None:
-        """A batch has ended so much later than was predicted when it closed; or earlier."""
+        """Record by how much a batch ended later than predicted when it closed; may be negative."""
         slips, ordered = self._slips, self._ordered_slips
         if len(slips) >= SLIPS:
             del ordered[bisect_left(ordered, slips.popleft())]
@@ -207,21 +210,21 @@ class Latency:
         self.margin_us = max(0, ordered[len(ordered) * 31 // 32])
 
     def predict_us(self, shape_class: ShapeClass, rows: int) -> int | None:
-        """How long a run of so many rows will take, in microseconds; None while nothing is known.
+        """Predict the duration of a run in microseconds; None as long as no run is known.
 
-        A class that was never seen is taken for the largest known one that is not larger, so
-        that nothing is refused for what is not known.
+        For an unknown class, the largest known class that is not larger is used, so that nothing is
+        refused for lack of data.
         """
         known = self._like(shape_class)
         return None if known is None else max(1, round(known.predict_us(rows)))
 
     def best_rows(self, shape_class: ShapeClass, limit: int, slack_us: int | None = None) -> int:
-        """The batch size, from 1 to `limit`, with the best throughput.
+        """Return the batch size, from 1 to `limit`, with the best throughput.
 
         Args:
-            shape_class: that the batch has.
-            limit: the most rows.
-            slack_us: its run shall take no longer, where that can be had; None: any time.
+            shape_class: of the batch.
+            limit: maximum number of rows.
+            slack_us: limit of the run's duration, kept if possible; None: no limit.
         """
         known = self._like(shape_class)
         if known is None:
@@ -232,7 +235,7 @@ class Latency:
         return known.curve().most_within(best, slack_us / known.slowness)
 
     def rows_per_s(self, shape_class: ShapeClass, limit: int) -> float | None:
-        """What one instance does at the best size up to `limit`; None while nothing is known."""
+        """Return one instance's throughput at its best size up to `limit`; None if unknown."""
         known = self._like(shape_class)
         if known is None:
             return None
@@ -240,8 +243,8 @@ class Latency:
         return best / known.predict_us(best) * 1e6
 
     def table(self) -> list[dict[str, Any]]:
-        """For people: of the classes seen last the line t0 + a b, the size with the best
-        throughput among those seen, and S in microseconds of each of them.
+        """Return a table for display: for each of the most recent classes the line t0 + a b, the
+        known size with the best throughput, and S in microseconds for each known size.
         """
         latest = list(self._classes.items())[: -SHOWN_CLASSES - 1 : -1]
         return [
@@ -272,9 +275,9 @@ class Latency:
 
 
 def _middle(slownesses: Iterable[float]) -> float:
-    """Their median, without those that are 0; 0 where that leaves none.
+    """Return the median of the non-zero values; 0 if there are none.
 
-    Of an even number it is the geometric mean of the middle two, as befits factors.
+    For an even number it is the geometric mean of the middle two, since the values are factors.
     """
     known = sorted(slowness for slowness in slownesses if slowness)
     if not known:

@@ -1,9 +1,9 @@
-"""The backend for ONNX models, on ONNX Runtime.
+"""Backend for ONNX models, on ONNX Runtime.
 
-What is particular to it, as seen in release 1.31: a session that cannot have the provider asked
-for is made on the CPU without a word; a failing run is tried again on another provider unless
-that is switched off; a run without `gpu_graph_id` among its options pays for a failed look-up
-when its inputs are bound; strings must be UTF-8; and bfloat16 goes only through bound memory.
+Peculiarities, as seen in release 1.31: if the requested provider is unavailable, a session is
+silently created on the CPU; a failing run is retried on another provider unless that is disabled; a
+run without `gpu_graph_id` among its options pays for a failed lookup when its inputs are bound;
+strings must be UTF-8; and bfloat16 works only through bound memory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class OnnxBackend:
         self._options = _run_options()
 
     def _look_at_own(self) -> None:
-        """What the session takes and gives decides on how it is run."""
+        """Decide how to run the session from its inputs and outputs."""
         config, own = self._config, self.adaptation.own
         if self.adaptation.widenings:
             self._entrance = Entrance(own, self.adaptation.widenings)
@@ -129,11 +129,11 @@ class OnnxBackend:
                 providers=list(providers),
                 provider_options=[self._provider_options(name) for name in providers],
             )
-        except Exception as error:  # its errors have no common class but this
+        except Exception as error:  # its errors have no narrower common class
             raise ConfigurationError(f"{path}: {_first_line(error)}") from error
 
     def _model(self, path: Path, options: Any) -> Path | bytes:
-        """The file, or its content with what is appended to the graph."""
+        """Return the model's path, or its content with the appended nodes."""
         appendix = self.adaptation.appendix
         if appendix is None:
             return path
@@ -155,9 +155,9 @@ class OnnxBackend:
         return {name: _text(value) for name, value in options.items()}
 
     def _cuda_options(self) -> dict[str, Any]:
-        """What holds for all models; `provider_options` goes over it."""
+        """Return the defaults for all models; `provider_options` overrides them."""
         options: dict[str, Any] = {
-            "arena_extend_strategy": "kSameAsRequested",  # sizes come back, as buckets do
+            "arena_extend_strategy": "kSameAsRequested",  # buckets repeat, and so do sizes
             "cudnn_conv_algo_search": "HEURISTIC",  # the default was seen four times slower
         }
         if self._config.gpu_memory_limit_bytes:
@@ -179,7 +179,7 @@ class OnnxBackend:
         self._bound_options.append(options)
 
         def enqueue() -> None:
-            options.terminate = False  # a cancel was for an earlier run
+            options.terminate = False  # a cancel was meant for an earlier run
             try:
                 self._session.run_with_iobinding(binding, options)
             except Exception as error:
@@ -197,7 +197,7 @@ class OnnxBackend:
 
     def run(self, inputs: Arrays) -> Arrays:
         if self._options.terminate:
-            # A cancel that came after its run had ended must not end this one.
+            # A cancel that arrived after its run had ended must not end this run.
             self._options = _run_options()
         if self._entrance is not None:
             inputs = self._entrance.widen(inputs)
@@ -206,7 +206,7 @@ class OnnxBackend:
         return self._run(inputs)
 
     def _run_placed(self, inputs: Placed, outlets: Outlets) -> Arrays:
-        """Run on addresses that were bound once; the first run of them shows what to bind."""
+        """Run on addresses that are bound once; the first run on them determines what to bind."""
         if inputs.bound is None:
             outputs = self._run(inputs)
             inputs.bound = outlets.bind(self._session, inputs, outputs)
@@ -234,7 +234,7 @@ class OnnxBackend:
         return outputs
 
     def _decoded(self, inputs: Arrays) -> Arrays:
-        """Strings for `BYTES`: given bytes, ONNX Runtime takes their `repr`."""
+        """Decode `BYTES` to strings: given bytes, ONNX Runtime would use their `repr`."""
         feeds = dict(inputs)
         for spec in self.adaptation.own.inputs:
             if spec.datatype != "BYTES":
@@ -248,7 +248,7 @@ class OnnxBackend:
         return feeds
 
     def _run_bound(self, feeds: Arrays) -> dict[str, NDArray[Any]]:
-        """Run with memory bound by element type, the only way that takes bfloat16."""
+        """Run with memory bound by element type, the only way that supports bfloat16."""
         from onnxruntime import OrtValue
 
         binding = self._session.io_binding()
@@ -287,10 +287,10 @@ class OnnxBackend:
 
 
 def require_onnx_runtime() -> None:
-    """See that ONNX Runtime is installed; two packages have it, so none of them is a dependency.
+    """Check that ONNX Runtime is installed. Two packages provide it, so neither is a dependency.
 
     Raises:
-        ConfigurationError: it is not; with the command that installs it.
+        ConfigurationError: it is not installed; the message has the command that installs it.
     """
     if importlib.util.find_spec("onnxruntime") is None:
         raise ConfigurationError(
@@ -300,8 +300,9 @@ def require_onnx_runtime() -> None:
 
 
 def find_runtime() -> tuple[str, list[str]]:
-    """The release of the installed ONNX Runtime, and the execution providers that it was built
-    with, which says nothing of the devices that are there. Raises `ImportError`.
+    """Return the installed ONNX Runtime's version and the execution providers it was built with.
+
+    That does not show which devices are present. Raises `ImportError`.
     """
     import onnxruntime
 
@@ -309,20 +310,21 @@ def find_runtime() -> tuple[str, list[str]]:
 
 
 _EXTERNAL_DATA = "session.model_external_initializers_file_folder_path"
-"""Where tensors in other files lie, of a model that does not come as a file itself."""
-_FATAL = 4  # errors come as exceptions; ONNX Runtime would write each to stderr as well
+"""Folder of tensors in other files, for a model that is not loaded from a path."""
+_FATAL = 4  # errors are raised as exceptions; ONNX Runtime would also write each to stderr
 
 
 def intra_op_threads(config: ModelConfig) -> int:
-    """Threads of one run: as configured, or the instance's share of the cores open to us."""
+    """Return the threads of one run: as configured, or the instance's share of our cores."""
     if config.intra_op_threads:
         return config.intra_op_threads
     if config.execution_providers[0] != CPU:
         return 1
-    # Affinity is Linux's; it is smaller than the machine inside a container with pinned cores.
+    # Affinity exists on Linux only; in a container with pinned cores it is smaller than the
+    # machine.
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    # A pinned instance's thread has been given its share already.
+    # A pinned instance's thread is already restricted to its share.
     return max(1, cores if config.pinned else cores // config.instances)
 
 
@@ -331,7 +333,7 @@ def _run_options(graph: int = -1, *, wait: bool = True) -> Any:
 
     options = onnxruntime.RunOptions()
     options.log_severity_level = _FATAL
-    # Always: a look-up of an entry that is missing costs more than most of what it would decide.
+    # Always set: looking up a missing entry costs more than most of what it would decide.
     options.add_run_config_entry("gpu_graph_id", str(graph))
     if not wait:
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -339,7 +341,8 @@ def _run_options(graph: int = -1, *, wait: bool = True) -> Any:
 
 
 def _is_cuda_error(error: Exception) -> bool:
-    """Of the device's or of a library on it, after which its context is of no use."""
+    """Return whether the device or one of its libraries failed, which makes its context unusable.
+    """
     return bool(
         re.search(r"\b(CUDA|CUDNN|CUBLAS|CUFFT)( failure| error|_STATUS_|_ERROR_)", str(error))
     )
@@ -352,7 +355,7 @@ def _each(array: NDArray[Any], convert: Any) -> NDArray[Any]:
 
 
 def _copied(spec: TensorSpec, value: Any) -> NDArray[Any]:
-    """A value of ONNX Runtime as an array; a bfloat16 one is read through its address."""
+    """Copy a value of ONNX Runtime to an array; a bfloat16 value is read through its address."""
     if spec.datatype != "BF16":
         array: NDArray[Any] = value.numpy()
         return array

@@ -1,9 +1,9 @@
-"""Inputs and outputs of ONNX Runtime bound by address, once for each size of batch.
+"""ONNX Runtime inputs and outputs bound by address, once per batch size.
 
-A run with everything bound costs two thirds of one with arrays in and out, whose checks and
-conversions are made anew each time. Outputs can be bound where their shapes are fixed, and are
-copied out of the bound memory after the run, since the next one overwrites it. Large ones are not
-bound: for them the copy costs more than the binding saves.
+A run with everything bound costs two thirds of one with arrays in and out, which repeats checks and
+conversions each time. Outputs can be bound if their shapes are fixed, and are copied out of the
+bound memory after the run, since the next run overwrites it. Large outputs are not bound: for them
+the copy costs more than the binding saves.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from headrace.protocol.tensors import DATATYPES
 LARGEST_OUTPUTS_BYTES = 65536
 
 UNBOUND: Final = "not bound"
-"""In place of a binding, where there cannot be one."""
+"""Stored instead of a binding if binding is not possible."""
 
 
 class Binding(NamedTuple):
-    """Addresses that ONNX Runtime knows, and the arrays that lie there."""
+    """A binding of ONNX Runtime, and the arrays at the bound output addresses."""
 
     binding: Any
     outputs: dict[str, NDArray[Any]]
 
 
 class Outlets:
-    """The memory for a session's outputs. Its runs follow one another, so all sizes share it.
+    """Memory for a session's outputs. Runs are sequential, so all sizes share it.
 
     Args:
         signature: of the model.
@@ -43,12 +43,12 @@ class Outlets:
         self._memory = [np.empty(0, np.uint8) for _ in signature.outputs]
 
     def bind(self, session: Any, inputs: Placed, outputs: Arrays) -> Binding | str:
-        """Bind a run's inputs, and outputs like those that it had without; `UNBOUND` otherwise.
+        """Bind a run's inputs, and outputs like those of its unbound run; `UNBOUND` if impossible.
 
         Args:
             session: of ONNX Runtime, on the CPU.
-            inputs: which ran.
-            outputs: of that run.
+            inputs: inputs of the run.
+            outputs: outputs of the run.
         """
         specs = self._signature.outputs
         fixed = all(_is_fixed(spec, outputs[spec.name]) for spec in specs)
@@ -65,7 +65,7 @@ class Outlets:
 
     def _place(self, position: int, like: NDArray[Any]) -> NDArray[Any]:
         if self._memory[position].size < like.nbytes:
-            # Bindings that were made before keep the memory that they know.
+            # Earlier bindings keep their memory.
             self._memory[position] = np.empty(like.nbytes, np.uint8)
         memory = self._memory[position][: like.nbytes]
         return memory.view(like.dtype).reshape(like.shape)
@@ -78,13 +78,13 @@ def bind_blocks(
     rows: int,
     addresses: tuple[Mapping[str, int], Mapping[str, int]],
 ) -> Any:
-    """A binding to memory of the device's. ONNX Runtime keeps nothing of it alive.
+    """Return a binding to device memory. ONNX Runtime does not keep that memory alive.
 
     Args:
         session: of ONNX Runtime.
-        own: what it takes and gives, of fixed shapes besides the batch.
+        own: the session's inputs and outputs, with fixed shapes except for the batch.
         device: such as `cpu` or `cuda:0`.
-        rows: of each tensor.
+        rows: number of rows of each tensor.
         addresses: of the inputs and of the outputs, by name.
     """
     kind, _, number = device.partition(":")
@@ -102,13 +102,13 @@ def bind_blocks(
 
 
 def _is_fixed(spec: TensorSpec, array: NDArray[Any]) -> bool:
-    """Of the size that its declaration says, whatever the values of the inputs."""
+    """Return whether the output's size follows from its declaration, whatever the inputs are."""
     fits = spec.shape[1:] == array.shape[1:] and spec.shape[:1] in ((-1,), array.shape[:1])
     return fits and bool(DATATYPES[spec.datatype].itemsize)
 
 
 def _value(spec: TensorSpec, array: NDArray[Any]) -> Any:
-    """ONNX Runtime's view of an array; NumPy has no bfloat16 that it knows."""
+    """Return an OrtValue on an array's memory; ONNX Runtime does not know NumPy's bfloat16."""
     from onnxruntime import OrtValue
 
     raw = array.view(np.uint16) if spec.datatype == "BF16" else array

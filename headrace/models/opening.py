@@ -1,4 +1,4 @@
-"""A look at the repository that opens what is new and leaves what is known as it is."""
+"""Scan of the repository that opens new versions and keeps known ones."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from headrace.models.user_code import StillImporting, describe
 from headrace.models.version import ModelVersion, State
 
 Known: TypeAlias = Mapping[tuple[str, str], ModelVersion]
-"""Versions that are open already, by model and number."""
+"""Versions that are already open, by model and number."""
 
 
 class Importing(NamedTuple):
-    """A version whose code has not been imported in time, and the stamp that it had."""
+    """A version whose import exceeded its time limit, with the stamp that it had."""
 
     stamp: str
     error: StillImporting
 
     def is_under_way(self, stamp: str) -> bool:
-        """Whether the import of the very same files is still running."""
+        """Return whether the import of these same files is still running."""
         return self.stamp == stamp and self.error.thread.is_alive()
 
 
 Importings: TypeAlias = dict[tuple[str, str], Importing]
-"""By model and number. Kept from one look to the next, so that only the first one waits."""
+"""Unfinished imports by model and number; kept between scans, so that only the first one waits."""
 
 
 class Opened(NamedTuple):
     """A model on disk.
 
     Attributes:
-        versions: those that can be served, by number; known ones are the same objects.
-        faults: why others cannot, by number; under "" the fault of the model as a whole.
+        versions: servable versions, by number; known ones are the same objects.
+        faults: reasons why the others are not servable, by number; under "" the fault of the model
+            as a whole.
     """
 
     name: str
@@ -45,15 +46,15 @@ class Opened(NamedTuple):
 
 
 def look(repository: Repository, known: Known, importings: Importings) -> list[Opened]:
-    """Read the disk and open what is new or has changed. It blocks; any thread may call it.
+    """Scan the repository and open new or changed versions. Blocks; any thread may call it.
 
     Args:
-        repository: to look at.
-        known: what is left as it is, if it has not changed.
-        importings: of looks before; changed in place.
+        repository: the repository to scan.
+        known: open versions, which are kept if they have not changed.
+        importings: unfinished imports of earlier scans; changed in place.
 
     Raises:
-        ConfigurationError: the repository is not there. Faults of single models are returned.
+        ConfigurationError: the repository is missing. Faults of single models are returned.
     """
     opened: list[Opened] = []
     for found in repository.scan():
@@ -65,13 +66,13 @@ def look(repository: Repository, known: Known, importings: Importings) -> list[O
 
 
 def is_outrun(opened: list[Opened]) -> bool:
-    """Whether a version that was found unchanged was put aside during the look."""
+    """Return whether a version that was found unchanged was replaced during the scan."""
     versions = (version for each in opened for version in each.versions.values())
     return any(version.state is State.UNLOADING for version in versions)
 
 
 def relative(fault: str, repository: Path) -> str:
-    """A fault with its paths below the repository: it may be told to callers elsewhere."""
+    """Make the paths in a fault relative to the repository, as remote callers may see it."""
     return fault.replace(f"{repository}{os.sep}", "")
 
 

@@ -1,4 +1,4 @@
-"""The check of a run's outputs against the signature, before they are split into answers."""
+"""Check of a run's outputs against the signature, before they are split into answers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from headrace.protocol.tensors import datatype_of
 
 
 class RowsMismatch(ModelFailed):
-    """An output has not one row for each row that ran."""
+    """An output does not have one row for each row of the run."""
 
 
 def check_outputs(signature: Signature, outputs: Arrays, rows: int) -> None:
-    """See that all outputs are there, have their datatype, and a row for each row that ran.
+    """Check that every output is present, with its datatype and one row for each row of the run.
 
     Raises:
-        RowsMismatch: of that row for each row.
-        ModelFailed: of everything else; naming the output, what was expected and what came.
+        RowsMismatch: an output has another number of rows.
+        ModelFailed: any other fault; names the output, the expected value and the actual one.
     """
     for spec in signature.outputs:
         array = outputs.get(spec.name)
@@ -38,10 +38,10 @@ def check_outputs(signature: Signature, outputs: Arrays, rows: int) -> None:
 
 
 def check_shapes(signature: Signature, outputs: Arrays) -> None:
-    """See that all outputs have the shapes that the signature declares.
+    """Check that all outputs have the shapes that the signature declares.
 
     Raises:
-        ModelFailed: with the output, its declared shape and its own.
+        ModelFailed: with the output, its declared shape and its actual one.
     """
     for spec in signature.outputs:
         shape = outputs[spec.name].shape
@@ -55,7 +55,7 @@ def check_shapes(signature: Signature, outputs: Arrays) -> None:
 
 
 def check_texts(signature: Signature, outputs: Arrays) -> None:
-    """See that outputs of `BYTES` hold texts; an object array may hold anything.
+    """Check that `BYTES` outputs hold bytes or str; an object array may hold anything.
 
     Raises:
         ModelFailed: with the first other element and its index.

@@ -1,12 +1,12 @@
 """Padding to a few lengths, so that requests of different lengths share batches.
 
-For models that carry a mask: what it leaves out does not count, so that a text of 50 tokens gives
-the same in 64 places as in 50. `sequence_buckets` in `model.toml` says which lengths there are, and
-`pad.<input>` what stands in the places that are added; for the mask that is 0. Every free dimension
-besides the batch goes up to the next length; longer ones stay as they are.
+This is for models with a mask: masked positions do not count, so a text of 50 tokens gives the same
+result in 64 positions as in 50. `sequence_buckets` in `model.toml` lists the lengths, and
+`pad.<input>` sets the padding value; for the mask it is 0. Every free dimension except the batch is
+padded to the next length; sizes above the largest length stay as they are.
 
-A request is padded when its batch is gathered, to the length of its shape class, which is its own
-and not that of its mates: with whom it runs changes nothing. Its outputs are cut back.
+A request is padded when its batch is gathered, to the length of its own shape class, independent of
+the other requests, so the composition of the batch changes nothing. Its outputs are cut back.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from headrace.protocol.messages import Request, Tensor
 from headrace.protocol.tensors import DATATYPES, from_array, to_array
 
 Sizes = dict[str, tuple[int, int]]
-"""By dimension: its size in the batch, and the request's own."""
+"""By dimension: its size in the batch, and the request's own size."""
 _UNKNOWN = (-1, -1)
 
 
 def with_padding(signature: Signature, config: ModelConfig) -> Signature:
-    """The signature with what `model.toml` says of padding.
+    """Return the signature with the padding of `model.toml`.
 
     Raises:
-        ConfigurationError: an input with a free dimension has no value to be padded with, another
-            one has a value, or cannot hold it, or the mask is none of them.
+        ConfigurationError: an input with a free dimension has no padding value, another input has
+            one, the value does not fit the datatype, or the mask is not an input with a free
+            dimension.
     """
     if not config.sequence_buckets:
         return signature
@@ -59,13 +60,13 @@ def with_padding(signature: Signature, config: ModelConfig) -> Signature:
 
 
 def bucket_for(size: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds a size; the size itself if none does."""
+    """Return the smallest bucket that holds a size; the size itself if there is none."""
     place = bisect_left(buckets, size)
     return buckets[place] if place < len(buckets) else size
 
 
 def pad(requests: Sequence[Request], signature: Signature) -> None:
-    """Bring requests to the sizes of their shape class; those that are padded already stay."""
+    """Pad requests to the sizes of their shape class; already padded ones are left unchanged."""
     for request in requests:
         if request.own_sizes is None:
             request.own_sizes = _own_sizes(request, signature)
@@ -76,7 +77,7 @@ def pad(requests: Sequence[Request], signature: Signature) -> None:
 
 
 def cut(requests: Sequence[Request], signature: Signature) -> None:
-    """Give requests their outputs in the sizes that their inputs had."""
+    """Cut the outputs of requests back to the sizes of their inputs."""
     specs = {spec.name: spec for spec in signature.outputs}
     for request in requests:
         sizes = request.own_sizes
@@ -105,12 +106,12 @@ def _check_value(spec: TensorSpec, value: float) -> None:
 
 
 def _free_axes(spec: TensorSpec) -> Iterator[int]:
-    """Besides the batch."""
+    """Return the free axes except the batch."""
     return (axis for axis, size in enumerate(spec.shape) if axis and size == -1)
 
 
 def _own_sizes(request: Request, signature: Signature) -> Sizes:
-    """By the names of the dimensions. Those without one count together, if they are all equal."""
+    """Return the sizes by dimension name. Equal sizes of unnamed dimensions count as one."""
     sizes: Sizes = {}
     for tensor, spec in zip(request.inputs, signature.inputs, strict=True):
         for axis in _free_axes(spec):

@@ -1,4 +1,4 @@
-"""What a backend goes through before its first request: loaded, tried out, warmed up, timed."""
+"""Preparation of a backend before its first request: load, probe, warm up and time it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from headrace.models.version import ModelVersion
 from headrace.models.warmup import all_sizes
 
 TIMED_RUNS = 3
-"""Of each size: one may be held up, and changes nothing then."""
+"""Timed runs per size: more than one, so that a single delayed run changes nothing."""
 
 TIMING_S = 1.0
-"""What they may take together; a slow model has fewer, or none of the large sizes."""
+"""Time limit of all timed runs; a slow model gets fewer, or none of the large sizes."""
 
 
 class Preparation:
-    """Prepares the backends of one version, one after the other; the first is asked questions.
+    """Prepares the backends of one version, one after the other; only the first is probed.
 
     Args:
-        version: whose backends.
-        cores: of the process, for instances that are to keep to their own.
+        version: the version of the backends.
+        cores: cores of the process, for pinned instances.
 
     Attributes:
-        signature: of the version's backends, as it has shown itself.
-        verdict: whether the version's requests may share runs; None when nobody asked.
+        signature: of the version's backends, as corrected by the probe.
+        verdict: whether the version's requests may share runs; None if it was not probed.
     """
 
     def __init__(self, version: ModelVersion, cores: Cores) -> None:
@@ -43,7 +43,7 @@ class Preparation:
         self.verdict: Verdict | None = None
 
     def prepare(self, backend: Backend) -> None:
-        """Make a backend ready to run. It blocks; call it on the backend's thread.
+        """Make a backend ready to run. Blocks; call it on the backend's thread.
 
         Raises:
             ConfigurationError: it cannot be loaded, or not even one recorded row can be run.
@@ -66,13 +66,13 @@ class Preparation:
         self._is_first = False
 
     def release(self) -> None:
-        """The backends are no more: others may have their cores."""
+        """Release the cores of backends that are gone."""
         for cores in self._taken:
             self._cores.give_back(cores)
         self._taken.clear()
 
     def _pin(self) -> None:
-        """Keep this thread, and those that the backend will begin, apart from other instances'."""
+        """Pin this thread, and those that the backend starts, to cores no other instance uses."""
         config = self._version.config
         count = config.intra_op_threads or max(1, len(self._cores) // config.instances)
         cores = self._cores.take(count, beside=frozenset().union(*self._taken))
@@ -93,7 +93,7 @@ class Preparation:
         self.verdict = verdict
 
     def _time(self, backend: Backend) -> None:
-        """Let the version's `latency` begin with what is known."""
+        """Measure run durations as initial data of the version's `latency`."""
         version = self._version
         end_s = time.monotonic() + TIMING_S
         signature = backend.signature
@@ -114,7 +114,7 @@ class Preparation:
 
 
 def _shape_class(signature: Signature, inputs: Inputs) -> tuple[int, ...]:
-    """As `headrace.models.binding.Bound` has it for a request."""
+    """Return the shape class, as in `headrace.models.binding.Bound`."""
     return tuple(
         size
         for spec in signature.inputs

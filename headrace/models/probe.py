@@ -1,15 +1,15 @@
-"""Batch safety, measured when a model is loaded, before any request shares a run with another.
+"""Batch safety, measured when a model is loaded, before any requests share a run.
 
-Three questions, in this order. *Is dimension 0 the batch?* Two rows must give two rows. *Leakage*:
-two rows keep their places in a batch of four while the other two are exchanged for ordinary ones,
-zeros, values 10,000 times as large, half-empty ones and NaN; the answers of the two that stay must
-be the same to the bit, unless repeating the very same batch changes them as well. *Rounding*: a
-row alone and in a batch may differ, since other kernels run, but within the tolerance of the
-precision that the model computes in.
+There are three questions, in this order. *Is dimension 0 the batch?* Two rows must give two rows.
+*Leakage*: two rows keep their places in a batch of four while the other two are replaced by
+ordinary ones, zeros, values 10,000 times as large, half-empty ones and NaN; the answers of the two
+rows must stay the same to the bit, unless repeating the very same batch changes them as well.
+*Rounding*: the answers to a row alone and in a batch may differ, since other kernels run, but only
+within the tolerance of the precision that the model computes in.
 
-Leakage is a fault of the model (a scale that is taken over the whole batch, statistics of the
-batch, attention across rows); rounding is the arithmetic's. A comparison of alone with batched
-sees both and can tell neither from the other, hence two measurements.
+Leakage is a fault of the model (a scale over the whole batch, statistics of the batch, attention
+across rows); rounding is a property of the arithmetic. Comparing single with batched runs shows
+both but cannot distinguish them, hence two measurements.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headrace.models.verdict import Batching, Verdict, tolerance_of
 
 ROWS = 4
 BUDGET_S = 5.0
-"""What the probe may take; no run is begun after that, and the verdict is `undecided`."""
+"""Time limit of the probe; no run starts after it, and the verdict is `undecided`."""
 _MATES = slice(1, ROWS - 1)
 _STAYING = (0, ROWS - 1)
 _LARGE = 1e4
@@ -42,7 +42,7 @@ Run = Callable[[Arrays], Arrays]
 
 
 class _DecidedError(HeadraceError):
-    """Raised inside the probe where it need not go on."""
+    """Ends the probe early with a verdict."""
 
     def __init__(self, batching: Batching, reason: str, *, has_no_batch: bool = False) -> None:
         super().__init__(reason)
@@ -50,16 +50,16 @@ class _DecidedError(HeadraceError):
 
 
 class _RunFailedError(HeadraceError):
-    """The model raised something."""
+    """The model raised an exception."""
 
 
 def probe(run: Run, signature: Signature, config: ModelConfig, directory: Path) -> Verdict:
-    """Ask a loaded model whether its rows may share runs. It blocks for a dozen runs.
+    """Test whether a loaded model's rows may share runs. Blocks for about a dozen runs.
 
     Args:
         run: of its backend, which checks the outputs against the signature.
         signature: of the version.
-        config: of the model; with a `max_batch_size` of 1 only the first question is asked.
+        config: of the model; with a `max_batch_size` of 1 only the first question is tested.
         directory: of the version, for its recorded inputs.
 
     Raises:
@@ -87,7 +87,7 @@ def probe(run: Run, signature: Signature, config: ModelConfig, directory: Path) 
 
 
 class _Asking:
-    """The runs of one probe and what they gave."""
+    """Runs of one probe and their results."""
 
     def __init__(self, run: Run, signature: Signature, config: ModelConfig) -> None:
         self._run_model = run
@@ -117,11 +117,11 @@ class _Asking:
             if not is_of_user_code(error):
                 raise
             raise _RunFailedError(describe(error)) from error
-        # A backend may use the memory of one run's outputs for the next.
+        # A backend may reuse the memory of a run's outputs for the next run.
         return {name: np.array(outputs[name]) for name in self._names}
 
     def find_rows(self, directory: Path) -> None:
-        """Find rows that the model takes, and run each of them alone."""
+        """Find rows that the model accepts, and run each of them alone."""
         fault = ""
         candidates = distinct_rows(self._signature, self._config, directory, ROWS + len(_STAYING))
         for self.seen_with, rows in candidates:
@@ -145,7 +145,7 @@ class _Asking:
             self._scales[name] = max(scale_of(outputs[name]) for outputs in self._alone)
 
     def ask_for_two_rows(self) -> None:
-        """Two rows in, two rows out."""
+        """Check that two rows in give two rows out."""
         try:
             self._run({name: array[:2] for name, array in self._rows.items()})
         except RowsMismatch as error:
@@ -157,7 +157,7 @@ class _Asking:
             ) from error
 
     def ask_about_mates(self) -> None:
-        """Exchange the mates of two rows that stay where they are."""
+        """Check for leakage: two rows stay in place while the others are replaced."""
         self._batched = self._run(self._rows)
         noise = self._apart(self._batched, self._run(self._rows))
         if noise > self.tolerance:
@@ -172,7 +172,7 @@ class _Asking:
                 array[_MATES] = mates[name]
             try:
                 outputs = self._run(batch)
-            except _RunFailedError:  # this kind is nothing that the model takes
+            except _RunFailedError:  # the model does not accept this kind
                 continue
             self._judge_leak(kind, outputs, allowed=self.tolerance if noise else 0.0)
 
@@ -193,7 +193,7 @@ class _Asking:
                     )
 
     def _mates(self) -> Iterator[tuple[str, Inputs]]:
-        """What the exchanged rows are, each kind with a row for each of them."""
+        """Yield each kind of replacement rows, with its description."""
         specs = self._signature.inputs
         still = {spec.name: still_value(spec, self._config) for spec in specs}
         floats = {name for name, array in self._rows.items() if array.dtype.kind not in "iubO"}
@@ -227,7 +227,7 @@ class _Asking:
             return large.astype(array.dtype)
 
     def judge_rounding(self) -> None:
-        """Compare each row alone with the same row in the batch."""
+        """Compare the outputs of each row alone with those of the same row in the batch."""
         apart = {
             name: max(
                 distance(alone[name], self._batched[name][place : place + 1], self._scales[name])
@@ -245,7 +245,7 @@ class _Asking:
             )
 
     def judge_distinctness(self) -> None:
-        """Rows that differ and give the same outputs prove nothing."""
+        """Refuse to decide if different rows give the same outputs, which proves nothing."""
         first = self._alone[0]
         if all(
             identical(first[name], outputs[name])
@@ -255,7 +255,9 @@ class _Asking:
             raise _DecidedError(Batching.UNDECIDED, "rows that differ give the same outputs")
 
     def _apart(self, one: dict[str, Array], other: dict[str, Array]) -> float:
-        """How far two runs of the same batch are apart; the least there is where bits differ."""
+        """Return the distance of two runs of the same batch; the smallest float if only bits
+        differ.
+        """
         least = 0.0
         for name in self._names:
             if not identical(one[name], other[name]):
@@ -270,7 +272,7 @@ def _no_batch(error: RowsMismatch) -> _DecidedError:
 
 
 def _half_empty(array: Array, empty: object) -> Array:
-    """The second half of each row is empty, as a shorter sequence's is."""
+    """Empty the second half of each row, as in a shorter sequence."""
     cut = array.copy()
     if cut.ndim > 1:
         cut[:, (cut.shape[1] + 1) // 2 :] = empty
