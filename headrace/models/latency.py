@@ -80,8 +80,7 @@ class _Size:
         self.ordered_us = sorted(us for _, us in self.runs)
 
     def point(self, rows: int, number: int) -> Point:
-        """Return the lower median with its weight: outliers are always slow runs, never fast ones.
-        """
+        """Return the lower median and its weight: outliers are slow runs, never fast ones."""
         median_us = self.ordered_us[(len(self.ordered_us) - 1) // 2]
         age = number - self.runs[-1][0]
         weight = max(_LEAST_WEIGHT, len(self.runs) * 0.5 ** (age / HALVE_AFTER))
@@ -120,8 +119,7 @@ class _Class:
         self._best: dict[int, int] = {}
 
     def observe(self, rows: int, us: int) -> None:
-        """Record a run. The first run of a size is stored at once, others after their successors.
-        """
+        """Record a run. The first of a size is stored at once, others after their successors."""
         self.runs += 1
         bucket = bucket_of(rows)
         if bucket in self.sizes:

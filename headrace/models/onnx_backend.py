@@ -341,8 +341,7 @@ def _run_options(graph: int = -1, *, wait: bool = True) -> Any:
 
 
 def _is_cuda_error(error: Exception) -> bool:
-    """Return whether the device or one of its libraries failed, which makes its context unusable.
-    """
+    """Return whether the device or its libraries failed, which makes the context unusable."""
     return bool(
         re.search(r"\b(CUDA|CUDNN|CUBLAS|CUFFT)( failure| error|_STATUS_|_ERROR_)", str(error))
     )

@@ -33,7 +33,7 @@ from headrace.models.warmup import warm_up
 
 
 def python_signature(path: Path, config: ModelConfig) -> Signature:
-    """The signature of a model in Python: from its configuration, otherwise from its class.
+    """Return the signature of a Python model: from its configuration, otherwise from its class.
 
     Raises:
         ConfigurationError: neither has one, or it is wrong.
@@ -130,7 +130,7 @@ class PythonBackend:
     def run(self, inputs: Arrays) -> Arrays:
         try:
             outputs = self._model.run(dict(inputs))
-        except Fatal as error:  # which would end the process, and is not for a model to say
+        except Fatal as error:  # it would end the process, which a model must not decide
             raise ModelFailed(describe(error)) from error
         if not isinstance(outputs, dict) or not all(
             isinstance(array, np.ndarray) for array in outputs.values()
@@ -140,11 +140,11 @@ class PythonBackend:
         check_outputs(self._signature, outputs, rows)
         check_shapes(self._signature, outputs)
         check_texts(self._signature, outputs)
-        # The model may keep its arrays and fill them again, before these are written.
+        # The model may reuse its arrays before these are written out.
         return {spec.name: outputs[spec.name].copy() for spec in self._signature.outputs}
 
     def cancel(self) -> None:
-        # Called by the event loop, which a user's code must not end.
+        # Called on the event loop, which a user's code must not end.
         with suppress(Exception, SystemExit):
             cancel = getattr(self._model, "cancel", None)
             if cancel is not None:

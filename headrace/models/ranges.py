@@ -1,7 +1,7 @@
-"""Limits on the values of an input, for models that would fail or lie beyond them.
+"""Limits on the values of an input, for models that fail or give wrong results outside of them.
 
-An index past the end of an embedding table fails the whole batch on some devices and reads a
-stranger's memory on others, so values are checked before a request joins one.
+An index past the end of an embedding table fails the whole batch on some devices and reads
+unrelated memory on others, so values are checked before a request joins a batch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import DATATYPES
 
 Range = tuple[float, float]
-"""The lowest and the highest value allowed, both inclusive."""
+"""Lowest and highest allowed value, both inclusive."""
 
 
 class RangeCheck(NamedTuple):
-    """The limits of one input, by its position in the signature."""
+    """Limits of one input, identified by its position in the signature."""
 
     position: int
     low: float
@@ -31,7 +31,7 @@ class RangeCheck(NamedTuple):
     dtype: np.dtype[Any]
 
     def check(self, tensor: Tensor, where: str) -> None:
-        """Refuse a tensor with a value outside; NaN is outside.
+        """Refuse a tensor with a value outside of the limits; NaN is outside.
 
         Raises:
             Rejected: `INVALID_TENSOR`, with the first such value and its index.
@@ -51,7 +51,7 @@ class RangeCheck(NamedTuple):
 
 
 class FiniteCheck(NamedTuple):
-    """That the values of one input are neither NaN nor infinite."""
+    """Check that the values of one input are neither NaN nor infinite."""
 
     position: int
     dtype: np.dtype[Any]
@@ -74,7 +74,7 @@ class FiniteCheck(NamedTuple):
 
 
 def limits_of(datatype: str, allowed: Sequence[float] | None) -> tuple[Any, Any] | None:
-    """The lowest and the highest value of a datatype within a range; None where there is none."""
+    """Return the lowest and highest value of a datatype within a range; None for no limit."""
     if allowed is None:
         return None
     dtype = DATATYPES[datatype].dtype
@@ -90,7 +90,7 @@ def limits_of(datatype: str, allowed: Sequence[float] | None) -> tuple[Any, Any]
 
 
 def finite_checks(signature: Signature) -> tuple[FiniteCheck, ...]:
-    """One for each input of floating-point numbers."""
+    """Return a check for each floating-point input."""
     return tuple(
         FiniteCheck(position, DATATYPES[spec.datatype].dtype)
         for position, spec in enumerate(signature.inputs)
@@ -101,10 +101,10 @@ def finite_checks(signature: Signature) -> tuple[FiniteCheck, ...]:
 def range_checks(
     signature: Signature, ranges: Mapping[str, Sequence[float]]
 ) -> tuple[RangeCheck, ...]:
-    """The checks for the ranges of a model's configuration.
+    """Return the checks for the ranges of a model's configuration.
 
     Raises:
-        ConfigurationError: a range names no input, or one without numbers.
+        ConfigurationError: a range is for an unknown input, or for one that is not numeric.
     """
     positions = {spec.name: position for position, spec in enumerate(signature.inputs)}
     checks = []

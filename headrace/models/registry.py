@@ -1,12 +1,12 @@
-"""Which models there are, and which of their versions take requests now.
+"""Registry of the models, and of the versions that take requests now.
 
-A version takes requests once it is ready: in a process without an executor when its signature
-is read, otherwise when the executor has loaded it and says so. A version is put aside only when
-its successor is ready, so a bad one never takes a good one's place.
+A version takes requests once it is ready: in a process without an executor, when its signature has
+been read; otherwise when the executor reports that it is loaded. A version is retired only when its
+successor is ready, so a broken version never replaces a working one.
 
-Where ingest is another process, it decides which version a request gets, and learns of a change
-later or earlier than this process does. A version that is put aside here is therefore kept until
-nothing has come for it for a while.
+If ingest is another process, it decides which version a request gets, and learns of a change later
+or earlier than this process. A version retired here is therefore kept until no request has come for
+it for a while.
 
 All calls come from one thread, the event loop's; `reload` reads the disk in another.
 """
@@ -33,17 +33,17 @@ _NAMES_TOLD = 20
 
 
 class Change(NamedTuple):
-    """What an executor has to do: load a new version, or unload one that is put aside."""
+    """A task for an executor: load a new version, or unload a retired one."""
 
     action: Literal["load", "unload"]
     version: ModelVersion
 
 
 class Reloaded(NamedTuple):
-    """What a look at the repository brought; versions as `name/version`, faults as lines.
+    """Result of a scan of the repository; versions as `name/version`, faults as lines.
 
-    A removed version goes on serving until its successor is ready. A failed one that is tried
-    again counts as changed.
+    A removed version keeps serving until its successor is ready. A failed version that is retried
+    counts as changed.
     """
 
     added: tuple[str, ...]
@@ -56,11 +56,11 @@ Subscriber: TypeAlias = Callable[[Change], None]
 
 
 class _Model:
-    """What is known of one model, its versions by number.
+    """One model and its versions, by number.
 
     Attributes:
-        selected: what its configuration wants, in any state.
-        serving: what is ready, those included that wait for their successor.
+        selected: versions that the configuration selects, in any state.
+        serving: ready versions, including those whose successor is not ready yet.
         faults: of versions that cannot be opened; under "" that of the model as a whole.
     """
 
@@ -70,12 +70,12 @@ class _Model:
         self.faults: dict[str, str] = {}
 
     def versions(self) -> dict[int, ModelVersion]:
-        """All, by identity: a changed version and its predecessor have the same number."""
+        """Return all versions by identity: a changed version and its predecessor share a number."""
         both = [*self.selected.values(), *self.serving.values()]
         return {id(version): version for version in both}
 
     def outdated(self) -> list[ModelVersion]:
-        """Serving versions that nobody wants, when those that are wanted have settled."""
+        """Return unselected serving versions, once all selected ones settled and one is ready."""
         states = {version.state for version in self.selected.values()}
         if State.LOADING in states or State.READY not in states or "" in self.faults:
             return []
@@ -90,10 +90,10 @@ class Models:
     """The models of a process.
 
     Args:
-        settings: where the repository is, and the defaults of all models.
+        settings: location of the repository, and the defaults of all models.
         executes: this process has an executor, which loads the models and reports on them.
-        keeps_replaced: requests come bound to a version by another process, so that a version
-            which was put aside is kept for `models.keep_replaced_s` after its last use.
+        keeps_replaced: another process binds requests to versions, so a replaced version is kept
+            for `models.keep_replaced_s` after its last use.
         clock_s: monotonic.
     """
 
@@ -119,12 +119,12 @@ class Models:
     # --- what the services ask ----------------------------------------------------------------
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion:
-        """The ready version of this number, or the highest ready one without a number.
+        """Return the ready version with this number; without a number, the highest ready one.
 
-        A replaced version that is kept is found by its number alone.
+        A replaced version that is kept is found only by its number.
 
         Raises:
-            Rejected: `UNKNOWN_MODEL`, with what there is; `MODEL_NOT_READY`, with the reason;
+            Rejected: `UNKNOWN_MODEL`, with the available ones; `MODEL_NOT_READY`, with the reason;
                 `INVALID_REQUEST` without a name.
         """
         found = self._find(name, version or "")
@@ -142,11 +142,11 @@ class Models:
         return self.lookup(name, version)
 
     def note_use(self, name: str, version: str) -> None:
-        """Keep a replaced version on, since requests bound to it still come."""
+        """Extend the life of a replaced version, since requests bound to it still come."""
         self._replaced.note_use(name, version)
 
     def versions(self, state: State | None = None) -> list[ModelVersion]:
-        """All versions, or those in one state, by name and number."""
+        """Return all versions, or those in one state, by name and number."""
         found = [
             version
             for model in self._models.values()
@@ -159,16 +159,16 @@ class Models:
         return sorted(found, key=lambda version: (version.name, int(version.version)))
 
     def names(self) -> list[str]:
-        """All models, those with faults included."""
+        """Return the names of all models, including those with faults."""
         return sorted(self._models)
 
     def faults(self, name: str) -> dict[str, str]:
-        """Why versions of a model cannot be opened, by number; under "" the model itself."""
+        """Return why versions of a model cannot be opened, by number; under "" the model itself."""
         model = self._models.get(name)
         return dict(model.faults) if model else {}
 
     def status(self) -> list[dict[str, Any]]:
-        """One entry for each version and each fault: what an operator wants to see."""
+        """Return one entry for each version and each fault, for operators."""
         entries = [
             {
                 "name": version.name,
@@ -194,18 +194,18 @@ class Models:
     # --- what comes from the disk -------------------------------------------------------------
 
     def open(self) -> Reloaded:
-        """Read the repository for the first time. It blocks; call it before serving.
+        """Read the repository for the first time. Blocks; call it before serving.
 
         Raises:
-            ConfigurationError: the repository is not there. Faults of single models are kept.
+            ConfigurationError: the repository is missing. Faults of single models are recorded.
         """
         return self._apply(look(self._repository, {}, self._importings))
 
     async def reload(self) -> Reloaded:
-        """Look at the repository again; failed versions are tried again.
+        """Scan the repository again; failed versions are retried.
 
         Raises:
-            ConfigurationError: the repository is not there; nothing has changed then.
+            ConfigurationError: the repository is missing; nothing has changed then.
         """
         async with self._reloading:
             known = {
@@ -233,7 +233,7 @@ class Models:
     def _update(self, model: _Model, opened: Opened) -> None:
         model.faults = opened.faults
         if not opened.versions:
-            # Nothing can be opened: what was wanted before is the best there is.
+            # No version can be opened, so the versions selected before stay.
             self._publish(opened.name)
             return
         dropped = model.selected
@@ -263,14 +263,16 @@ class Models:
     # --- what the executor says ---------------------------------------------------------------
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Be told of changes from now on. Versions that are loading already: `versions`."""
+        """Call `subscriber` on every change from now on. For versions already loading see
+        `versions`.
+        """
         self._subscribers.append(subscriber)
 
     def mark_ready(self, version: ModelVersion, verdict: Verdict | None = None) -> None:
-        """A version can take requests, several in a run if the verdict on it does not say no.
+        """Let a version take requests; they may share runs unless the verdict forbids it.
 
-        Its predecessor of the same number is unloaded; those of other numbers are when all
-        versions that are wanted have settled. A version nobody wants any more stays aside.
+        Its predecessor with the same number is unloaded; other numbers are retired once no selected
+        version is loading. A version that is no longer selected is ignored.
         """
         model = self._models.get(version.name)
         if model is None or model.selected.get(version.version) is not version:
@@ -278,17 +280,18 @@ class Models:
         if verdict is not None:
             version.judge(verdict)
         version.state, version.reason = State.READY, ""
+        # The new version is published before the old one is unloaded, so that lookups never fail.
         previous = model.serving.get(version.version)
         model.serving[version.version] = version
         self._ack(version.name)
         if previous is not None and previous is not version:
             self._unload(previous)
         replaced = self._replaced.take(version.name, version.version)
-        if replaced is not None:  # batches name versions by number, which is the new one's now
+        if replaced is not None:  # batches name versions by number, which now means the new one
             self._unload(replaced)
 
     def mark_failed(self, version: ModelVersion, reason: str) -> None:
-        """A version cannot take requests (any more); its predecessor stays."""
+        """Record that a version cannot take requests (any more); its predecessor stays."""
         version.state, version.reason = State.FAILED, relative(reason, self._repository.path)
         model = self._models.get(version.name)
         if model is None:
@@ -300,7 +303,7 @@ class Models:
     # --- what executors of other processes say ------------------------------------------------
 
     def heed(self, event: ExecutorEvent) -> None:
-        """Go by what an executor has found out about models, and by how long its runs took.
+        """Apply an executor event: batch limits of its models, and durations of its runs.
 
         A version that was replaced here is kept as long as an executor announces it.
         """
@@ -318,17 +321,17 @@ class Models:
     # --- replaced versions --------------------------------------------------------------------
 
     def unload_unused(self) -> None:
-        """Unload replaced versions for which nothing came for `models.keep_replaced_s`."""
+        """Unload replaced versions that were not used for `models.keep_replaced_s`."""
         for version in self._replaced.take_unused():
             self._unload(version)
 
     def _put_aside(self, version: ModelVersion) -> None:
-        """Keep a version that is not wanted any more, or unload it at once where none is kept."""
+        """Keep a version that is no longer selected, or unload it at once if none are kept."""
         if not self._replaced.add(version):
             self._unload(version)
 
     def _take_back(self, model: _Model) -> None:
-        """Have replaced versions that are wanted again serve as before."""
+        """Let replaced versions that are selected again serve as before."""
         for number, version in model.selected.items():
             if self._replaced.find(version.name, number) is version:
                 self._replaced.take(version.name, number)
@@ -349,7 +352,7 @@ class Models:
             self._put_aside(version)
 
     def _publish(self, name: str) -> None:
-        """Make the table of `lookup` say what the model says."""
+        """Update the table of `lookup` from the model."""
         for key in [key for key in self._ready if key[0] == name]:
             del self._ready[key]
         model = self._models.get(name)
@@ -411,7 +414,7 @@ class Models:
 
 
 def _refuse_unready(model: _Model, name: str, number: str) -> NoReturn:
-    """Say whether it is worth to wait, and otherwise what is wrong, in a line."""
+    """Reject with the reason, and with a retry time if waiting may help."""
     asked = f"model {name}/{number}" if number else f"model {name}"
     wanted = model.selected.get(number)
     candidates = [wanted] if wanted else list(model.selected.values())

@@ -1,4 +1,4 @@
-"""Versions that were put aside, and are kept while requests bound to them may come."""
+"""Replaced versions that are kept while requests bound to them may come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REASON = "replaced; kept while requests that are bound to it may come"
 
 
 class _Kept:
-    """A version, and when a request bound to it last came."""
+    """A version, and the time when a request bound to it last came."""
 
     __slots__ = ("last_used_s", "version")
 
@@ -20,10 +20,10 @@ class _Kept:
 
 
 class ReplacedVersions:
-    """The replaced versions of a process, by model and number.
+    """Replaced versions of a process, by model and number.
 
     Args:
-        keep_s: how long one is kept after its last use; 0: none is.
+        keep_s: how long a version is kept after its last use; 0 keeps none.
         clock_s: monotonic.
     """
 
@@ -33,7 +33,7 @@ class ReplacedVersions:
         self._kept: dict[tuple[str, str], _Kept] = {}
 
     def add(self, version: ModelVersion) -> bool:
-        """Keep a version from now on; False where none is kept."""
+        """Keep a version from now on; return False if none are kept."""
         if not self._keep_s:
             return False
         version.reason = _REASON
@@ -46,7 +46,7 @@ class ReplacedVersions:
         return None if kept is None else kept.version
 
     def note_use(self, name: str, number: str) -> None:
-        """Keep a version on, if there is one, since requests bound to it still come."""
+        """Extend the life of a kept version, if there is one: requests bound to it still come."""
         kept = self._kept.get((name, number)) if self._kept else None
         if kept is not None:
             kept.last_used_s = self._clock_s()

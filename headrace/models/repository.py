@@ -1,8 +1,8 @@
-"""Where models lie: `<repository>/<model>/<version>/model.onnx`, and `<model>/model.toml`.
+"""Repository of models: `<repository>/<model>/<version>/model.onnx`, and `<model>/model.toml`.
 
-A version is a directory with a number for its name; `python` models have a `model.py` in it.
-Other directories, and names that begin with a dot, are none of ours. One broken model, or one
-broken version of it, hides no other: its faults are told beside it.
+A version is a directory whose name is a number; `python` models have a `model.py` in it. Other
+directories, and names that begin with a dot, are ignored. A broken model, or a broken version, does
+not hide the others: its faults are reported separately.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class FoundModel(NamedTuple):
     """One model on disk.
 
     Attributes:
-        config: None when it cannot be read; `fault` says why.
-        versions: those that its configuration selects, the lowest first.
-        fault: what is wrong with the model as a whole, or empty.
+        config: None if it cannot be read; `fault` says why.
+        versions: the versions that its configuration selects, lowest first.
+        fault: fault of the model as a whole, or empty.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Repository:
 
     Args:
         path: of the directory.
-        settings: what `model.toml` leaves open.
+        settings: defaults for keys missing in `model.toml`.
     """
 
     def __init__(self, path: Path, settings: Settings) -> None:
@@ -69,10 +69,10 @@ class Repository:
         self._settings = settings
 
     def scan(self) -> list[FoundModel]:
-        """All models, by name.
+        """Return all models, by name.
 
         Raises:
-            ConfigurationError: the directory itself is not there or cannot be read.
+            ConfigurationError: the directory itself is missing or cannot be read.
         """
         try:
             directories = sorted(entry for entry in self.path.iterdir() if entry.is_dir())
@@ -129,7 +129,7 @@ def _selected(directory: Path, config: ModelConfig) -> tuple[FoundVersion, ...]:
 
 
 def files_of(directory: Path) -> Iterator[Path]:
-    """All files below a directory but Python's caches, in the order of their relative names."""
+    """Yield all files below a directory except Python's caches, sorted by relative name."""
     yield from sorted(
         path for path in directory.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     )
@@ -144,11 +144,11 @@ def _stamp(files: Iterator[Path]) -> str:
 
 
 def checksum_of(directory: Path) -> str:
-    """The checksum of a version, as `checksum` in `model.toml` has it.
+    """Return the checksum of a version, in the form of `checksum` in `model.toml`.
 
-    SHA-256 over, for each file below the directory in the order of its relative name (with
-    forward slashes, compared as UTF-8 bytes; Python's caches left out): the name, a zero byte,
-    the content's length as 8 bytes big-endian, and the content.
+    It is SHA-256 over, for each file below the directory in the order of its relative name (with
+    forward slashes, compared as UTF-8 bytes; without Python's caches): the name, a zero byte, the
+    content's length as 8 bytes big-endian, and the content.
     """
     digest = hashlib.sha256()
     files = {path.relative_to(directory).as_posix().encode(): path for path in files_of(directory)}
@@ -164,7 +164,7 @@ def open_version(found: FoundVersion, config: ModelConfig) -> Signature:
     """Check a version's files and read its signature.
 
     Raises:
-        ConfigurationError: a file is missing or broken, or the checksum is another.
+        ConfigurationError: a file is missing or broken, or the checksum differs.
     """
     if config.checksum is not None:
         try:

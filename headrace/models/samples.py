@@ -1,6 +1,6 @@
-"""Inputs to try a model with before its first request: recorded ones, or made up.
+"""Inputs to try a model with before its first request: recorded or made up.
 
-Recorded ones are in `<version>/warmup/*.npz`, one array for each input by its name.
+Recorded inputs are in `<version>/warmup/*.npz`, with one array per input, under its name.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Inputs = dict[str, NDArray[Any]]
 
 MADE_UP = "made-up inputs"
 _FREE_SIZES = (8, 1, 64, 224)
-"""What a free dimension other than the batch may be, tried in this order."""
+"""Sizes of free dimensions other than the batch, tried in this order."""
 LARGEST_ROW_BYTES = 64 * 1024 * 1024
-"""Of what is made up. A request cannot be that large, and rows are made by the half dozen."""
+"""Limit of a made-up row. No request can be that large, and rows are made by the half dozen."""
 _TEXT_BYTES = 64
-"""What an element of `BYTES` counts for."""
+"""Assumed size of a `BYTES` element."""
 _SEED = 20_180_706
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8)
 
@@ -38,7 +38,7 @@ class NotMadeUpError(HeadraceError):
 
 
 def recorded(signature: Signature, directory: Path) -> Iterator[tuple[str, Inputs]]:
-    """The samples of a version, each with where it is from.
+    """Yield the samples of a version, each with its origin.
 
     Raises:
         ConfigurationError: a file cannot be read, or does not fit the signature.
@@ -48,10 +48,10 @@ def recorded(signature: Signature, directory: Path) -> Iterator[tuple[str, Input
 
 
 def still_row(signature: Signature, config: ModelConfig) -> Inputs:
-    """Zeros, or the lowest allowed value, with 1 for each free dimension.
+    """Return a row of zeros, or lowest allowed values, with 1 for each free dimension.
 
     Raises:
-        NotMadeUpError: that would be too large.
+        NotMadeUpError: it would be too large.
     """
     _check_size(signature, 1)
     return {
@@ -61,7 +61,7 @@ def still_row(signature: Signature, config: ModelConfig) -> Inputs:
 
 
 def still_value(spec: TensorSpec, config: ModelConfig) -> Any:
-    """Zero, or the lowest allowed value; of texts the empty one."""
+    """Return zero, or the lowest allowed value; the empty string for BYTES."""
     if spec.datatype == "BYTES":
         return b""
     limits = limits_of(spec.datatype, config.range.get(spec.name))
@@ -71,11 +71,11 @@ def still_value(spec: TensorSpec, config: ModelConfig) -> Any:
 def distinct_rows(
     signature: Signature, config: ModelConfig, directory: Path, rows: int
 ) -> Iterator[tuple[str, Inputs]]:
-    """Candidates of so many rows of one shape class that differ; the best come first.
+    """Yield candidates of `rows` different rows of one shape class, best first.
 
-    They are the recorded rows, with rolled copies where those are too few; where nothing was
-    recorded, random values within the allowed range, for one size of the free dimensions after
-    another. Integers without a range are 0 and 1, which every vocabulary has.
+    They are the recorded rows, completed with rolled copies. Without recorded rows they are random
+    values within the allowed range, for one size of the free dimensions after another. Integers
+    without a range are 0 and 1, which every vocabulary has.
 
     Raises:
         ConfigurationError: see `recorded`.
@@ -100,10 +100,10 @@ def distinct_rows(
 
 def _read(path: Path, signature: Signature) -> Inputs:
     try:
-        # NumPy leaves a file open that it opened itself, if it is no archive.
+        # Given a path, NumPy leaves the file open if it is not an archive.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             sample = dict(arrays)
-    except Exception as error:  # of files, archives, headers and memory
+    except Exception as error:  # from files, archives, headers and memory
         raise ConfigurationError(
             f"{path}: expected arrays as numpy.savez writes them, got {describe(error)}"
         ) from error
@@ -132,7 +132,7 @@ def _read(path: Path, signature: Signature) -> Inputs:
 
 
 def _as_bytes(array: NDArray[Any]) -> NDArray[Any]:
-    """NumPy's fixed-width strings, which is what a file can hold, as an object array of bytes."""
+    """Convert fixed-width strings, the only kind in a file, to an object array of bytes."""
     encoded = np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
     return encoded.astype(object)
 
@@ -142,13 +142,13 @@ def _dtype(spec: TensorSpec) -> np.dtype[Any]:
 
 
 def _sized_as(spec: TensorSpec, free: int) -> tuple[int, ...]:
-    """The shape of one row with a size for each free dimension besides the batch."""
+    """Return the shape of one row, with size `free` for each free dimension except the batch."""
     rows = tuple(1 if size == -1 else size for size in spec.shape[:1])
     return rows + tuple(free if size == -1 else size for size in spec.shape[1:])
 
 
 def _check_size(signature: Signature, free: int) -> None:
-    """Refuse to make up what does not fit into memory: a file may declare any dimension."""
+    """Refuse to make up arrays that do not fit into memory: a file may declare any dimension."""
     for spec in signature.inputs:
         shape = _sized_as(spec, free)
         size_bytes = math.prod(shape) * (DATATYPES[spec.datatype].itemsize or _TEXT_BYTES)
@@ -164,8 +164,9 @@ def _row_shapes(sample: Inputs) -> list[tuple[int, ...]]:
 
 
 def _spread(samples: list[Inputs], rows: int) -> Inputs:
-    """The first rows of the samples; what is missing is made of them by rolling a row's values,
-    all inputs alike, so that every value is one that the model was given once.
+    """Return the first rows of the samples, completed with copies of which the values are rolled.
+
+    All inputs of a row are rolled alike, so every value is one that the model was given once.
     """
     spread: Inputs = {}
     for name in samples[0]:
@@ -193,11 +194,11 @@ def _random(
         if limits is None:
             return random.standard_normal(shape).astype(dtype)
         part = random.random(shape)
-        # The difference of the limits, which `Generator.uniform` takes, may overflow.
+        # `Generator.uniform` uses the difference of the limits, which may overflow.
         values: NDArray[Any] = limits[0] * (1 - part) + limits[1] * part
         return values.astype(dtype)
     low, high = limits or ((0, 255) if spec.datatype == "UINT8" else (0, 1))
-    # Bounds of 64 bits fit into one of the two; np.bool_ is no type that they could be drawn in.
+    # 64-bit bounds fit into one of these two types; values cannot be drawn as np.bool_.
     drawn = np.uint64 if dtype.kind == "u" else np.int64
     return random.integers(low, high, shape, endpoint=True, dtype=drawn).astype(dtype)
 

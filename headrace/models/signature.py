@@ -1,4 +1,4 @@
-"""What a model takes and gives, as its file says it."""
+"""Inputs and outputs of a model, as its file declares them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ONNX_DATATYPES = {datatype.onnx: name for name, datatype in DATATYPES.items()}
 _LFS_POINTER = b"version https://git-lfs"
 
 _GENERATED_NAME = re.compile(r"unk__\d+")
-"""tf2onnx numbers the dimensions it has no name for; equal numbers mean nothing."""
+"""tf2onnx numbers the dimensions it has no name for; equal numbers are meaningless."""
 
 
 class TensorSpec(NamedTuple):
@@ -27,10 +27,10 @@ class TensorSpec(NamedTuple):
 
     Attributes:
         datatype: a name of the Open Inference Protocol, such as `FP32`.
-        shape: -1 where a dimension is free.
-        dimensions: the model's own names of its free dimensions, empty where there is none; as
-            long as `shape`, or empty when no dimension has a name.
-        pad: what is put into places that are added, see `headrace.models.padding`.
+        shape: -1 for a free dimension.
+        dimensions: the model's names of its free dimensions, empty strings for unnamed ones; as
+            long as `shape`, or empty if no dimension has a name.
+        pad: padding value, see `headrace.models.padding`.
     """
 
     name: str
@@ -40,7 +40,7 @@ class TensorSpec(NamedTuple):
     pad: float = 0
 
     def dimension(self, axis: int) -> str:
-        """The model's name of one dimension, or an empty string."""
+        """Return the model's name of one dimension, or an empty string."""
         return self.dimensions[axis] if self.dimensions else ""
 
 
@@ -49,10 +49,10 @@ class Signature(NamedTuple):
 
     Attributes:
         batched: dimension 0 of every input and output is the batch.
-        utf8: elements of `BYTES` inputs must be UTF-8, as the strings of ONNX are.
-        unbatched_reason: why `batched` is false; empty when it is true.
-        precision: the datatype of weights that rounds most; inputs and outputs may hide it.
-        buckets: sizes that free dimensions are padded to, ascending; none: they are not.
+        utf8: elements of `BYTES` inputs must be UTF-8, as ONNX strings are.
+        unbatched_reason: why `batched` is false; empty if it is true.
+        precision: the least precise datatype of the weights; inputs and outputs may hide it.
+        buckets: sizes that free dimensions are padded to, ascending; empty: no padding.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -71,10 +71,10 @@ def make_signature(
     utf8: bool = False,
     precision: str = "FP32",
 ) -> Signature:
-    """A signature, with the decision whether dimension 0 is the batch.
+    """Make a signature, and determine whether dimension 0 is the batch.
 
     Raises:
-        ConfigurationError: a name stands twice, or there is no input or no output.
+        ConfigurationError: a name occurs twice, or there is no input or no output.
     """
     inputs, outputs = tuple(inputs), tuple(outputs)
     for kind, specs in (("inputs", inputs), ("outputs", outputs)):
@@ -88,12 +88,12 @@ def make_signature(
 
 
 def unbatched(signature: Signature, reason: str) -> Signature:
-    """The same of a model whose dimension 0 is not the batch after all."""
+    """Return the signature of a model whose dimension 0 turned out not to be the batch."""
     return signature._replace(batched=False, unbatched_reason=reason)
 
 
 def read_onnx_signature(path: Path) -> Signature:
-    """The signature of an ONNX file; tensors in other files are not read.
+    """Read the signature of an ONNX file; tensors in other files are not read.
 
     Raises:
         ConfigurationError: the file cannot be read, or has an input or output whose type the
@@ -134,7 +134,7 @@ def _got(path: Path, error: Exception) -> str:
 
 
 def _precision(graph: onnx.GraphProto) -> str:
-    """What the weights are kept in; converters to fp16 like to keep fp32 inputs and outputs."""
+    """Return the weights' datatype; converters to fp16 often keep fp32 inputs and outputs."""
     kept = {tensor.data_type for tensor in graph.initializer}
     return next((name for name in ("BF16", "FP16") if DATATYPES[name].onnx in kept), "FP32")
 
@@ -170,7 +170,7 @@ def _read(value: onnx.ValueInfoProto, kind: str) -> TensorSpec:
 
 
 def _check_name(name: str | bytes, kind: str) -> None:
-    """Refuse a name that requests could not have: they are UTF-8. protobuf lets any bytes pass."""
+    """Refuse a name that is not UTF-8, as in requests; protobuf accepts any bytes."""
     try:
         readable = isinstance(name, str) and bool(name.encode())
     except UnicodeEncodeError:
@@ -192,10 +192,10 @@ def _element_type_name(element_type: int) -> str:
 
 
 def _unbatched_reason(inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> str:
-    """Why dimension 0 cannot be the batch, or an empty string.
+    """Return why dimension 0 cannot be the batch, or an empty string.
 
     Inputs whose dimensions 0 have different names have different numbers of rows. An output may
-    have a name that no input has: exporters invent those (`Gemmoutput_dim_0`). It may not have
+    have a name that no input has: exporters invent such names (`Gemmoutput_dim_0`). It may not have
     the name of another dimension of an input.
     """
     for spec in inputs + outputs:

@@ -1,4 +1,4 @@
-"""What makes a model's inputs of a payload that is neither MessagePack nor JSON."""
+"""Conversion of payloads that are neither MessagePack nor JSON to a model's inputs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import from_array
 
 Transform: TypeAlias = Callable[[bytes, str], list[InputTensor]]
-"""Payload and content type to the inputs of a request; raises `Rejected`."""
+"""Converts payload and content type to the inputs of a request; raises `Rejected`."""
 
 
 def make_transform(model_directory: Path, config: ModelConfig, signature: Signature) -> Transform:
-    """The transform that a model's configuration names.
+    """Return the transform that a model's configuration names.
 
     - none: every payload is refused.
-    - `text`: the payload, UTF-8, is the one element of the model's single `BYTES` input.
-    - `octets`: the payload is that element, or the single row of the model's single `UINT8`
-      input, [1, n].
+    - `text`: the payload, UTF-8, is the only element of the model's single `BYTES` input.
+    - `octets`: the payload is that element, or the only row of the model's single `UINT8` input,
+      [1, n].
     - `python`: `transform(payload: bytes, content_type: str) -> dict[str, np.ndarray]` in
       `<model>/transform.py`.
 

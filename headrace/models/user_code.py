@@ -1,7 +1,7 @@
-"""Loading of Python files that a model brings with it.
+"""Loading of the Python files of a model.
 
-A user's code may raise anything, `SystemExit` and `KeyboardInterrupt` included, and it may never
-return. None of that may end the process, or hold it up for longer than the model allows.
+User code may raise anything, including `SystemExit` and `KeyboardInterrupt`, and it may never
+return. None of that may end the process, or block it for longer than the model allows.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from headrace.errors import ConfigurationError, HeadraceError
 T = TypeVar("T")
 
 LONGEST_TEXT = 2000
-"""Characters of an exception's text that are kept."""
+"""Maximum length of an exception's text, in characters."""
 
 
 class Interrupted(BaseException):
-    """Raised in a thread whose code takes too long; no `except Exception` catches it."""
+    """Raised in a thread whose code takes too long; `except Exception` does not catch it."""
 
 
 class StillImporting(ConfigurationError):
-    """A file has not been imported within its limit.
+    """A file was not imported within its time limit.
 
     Attributes:
-        thread: on which the import may still be running.
+        thread: the thread on which the import may still be running.
     """
 
     def __init__(self, message: str, thread: threading.Thread) -> None:
@@ -41,18 +41,18 @@ class StillImporting(ConfigurationError):
 
 
 def run_bounded(work: Callable[[], T], path: Path, limit_s: float) -> T:
-    """Run a user's code on a thread of its own, and wait for it.
+    """Run user code on its own thread, and wait for it.
 
     On such a thread `KeyboardInterrupt` comes from the code itself, and never from Ctrl-C.
 
     Args:
-        work: what runs the code.
-        path: of the file that the code is from, for messages.
-        limit_s: how long it may take. It is interrupted then, which native code does not notice.
+        work: runs the code.
+        path: of the code's file, for messages.
+        limit_s: time limit, after which the code is interrupted; native code is not affected.
 
     Raises:
-        StillImporting: it took longer.
-        ConfigurationError: it raised; the message has the exception's.
+        StillImporting: the time limit has passed.
+        ConfigurationError: the code raised; the message contains the exception's.
     """
     results: list[T] = []
     errors: list[HeadraceError] = []
@@ -80,16 +80,16 @@ def run_bounded(work: Callable[[], T], path: Path, limit_s: float) -> T:
 
 
 def interrupt(thread: threading.Thread) -> None:
-    """Raise `Interrupted` in a thread, once it runs Python code again."""
+    """Raise `Interrupted` in a thread as soon as it runs Python code again."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Interrupted)
     )
 
 
 async def on_daemon_thread(work: Callable[[], T]) -> T:
-    """Run something that blocks on a thread that does not keep the process from ending.
+    """Run blocking work on a thread that does not keep the process from ending.
 
-    A thread of `asyncio.to_thread` would: the interpreter waits for it.
+    A thread of `asyncio.to_thread` would: the interpreter waits for it at exit.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -107,7 +107,7 @@ async def on_daemon_thread(work: Callable[[], T]) -> T:
             set_outcome, outcome = done.set_exception, error
         try:
             loop.call_soon_threadsafe(resolve, set_outcome, outcome)
-        except RuntimeError:  # the loop is closed: nothing waits any more
+        except RuntimeError:  # the loop is closed, so there is no waiter any more
             return
 
     threading.Thread(target=run, name="models", daemon=True).start()
@@ -115,10 +115,10 @@ async def on_daemon_thread(work: Callable[[], T]) -> T:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Run a file as a module of its own, which is not entered into `sys.modules`.
+    """Run a file as a module that is not entered into `sys.modules`.
 
     Raises:
-        ConfigurationError: there is no such file, or it raises; the message has the exception's.
+        ConfigurationError: the file is missing, or raises; the message contains the exception's.
     """
     name = "headrace_model_" + re.sub(r"\W", "_", str(path.with_suffix("")))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -135,14 +135,14 @@ def load_module(path: Path) -> ModuleType:
 
 
 def is_of_user_code(error: BaseException) -> bool:
-    """False for what was raised in a user's code from outside: Ctrl-C, and `Interrupted`."""
+    """Return False for exceptions raised in user code from outside: Ctrl-C, and `Interrupted`."""
     if isinstance(error, KeyboardInterrupt):
         return threading.current_thread() is not threading.main_thread()
     return not isinstance(error, Interrupted)
 
 
 def load_attribute(path: Path, name: str) -> Any:
-    """A callable of a user's file. Raises `ConfigurationError`, see `load_module`."""
+    """Return a callable of a user's file. Raises `ConfigurationError`, see `load_module`."""
     found = getattr(load_module(path), name, None)
     if not callable(found):
         raise ConfigurationError(f"{path}: expected {name}, got none")
@@ -150,7 +150,7 @@ def load_attribute(path: Path, name: str) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line: its class and its text, in characters that can be written."""
+    """Describe an exception in one printable line: its class and its text."""
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - an error may even fail to say what it is
@@ -162,5 +162,5 @@ def describe(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of what a library has to say, which may be a page."""
+    """Return the first line of a library's message, which may be a page long."""
     return text.strip().splitlines()[0] if text.strip() else "no reason given"

@@ -1,4 +1,4 @@
-"""What is known of a model's batch safety, and how it came to be known."""
+"""Verdict on a model's batch safety, and its evidence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FP32 = 1e-4
 
 
 UNDECIDED_ROWS = 4
-"""The size of a batch on which requests themselves are to decide."""
+"""Batch size limit while requests themselves decide on batch safety."""
 
 
 class Batching(StrEnum):
@@ -27,14 +27,14 @@ class Batching(StrEnum):
 
 
 class Verdict(NamedTuple):
-    """The outcome of asking whether a model's answers depend on who else is in the batch.
+    """Result of testing whether a model's answers depend on the other rows of the batch.
 
     Attributes:
-        reason: why it is not batchable, or could not be decided; empty for one that is.
-        rounding: the largest difference seen between a row alone and in a batch, in parts of the
-            output's scale; None where none was measured.
-        tolerance: what was allowed of it.
-        seen_with: what the model was asked with: made-up inputs, recorded ones or requests.
+        reason: why it is not batchable, or undecided; empty if it is batchable.
+        rounding: largest difference between a row alone and in a batch, relative to the output's
+            scale; None if it was not measured.
+        tolerance: the allowed difference.
+        seen_with: inputs of the test: made-up, recorded or from requests.
         has_no_batch: dimension 0 is not the batch at all, whatever the signature says.
     """
 
@@ -47,11 +47,11 @@ class Verdict(NamedTuple):
 
     @property
     def told(self) -> str:
-        """Verdict and reason, for people."""
+        """Verdict and reason, for display."""
         return f"{self.batching}: {self.reason}" if self.reason else str(self.batching)
 
     def entry(self) -> dict[str, Any]:
-        """For `/status` and `headrace models check --json`."""
+        """Return the fields for `/status` and `headrace models check --json`."""
         return {
             "verdict": str(self.batching),
             "reason": self.reason,
@@ -62,11 +62,12 @@ class Verdict(NamedTuple):
 
 
 def tolerance_of(config: ModelConfig, signature: Signature) -> float:
-    """How far a batched answer may be from the unbatched one, in parts of the output's scale.
+    """Return the allowed difference of batched from unbatched answers, relative to the output's
+    scale.
 
-    `batch_tolerance` of the model's configuration; "auto" goes by the precision that the model
-    computes in: 3e-2 for bfloat16, 1e-2 for fp16 and for TF32, in which a GPU multiplies fp32
-    unless it is told not to, 1e-4 otherwise.
+    It is `batch_tolerance` of the model's configuration. "auto" follows the precision that the
+    model computes in: 3e-2 for bfloat16, 1e-2 for fp16 and for TF32, in which a GPU multiplies fp32
+    unless that is disabled, 1e-4 otherwise.
     """
     if config.batch_tolerance != "auto":
         return config.batch_tolerance

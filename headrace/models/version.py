@@ -1,4 +1,4 @@
-"""One version of a model, as the services see it."""
+"""One version of a model, as the services use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.models.verdict import UNDECIDED_ROWS, Batching, Verdict
 
 
 class State(StrEnum):
-    """Where a version is in its life. Only a ready one is given to a request."""
+    """State of a version. Only a ready version is given to a request."""
 
     LOADING = "loading"
     READY = "ready"
@@ -37,13 +37,13 @@ class ModelVersion:
         signature: of this version.
         stamp: changes when a file of the version changes.
         bind: checks a request, see `headrace.models.binding.Binder.bind`.
-        transform: makes inputs of a raw payload, see `headrace.models.transforms`.
-        max_batch_size: in rows; 1 where batching is off, for the reason `batching_off`.
-        verdict: whether its requests may share runs; None while nobody has asked.
-        contradiction: between what `model.toml` declares and the verdict; empty otherwise.
-        latency: how long its runs take, as far as this process has seen.
+        transform: makes inputs from a raw payload, see `headrace.models.transforms`.
+        max_batch_size: in rows; 1 if batching is off, for the reason `batching_off`.
+        verdict: whether its requests may share runs; None if that was not tested.
+        contradiction: between `model.toml` and the verdict; empty otherwise.
+        latency: how long its runs take, as observed by this process.
         reason: why it failed; empty otherwise.
-        warm_up_omitted: why it was not warmed up, and how to mend that; empty otherwise.
+        warm_up_omitted: why it was not warmed up, and how to fix that; empty otherwise.
 
     Raises:
         ConfigurationError: the version cannot be served; the message says why.
@@ -83,15 +83,16 @@ class ModelVersion:
 
     @property
     def looks_inside(self) -> bool:
-        """Whether `bind` judges by the values of inputs, and not by their shapes alone."""
+        """Whether `bind` depends on the values of inputs, not only on their shapes."""
         return bool(self.config.range) or self.config.finite_inputs
 
     @property
     def may_inline(self) -> bool:
-        """Whether its backends can be run from any thread, short runs from the event loop's.
+        """Whether any thread may run its backends, so that short runs can stay on the event loop.
 
-        A session of ONNX Runtime on the CPU can; a user's class may not, CUDA graphs belong to the
-        thread that captured them, and pinned instances stay on their threads' cores.
+        That holds for ONNX Runtime sessions on the CPU. A user's class may not allow it, CUDA
+        graphs belong to the thread that captured them, and pinned instances stay on their threads'
+        cores.
         """
         config = self.config
         on_the_cpu = config.backend == "onnx" and config.execution_providers == (CPU,)
@@ -99,16 +100,16 @@ class ModelVersion:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether requests decide on batching: they run alone, and some of them together too."""
+        """Whether requests decide on batching: they run alone, and some of them also together."""
         verdict = self.verdict
         undecided = verdict is not None and verdict.batching is Batching.UNDECIDED
         return undecided and bool(self.batching_off)
 
     def judge(self, verdict: Verdict) -> None:
-        """Let requests share runs or not, by a verdict on the model.
+        """Allow or forbid shared runs according to a verdict.
 
-        What `model.toml` declares goes over it, and the contradiction is kept, unless dimension 0
-        is not the batch at all: then there is nothing to declare.
+        A declaration in `model.toml` overrides the verdict, and the contradiction is recorded;
+        except if dimension 0 is not the batch at all.
         """
         self.verdict, self.contradiction = verdict, ""
         declared = self.config.max_batch_size
@@ -129,6 +130,6 @@ class ModelVersion:
             self.max_batch_size, self.batching_off = 1, verdict.reason
 
     def new_backend(self, signature: Signature | None = None) -> Backend:
-        """An instance that is not loaded yet, with the version's signature or a better one."""
+        """Return an unloaded instance with the version's signature, or with a corrected one."""
         backend = PythonBackend if self.config.backend == "python" else OnnxBackend
         return backend(self.directory, self.config, signature or self.signature)

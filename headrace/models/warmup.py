@@ -1,4 +1,4 @@
-"""Runs before the first request: they fill caches, and show what the model cannot do."""
+"""Runs before the first request: they fill caches, and reveal what the model cannot do."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def warm_up(
 ) -> WarmUp:
     """Run 1, 2, 4, … rows up to the largest batch.
 
-    The rows are the first of each sample in `<version>/warmup/*.npz`, or made up where there is
-    none: zeros, or the lowest allowed value, with 1 for each free dimension. A model need not
-    accept what is made up, so that only recorded rows can fail a load.
+    The rows are copies of the first row of each sample in `<version>/warmup/*.npz`. Without samples
+    they are made up: zeros, or the lowest allowed value, with 1 for each free dimension. A model
+    need not accept made-up rows, so only recorded rows can fail a load.
 
     Raises:
         ConfigurationError: a recorded sample does not fit the signature, or cannot be run.
-        Fatal: of the device.
+        Fatal: the device failed.
     """
     try:
         samples = list(_samples(signature, config, directory))
@@ -55,11 +55,11 @@ def warm_up(
 
 
 def sized_inputs(signature: Signature, config: ModelConfig, directory: Path, rows: int) -> Inputs:
-    """The first sample, or what is made up in its place, with so many rows.
+    """Return the first sample, recorded or made up, with `rows` rows.
 
     Raises:
         ConfigurationError: the sample does not fit the signature.
-        NotMadeUpError: there is none, and none can be made up.
+        NotMadeUpError: there is no sample, and none can be made up.
     """
     _, sample = next(_samples(signature, config, directory))
     return _repeat(sample, rows) if signature.batched else sample
@@ -68,11 +68,11 @@ def sized_inputs(signature: Signature, config: ModelConfig, directory: Path, row
 def all_sizes(
     signature: Signature, config: ModelConfig, directory: Path
 ) -> Iterator[tuple[int, Inputs]]:
-    """The inputs of a warm-up, by rows: those of the first sample.
+    """Yield the row counts of a warm-up, each with inputs from the first sample.
 
     Raises:
         ConfigurationError: the sample does not fit the signature.
-        NotMadeUpError: there is none, and none can be made up.
+        NotMadeUpError: there is no sample, and none can be made up.
     """
     _, sample = next(_samples(signature, config, directory))
     return _sized(sample, signature, config)
@@ -88,7 +88,7 @@ def _samples(
 
 
 def _sizes(sample: Inputs, signature: Signature, config: ModelConfig) -> Iterator[int]:
-    """Powers of two, and the limit itself."""
+    """Yield the powers of two below the limit, and the limit itself."""
     limit = 1
     if signature.batched:
         row_bytes = sum(array[:1].nbytes for array in sample.values())
