@@ -1,4 +1,4 @@
-"""Runs that may work a little later: how long to wait, how often, and for whom it is of no use."""
+"""Retries after transient errors: pauses, number of attempts, and requests that would be late."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from headrace.protocol.messages import Batch, Request
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 RUN_ATTEMPTS = 10
-"""A backend that is busy for five seconds is waited for, where deadlines allow."""
+"""Enough to wait five seconds for a busy backend, if deadlines allow."""
 PART_ATTEMPTS = 3
-"""Of a part of a batch that has been tried for so long already."""
+"""Attempts for a part of a batch, which has been retried as a whole already."""
 
 
 def pause_after(attempts: int, batch: Batch) -> float | None:
-    """Seconds until the next attempt, twice as long each time; None when there shall be none.
+    """Return the seconds until the next attempt, doubled each time; None if there is none left.
 
     Args:
         attempts: how often these requests have run together.
-        batch: in which they did.
+        batch: their batch.
     """
     most = PART_ATTEMPTS if batch.reason == "bisected" else RUN_ATTEMPTS
     if attempts >= most:
@@ -28,15 +28,13 @@ def pause_after(attempts: int, batch: Batch) -> float | None:
 
 
 def divide(requests: Sequence[Request], at_us: int) -> tuple[list[Request], list[Request]]:
-    """Those whose deadline lies after a moment (in epoch microseconds), and those for whom
-    whatever happens then comes too late.
-    """
+    """Split requests into (still in time, expired) at `at_us`, in epoch microseconds."""
     late = [one for one in requests if 0 < one.envelope.deadline_ms * 1000 <= at_us]
     return [one for one in requests if one not in late] if late else list(requests), late
 
 
 def apart(batch: Batch, requests: Sequence[Request]) -> list[Batch]:
-    """Each request as a batch of its own."""
+    """Return a batch for each request."""
     return [
         Batch(f"{batch.batch_id}.{place}", [request], "apart")
         for place, request in enumerate(requests)

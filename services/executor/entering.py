@@ -1,4 +1,7 @@
-"""How runs begin after unclean ends: marked, or alone (see `headrace.crash_isolation.run_gate`)."""
+"""Enter runs through the gate, marked or alone after a crash.
+
+See `headrace.crash_isolation.run_gate`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from headrace.protocol.messages import Batch, Request
 from headrace.services.executor.intake import PreparedBatch
 
 Outcome: TypeAlias = tuple[list[Request], list[Batch]]
-"""Requests that are done, and what is to be run apart."""
+"""Finished requests, and batches still to run."""
 
 
 class Isolating(Protocol):
@@ -19,11 +22,11 @@ class Isolating(Protocol):
 
     @property
     def gate(self) -> RunGate:
-        """Where runs begin."""
+        """Gate that every run enters."""
         ...
 
     def has_run(self, requests: Sequence[Request]) -> None:
-        """Acquit requests that were to run alone and have come to their end."""
+        """Clear isolated requests of suspicion once they have ended."""
         ...
 
 
@@ -40,18 +43,19 @@ class NotIsolating:
 async def enter_and_run(
     isolating: Isolating, taken: PreparedBatch, run: Callable[[], Awaitable[Outcome]]
 ) -> Outcome:
-    """Run requests when they may; only a run that ends leaves the gate (see there)."""
+    """Enter the gate, run, and leave it; a run that is cancelled or raises does not leave it."""
     gate, requests = isolating.gate, taken.batch.requests
     if is_isolated(requests[0]):
         await gate.enter_alone(alone_of(requests[0]))
         done = await run()
         gate.leave_alone()
-        # It has survived before anything else enters: nothing was awaited since it left.
+        # Clear it before any other run enters: there is no await since it left the gate.
         isolating.has_run(done[0])
         return done
     entry = taken.entry
     if entry is None:
         entry = await gate.enter(places_of(requests)) if gate.is_marking else gate.begin()
     done = await run()
+    # Not in a `finally`: after a failed run the next one would seem to have run alone.
     gate.leave(entry)
     return done

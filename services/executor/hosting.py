@@ -1,4 +1,4 @@
-"""Which kind of instance a version runs on, and what is logged when it is ready."""
+"""Create the instances of a version, and log when it is ready."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 
 
 def make_instance(version: ModelVersion, number: int, preparation: Preparation) -> Instance:
-    """One instance of a version, not yet entered."""
+    """Return one instance of a version, not yet entered."""
     instance = _make(version, number, preparation)
     instance.max_load_s = version.config.max_load_s
     return instance
@@ -49,7 +49,7 @@ def _make(version: ModelVersion, number: int, preparation: Preparation) -> Insta
 
 
 def _room_of(version: ModelVersion) -> Room | None:
-    """What its batches are gathered into. A model in Python may keep what it is given."""
+    """Return the size of its host blocks; None for Python models, which may keep their inputs."""
     config = version.config
     if config.backend == "python" or not config.io_binding:
         return None
@@ -71,10 +71,10 @@ def _on_device(version: ModelVersion) -> OnDevice:
 
 
 def open_device(name: str) -> Device:
-    """A device by its name; call it on the thread that will use it.
+    """Open a device by its name; call this on the thread that will use it.
 
     Raises:
-        ConfigurationError: it is not there.
+        ConfigurationError: the device does not exist.
     """
     if name == "cpu":
         return CpuDevice()
@@ -84,7 +84,7 @@ def open_device(name: str) -> Device:
 
 
 def tell_ready(version: ModelVersion) -> None:
-    """Log that a version is ready, and what was found out about it."""
+    """Log that a version is ready, and the findings about it."""
     log.info(
         Event.MODEL_READY,
         model=version.name,

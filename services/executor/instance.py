@@ -1,9 +1,9 @@
-"""One instance of a model version: a backend and the thread that all its calls are made on.
+"""One instance of a model version: a backend and the thread that makes all its calls.
 
-A run that is quicker than the way to the thread and back is made inline, on the event loop: the
-hand-off costs 20 to 60 microseconds, and more while the loop is busy, since the thread has to win
-the interpreter lock back. `Inline` decides by what runs took lately, and lets a model whose runs
-have become slow go back to its thread after one of them.
+A run that is quicker than the hand-off to the thread is made inline, on the event loop: the
+hand-off costs 20 to 60 microseconds, and more while the loop is busy, since the thread has to
+regain the interpreter lock. `Inline` decides by recent run times, so that a model whose runs
+become slow returns to its thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from headrace.telemetry.snapshots import DeviceSnapshot
 
 INLINE_BELOW_US = 200
 INLINE_CUT_OFF_S = 1.0
-"""A run on the event loop that takes longer is ended, and made again on the thread."""
+"""A longer run on the event loop is cancelled and repeated on the thread."""
 CANCEL_GRACE_S = 5.0
 MAX_LOAD_S = 600.0
 
@@ -39,10 +39,10 @@ log = structlog.get_logger(__name__)
 
 
 class Inline:
-    """Whether runs of a model are short enough for the event loop.
+    """Decide whether a model's runs are short enough for the event loop.
 
-    Judged by the last `window` runs, an even number: their median is below the limit, and all but
-    two of them (a machine that is busy otherwise stretches some) are not far above it.
+    Of the last `window` runs (an even number) the median must be below the limit, and all but two
+    (other work on the machine delays some) must be at most ten times the limit.
     """
 
     def __init__(self, limit_us: int = INLINE_BELOW_US, window: int = 16) -> None:
@@ -53,7 +53,7 @@ class Inline:
         self.allowed = False
 
     def observe(self, compute_us: int) -> None:
-        """Learn from a run."""
+        """Record a run's duration and update `allowed`."""
         recent_us, ordered_us, window = self._recent_us, self._ordered_us, self._window
         if len(recent_us) == window:
             del ordered_us[bisect_left(ordered_us, recent_us.popleft())]
@@ -67,18 +67,18 @@ class Inline:
 
 
 class Room(NamedTuple):
-    """How much memory the inputs of a batch may have: for so many rows, and never more bytes."""
+    """Memory for the inputs of a batch: enough for `rows`, and at most `limit_bytes`."""
 
     rows: int
     limit_bytes: int
 
 
 class Call:
-    """Something for the thread to do, after what it was given before.
+    """A call for the thread, made after the calls queued before it.
 
     Attributes:
-        done: its result, on the loop.
-        compute_us: how long it took, when it is done, unless it says so itself.
+        done: future of its result, on the loop.
+        compute_us: its duration once it is done, unless the call sets it itself.
     """
 
     __slots__ = ("compute_us", "done", "loop", "work")
@@ -88,29 +88,29 @@ class Call:
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[Any] = self.loop.create_future()
         self.compute_us = 0
-        # A failure that nobody waits for any more, of a run cut short, is no news to anyone.
+        # Retrieve the exception, so that asyncio does not report a cancelled run's failure.
         self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 def load_and_warm_up(backend: Backend) -> None:
-    """What every backend needs before its first run."""
+    """Load a backend and warm it up, as needed before its first run."""
     backend.load()
     backend.warm_up()
 
 
 class Instance:
-    """A backend in its thread. Entering loads and warms it up; leaving unloads it.
+    """A backend on its thread. Entering loads and warms it up; leaving unloads it.
 
     Args:
-        backend: not yet loaded.
-        name: of the thread.
-        max_execution_s: a run that takes longer is taken for hung and ended.
-        may_inline: the backend may run on the event loop's thread as well.
-        prepare: makes the backend ready, on its thread.
-        room: of the blocks that batches are gathered into; None: of each batch's own.
+        backend: the backend, not yet loaded.
+        name: name of the thread.
+        max_execution_s: a longer run is considered hung and cancelled.
+        may_inline: True if the backend may also run on the event loop's thread.
+        prepare: prepares the backend, on its thread.
+        room: size of the blocks that batches are gathered into; None: new memory for each batch.
 
     Attributes:
-        max_load_s: what has not loaded and warmed up by then has failed; to be set before.
+        max_load_s: time limit to load and warm up; set it before entering.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """Of its model, version and number."""
+        """Name of the thread: model, version and number."""
         return self._thread.name
 
     def device_memory(self) -> DeviceSnapshot | None:
-        """Of the device that it runs on, unless that is the host."""
+        """Return the memory of the instance's device; None if that is the host."""
         return None
 
     async def __aenter__(self) -> Self:
@@ -170,7 +170,7 @@ class Instance:
         done, _ = await asyncio.wait([call.done], timeout=self.max_load_s)
         if not done:
             self._backend.cancel()
-            # What is written in Python would otherwise hold the interpreter lock from now on.
+            # Also interrupt Python code, which would otherwise keep using the interpreter lock.
             interrupt(self._thread)
             done, _ = await asyncio.wait([call.done], timeout=CANCEL_GRACE_S)
             self._hangs = not done
@@ -184,12 +184,12 @@ class Instance:
         await self._end()
 
     async def _end(self) -> None:
-        """Cut short what runs, unload, and wait for the thread. The interpreter must not end
-        before it does: native code that is still running then would abort the process.
+        """Cancel the current run, unload, and join the thread. The interpreter must not end
+        before the thread: native code still running then would abort the process.
         """
         if self._thread.ident is None:  # it could not even be started
             return
-        # Before `unload` is begun, which is not to be cut short.
+        # Cancel before `unload` is queued, since `unload` must not be cancelled.
         self._backend.cancel()
         self._call(self._unload).done.add_done_callback(self._log_unload)
         self._calls.put(None)
@@ -197,7 +197,7 @@ class Instance:
             await asyncio.to_thread(self._thread.join, CANCEL_GRACE_S)
 
     def _unload(self) -> None:
-        """Free everything; the last call on the thread."""
+        """Unload the backend; the last call on the thread."""
         self._backend.unload()
 
     def _log_unload(self, done: asyncio.Future[Any]) -> None:
@@ -209,26 +209,26 @@ class Instance:
 
     @property
     def is_quick(self) -> bool:
-        """The next run is made on the loop: it would not go on while another one computes."""
+        """True if the next run is made on the loop, where it cannot overlap with other work."""
         return self._may_inline and self._inline.allowed and self._ahead is None
 
     def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:
-        """The inputs of a run of them together.
+        """Return the inputs of a run of all requests.
 
         Args:
-            requests: of one shape class.
-            fresh: into the block whose turn it is, where they hold until the fresh batch after
-                next is gathered; otherwise into memory of their own.
+            requests: requests of one shape class.
+            fresh: gather into the next block, which is reused by the fresh batch after next;
+                otherwise gather into new memory.
         """
         block = next(self._blocks) if fresh else None
         return gather(requests, self._backend.signature, block)
 
     def start_ahead(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
-        """Begin a run behind the one that is under way, if that can be; `run` then waits for it.
+        """Queue a run behind the current one; `run` then waits for it. False if not possible.
 
         Args:
-            inputs: from `gather`.
-            wanted: asked on the thread, before the run; if not, `run` raises `TooLate`.
+            inputs: the result of `gather`.
+            wanted: called on the thread before the run; if False, `run` raises `TooLate`.
         """
         if self.is_quick:
             return False
@@ -242,13 +242,13 @@ class Instance:
         return True
 
     async def run(self, inputs: Arrays) -> Arrays:
-        """Run once; `compute_us` tells afterwards how long it took.
+        """Run once and return the outputs; `compute_us` is then the duration.
 
         Raises:
-            TimeoutError: it took longer than `max_execution_s` and was ended.
-            TooLate: it was begun ahead, and is not wanted any more.
-            Fatal: it did not even end when told to.
-            Exception: whatever the backend raises.
+            TimeoutError: the run took longer than `max_execution_s` and was cancelled.
+            TooLate: the run was started ahead and is no longer wanted.
+            Fatal: the run did not end after it was cancelled.
+            Exception: any exception of the backend.
         """
         if self._ahead is not None and self._ahead[0] is inputs:
             (_, call), self._ahead = self._ahead, None
@@ -264,11 +264,11 @@ class Instance:
         return await self.finish(self.begin(inputs))
 
     def begin(self, inputs: Arrays) -> Call:
-        """Begin a run on the thread, behind what that was given before."""
+        """Queue a run on the thread, behind earlier calls."""
         return self._call(lambda: self._backend.run(inputs))
 
     async def finish(self, call: Call) -> Arrays:
-        """Wait for a run that was begun. See `run`."""
+        """Wait for a queued run and return its outputs; see `run`."""
         try:
             outputs = await self._bounded(call)
         except TooLate:
@@ -284,7 +284,7 @@ class Instance:
         self._inline.observe(call.compute_us)
 
     def _on_the_loop(self, inputs: Arrays) -> Arrays:
-        """Run here and now; the thread, which is idle meanwhile, watches how long it takes."""
+        """Run on the loop; the idle thread meanwhile cancels the run if it takes too long."""
         self._inline_since_s = time.monotonic()
         began = time.perf_counter_ns()
         try:
@@ -312,7 +312,7 @@ class Instance:
         raise TimeoutError(f"the run took longer than max_execution_s = {self._max_execution_s}")
 
     def _cancel(self, call: Call) -> None:
-        """End a call, unless it has ended by itself meanwhile and another one is under way."""
+        """Cancel a call, unless it has ended and the thread runs another one."""
         if self._current is call:
             self._backend.cancel()
 
@@ -339,42 +339,42 @@ class Instance:
 
 
 def serve_calls(next_call: Callable[[], Call | None]) -> None:
-    """What a thread does: calls, one after the other, until there is none."""
+    """Make calls one after the other until `next_call` returns None; a thread's main function."""
     while (call := next_call()) is not None:
         result: Any = None
         error: Exception | None = None
         began = time.perf_counter_ns()
         try:
             result = call.work()
-        except StopIteration as raised:  # which no future takes
+        except StopIteration as raised:  # futures do not accept it
             error = _as_error(raised)
         except Exception as raised:  # noqa: BLE001 - it is raised again by who awaits
             error = raised
         except BaseException as raised:  # noqa: BLE001 - a model must not end the process
             error = _as_error(raised)
-        # The work knows its call, and through it the outputs: all of them would live in a circle.
+        # The work refers to its call, and so to the outputs: break the reference cycle.
         call.work = _nothing
         call.compute_us = call.compute_us or (time.perf_counter_ns() - began) // 1000
         try:
             call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, so no caller waits
             return
 
 
 class TooLate(Exception):
-    """A run that was begun ahead is not wanted any more by the time that its turn has come."""
+    """Raised for a run that was started ahead, but is no longer wanted when it would begin."""
 
 
 class _CutOffError(Exception):
-    """A run on the event loop took so long that it was ended."""
+    """A run on the event loop was cancelled because it took too long."""
 
 
 def _nothing() -> None:
-    """What is left of the work of a call that was served."""
+    """Do nothing: the work of a call that has been made."""
 
 
 def _as_error(raised: BaseException) -> RuntimeError:
-    """What a model raised to end a thread, a task or the process, as an error of the model's."""
+    """Return as a model's error what it raised to end a thread, a task or the process."""
     error = RuntimeError(describe(raised))
     error.__cause__ = raised
     return error

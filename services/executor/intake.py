@@ -1,9 +1,8 @@
-"""What an instance runs next: fresh batches, pulled ahead while it computes, and failed ones.
+"""Prefetch: choose an instance's next batch among fresh batches, failed parts, and retries.
 
-While a run of some length is under way, the next batch is pulled just in time and gathered into
-the block that is not in use, so that it can begin when the run ends. Parts of failed batches and
-fresh batches take turns. A batch that the backend could not run now waits for its moment, while
-others run.
+During a run of some length, the next batch is pulled just in time and gathered into the unused
+block, so that it can begin when the run ends. Parts of failed batches alternate with fresh
+batches. A batch that failed with a transient error is retried after a pause, while others run.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from headrace.protocol.messages import Batch, Request
 from headrace.transport.channels import BatchConsumer
 
 AHEAD_FROM_US = 2000
-"""The timers of the event loop have steps of a millisecond: shorter runs are not looked beyond."""
+"""Runs shorter than this are not prefetched for: event loop timers have steps of 1 ms."""
 LEAD_US = 1000
-"""By so much more than gathering takes the next batch closes before the run's predicted end."""
+"""Lead of the next batch's close on the run's predicted end, besides the time for gathering."""
 
 
 class PreparedBatch(NamedTuple):
     """A batch to run.
 
     Attributes:
-        ended: those of its requests that were no longer wanted when it was gathered.
-        requests: the others.
-        arrays: their rows; None while they are not gathered.
+        ended: requests that had expired or been revoked when it was gathered.
+        requests: the other requests.
+        arrays: their gathered rows; None while they are not gathered.
         began_us, gathered_us: when gathering began and ended, in epoch microseconds.
-        clock: of these stamps, and of those of its run; None where gathering has not begun.
-        fresh: it has not run before.
+        clock: clock of these times and of the run's; None if gathering has not begun.
+        fresh: True if the batch has not run before.
         attempts: how often these requests have run together.
-        entry: of its run, if that was begun behind the one before it.
+        entry: gate entry of its run, if that was started behind the previous run.
     """
 
     batch: Batch
@@ -54,12 +53,12 @@ class PreparedBatch(NamedTuple):
 
     @property
     def started(self) -> bool:
-        """Whether its run was begun already."""
+        """True if its run has been started."""
         return self.entry is not None
 
 
 class _Later(NamedTuple):
-    """A batch to be run again, at a moment of the loop's clock; the earliest sorts first."""
+    """A batch to retry at a time of the loop's clock; the earliest sorts first."""
 
     at_s: float
     number: int
@@ -68,12 +67,12 @@ class _Later(NamedTuple):
 
 
 class Prefetch:
-    """One instance's batches.
+    """Supply one instance with batches.
 
     Args:
-        puller: of fresh ones.
-        gather: makes one ready, ahead of its turn.
-        tasks: the instance's own; what pulls ahead belongs to them.
+        puller: consumer of fresh batches.
+        gather: gathers a batch ahead of its run.
+        tasks: the instance's task group, in which batches are pulled ahead.
     """
 
     def __init__(
@@ -93,16 +92,17 @@ class Prefetch:
         self._gathering_us = 0
 
     def put_aside(self, parts: Iterable[Batch]) -> None:
-        """Parts of a batch that failed: they are run when it is their turn."""
+        """Queue the parts of a failed batch; they alternate with fresh batches."""
         self._parts.extend(parts)
 
     def put_off(self, batch: Batch, pause_s: float, attempts: int) -> None:
-        """A batch that may work later: it is run after a pause."""
+        """Schedule a batch to be retried after a pause."""
         at_s = asyncio.get_running_loop().time() + pause_s
         heappush(self._later, _Later(at_s, next(self._numbers), batch, attempts))
 
     async def next(self) -> PreparedBatch | None:
-        """The next batch; None when there will be no more."""
+        """Return the next batch; None when there will be no more."""
+        # Order: a started run (it holds the thread), a due retry, then parts and fresh batches.
         begun = self._begun()
         if begun is not None:
             return begun
@@ -115,8 +115,8 @@ class Prefetch:
         return await (self._fresh_or_due() if self._later else self._fresh())
 
     def _begun(self) -> PreparedBatch | None:
-        """A batch whose run was begun ahead. What is begun now would wait for it on the thread,
-        where neither its deadlines nor its time are looked at.
+        """Return the batch whose run was started ahead, or None. Another run started now would
+        queue behind it on the thread, where deadlines and run time are not checked.
         """
         pulling = self._pulling
         taken = pulling.result() if pulling is not None and pulling.done() else None
@@ -133,7 +133,9 @@ class Prefetch:
         return _of(batch, fresh=False)._replace(attempts=attempts)
 
     async def _fresh_or_due(self) -> PreparedBatch | None:
-        """Whatever comes first. Nobody cancels a pull, whose batch would be lost with it."""
+        """Return a fresh batch or a due retry, whichever is first. The pull is never cancelled:
+        its batch would be lost.
+        """
         if self._pulling is None:
             self._pulling = self._tasks.create_task(self._pull(), name="executor-pull")
         self._puller.hurry()
@@ -146,11 +148,11 @@ class Prefetch:
         return self._due()
 
     def look_ahead(self, now_us: int, run_us: int | None) -> None:
-        """A run begins that is predicted to take so long: have the next batch ready at its end."""
+        """Prefetch the next batch so that it is ready at the predicted end of the starting run."""
         if run_us is None or run_us < AHEAD_FROM_US or self._parts or self._pulling is not None:
             return
         if self._later and self._wait_s() <= 0:
-            return  # it is its turn
+            return  # a retry is due next
         close_at_us = now_us + run_us - LEAD_US - 2 * self._gathering_us
         self._pulling = self._tasks.create_task(
             self._pull_ahead(max(now_us, close_at_us)), name="executor-pull-ahead"
@@ -161,7 +163,7 @@ class Prefetch:
         if batch is None:
             return None
         taken = self._gather(batch)
-        # Forgets slowly, since what comes late costs more than what comes early.
+        # Decay slowly: a batch that is late costs more than one that is early.
         self._gathering_us = max(
             taken.gathered_us - taken.began_us, self._gathering_us - self._gathering_us // 8
         )
@@ -170,7 +172,7 @@ class Prefetch:
     async def _fresh(self) -> PreparedBatch | None:
         pulling, self._pulling = self._pulling, None
         if pulling is not None:
-            if not pulling.done():  # the run has ended earlier than was predicted
+            if not pulling.done():  # the run ended earlier than predicted
                 self._puller.hurry()
             return await pulling
         return await self._pull()
@@ -180,7 +182,7 @@ class Prefetch:
         return None if batch is None else _of(batch)
 
     def _fresh_now(self) -> PreparedBatch | None:
-        """A fresh batch, if there is one now."""
+        """Return a fresh batch if one is available now, or None."""
         if self._pulling is None:
             batch = self._puller.take()
             return None if batch is None else _of(batch)
