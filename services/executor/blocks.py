@@ -1,9 +1,9 @@
 """Host blocks: the memory that the rows of an instance's batches are gathered into.
 
-An instance has two, which take turns, so that the next batch can be gathered while one computes.
-A block has a part for each input, sized by the model's tensors, and is not allocated again once
-the largest batch has been seen. For each number of rows and shape it hands out the same arrays
-each time (`headrace.models.backend.Placed`), so that a backend binds their addresses once.
+An instance uses two alternately, so that the next batch can be gathered while one computes. A
+block has a part for each input, sized by the model's tensors, and is not reallocated once the
+largest batch has been seen. It returns the same arrays for the same rows and shapes
+(`headrace.models.backend.Placed`), so that a backend binds their addresses once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class HostBlock:
     """Memory for the inputs of one batch.
 
     Args:
-        signature: of a model whose inputs are all of fixed size, see `fits`.
-        rows: of the largest batch.
-        limit_bytes: a part never grows beyond it; what is larger has no place here.
+        signature: signature of a model for which `fits` is true.
+        rows: rows of the largest batch.
+        limit_bytes: upper bound of a part; larger inputs are not gathered here.
     """
 
     def __init__(self, signature: Signature, rows: int, limit_bytes: int) -> None:
@@ -56,16 +56,16 @@ class HostBlock:
 
     @staticmethod
     def fits(signature: Signature) -> bool:
-        """Whether elements of all inputs have a size that is known beforehand."""
+        """Return True if the elements of all inputs have a fixed size."""
         return all(DATATYPES[spec.datatype].itemsize for spec in signature.inputs)
 
     def gather(self, requests: Sequence[Request]) -> Placed | None:
-        """The inputs of one run, each request's rows after the other's; None: no place for them.
+        """Return the inputs of one run, with the requests' rows in order; None if too large.
 
-        What was gathered here before is gone.
+        Overwrites the batch gathered before.
 
         Args:
-            requests: of one shape class, checked against the signature.
+            requests: requests of one shape class, checked against the signature.
         """
         shapes = self._shapes_of(requests)
         place = self._places.get(shapes) or self._lay_out(shapes)
@@ -83,7 +83,7 @@ class HostBlock:
         return tuple([(rows, *tensor.shape[1:]) for tensor in first])
 
     def _lay_out(self, shapes: Shapes) -> _Place | None:
-        """The arrays of a batch whose shapes are new here."""
+        """Create the arrays for new shapes; return None if an input is too large."""
         arrays = Placed()
         parts: list[memoryview] = []
         for position, shape in enumerate(shapes):
@@ -108,7 +108,7 @@ class HostBlock:
 
 
 def copy_rows(requests: Sequence[Request], position: int, target: memoryview) -> None:
-    """One input of all requests, one after another, into memory of exactly their size."""
+    """Copy one input of all requests, in order, into memory of exactly their size."""
     contents = [request.inputs[position].data for request in requests]
     if len(contents[0]) < _COPY_EACH_BYTES:
         target[:] = b"".join(contents)
@@ -121,12 +121,12 @@ def copy_rows(requests: Sequence[Request], position: int, target: memoryview) ->
 
 
 def _known_bytes(shape: Sequence[int], itemsize: int, rows: int) -> int:
-    """Of the largest batch; of what has free dimensions besides, as if each were 1."""
+    """Return the size of an input of the largest batch, with 1 for each free dimension."""
     return rows * itemsize * math.prod(size for size in shape[1:] if size > 0)
 
 
 def _aligned(size_bytes: int) -> NDArray[np.uint8]:
-    """Memory that begins where vector instructions like it best."""
+    """Allocate memory aligned for vector instructions."""
     memory = np.empty(size_bytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
     return memory[start : start + size_bytes]

@@ -1,8 +1,9 @@
-"""Requests decide on batching where made-up inputs could not: some are run together, and compared.
+"""Batch-safety sampling: decide on batching with real requests if generated inputs could not.
 
-The answers come from runs of their own, before and after; what is learned here is a verdict. The
-measures are those of `headrace.models.probe`: alone and batched within the tolerance, and to the
-bit the same whoever the mates are.
+Sampled requests are run alone and together, and the outputs are compared. Their answers come from
+separate runs; the result here is only a verdict. The criteria are those of
+`headrace.models.probe`: alone and batched agree within the tolerance, and outputs are identical to
+the bit whatever other requests are in the batch.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Request
 
 AGREEMENTS = 16
-"""So many batches that agree make a version batchable."""
+"""Number of agreeing batches that make a version batchable."""
 SAMPLED = 16
-"""After as many batches, one of so many is looked at."""
+"""After the first `AGREEMENTS` batches, one in this many is compared."""
 
 Run = Callable[[Arrays], Awaitable[Arrays]]
 Gather = Callable[[Sequence[Request]], Arrays]
 
 
 class Outcome(StrEnum):
-    """What a batch of requests has shown."""
+    """Result of comparing one batch of requests."""
 
     AGREED = "agreed"
     DIFFERED = "differed"
@@ -38,10 +39,10 @@ class Outcome(StrEnum):
 
 
 class Comparison:
-    """Of one version, until there is a verdict.
+    """Comparison of one version's runs until there is a verdict.
 
     Attributes:
-        verdict: None while more has to be seen.
+        verdict: None until it is decided.
     """
 
     def __init__(self, version: ModelVersion) -> None:
@@ -54,15 +55,15 @@ class Comparison:
         self.verdict: Verdict | None = None
 
     def takes(self) -> bool:
-        """Whether the batch at hand is one to look at."""
+        """Count a batch; return True if it should be compared."""
         self._offered += 1
         return self._offered <= AGREEMENTS or self._offered % SAMPLED == 0
 
     async def hold(self, requests: Sequence[Request], gather: Gather, run: Run) -> Outcome:
-        """Run requests alone and together.
+        """Run requests alone and together, and return what the comparison shows.
 
         Raises:
-            Fatal: the instance is of no more use.
+            Fatal: the instance cannot be used any more.
         """
         try:
             alone = [await run(gather([request])) for request in requests]
@@ -83,7 +84,7 @@ class Comparison:
     async def _compare(
         self, requests: Sequence[Request], alone: Sequence[Arrays], batch: Arrays, run: Run
     ) -> str:
-        """What is wrong, or an empty string."""
+        """Return why batching is unsafe, or an empty string."""
         together = await run(batch)
         staying = requests[0].rows
         others = await run(_among_itself(batch, staying))
@@ -121,12 +122,12 @@ class Comparison:
         return Outcome.AGREED
 
     def _all_alike(self, alone: Sequence[Arrays]) -> bool:
-        """Equal answers to all would be equal in any company."""
+        """True if all answers are equal: they would show nothing about other batch members."""
         return all(
             identical(alone[0][name], outputs[name]) for outputs in alone for name in self._names
         )
 
 
 def _among_itself(batch: Arrays, rows: int) -> Arrays:
-    """A batch in which the first rows, repeated, have taken the places of all others."""
+    """Return a batch of the same size that repeats the first `rows` rows."""
     return {name: array[np.arange(len(array)) % rows] for name, array in batch.items()}

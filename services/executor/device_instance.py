@@ -1,12 +1,12 @@
-"""An instance whose batches go round a ring.
+"""An instance whose batches pass through a ring of slots on a device.
 
-Two threads: the *dispatcher* loads the model and enqueues each batch, which takes microseconds;
-the *reaper* sleeps until the answers are there and copies them out of the ring. The loop gathers
-the next batch into a free slot meanwhile, and has it enqueued behind the one that computes, so
-that its rows are on the device when that one ends.
+It has two threads: the *dispatcher* loads the model and enqueues each batch, which takes
+microseconds; the *reaper* waits for the answers and copies them out of the ring. Meanwhile the
+loop gathers the next batch into a free slot and enqueues it behind the running one, so that its
+rows are on the device when that one ends.
 
-What does not fit into the ring (a request of more rows than the largest batch, a part of a batch
-that failed, all batches of a model whose shapes are free) takes the plain way of `Instance`.
+Batches that do not fit into the ring (a request with more rows than the largest batch, a part of a
+failed batch, all batches of a model with dynamic shapes) run as in `Instance`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
 
 GRAPH_RUNS = 3
-"""Of each bucket before it is used: ONNX Runtime captures a graph at the third run."""
+"""Runs of each bucket before it is used: ONNX Runtime captures a graph at the third run."""
 MEMORY_PERIOD_S = 1.0
 
 log = structlog.get_logger(__name__)
@@ -51,10 +51,10 @@ class OnDevice(NamedTuple):
 
     Attributes:
         open_device: called on the dispatcher's thread.
-        max_rows: of the largest batch.
-        ring: use one, where the model's shapes allow it.
-        graphs: capture one for each bucket.
-        needs: bytes of the device's memory besides the ring, by what they are for.
+        max_rows: rows of the largest batch.
+        ring: use a ring if the model's shapes allow it.
+        graphs: capture a graph for each bucket.
+        needs: device memory in bytes besides the ring, by purpose.
     """
 
     open_device: Callable[[], Device]
@@ -65,7 +65,7 @@ class OnDevice(NamedTuple):
 
 
 class Loaded(Placed):
-    """A batch in a slot; its rows cannot be seen here."""
+    """A batch in a slot; its rows are not accessible as arrays."""
 
     __slots__ = ("call", "rows", "slot")
 
@@ -77,17 +77,17 @@ class Loaded(Placed):
 
 
 class DeviceInstance(Instance):
-    """See `Instance`; entering it opens the device too.
+    """An `Instance` on a device; entering it opens the device too.
 
     Args:
-        backend: not yet loaded.
-        name: of the dispatcher's thread.
-        where: the device, and what of it.
-        max_execution_s: a run that takes longer is taken for hung and ended.
-        prepare: makes the backend ready, on the dispatcher's thread.
+        backend: the backend, not yet loaded.
+        name: name of the dispatcher's thread.
+        where: the device, and how to use it.
+        max_execution_s: a longer run is considered hung and cancelled.
+        prepare: prepares the backend, on the dispatcher's thread.
 
     Attributes:
-        memory: of the device, a moment ago; None before it is open, and for the CPU.
+        memory: recent state of the device's memory; None before it is open, and for the CPU.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class DeviceInstance(Instance):
             )
 
     def _bind(self, ring: Ring, plan: RingPlan) -> None:
-        """Every bucket to the ring's own inputs and outputs, the largest first."""
+        """Bind every bucket to the ring's inputs and outputs, the largest first."""
         inputs = {name: block.address for name, block in ring.inputs.items()}
         outputs = {name: block.address for name, block in ring.outputs.items()}
         sizes = buckets(plan.max_rows)
@@ -176,8 +176,8 @@ class DeviceInstance(Instance):
         submitted_ns = time.perf_counter_ns()
         try:
             self._ring.submit(loaded.slot, rows, self._runs[bucket], bucket)
-        except Exception as raised:  # noqa: BLE001 - whatever it is, it is told as the end
-            # Nobody knows what was enqueued, so that the slot can never be filled again.
+        except Exception as raised:  # noqa: BLE001 - any error here is reported as fatal
+            # It is unknown what was enqueued, so the slot can never be filled again.
             error = raised if isinstance(raised, Fatal) else Fatal(f"{self.name}: {raised}")
             reap.work = lambda: _raise(error)
         else:
@@ -193,7 +193,7 @@ class DeviceInstance(Instance):
         self.memory = device.memory()
 
     def _unload(self) -> None:
-        """Streams and memory are given back by the thread that asked for them."""
+        """Unload, and free streams and memory on the thread that allocated them."""
         try:
             super()._unload()
         finally:
@@ -221,7 +221,7 @@ class DeviceInstance(Instance):
             arrays[spec.name] = content.view(DATATYPES[spec.datatype].dtype).reshape(shape)
         return self._streaming.label(arrays)
 
-    # --- the loop's -----------------------------------------------------------------------------
+    # --- the event loop -------------------------------------------------------------------------
 
     def device_memory(self) -> DeviceSnapshot | None:
         device, memory = self._device, self.memory
@@ -243,7 +243,7 @@ class DeviceInstance(Instance):
         self._reaps.put(None)
 
     def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:
-        """See `Instance.gather`; what is gathered `fresh` has to be run."""
+        """See `Instance.gather`; a `fresh` batch takes a slot, so it must be run."""
         ring, plan = self._ring, self._plan
         rows = sum(request.rows for request in requests)
         if ring is None or plan is None or not fresh or rows > plan.max_rows:
@@ -260,14 +260,14 @@ class DeviceInstance(Instance):
         return Loaded(slot, rows)
 
     def start_ahead(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
-        """Enqueue a batch behind the one that computes, if it is wanted now."""
+        """Enqueue a batch behind the running one; see `Instance.start_ahead`."""
         if not isinstance(inputs, Loaded):
             return super().start_ahead(inputs, wanted)
         self.begin(inputs)
         return True
 
     def _cancel(self, call: Call) -> None:
-        """Nothing on a device can be ended; on the CPU, where a ring has no use, it can."""
+        """Cancel a run; this works on the CPU only, not for work enqueued on a device."""
         self._streaming.cancel()
 
     def begin(self, inputs: Arrays) -> Call:
@@ -278,13 +278,13 @@ class DeviceInstance(Instance):
             self._call(lambda: self._dispatch(inputs, reap))
             ring, slot = self._ring, inputs.slot
             assert ring is not None
-            # Before anybody who waits for the answers goes on.
+            # Registered first: the slot is free before the caller that waits for answers resumes.
             reap.done.add_done_callback(lambda _: ring.release(slot))
         return inputs.call
 
 
 def _repeat_last(array: NDArray[np.uint8], stop: int, row_bytes: int, times: int) -> None:
-    """Pad with copies of the last row: nobody's data is run with another batch's."""
+    """Pad with copies of the last row, so that no rows of an earlier batch are run."""
     padded = array[stop : stop + times * row_bytes].reshape(times, row_bytes)
     padded[:] = array[stop - row_bytes : stop]
 

@@ -1,4 +1,4 @@
-"""Requests whose outputs are not finite fail, each for its own rows, where a model wants that."""
+"""Output checks: fail requests with non-finite output rows, for models configured so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROWS_TOLD = 10
 
 
 def refuse_nonfinite(requests: Sequence[Request], signature: Signature, outputs: Arrays) -> None:
-    """Fail the requests that have NaN or an infinity in their rows; the others are left alone."""
+    """Fail the requests that have NaN or infinity in their own rows."""
     for spec in signature.outputs:
         if not spec.datatype.startswith(("FP", "BF")):
             continue
@@ -38,7 +38,7 @@ def refuse_nonfinite(requests: Sequence[Request], signature: Signature, outputs:
 
 
 def _refuse_padded(requests: Sequence[Request], name: str) -> None:
-    """By what is left of their outputs: padding has been cut off."""
+    """Check the requests' own outputs, from which padding has been removed."""
     for request in requests:
         own = [to_array(one) for one in request.outputs or () if one.name == name]
         for array in own:

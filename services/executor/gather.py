@@ -1,4 +1,4 @@
-"""Many requests' tensors into one run's arrays, and the run's outputs back into tensors."""
+"""Gather requests' tensors into one run's arrays, and scatter its outputs to the requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_
 from headrace.services.executor.blocks import HostBlock
 
 IN_PLACE_FROM_BYTES = 65536
-"""A single request's bytes of this size are run where they lie: a copy would cost more than to
-bind them."""
+"""A single request of at least this size runs in place: copying costs more than binding it."""
 
 
 def gather(
     requests: Sequence[Request], signature: Signature, block: HostBlock | None = None
 ) -> dict[str, NDArray[np.generic]]:
-    """The inputs of one run, each request's rows after the other's.
+    """Return the inputs of one run, with the requests' rows in order.
 
-    The requests are of one shape class. The rows of several are copied once, into the block if
-    there is one and they have a place in it; a large single request is not copied at all.
+    The requests are of one shape class. The rows of several requests are copied once, into the
+    block if there is one and they fit; a large single request is not copied.
     """
     if signature.buckets:
         pad(requests, signature)
@@ -41,7 +40,7 @@ def gather(
 
 
 def _joined(requests: Sequence[Request], signature: Signature) -> dict[str, NDArray[np.generic]]:
-    """In memory of their own."""
+    """Return the requests' rows joined in new memory."""
     rows = sum(request.rows for request in requests)
     arrays: dict[str, NDArray[np.generic]] = {}
     for place, spec in enumerate(signature.inputs):
@@ -82,7 +81,7 @@ def scatter(requests: Sequence[Request], signature: Signature, outputs: Arrays) 
 
 
 class _Heads(dict[int, tuple[Head, ...]]):
-    """Of the outputs of a run's requests, by their numbers of rows; of texts, made anew."""
+    """Cache of output headers (name, datatype, shape) by row count; not for BYTES outputs."""
 
     def __init__(self, signature: Signature, outputs: Arrays) -> None:
         self._batched = signature.batched

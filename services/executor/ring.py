@@ -1,7 +1,7 @@
-"""The ring: the order in which batches go to a device, through it, and back.
+"""The ring: the order in which batches are copied to a device, computed, and copied back.
 
-Three slots go round. While batch k computes, the rows of k+1 are copied in and the results of k-1
-are copied out, each on a stream of its own:
+It has three slots. While batch k computes, the rows of k+1 are copied in and the results of k-1
+are copied out, each on its own stream:
 
     loop         gathers the rows into the slot's host blocks
     copy-in      host → staged                                        · records *landed*
@@ -11,10 +11,10 @@ are copied out, each on a stream of its own:
     reaper       waits for *ready*
     loop         takes the answers, and releases the slot
 
-The model's own input and output are at one address each, for all slots: a CUDA graph is captured
-with addresses in it. What reads and writes them is on the compute stream alone, which orders it.
-All other blocks belong to a slot, and a slot is filled again only after somebody has waited for
-*ready*, which comes after every operation on its blocks. See docs/device.md.
+The model's own input and output have one fixed address each, for all slots, because a CUDA graph
+is captured with addresses. Only the compute stream reads and writes them, which orders the
+accesses. All other blocks belong to a slot, and a slot is filled again only after the reaper has
+waited for *ready*, which comes after every operation on its blocks. See docs/device.md.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class TensorPlan(NamedTuple):
     """One input or output of the model in the ring.
 
     Attributes:
-        row_bytes: of one row as it travels between host and device.
-        model_row_bytes: of one row as the model has it.
-        widening: what makes the second of the first; None where both are the same. Inputs only.
-        row_shape: of one row as the model has it, for the widening.
+        row_bytes: size of one row as copied between host and device.
+        model_row_bytes: size of one row as the model uses it.
+        widening: converts copied rows to the model's; None if they are the same. Inputs only.
+        row_shape: shape of one row as the model uses it, for the widening.
     """
 
     name: str
@@ -49,10 +49,10 @@ class TensorPlan(NamedTuple):
 
 
 class RingPlan(NamedTuple):
-    """What a ring is made for.
+    """Tensors and size of a ring.
 
     Attributes:
-        max_rows: the rows of the largest bucket.
+        max_rows: rows of the largest bucket.
     """
 
     inputs: tuple[TensorPlan, ...]
@@ -61,21 +61,21 @@ class RingPlan(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        """What the blocks of a ring take of the device's memory."""
+        """Device memory that the ring's blocks take, in bytes."""
         travelling = sum(each.row_bytes for each in self.inputs + self.outputs)
         resident = sum(each.model_row_bytes for each in self.inputs + self.outputs)
         return self.max_rows * (SLOTS * travelling + resident)
 
 
 class Slot:
-    """One place in the ring.
+    """One slot of the ring.
 
     Attributes:
-        host: where the rows are gathered, one block for each input.
-        answers: where the results arrive, one block for each output.
-        rows: of the batch that is in it.
-        bucket: of the run that it goes through: `rows`, and those that pad it.
-        error: what the model raised, if it did; there are no answers then.
+        host: blocks that rows are gathered into, one for each input.
+        answers: blocks that results are copied to, one for each output.
+        rows: rows of its batch.
+        bucket: rows of its run: `rows` and padding.
+        error: the model's exception, or None; with an error there are no answers.
     """
 
     __slots__ = (
@@ -112,15 +112,15 @@ class Slot:
 class Ring:
     """The schedule of one instance on its device.
 
-    `take` and `release` are the loop's, `submit` is the dispatcher's and `collect` the reaper's;
-    a slot is handed from one to the next, never shared.
+    The loop calls `take` and `release`, the dispatcher `submit`, and the reaper `collect`; a slot
+    is passed from one to the next and never shared.
 
     Args:
-        device: what holds the blocks.
-        plan: how large they are.
+        device: the device that holds the blocks.
+        plan: the sizes of the blocks.
 
     Attributes:
-        inputs, outputs: the model's own, by name.
+        inputs, outputs: the model's own blocks, by name.
         compute: the stream that the model runs on.
     """
 
@@ -149,26 +149,26 @@ class Ring:
         self._free = deque(Slot(device, plan, number) for number in range(SLOTS))
 
     def take(self) -> Slot | None:
-        """A slot to be filled; None while all are under way."""
+        """Return a free slot; None while all are in use."""
         return self._free.popleft() if self._free else None
 
     def submit(
         self, slot: Slot, rows: int, enqueue: Callable[[], None], bucket: int | None = None
     ) -> None:
-        """Enqueue everything for a batch whose rows are in the slot's host blocks.
+        """Enqueue all operations for a batch whose rows are in the slot's host blocks.
 
-        An error of the model's is kept in the slot; it is for `collect` to wait for what was
-        enqueued until then, like for a batch that went well.
+        A model's error is kept in the slot; `collect` still waits for the operations enqueued
+        before it, as for a successful batch.
 
         Args:
-            slot: from `take`, filled.
-            rows: how many are in it.
-            enqueue: a run of the model on the compute stream.
-            bucket: the rows of that run, where they are more; those behind the batch's own are in
-                the host blocks as well, since the model's input still holds an earlier batch's.
+            slot: a filled slot from `take`.
+            rows: number of rows in it.
+            enqueue: enqueues a run of the model on the compute stream.
+            bucket: rows of that run, if more than `rows`; the padding must be in the host blocks
+                too, since the model's input still holds rows of an earlier batch.
 
         Raises:
-            Fatal: an error of the device's.
+            Fatal: the device failed.
         """
         slot.rows, slot.bucket, slot.error = rows, bucket or rows, None
         self._bring_in(slot)
@@ -182,7 +182,7 @@ class Ring:
             self._set_aside(slot)
         except Fatal:
             raise
-        except Exception as error:  # noqa: BLE001 - a model may raise anything; `collect` tells it
+        except Exception as error:  # noqa: BLE001 - a model may raise anything; kept in the slot
             slot.error = error
         self._bring_out(slot)
 
@@ -202,7 +202,7 @@ class Ring:
                 device.launch(work, self.compute, reads=(staged,), writes=(target,))
 
     def _set_aside(self, slot: Slot) -> None:
-        """Before the next run overwrites the model's outputs."""
+        """Copy the results to the slot, before the next run overwrites the model's outputs."""
         for tensor, result in zip(self._plan.outputs, slot.results, strict=True):
             source = self.outputs[tensor.name]
             self._device.copy(source, result, slot.rows * tensor.row_bytes, self.compute)
@@ -220,9 +220,9 @@ class Ring:
         device.record(slot.ready, self._copy_out)
 
     def collect(self, slot: Slot) -> None:
-        """Wait until the slot's answers are there, or its error is all that will come."""
+        """Wait until the slot's answers have arrived, or all its operations if it has an error."""
         self._device.synchronize(slot.ready)
 
     def release(self, slot: Slot) -> None:
-        """The answers are taken."""
+        """Return a slot whose answers have been copied out to the free ones."""
         self._free.append(slot)

@@ -1,4 +1,4 @@
-"""How large a ring is for a model, and for how many rows its runs are bound."""
+"""Plan a model's ring: its size, and the row counts that its runs are bound for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ STEP = 4
 
 
 def buckets(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that runs are bound for: each up to 4, then every fourth, and the largest.
+    """Return the row counts that runs are bound for: 1 to 4, every fourth, and the largest.
 
-    A batch is padded to the next one. Steps that grow, such as powers of two, waste more of a
+    A batch is padded to the next bucket. Growing steps, such as powers of two, waste more of the
     device than they save of its memory.
     """
     sizes = {*range(1, min(EACH_UP_TO, max_rows) + 1), *range(EACH_UP_TO, max_rows, STEP), max_rows}
@@ -24,7 +24,7 @@ def buckets(max_rows: int) -> tuple[int, ...]:
 
 
 def plan_ring(adaptation: Adaptation, max_rows: int) -> RingPlan | None:
-    """The ring of a model; None where it has no batch, or sizes that are known only by the run."""
+    """Return the plan of a model's ring; None if it is not batched or has dynamic sizes."""
     own = adaptation.own
     if not own.batched or not all(_is_fixed(spec) for spec in own.inputs + own.outputs):
         return None
