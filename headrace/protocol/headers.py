@@ -1,10 +1,10 @@
-"""The headers of records: what a request's say, and what its answer and its dead letter carry.
+"""Record headers: parse those of requests, and build those of answers and dead letters.
 
-Names and forms are those of others where there are any: `kafka_replyTopic`,
-`kafka_replyPartition`, `kafka_correlationId` and `kafka_dlt-*` are Spring for Apache Kafka's
-(`KafkaHeaders`), `traceparent` and `tracestate` W3C Trace Context's, `ce_*` CloudEvents' binary
-mode. Header names match exactly; the last value of a repeated one counts, and a null value is an
-absent header.
+Existing names and formats are used where there are any: `kafka_replyTopic`,
+`kafka_replyPartition`, `kafka_correlationId` and `kafka_dlt-*` are from Spring for Apache Kafka
+(`KafkaHeaders`), `traceparent` and `tracestate` from W3C Trace Context, `ce_*` from CloudEvents'
+binary mode. Header names match exactly; the last value of a repeated header counts, and a null
+value is an absent header.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ MSGPACK_TYPES = frozenset({"", MSGPACK, "application/vnd.msgpack", "application/
 """An absent header means MessagePack."""
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}
-"""Any other type is a payload that only its model's transform can read."""
+"""Any other type is a payload that only the model's transform can read."""
 
 MAX_PRIORITY = 100
-"""`x-priority` is between minus this and this."""
+"""`x-priority` is between `-MAX_PRIORITY` and this."""
 
 BY_CORRELATION = ("", -1, -1)
-"""What an empty `x-cancel` means: the request with the record's own `kafka_correlationId`."""
+"""Meaning of an empty `x-cancel`: the request with the record's own `kafka_correlationId`."""
 
 MAX_HEADER_BYTES = 512
-"""Of each header that is parsed; those that are only passed on may be longer."""
+"""Largest value of a parsed header; headers that are only copied may be longer."""
 
 MAX_SHOWN_NAME = 80
-"""Characters of a header's name in an error's text."""
+"""Most characters of a header's name in an error text."""
 
 _CLOUDEVENTS = "application/cloudevents"
 _LOOKED_AT_BYTES = 64
@@ -43,7 +43,7 @@ _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
 _INT32 = struct.Struct(">i")
 _INT64 = struct.Struct(">q")
 NO_HEADERS: Final = Envelope()
-"""What a record without headers says, where requests have no default timeout."""
+"""Envelope of a record without headers, if requests have no default timeout."""
 
 Header = tuple[str, bytes]
 Headers = Sequence[tuple[str, bytes | None]]
@@ -53,10 +53,10 @@ Headers = Sequence[tuple[str, bytes | None]]
 
 
 def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int) -> Envelope:
-    """What the headers of a request record say.
+    """Parse the headers of a request record.
 
-    Never raises: what is wrong with them is said in `fault`, and all that could be read is there
-    nevertheless, so that the error finds its way back. The deadline is the earlier of
+    Never raises: `fault` describes what is wrong with them, and all readable fields are set
+    nevertheless, so that the error answer can be routed. The deadline is the earlier of
     `x-deadline-ms` and `timestamp_ms` + `x-timeout-ms`; without either, `default_timeout_ms`
     counts from the timestamp (0: no deadline). A record without a timestamp (-1) has no timeouts.
     """
@@ -79,7 +79,7 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
         try:
             fields[position] = parse(value if len(value) <= MAX_HEADER_BYTES else _too_long(value))
         except ValueError as error:
-            if len(dict(headers)) < len(headers):  # it may be one that does not count
+            if len(dict(headers)) < len(headers):  # the fault may be in a value that does not count
                 return parse_envelope(_distinct(headers), timestamp_ms, default_timeout_ms)
             fault = fault or f"header {name}: {error}"
     fields[_MODEL], fields[_VERSION] = fields.pop()
@@ -91,35 +91,35 @@ def parse_envelope(headers: Headers, timestamp_ms: int, default_timeout_ms: int)
             fields[_DEADLINE], timeout_ms, timestamp_ms, default_timeout_ms
         )
     fields[_FAULT] = fault
-    # A third of the cost of calling a NamedTuple's class.
+    # A third of the cost of calling the NamedTuple class.
     return tuple.__new__(Envelope, fields)
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a header's name came as UTF-8; the log decodes others with `surrogateescape`."""
+    """True if a header's name is UTF-8; the log decodes other names with `surrogateescape`."""
     return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def name_fault(name: str) -> str | None:
-    """Return what is wrong with a header's name, if anything is."""
+    """Return what is wrong with a header's name; None if nothing is."""
     return None if is_utf8(name) else f"header {shown_name(name)}: expected a name in UTF-8"
 
 
 def shown_name(name: str) -> str:
-    """Return the beginning of a header's name as text that can be written anywhere."""
+    """Return the beginning of a header's name as valid UTF-8 text."""
     raw = name[:MAX_SHOWN_NAME].encode("utf-8", "surrogateescape")
     return raw.decode("utf-8", "backslashreplace") + ("..." if len(name) > MAX_SHOWN_NAME else "")
 
 
 def _distinct(headers: Headers) -> Headers:
-    """The last of each name, if it has a value."""
+    """Return the last header of each name, without null values."""
     return [(name, value) for name, value in dict(headers).items() if value is not None]
 
 
 def _earlier(
     deadline_ms: int, timeout_ms: int | None, timestamp_ms: int, default_timeout_ms: int
 ) -> int:
-    """The deadline with a timeout, the record's own or the default one; 0: there is none."""
+    """Return the deadline, after applying the record's or the default timeout; 0 if none."""
     if timeout_ms is None:
         if deadline_ms:
             return deadline_ms
@@ -233,14 +233,14 @@ def _shown(value: bytes) -> str:
 
 _Parse = Callable[[bytes], Any]
 
-# Each header's position among the fields of `parse_envelope`, and how it is read, if it is.
-# The first thirteen are those of `Envelope`; the last two are worked into them.
+# Index of each header among the fields of `parse_envelope`, and its parser, if it has one.
+# The first thirteen fields are those of `Envelope`; the last two are merged into them.
 _RULES: dict[str, tuple[int, _Parse | None]] = {
     "content-type": (0, _content_type),
     "kafka_correlationId": (1, None),
     "kafka_replyTopic": (2, _topic),
     "kafka_replyPartition": (3, _partition),
-    "x-deadline-ms": (4, _milliseconds(1)),  # 0 means none in an envelope, and here passed
+    "x-deadline-ms": (4, _milliseconds(1)),  # in an envelope 0 is none, here a past one
     "x-priority": (5, _priority),
     "x-tenant": (6, lru_cache(maxsize=1024)(_text)),
     "traceparent": (9, None),
@@ -271,28 +271,28 @@ OWN_HEADERS = frozenset(
         "x-timeout-ms",
     }
 )
-"""The `x-*` headers that Headrace gives a meaning, beside `x-replay-*`; others' are passed on."""
+"""The `x-*` headers that Headrace defines, besides `x-replay-*`; all others are copied."""
 
 _STAY = OWN_HEADERS | {"spring_json_header_types"} | _RULES.keys()
 _STAYING_PREFIXES = ("content-", "ce_", "kafka_", "retry_topic-", "x-replay-")
 
 
 def answer_content_type(request_content_type: str) -> str:
-    """What an answer is written in: the request's own type, or JSON for a raw payload."""
+    """Return the content type of an answer: the request's own, or JSON for a raw payload."""
     if request_content_type in MSGPACK_TYPES:
         return request_content_type or MSGPACK
     return JSON
 
 
 def begins_as_json(value: bytes | memoryview | None) -> bool:
-    """Return whether a value can only be a JSON object: no MessagePack map begins with a brace."""
+    """True if a value can only be a JSON object: no MessagePack map begins with a brace."""
     return value is not None and bytes(value[:_LOOKED_AT_BYTES]).lstrip()[:1] == b"{"
 
 
 def error_content_type(request: Request) -> str:
-    """Return what the error of a request is written in.
+    """Return the content type of the error answer to a request.
 
-    JSON that came without its content type is answered in JSON: its caller reads nothing else.
+    JSON without its content type is answered in JSON, the only format that its caller reads.
     """
     content_type = request.envelope.content_type
     if content_type in MSGPACK_TYPES and begins_as_json(request.value):
@@ -301,11 +301,11 @@ def error_content_type(request: Request) -> str:
 
 
 def answer_headers(request: Request, status: str, request_topic: str) -> list[Header]:
-    """The headers of a response record.
+    """Return the headers of a response record.
 
     `x-status` is `ok` or the code, `x-request` the identity of the request. The caller's own
-    headers are copied, except those that speak of the request alone. `traceparent` is the context
-    of the span that sends the answer, or the caller's own where the request is not sampled.
+    headers are copied, except those that concern only the request. `traceparent` is the context
+    of the span that sends the answer, or the caller's own if the request is not sampled.
     """
     return answers_headers([request], status, request_topic)[0]
 
@@ -313,7 +313,7 @@ def answer_headers(request: Request, status: str, request_topic: str) -> list[He
 def answers_headers(
     requests: Iterable[Request], status: str, request_topic: str
 ) -> list[list[Header]]:
-    """As `answer_headers` for each, in their order."""
+    """Return the `answer_headers` of each request, in order."""
     found: list[list[Header]] = []
     content_type, partition, place = "", -1, b""
     first, second = _first_two(content_type, status)
@@ -334,7 +334,7 @@ def answers_headers(
 
 
 def _add_callers(headers: list[Header], request: Request, envelope: Envelope) -> None:
-    """What the caller's headers bring into an answer's."""
+    """Add the headers of an answer that come from the caller's."""
     if envelope.correlation_id is not None:
         headers.append(("kafka_correlationId", envelope.correlation_id))
     trace = request.trace
@@ -356,11 +356,11 @@ def _first_two(request_content_type: str, status: str) -> tuple[Header, Header]:
 
 
 def travels(name: str) -> bool:
-    """Whether a header of a request is copied to its answer.
+    """True if a header of a request is copied to its answer.
 
-    One whose name is not UTF-8 is not: most clients cannot read it.
+    A header whose name is not UTF-8 is not copied: most clients cannot read it.
     """
-    # Callers choose names, so the cache has a bound in bytes, and not only in number.
+    # Callers choose the names, so long names are not cached: that bounds the cache in bytes.
     return _travels(name) if len(name) <= MAX_NAME_LENGTH else _may_travel(name)
 
 
@@ -379,12 +379,12 @@ _travels = lru_cache(maxsize=1024)(_may_travel)
 def dead_letter_headers(
     request: Request, failure: Failure, request_topic: str
 ) -> list[tuple[str, bytes | None]]:
-    """The headers of a dead letter: the request's, untouched, and where and why it failed.
+    """Return the headers of a dead letter: the request's, unchanged, and where and why it failed.
 
-    Those of an earlier failure are replaced, so that they do not pile up when a letter is sent
-    again; only `x-attempt` goes on from what the request says, which a redrive has counted up.
-    The `kafka_dlt-*` ones have the form that Spring's `DeadLetterPublishingRecoverer`
-    gives them: the topic as text, numbers big-endian (int32 or int64).
+    Those of an earlier failure are replaced, so that they do not accumulate over redrives; only
+    `x-attempt` continues from the request's value, which a redrive has incremented. The
+    `kafka_dlt-*` headers have the format of Spring's `DeadLetterPublishingRecoverer`: the topic
+    as text, numbers big-endian (int32 or int64).
     """
     attempt = dict(request.headers).get("x-attempt") or b""
     kept = [header for header in request.headers if not _is_of_dead_letter(header[0])]

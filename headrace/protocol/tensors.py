@@ -1,9 +1,9 @@
-"""Tensors as the Open Inference Protocol v2 carries them, and as NumPy arrays.
+"""Convert tensors between the Open Inference Protocol v2 and NumPy arrays.
 
 A tensor's bytes are raw, little-endian and row-major; `BYTES` elements are each preceded by
-their length in 4 bytes, little-endian. `check_tensor` judges shape and bytes before any array is
-made, in Python's integers, which do not overflow. Fixed-size datatypes become arrays, and arrays
-bytes, without a copy wherever the memory layout allows it.
+their length in 4 bytes, little-endian. `check_tensor` checks shape and bytes before any array is
+created, with Python's integers, which do not overflow. Tensors of fixed-size datatypes and arrays
+are converted without a copy wherever the memory layout allows it.
 
 Protocol: https://github.com/kserve/open-inference-protocol (REST, "Tensor Data Types") and, for
 the raw form, its binary tensor data extension.
@@ -26,22 +26,22 @@ from headrace.errors import Code, Rejected
 from headrace.protocol.messages import MAX_RANK, Tensor
 
 MAX_TENSOR_BYTES = 2**63 - 1
-"""What any array library can address; a shape beyond it is refused even where it is empty."""
+"""Limit of array libraries; a larger shape is refused even if the tensor is empty."""
 
 _LENGTH = struct.Struct("<I")
 
 _COPY_ROW_BYTES = 1024
-"""Rows of this size are sooner copied than viewed, and a copy keeps no others alive."""
+"""Rows up to this size are copied: that is faster than a view, and keeps no other rows alive."""
 
 B = TypeVar("B", bytes, memoryview)
 
 
 class Datatype(NamedTuple):
-    """One datatype of the protocol.
+    """Datatype of the protocol.
 
     Attributes:
-        itemsize: in bytes; 0 for `BYTES`, whose elements differ.
-        dtype: NumPy's, little-endian.
+        itemsize: bytes of one element; 0 for `BYTES`, whose elements differ.
+        dtype: NumPy dtype, little-endian.
         onnx: its `onnx.TensorProto.DataType`.
     """
 
@@ -88,16 +88,16 @@ _NUMBER_SIZES = {
 
 
 def check_shape(datatype: str, shape: Sequence[int], where: str) -> int:
-    """How many elements a tensor has, by its shape.
+    """Check a tensor's shape and return its number of elements.
 
-    A dimension of zero is a legitimate empty tensor here; that a batch has at least one row is
-    for `headrace.models.signature` to say, which knows whether dimension 0 is the batch.
+    A dimension of zero is valid here (an empty tensor); `headrace.models.signature`, which knows
+    whether dimension 0 is the batch, checks that a batch has at least one row.
 
-    `where` is the tensor's place in the message, such as `inputs[0]`.
+    `where` is the tensor's path in the message, such as `inputs[0]`.
 
     Raises:
         Rejected: `INVALID_TENSOR`: an unknown datatype, more than `MAX_RANK` dimensions, a
-            negative one, or more bytes than a tensor can have.
+            negative dimension, or more bytes than a tensor can have.
     """
     known = DATATYPES.get(datatype)
     if known is None:
@@ -107,7 +107,7 @@ def check_shape(datatype: str, shape: Sequence[int], where: str) -> int:
     if shape and min(shape) < 0:
         raise _invalid(f"{where}.shape", "no negative dimension", _shown(shape))
     count = math.prod(shape)
-    # A zero elsewhere must not hide dimensions that no array library can hold.
+    # A zero must not hide other dimensions that are too large for array libraries.
     extent = count or math.prod(size for size in shape if size)
     if extent * (known.itemsize or _LENGTH.size) > MAX_TENSOR_BYTES:
         raise _invalid(f"{where}.shape", "less than 2^63 bytes", f"{datatype} {_shown(shape)}")
@@ -115,7 +115,7 @@ def check_shape(datatype: str, shape: Sequence[int], where: str) -> int:
 
 
 def _shown(shape: Sequence[int]) -> str:
-    # JSON's integers may have thousands of digits.
+    # Integers in JSON may have thousands of digits.
     return str([size if abs(size) < 2**64 else math.inf for size in shape])
 
 
@@ -125,8 +125,8 @@ def check_tensor(
     """Check a tensor's bytes against its datatype and shape, before any array is made.
 
     Raises:
-        Rejected: `INVALID_TENSOR`: see `check_shape`; or the number of bytes is another than the
-            shape says, a `BOOL` is neither 0 nor 1, or the lengths within `BYTES` do not fit.
+        Rejected: `INVALID_TENSOR`: see `check_shape`; or the number of bytes does not match the
+            shape, a `BOOL` is neither 0 nor 1, or the lengths within `BYTES` do not match.
     """
     size_bytes = _NUMBER_SIZES.get(datatype, 0)
     for size in shape:
@@ -135,7 +135,7 @@ def check_tensor(
         size_bytes *= size
     else:
         if size_bytes and size_bytes == len(content) and len(shape) <= MAX_RANK:
-            return  # the usual tensor, which needs no closer look
+            return  # the usual tensor: no further checks
     count = check_shape(datatype, shape, where)
     itemsize = DATATYPES[datatype].itemsize
     if not itemsize:
@@ -154,7 +154,7 @@ def check_tensor(
 def _check_elements(
     content: memoryview | bytes, shape: Sequence[int], count: int, where: str
 ) -> None:
-    """Follow the lengths of `BYTES` from element to element; nothing is kept of them."""
+    """Check the lengths in a `BYTES` tensor, without keeping its elements."""
     total = len(content)
     if count * _LENGTH.size > total:
         raise _invalid(
@@ -189,10 +189,10 @@ def _invalid(where: str, expected: str, got: str) -> Rejected:
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:
-    """A tensor as an array of its shape.
+    """Return a tensor as an array of its shape.
 
-    For datatypes of fixed size the array is a read-only view of `tensor.data` where that is
-    read-only; `BYTES` become an object array of `bytes`.
+    For datatypes of fixed size the array is a view of `tensor.data`, read-only if that is;
+    `BYTES` become an object array of `bytes`.
 
     Raises:
         Rejected: `INVALID_TENSOR`, see `check_tensor`.
@@ -207,7 +207,7 @@ def to_array(tensor: Tensor) -> NDArray[Any]:
 
 
 def split_elements(tensor: Tensor) -> list[bytes]:
-    """The elements of a `BYTES` tensor, row-major. Raises `Rejected`, see `check_tensor`."""
+    """Return the elements of a `BYTES` tensor, row-major. Raises `Rejected`, see `check_tensor`."""
     check_tensor(tensor.datatype, tensor.shape, tensor.data, tensor.name)
     content = memoryview(tensor.data)
     elements: list[bytes] = []
@@ -223,11 +223,11 @@ def split_elements(tensor: Tensor) -> list[bytes]:
 
 
 def datatype_of(dtype: np.dtype[Any], where: str = "array") -> Datatype:
-    """The protocol's datatype of a NumPy dtype, of either byte order.
+    """Return the protocol's datatype for a NumPy dtype of either byte order.
 
     Raises:
-        Rejected: `INVALID_TENSOR`: the protocol has no name for it, as for 8-bit floats, complex
-            numbers and dates.
+        Rejected: `INVALID_TENSOR`: the protocol has none, as for 8-bit floats, complex numbers
+            and dates.
     """
     known = _BY_DTYPE.get(dtype)
     if known is None and dtype.kind in "SU":
@@ -240,10 +240,10 @@ def datatype_of(dtype: np.dtype[Any], where: str = "array") -> Datatype:
 
 
 def from_array(name: str, array: NDArray[Any]) -> Tensor:
-    """An array as a tensor; a little-endian, contiguous one is viewed, not copied.
+    """Return an array as a tensor; a little-endian, contiguous array is not copied.
 
     Raises:
-        Rejected: `INVALID_TENSOR`: see `datatype_of`; or an object array holds something else
+        Rejected: `INVALID_TENSOR`: see `datatype_of`; or an object array contains other types
             than `bytes` and `str`.
     """
     datatype = datatype_of(array.dtype, name)
@@ -253,7 +253,7 @@ def from_array(name: str, array: NDArray[Any]) -> Tensor:
 
 
 def join_elements(elements: Sequence[Any], where: str = "array") -> bytes:
-    """`bytes` and `str` (as UTF-8), each behind its length, as the data of a `BYTES` tensor.
+    """Return the data of a `BYTES` tensor of `bytes` and `str` (as UTF-8) elements.
 
     Raises:
         Rejected: `INVALID_TENSOR`: an element is of another type.
@@ -270,15 +270,15 @@ def join_elements(elements: Sequence[Any], where: str = "array") -> bytes:
 
 
 def _raw(array: NDArray[Any], datatype: Datatype) -> memoryview:
-    # bfloat16 has no buffer format of its own, so all go out as the bytes that they are.
+    # bfloat16 has no buffer format of its own, so every dtype is viewed as plain bytes.
     little = np.ascontiguousarray(array, dtype=datatype.dtype)
     return little.reshape(-1).view(np.uint8).data
 
 
 def rows_of(array: NDArray[Any], start: int, stop: int) -> memoryview | bytes:
-    """The bytes of rows `start` to `stop` (exclusive) of an array of rank 1 or more.
+    """Return the bytes of rows `start` to `stop` (exclusive) of an array of rank 1 or more.
 
-    A view without a copy for a little-endian, contiguous array of fixed size; `BYTES` are joined.
+    A view for a little-endian, contiguous array of fixed-size elements; `BYTES` are joined.
 
     Raises:
         Rejected: `INVALID_TENSOR`, see `from_array`.
@@ -289,10 +289,10 @@ def rows_of(array: NDArray[Any], start: int, stop: int) -> memoryview | bytes:
 def split_rows(
     name: str, array: NDArray[Any], rows: Sequence[int]
 ) -> list[bytes] | list[memoryview]:
-    """The bytes of several requests' tensors out of one array whose rows lie one after another.
+    """Return the bytes of several requests' tensors from one array that has their rows in order.
 
-    Equal to the data of `from_array` on each slice, with the array looked at once: rows beyond the
-    sum of `rows`, which are padding, are left out. Those of small rows are copies, others views.
+    Equal to the data of `from_array` on each slice, but inspects the array only once. Rows beyond
+    the sum of `rows` are padding and left out. Small rows are copied, larger ones are views.
 
     Raises:
         Rejected: `INVALID_TENSOR`, see `from_array`.
@@ -311,7 +311,7 @@ def split_rows(
     if row_bytes > _COPY_ROW_BYTES:
         return _cut_up(_raw(array, datatype), row_bytes, rows)
     content = array.tobytes() if array.dtype == datatype.dtype else _raw(array, datatype).tobytes()
-    if rows.count(1) == len(rows):  # which most requests have
+    if rows.count(1) == len(rows):  # as for most requests
         return list(_single_rows(row_bytes, len(rows)).unpack_from(content))
     return _cut_up(content, row_bytes, rows)
 
@@ -326,5 +326,5 @@ def _cut_up(content: B, row_bytes: int, rows: Sequence[int]) -> list[B]:
 
 @lru_cache(maxsize=256)
 def _single_rows(row_bytes: int, count: int) -> struct.Struct:
-    """Takes so many rows out of memory, in a third of the time that slices take."""
+    """Return a struct that unpacks so many rows, in a third of the time of slicing."""
     return struct.Struct(f"{row_bytes}s" * count)

@@ -1,7 +1,7 @@
-"""Trace context: which trace a request belongs to, and which of its spans comes next.
+"""Trace context: the trace of a request and its current span.
 
-Header and ids are those of W3C Trace Context (https://www.w3.org/TR/trace-context-2/). A request
-that is not sampled has no `Trace`: to ask whether it has one is all that it costs.
+Header and ids follow W3C Trace Context (https://www.w3.org/TR/trace-context-2/). A request that is
+not sampled has no `Trace`, and costs only the check for one.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import NamedTuple
 
 SAMPLED = 0x01
 RANDOM = 0x02
-"""Bits of the trace flags: it is recorded; its trace id was drawn at random."""
+"""Bits of the trace flags: the trace is recorded; its id is random."""
 
 _VERSION_00_BYTES = 55
 _HEX = frozenset(b"0123456789abcdef")
-_random = Random()  # noqa: S311 - ids; an own one, since a user's model may seed the shared one
+_random = Random()  # noqa: S311 - ids; own instance: a user's model may seed the shared one
 
 AttributeValue = str | int | bool
 
 
 class SpanId(NamedTuple):
-    """One span of one trace."""
+    """Identity of a span: trace id and span id."""
 
     trace_id: int
     span_id: int
 
 
 class Parent(NamedTuple):
-    """What a `traceparent` says."""
+    """Fields of a `traceparent`."""
 
     trace_id: int
     span_id: int
@@ -39,20 +39,20 @@ class Parent(NamedTuple):
 
 
 class Trace:
-    """The trace of one request, and its place in it.
+    """Trace of one request and its current span.
 
-    The span of the stage that has the request has its id before it is made, so that others can
-    point to it; when the stage is done the span is made and `advance` goes on to the next one.
+    The span of the current stage has its id before it is created, so that other spans can refer
+    to it; when the stage ends, the span is created and `advance` moves on to the next one.
 
     Attributes:
-        parent_id: the span of the stage before, or of the caller; 0 where the trace begins.
-        span_id: of the span of the present stage.
-        answer_id: of the span that sends the answer.
-        flags: of the trace.
-        since_us: when the present stage got the request (epoch microseconds); 0 before the first.
-        remote: the parent is another process's span.
-        runs: the spans of the batches it has run in.
-        run: what is known of the last of these runs, by attribute.
+        parent_id: id of the previous stage's or the caller's span; 0 where the trace begins.
+        span_id: id of the current stage's span.
+        answer_id: id of the span that sends the answer.
+        flags: flags of the trace.
+        since_us: when the current stage got the request (epoch microseconds); 0 before the first.
+        remote: True if the parent is a span of another process.
+        runs: spans of the batches in which the request has run.
+        run: attributes of the last of these runs.
     """
 
     __slots__ = (
@@ -77,46 +77,46 @@ class Trace:
         self.run: Mapping[str, AttributeValue] = {}
 
     def advance(self, now_us: int) -> None:
-        """The present stage's span is made; the next stage begins."""
+        """Begin the next stage, after the current stage's span was created."""
         self.parent_id = self.span_id
         self.span_id = new_span_id()
         self.since_us = now_us
         self.remote = False
 
     def traceparent(self, span_id: int) -> str:
-        """The header by which others continue from one of its spans."""
+        """Return the `traceparent` header for children of one of its spans."""
         return f"00-{self.trace_id:032x}-{span_id:016x}-{self.flags:02x}"
 
 
 def new_trace() -> Parent:
-    """A trace that begins here."""
+    """Return the root of a new, sampled trace."""
     return Parent(_random.getrandbits(128) or 1, 0, SAMPLED | RANDOM)
 
 
 def new_span_id() -> int:
-    """An id that no other span of the trace has."""
+    """Return a random span id, never 0."""
     return _random.getrandbits(64) or 1
 
 
 def until_sampled(ratio: float) -> int:
-    """How many are passed over before the next one that is sampled, of a share `ratio`.
+    """Return how many requests to skip before the next sampled one, at sampling rate `ratio`.
 
-    Drawn from the geometric distribution, which is what a draw for each of them would come to
-    (Devroye, Non-Uniform Random Variate Generation, 1986, chapter X.2): one that is not sampled
-    costs no draw.
+    Drawn from the geometric distribution, which is equivalent to one draw for each request
+    (Devroye, Non-Uniform Random Variate Generation, 1986, chapter X.2), so that skipped requests
+    cost no draw.
     """
     if ratio >= 1.0:
         return 0
     if ratio <= 0.0:
         return sys.maxsize
-    # The logarithm of a number above 0, since `random` may return 0 and never 1.
+    # `random` may return 0 but never 1, so the logarithm is of a number above 0.
     return int(min(log(1.0 - _random.random()) / log1p(-ratio), sys.maxsize))
 
 
 def parse_traceparent(value: bytes) -> Parent | None:
-    """What the header says; None where it is none, and the trace has to begin anew.
+    """Parse a `traceparent`; None if it is invalid, and a new trace must begin.
 
-    Of a later version only the fields of version 00 are read, as the specification says.
+    Of a later version only the fields of version 00 are read, as the specification requires.
     """
     head, dashes = value[:_VERSION_00_BYTES], value[2:3] + value[35:36] + value[52:53]
     if len(head) < _VERSION_00_BYTES or dashes != b"---" or not _HEX.issuperset(_digits(head)):

@@ -1,9 +1,9 @@
-"""From msgspec's errors to ours: what was expected, what came, and where.
+"""Convert msgspec's errors to Headrace's: what was expected, what was received, and where.
 
-msgspec names the place of a fault and what it expected there, but not always what came. A second
-look follows the named path through the value, one level at a time, and leaves all else undecoded
-(`msgspec.Raw`): it needs no more memory than the value itself, however the value is nested. A
-general decoder would not do: a few bytes of MessagePack can announce lists of any length.
+msgspec names the path of a fault and what it expected there, but not always what it got. A second
+pass follows that path through the value, one level at a time, and leaves everything else undecoded
+(`msgspec.Raw`): it needs no more memory than the value itself, however deeply that is nested. A
+general decoder would be unsafe: a few bytes of MessagePack can announce lists of any length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.errors import Code, Rejected
 from headrace.protocol.messages import MAX_OUTPUTS
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises on bytes that are not what they should be."""
+"""All errors that msgspec raises on malformed bytes."""
 
 _PLACE = re.compile(r"(.*?)(?: - at (`key` in )?`(\$.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
@@ -33,14 +33,14 @@ _UNITS = {"str": "characters", "array": "elements", "object": "entries", "bytes"
 
 
 class Format(NamedTuple):
-    """One of the two forms of a request: how it is called, and how it is decoded."""
+    """Format of a request, MessagePack or JSON: its name and its decoder."""
 
     name: str
     codec: Any  # the module msgspec.msgpack or msgspec.json
-    names: dict[str, str]  # of types, where msgspec's are not the format's
+    names: dict[str, str]  # of types, if msgspec's name differs from the format's
 
     def type_names(self, text: str) -> str:
-        """The names that msgspec has for types, as this format calls them."""
+        """Replace msgspec's names of types by those of this format."""
         return " or ".join(self.names.get(name, name) for name in text.split(" | "))
 
 
@@ -55,7 +55,7 @@ JSON = Format(
 
 
 def refusal(error: Exception, value: bytes | memoryview, form: Format) -> Rejected:
-    """The answer to a value that could not be decoded.
+    """Return the error for a value that could not be decoded.
 
     A fault in a tensor's datatype, shape or data is `INVALID_TENSOR`, any other
     `INVALID_REQUEST`.
@@ -106,14 +106,14 @@ def _invalid(where: str, expected: str, got: str) -> Rejected:
     return Rejected.mismatch(code, where, expected=expected, got=got)
 
 
-# --- the second look --------------------------------------------------------------------------
+# --- the second pass --------------------------------------------------------------------------
 
 
 _ABSENT = msgspec.Raw()
 
 
 class _Level(msgspec.Struct):
-    """The fields of all maps that a request has, undecoded; others are skipped."""
+    """Fields of all maps in a request, undecoded; other fields are skipped."""
 
     model_name: msgspec.Raw = _ABSENT
     model_version: msgspec.Raw = _ABSENT
@@ -131,7 +131,7 @@ _Elements = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_OUTPUTS)]
 
 
 def _at(path: str, value: bytes | memoryview, form: Format) -> bytes | memoryview | None:
-    """The undecoded value at a path such as `$.inputs[0].shape`; None where none leads there."""
+    """Return the undecoded value at a path such as `$.inputs[0].shape`; None if there is none."""
     found = value
     rest = path[1:]
     try:
@@ -151,7 +151,7 @@ def _at(path: str, value: bytes | memoryview, form: Format) -> bytes | memoryvie
 
 
 def _described(found: bytes | memoryview, kind: str, form: Format) -> str | None:
-    """A small value in words; None for one that its type describes well enough."""
+    """Describe a small value; None if it is too large or cannot be decoded."""
     if len(found) > _MAX_DESCRIBED_BYTES:
         return None
     try:
@@ -173,7 +173,7 @@ def _length(found: bytes | memoryview | None, form: Format) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """A scalar as JSON would write it, cut short; a list or a map by its length."""
+    """Return a scalar as JSON, truncated, or a list or map as its length."""
     if isinstance(value, list):
         return f"an array of {len(value)}"
     if isinstance(value, dict):

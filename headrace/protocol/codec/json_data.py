@@ -1,9 +1,9 @@
-"""The data of tensors in JSON: numbers, booleans and strings to raw bytes, and back.
+"""Convert the data of tensors between JSON (numbers, booleans, strings) and raw bytes.
 
-`data` is row-major, flat or nested as its shape is. `NaN`, `Infinity` and `-Infinity` are
+`data` is row-major, either flat or nested like its shape. `NaN`, `Infinity` and `-Infinity` are
 strings, since JSON has no such numbers; FP16 and BF16 travel as numbers; `BYTES` are strings, or
-base64 with `parameters.encoding = "base64"`. What goes out is flat, as the servers of the Open
-Inference Protocol v2 send it.
+base64 with `parameters.encoding = "base64"`. Outputs are flat, as servers of the Open Inference
+Protocol v2 send them.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _FLOATS = frozenset({"FP16", "BF16", "FP32", "FP64"})
 def data_to_bytes(
     datatype: str, shape: Sequence[int], data: Any, encoding: object, where: str
 ) -> bytes:
-    """The raw bytes of a tensor that came as JSON.
+    """Return the raw bytes of a tensor in JSON.
 
     Args:
-        datatype: of the Open Inference Protocol.
-        shape: the tensor's.
-        data: what the JSON has there.
-        encoding: the tensor's `parameters.encoding`; None where it has none.
-        where: the tensor's place in the message, such as `inputs[0]`.
+        datatype: name in the Open Inference Protocol.
+        shape: shape of the tensor.
+        data: decoded JSON of the tensor's `data`.
+        encoding: the tensor's `parameters.encoding`; None if it has none.
+        where: the tensor's path in the message, such as `inputs[0]`.
 
     Raises:
         Rejected: `INVALID_TENSOR`: the shape, the number or the nesting of the elements, or an
-            element does not fit.
+            element is invalid.
     """
     count = check_shape(datatype, shape, where)
     where = f"{where}.data"
@@ -72,7 +72,7 @@ def data_to_bytes(
 
 
 class _Places:
-    """Says where an element is, by its number in row-major order."""
+    """Paths of elements, by their index in row-major order."""
 
     def __init__(self, where: str, shape: Sequence[int], *, nested: bool) -> None:
         self.where = where
@@ -89,7 +89,7 @@ class _Places:
 
 
 def _flat(data: Any, shape: Sequence[int], count: int, where: str) -> list[Any]:
-    """The elements in row-major order: `data` itself where it is flat, another list otherwise."""
+    """Return the elements in row-major order: `data` itself if it is flat, else a new list."""
     if not isinstance(data, list):
         raise _invalid(where, "an array", shown(data))
     nested = len(shape) > 1 and bool(data) and isinstance(data[0], list)
@@ -129,7 +129,7 @@ def _refuse_out_of_range(elements: list[int], known: Datatype, places: _Places) 
 
 
 def _floats(elements: list[Any], known: Datatype, places: _Places) -> bytes:
-    """Numbers of one of the floating-point datatypes; one that it cannot hold is refused."""
+    """Encode numbers of a floating-point datatype; refuse those that it cannot represent."""
     numbers = elements
     if not set(map(type, elements)) <= {float, int}:
         numbers = [
@@ -180,7 +180,7 @@ def _invalid(where: str, expected: str, got: str) -> Rejected:
 
 
 def bytes_to_data(tensor: Tensor) -> tuple[list[Any], Mapping[str, str] | None]:
-    """A tensor's elements for JSON, flat, and the tensor's `parameters` where they need any."""
+    """Return a tensor's elements for JSON, flat, and its `parameters` if they need any."""
     if tensor.datatype == "BYTES":
         contents = split_elements(tensor)
         try:

@@ -1,9 +1,9 @@
-"""Request records: from a value and its headers to a message whose tensors are sound.
+"""Decode request records into messages with valid tensors.
 
 In MessagePack, one pass of msgspec checks types and lengths and leaves tensors as views of the
-value; in JSON, `data` is turned into the same raw bytes. Both refuse what cannot be a request
-with the place and the reason. A payload of any other type is not decoded here: the model that
-`x-model` names says how.
+value; in JSON, `data` is converted to the same raw bytes. Both refuse an invalid request with the
+path and the reason. A payload of any other type is not decoded here: the model in `x-model`
+defines how.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _decode_version_json = msgspec.json.Decoder(_NamedVersion).decode
 
 
 def check_value(value: bytes | memoryview | None, limits: LimitSettings) -> bytes | memoryview:
-    """A record's value, if there is one of a size that is taken; for raw payloads as well.
+    """Return a record's value if it has one of an allowed size; for raw payloads as well.
 
     Raises:
         Rejected: `INVALID_REQUEST` for a null value, `TOO_LARGE`.
@@ -91,11 +91,11 @@ def check_value(value: bytes | memoryview | None, limits: LimitSettings) -> byte
 def decode_request(
     value: bytes | memoryview | None, envelope: Envelope, limits: LimitSettings
 ) -> InferenceRequest:
-    """A request record's value as a request whose tensors are what they say they are.
+    """Decode a request record's value and check its tensors.
 
-    Each input's datatype is known, its shape possible, and its bytes are as many as the shape
-    says; in MessagePack they are a view of `value`. Whether the model takes them is for
-    `headrace.models` to say. `model_name` and `model_version` are from the body or `x-model`.
+    Each input has a known datatype, a valid shape, and as many bytes as the shape requires; in
+    MessagePack they are a view of `value`. `headrace.models` checks whether the model accepts
+    them. `model_name` and `model_version` are from the body or `x-model`.
 
     Raises:
         Rejected: `INVALID_REQUEST`, `INVALID_TENSOR` or `TOO_LARGE`.
@@ -196,9 +196,9 @@ _OF_TENSORS = {
 
 
 def _check_parameters(request: InferenceRequest) -> None:
-    """Refuse parameters that change what other servers of the protocol do, and nothing here.
+    """Refuse parameters that have an effect in other servers of the protocol but none here.
 
-    0, false and the empty string ask for nothing.
+    0, false and the empty string request no effect and are accepted.
     """
     if request.parameters:
         _refuse_known(request.parameters, "parameters", _OF_REQUESTS)
@@ -244,7 +244,7 @@ def _check_distinct(names: list[str], where: str) -> None:
 
 
 def _complete_model(request: InferenceRequest, envelope: Envelope) -> None:
-    """Model and version, from the body and from `x-model`, which must not contradict."""
+    """Set model and version from the body or `x-model`, which must not contradict each other."""
     name, version = request.model_name, request.model_version
     if not name:
         name = envelope.model
@@ -276,7 +276,7 @@ def _too_large(where: str, size: int, limits: LimitSettings) -> Rejected:
 
 
 def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | None:
-    """The `id` in a value that `decode_request` refused, where it can be read all the same."""
+    """Return the `id` in a value that `decode_request` refused; None if it is unreadable."""
     is_json = envelope.content_type == JSON or begins_as_json(value)
     decode = _decode_id_json if is_json else _decode_id_msgpack
     if value is None or envelope.content_type not in MSGPACK_TYPES | {JSON}:
@@ -288,7 +288,7 @@ def callers_id(value: bytes | memoryview | None, envelope: Envelope) -> str | No
 
 
 def names_version(value: bytes | memoryview | None, envelope: Envelope) -> bool:
-    """Return whether a request that `decode_request` accepted names a version of its model."""
+    """True if a request that `decode_request` accepted names a version of its model."""
     content_type = envelope.content_type
     if envelope.version:
         return True
@@ -297,5 +297,5 @@ def names_version(value: bytes | memoryview | None, envelope: Envelope) -> bool:
     decode = _decode_version_json if content_type == JSON else _decode_version_msgpack
     try:
         return bool(decode(value).model_version)
-    except DECODE_ERRORS:  # none of the callers' doing: nothing is assumed in their name
+    except DECODE_ERRORS:  # not the caller's fault: do not assume that any version will do
         return True

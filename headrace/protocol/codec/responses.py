@@ -1,4 +1,4 @@
-"""Response records: outputs, or the error, in the form in which the request came."""
+"""Encode response records: outputs or the error, in the format of the request."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class JsonInferenceResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 _encode_json = msgspec.json.Encoder().encode
 
-_FIXED_MAP = 0x80  # MessagePack's maps of up to 15 fields
+_FIXED_MAP = 0x80  # a MessagePack map of up to 15 fields
 _MAX_REMEMBERED = 1024
 _FILLED_IN_BYTES = 4096
-"""Outputs of this size are filled into a template; larger ones are joined, which copies once."""
+"""Outputs up to this size are filled into a template; larger ones are joined with one copy."""
 _frames: dict[tuple[object, ...], tuple[bytes, ...] | None] = {}
 _packed_timings: dict[tuple[int, ...], bytes] = {}
 
 
 def encode_response(request: Request, now_us: int) -> bytes:
-    """The value of the response record of a request that has its outputs.
+    """Return the value of the response record of a request with outputs.
 
-    MessagePack for a request in MessagePack, otherwise JSON. `parameters` says where the time
-    went: `queue_us` from ingest until the batch was formed, `compute_us` in the model, and
-    `batch_us` in the batch besides, until `now_us`.
+    MessagePack for a request in MessagePack, otherwise JSON. `parameters` has the timings:
+    `queue_us` from ingest until the batch was formed, `compute_us` in the model, and `batch_us`
+    for the rest of the batch's time until `now_us`.
 
     Args:
         request: with `outputs`.
@@ -84,10 +84,10 @@ def encode_response(request: Request, now_us: int) -> bytes:
 
 
 def encode_responses(requests: Sequence[Request], now_us: int) -> list[bytes]:
-    """As `encode_response` for each, in their order.
+    """Return the `encode_response` of each request, in order.
 
-    Requests that ran together, and were read together, have everything but their tensors' bytes
-    in common, and mostly stand beside each other: these are filled into one template.
+    Requests that ran together and were read together differ only in their tensors' bytes, and are
+    mostly adjacent: these are filled into one template.
     """
     values: list[bytes] = []
     append = values.append
@@ -129,8 +129,8 @@ def _timings(request: Request, now_us: int) -> tuple[int, ...]:
 
 
 def _template(request: Request, now_us: int) -> bytes | None:
-    """The value of an answer without an id, with `%b` for each tensor's bytes; None where that is
-    not to be used.
+    """Return the value of an answer without an id, with `%b` for each tensor's bytes; None if
+    the outputs are too large or their sizes do not follow from their shapes.
     """
     heads, contents = request.heads, request.contents
     if not heads or contents is None or sum(map(len, contents)) > _FILLED_IN_BYTES:
@@ -143,10 +143,10 @@ def _template(request: Request, now_us: int) -> bytes | None:
 
 
 def _framed(request: Request, timings: tuple[int, ...]) -> bytes:
-    """An `InferenceResponse` in MessagePack.
+    """Return an `InferenceResponse` in MessagePack.
 
-    Answers of a model differ in their tensors' bytes and in few numbers. What stands around the
-    bytes is encoded once, and so are the timings, which a whole batch has in common.
+    Answers of a model differ in their tensors' bytes and in few numbers. The parts around the
+    bytes are encoded once and cached, as are the timings, which a whole batch shares.
     """
     heads, contents = request.heads, request.contents
     assert contents is not None
@@ -196,8 +196,8 @@ def _frame(
     *,
     has_id: bool,
 ) -> tuple[bytes, ...] | None:
-    """What stands in a response before the id, if there is one, before each tensor's bytes, and
-    behind the last, with an empty place after each but the last. None where the number of bytes
+    """Return the parts of a response before the id (if it has one), before each tensor's bytes
+    and after the last, with an empty item after each but the last. None if the number of bytes
     does not follow from the shape.
     """
     if any(datatype == "BYTES" for _, datatype, _ in heads):
@@ -259,7 +259,7 @@ def _json_output(tensor: Tensor) -> JsonOutputTensor:
 
 
 def encode_error(request: Request, failure: Failure) -> bytes:
-    """The value of the response record of a request that failed, in the form of its request."""
+    """Return the value of the response record of a failed request, in its request's format."""
     response = ErrorResponse(
         id=request.id,
         error=failure.message,

@@ -1,10 +1,10 @@
-"""Records between two stages in different processes: items, batches and results.
+"""Encode and decode records between stages in different processes: items, batches and results.
 
-A tensor that is a view of its request's value travels as a place in it, so that nothing is sent
-twice. A result carries the value only where a dead letter may be made of it.
+A tensor that is a view of its request's value is encoded as its position there, so that no bytes
+are sent twice. A result contains the value only if a dead letter may be made of it.
 
-Who reads such a record gets a new `Request`, whose envelope is read from the headers again; only
-the deadline is taken over, since ingest may have set it by its own default timeout.
+Decoding creates a new `Request`, whose envelope is parsed from the headers again; only the
+deadline is taken from the record, because ingest may have set it by its own default timeout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Record = TypeVar("_Record", ItemRecord, BatchRecord, ResultRecord)
 
 
 class _RawBatchRecord(Struct, kw_only=True, omit_defaults=True):
-    """A `BatchRecord` whose items are encoded already."""
+    """`BatchRecord` whose items are already encoded."""
 
     batch_id: str
     reason: str
@@ -57,7 +57,7 @@ _heads: dict[tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[Head, ...]
 _MAX_STARTS = 256
 _COMPARED_BYTES = 4096
 _starts: dict[tuple[int, int], int] = {}
-"""Where a tensor of so many bytes stood in a value of so many: most callers' values are alike."""
+"""Cache of a tensor's position by the sizes of value and tensor: most values are alike."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _item_decoder = msgspec.msgpack.Decoder(ItemRecord)
@@ -69,15 +69,15 @@ _result_decoder = msgspec.msgpack.Decoder(ResultRecord)
 
 
 def encode_item(request: Request) -> bytes:
-    """The value of an `items` record."""
+    """Return the value of an `items` record."""
     return _encode(_item(request))
 
 
 def decode_item(value: bytes, ack_handle: AckHandle) -> Request:
-    """The request in an `items` record, whose tensors are views of `value`.
+    """Decode the request of an `items` record; its tensors are views of `value`.
 
     Raises:
-        Rejected: `INTERNAL` or `INVALID_TENSOR`: the record is none of Headrace's.
+        Rejected: `INTERNAL` or `INVALID_TENSOR`: the record was not written by Headrace.
     """
     request = _request_of_item(_decoded(_item_decoder, value), ack_handle)
     request.item = value
@@ -85,12 +85,13 @@ def decode_item(value: bytes, ack_handle: AckHandle) -> Request:
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """The value of a `batches` record. Requests that came as items go on as they came."""
+    """Return the value of a `batches` record. Requests received as items are not encoded again."""
     formed_us = 0
     items: list[msgspec.Raw] = []
     for request in batch.requests:
         item = request.item
-        # The batcher adds when the batch closed, and to the trace of a sampled request.
+        # The batcher has added to the trace of a sampled request, so its item is encoded again;
+        # when the batch closed is written once for all other items.
         if item is None or request.trace is not None:
             item = encode_item(request)
         else:
@@ -104,10 +105,10 @@ def encode_batch(batch: Batch) -> bytes:
 
 
 def decode_batch(value: bytes, ack_handle: AckHandle) -> Batch:
-    """The batch in a `batches` record; `ack_handle` becomes that of each of its requests.
+    """Decode the batch of a `batches` record; all its requests share `ack_handle`.
 
     Raises:
-        Rejected: `INTERNAL` or `INVALID_TENSOR`: the record is none of Headrace's.
+        Rejected: `INTERNAL` or `INVALID_TENSOR`: the record was not written by Headrace.
     """
     record = _decoded(_batch_decoder, value)
     if not record.items:
@@ -162,7 +163,7 @@ def _request_of_item(record: ItemRecord, ack_handle: AckHandle) -> Request:
 
 
 def encode_result(request: Request) -> bytes:
-    """The value of a `results` record: of a request with its outputs or its failure."""
+    """Return the value of a `results` record of a request with its outputs or its failure."""
     failure = request.failure
     keep_value = failure is not None and Code(failure.code).is_dead_letter
     value = request.value if keep_value else None
@@ -189,10 +190,10 @@ def encode_result(request: Request) -> bytes:
 
 
 def decode_result(value: bytes, ack_handle: AckHandle) -> Request:
-    """The request in a `results` record, with `outputs` or `failure` set.
+    """Decode the request of a `results` record, with `outputs` or `failure` set.
 
     Raises:
-        Rejected: `INTERNAL`: the record is none of Headrace's.
+        Rejected: `INTERNAL`: the record was not written by Headrace.
     """
     record = _decoded(_result_decoder, value)
     request = _request(record, ack_handle, _with_names(record.headers, record.raw_names))
@@ -205,14 +206,14 @@ def decode_result(value: bytes, ack_handle: AckHandle) -> Request:
         request.contents = tuple([tensor[3] for tensor in tensors])
         request.heads = _shared_heads(tensors)
     else:
-        # A newer release may have codes that are unknown here.
+        # A newer release may have codes unknown to this one.
         code = failure.code if failure.code in _CODES else Code.INTERNAL
         request.failure = Failure(code, failure.message, failure.stage, failure.retry_after_ms)
     return request
 
 
 def _raw_names(headers: Headers) -> list[tuple[int, bytes]]:
-    """Return places and names of headers whose names are not UTF-8, which no text can hold."""
+    """Return index and name of each header whose name is not UTF-8, which text cannot hold."""
     return [
         (place, name.encode("utf-8", "surrogateescape"))
         for place, (name, _) in enumerate(headers)
@@ -244,7 +245,7 @@ def _outputs(request: Request) -> list[WireTensor]:
 
 
 def _shared_heads(tensors: Sequence[Tensor]) -> tuple[Head, ...]:
-    """One object for all outputs that differ in their bytes alone, as where they ran together."""
+    """Return one shared object for outputs that differ only in their bytes, as in one batch."""
     known = tuple([(*tensor[:3], len(tensor[3])) for tensor in tensors])
     heads = _heads.get(known)
     if heads is None:
@@ -254,7 +255,7 @@ def _shared_heads(tensors: Sequence[Tensor]) -> tuple[Head, ...]:
     return heads
 
 
-# --- parts of all -----------------------------------------------------------------------------
+# --- common parts -----------------------------------------------------------------------------
 
 
 def _request(record: ItemRecord | ResultRecord, ack_handle: AckHandle, headers: Headers) -> Request:
@@ -319,7 +320,7 @@ def _trace(request: Request) -> WireTrace | None:
 
 
 def _placed(tensors: Sequence[Tensor], value: bytes | memoryview | None) -> list[WireTensor]:
-    """Tensors by their place in `value` where they are there, otherwise with their data."""
+    """Encode tensors that are views of `value` by their position there, others with their data."""
     if not value:
         return [_carried(tensor) for tensor in tensors]
     placed: list[WireTensor] = []
@@ -341,9 +342,9 @@ def _placed(tensors: Sequence[Tensor], value: bytes | memoryview | None) -> list
 
 
 def _start(value: bytes | memoryview, content: bytes | memoryview) -> int:
-    """Where `content` stands in `value`; -1 where it is no view of it.
+    """Return the position of `content` in `value`; -1 if it is not a view of it.
 
-    Comparing a few bytes with those where they stood before is quicker than asking for addresses.
+    Comparing a few bytes at the cached position is faster than reading memory addresses.
     """
     size = len(content)
     if not size:
@@ -357,7 +358,7 @@ def _start(value: bytes | memoryview, content: bytes | memoryview) -> int:
         and value.startswith(content, guess)
     ):
         return guess
-    # The value is alive, so memory within it can only be its own.
+    # The value is alive, so an address within its memory belongs to a view of it.
     start = _address(content) - _address(value)
     if not 0 <= start <= len(value) - size:
         return -1
@@ -390,7 +391,7 @@ def _tensor(record: WireTensor, value: memoryview | None) -> Tensor:
             size = 0 if value is None else len(value)
             raise _unreadable(f"a tensor within {size} bytes", f"{start} to {stop}")
         content = value[start:stop]
-    # Half the cost of calling a NamedTuple's class.
+    # Half the cost of calling the NamedTuple class.
     return tuple.__new__(Tensor, (record.name, record.datatype, record.shape, content))
 
 

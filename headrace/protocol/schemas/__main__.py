@@ -1,5 +1,5 @@
-"""`python -m headrace.protocol.schemas [--check]`: write the contract's files, or say what is
-wrong.
+"""`python -m headrace.protocol.schemas [--check]`: write the contract's files, or list what is
+wrong with them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import yaml  # in the dependency group `test`: users of Headrace write no schemas
+import yaml  # in the dependency group `test`: users of Headrace do not write schemas
 
 from headrace.errors import Rejected
 from headrace.protocol.schemas.asyncapi import asyncapi
@@ -17,13 +17,13 @@ from headrace.protocol.schemas.types import schema_files
 
 
 def generated_files() -> dict[str, str]:
-    """The files that follow the code: text by name."""
+    """Return the texts of the generated files by name."""
     document = yaml.safe_dump(asyncapi(), sort_keys=False, allow_unicode=True, width=100)
     return {"asyncapi.yaml": document, **schema_files()}
 
 
 def faults(directory: Path) -> Iterator[str]:
-    """What is missing, stale or broken under a directory of schemas."""
+    """Yield what is missing, stale or broken under a directory of schemas."""
     expected = generated_files()
     for name, text in expected.items():
         path = directory / name
@@ -60,7 +60,7 @@ def _sample_faults(path: Path, sample: Sample) -> Iterator[str]:
 
 
 def write(directory: Path) -> None:
-    """Write the files that follow the code, and the golden samples that are not there yet."""
+    """Write the generated files, and the golden samples that do not exist yet."""
     golden = directory / "golden"
     golden.mkdir(parents=True, exist_ok=True)
     for name, text in generated_files().items():

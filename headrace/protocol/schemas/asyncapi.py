@@ -1,7 +1,7 @@
-"""The topics as an AsyncAPI 3 document, from the map in `headrace.topics`.
+"""Describe the topics of `headrace.topics` as an AsyncAPI 3 document.
 
 Specification: https://www.asyncapi.com/docs/reference/specification/v3.0.0; Kafka bindings 0.5.0:
-https://github.com/asyncapi/bindings/tree/master/kafka. Servers are left out: they are the user's.
+https://github.com/asyncapi/bindings/tree/master/kafka. Servers are left out: the user chooses them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Node = dict[str, Any]
 
 
 class _Message(NamedTuple):
-    """A kind of record on one topic. `schema` is a file's name; None for any bytes."""
+    """Kind of record on one topic. `schema` is a file's name; None for any bytes."""
 
     name: str
     title: str
@@ -71,7 +71,7 @@ _MESSAGES: dict[Topic, tuple[_Message, ...]] = {
 
 
 def asyncapi() -> _Node:
-    """The document, as plain values."""
+    """Return the document as plain values."""
     return {
         "asyncapi": "3.0.0",
         "id": "urn:headrace:contract",

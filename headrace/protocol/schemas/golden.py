@@ -1,7 +1,7 @@
 """Golden samples: one record of each kind, as the bytes that the first release wrote.
 
-`SAMPLES` makes each sample with the code of today. A sample's file is written once, under its
-name; a kind of record that changes gets a new sample beside the old one, which stays readable.
+`SAMPLES` creates each sample with the current code. A sample's file is written once; a kind of
+record that changes gets a new sample besides the old one, which must stay readable.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _INGESTED_US = _TIMESTAMP_MS * 1000 + 250
 
 
 class Sample(NamedTuple):
-    """How one sample is made, and what it is.
+    """Golden sample and how to write and read it.
 
     Attributes:
-        schema: of its value, in `headrace.protocol.schemas.types`.
-        content_type: of its value.
-        write: makes the bytes.
-        read: raises `Rejected` when the bytes can no longer be read.
+        schema: schema of its value, in `headrace.protocol.schemas.types`.
+        content_type: content type of its value.
+        write: returns the bytes.
+        read: raises `Rejected` if the bytes can no longer be read.
     """
 
     schema: str
@@ -57,7 +57,7 @@ class Sample(NamedTuple):
     read: Callable[[bytes], object]
 
     def described(self, content: bytes) -> str:
-        """The sample for people: its type, and its value with `bin` as base64."""
+        """Return a readable form of the sample: its type, and its value with `bin` as base64."""
         codec = msgspec.json if self.content_type == JSON else msgspec.msgpack
         value = codec.decode(content, type=SCHEMAS[self.schema])
         return json.dumps(
@@ -72,21 +72,21 @@ class Sample(NamedTuple):
 
 
 class _NullAck:
-    """Samples owe nothing to a log."""
+    """Ack handle of samples, which come from no log."""
 
     revoked = False
 
     @property
     def assignment(self) -> _NullAck:
-        """Itself: nobody takes it away."""
+        """Return itself; it is never revoked."""
         return self
 
     def ack(self) -> None:
-        """Nothing is owed."""
+        """Do nothing."""
 
 
 def sample_array(datatype: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Two rows of three elements, with the extremes of the datatype among them."""
+    """Return two rows of three elements, which include the extremes of the datatype."""
     dtype = DATATYPES[datatype].dtype
     if datatype == "BYTES":
         elements: list[Any] = [b"", "Grüße".encode(), b"\x00\xff", b"a", b"bc", b"def"]
@@ -115,7 +115,7 @@ def _request_bytes(content_type: str, datatype: str) -> bytes:
 
 
 def _request(content_type: str) -> Request:
-    """A request that ingest has read, with a tensor of its value and one of its own."""
+    """Return a request from ingest, with one tensor in its value and one with its own bytes."""
     value = _request_bytes(content_type, "FP32")
     headers: list[tuple[str, bytes | None]] = [
         ("content-type", content_type.encode()),
@@ -255,4 +255,4 @@ def _result_bytes(make: Callable[[], Request]) -> bytes:
 
 
 SAMPLES: dict[str, Sample] = {**dict(_public_samples()), **dict(_internal_samples())}
-"""All samples by name; `golden/<name>.bin` has the bytes, `<name>.json` what they mean."""
+"""All samples by name: `golden/<name>.bin` has the bytes, `<name>.json` their meaning."""

@@ -1,4 +1,4 @@
-"""JSON Schemas of the values that records have."""
+"""JSON Schemas of the values of records."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
     "result-record": ResultRecord,
     "event-record": ExecutorEvent,
 }
-"""The types by their files' names, without `.schema.json`."""
+"""Types by the names of their files, without `.schema.json`."""
 
 
 def schema(name: str) -> dict[str, Any]:
-    """The schema of one type. JSON Schema has no bytes: MessagePack's `bin` stands in it as a
-    base64 string (`contentEncoding`).
+    """Return the schema of one type. JSON Schema has no bytes: MessagePack's `bin` is described
+    as a base64 string (`contentEncoding`).
     """
     generated = msgspec.json.schema(SCHEMAS[name])
     return {"$schema": DIALECT, "$id": f"{name}.schema.json", **_one_line(generated)}
 
 
 def schema_files() -> dict[str, str]:
-    """All schemas, as text by the names of their files."""
+    """Return the texts of all schemas by file name."""
     return {
         f"{name}.schema.json": json.dumps(schema(name), indent=2, ensure_ascii=False) + "\n"
         for name in SCHEMAS
@@ -52,7 +52,7 @@ def schema_files() -> dict[str, str]:
 
 
 def _one_line(node: Any) -> Any:
-    """The schema with descriptions, which come from docstrings, freed of line breaks."""
+    """Return the schema with its descriptions (docstrings) each on one line."""
     if isinstance(node, dict):
         return {
             key: " ".join(value.split())
