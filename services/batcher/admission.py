@@ -24,8 +24,8 @@ FORGET_AFTER_US = 5_000_000
 so much that no backlog forms to correct it."""
 
 EXPLORE_EVERY = 128
-"""Of the batches that leave rows behind, every 128th takes alternately twice or half the best known
-size, so that a size that has become better can be found.
+"""Of the batches that close with more rows waiting than they take, every 128th takes alternately
+twice or half the best known size, so that a size that has become better is found.
 """
 
 EXPLORE_EVERY_EARLY, EARLY = 8, 128

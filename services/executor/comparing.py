@@ -77,7 +77,7 @@ class Comparison:
             reason = await self._compare(requests, alone, gather(requests), run)
         except Fatal:
             raise
-        except Exception as error:  # noqa: BLE001 - a model may raise anything; it is told
+        except Exception as error:  # noqa: BLE001 - a model may raise anything; it is reported
             reason = f"requests that succeed alone fail together: {describe(error)}"
         return self._note(reason)
 

@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 
 
 class OnDevice(NamedTuple):
-    """Where and how an instance runs.
+    """Device settings of an instance.
 
     Attributes:
         open_device: called on the dispatcher's thread.

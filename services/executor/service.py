@@ -194,7 +194,7 @@ class ExecutorService:
         arrays: Arrays | None = None
         try:
             arrays = instance.gather(wanted) if together else None
-        except Exception:  # noqa: BLE001 - it comes again when it is the batch's turn, and is told
+        except Exception:  # noqa: BLE001 - it is raised and reported again in the batch's own run
             arrays = None
         # A run that needs a crash marker, or that must be alone, is not queued behind another.
         started = (

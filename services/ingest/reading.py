@@ -77,7 +77,7 @@ class Admission(Protocol):
 
 
 class Rules(NamedTuple):
-    """What records are checked against.
+    """Models, limits and callbacks that records are checked against.
 
     Attributes:
         admission: None if the batcher is in another process.

@@ -104,6 +104,7 @@ class IngestService:
             await self._answers.send(ended)
         if able:
             await self._items.send(able)
+        # Wait last, so that other models' requests do not wait for this model's room.
         if deferral is not None and over and (able := await deferral.wait_for_room(over)):
             await self._items.send(able)
 
