@@ -1,1 +1,1 @@
-"""What can be seen from outside: health, metrics, logs."""
+"""Observability: health, metrics, logs, traces."""

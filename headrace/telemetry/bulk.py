@@ -1,8 +1,7 @@
 """Counters and histograms for the hot path: no lock, and many events in one call.
 
-The Prometheus client's own take a lock for every event. These are filled from one thread, the
-event loop's, with how often each value came; they are read at a scrape, which the event loop
-serves as well.
+The Prometheus client's own take a lock for every event. These are filled from one thread, the event
+loop's, with the count of each value; scrapes read them on the event loop as well.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ def _nothing() -> None:
 
 
 class BatchedCounter(Collector):
-    """A counter that is moved in bulk, from one thread.
+    """A counter that is incremented in bulk, from one thread.
 
     Attributes:
-        counts: by the values of its labels.
+        counts: by label values.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -36,11 +35,11 @@ class BatchedCounter(Collector):
         self.counts: dict[tuple[str, ...], int] = {}
 
     def add(self, labels: tuple[str, ...], times: int = 1) -> None:
-        """It happened so many times."""
+        """Increment by `times`."""
         self.counts[labels] = self.counts.get(labels, 0) + times
 
     def totals(self) -> list[dict[str, Any]]:
-        """One entry for each series, for `/status`."""
+        """Return one entry for each series, for `/status`."""
         names = self._spec.labels
         return [
             {**dict(zip(names, labels, strict=True)), "count": count}
@@ -87,11 +86,11 @@ class BatchedHistogram(Collector):
         self._before_reading: Callable[[], None] = _nothing
 
     def before_reading(self, fill: Callable[[], None]) -> None:
-        """Have somebody who still holds values bring them, whenever the histogram is read."""
+        """Call `fill` before every read of the histogram, to add values that are still buffered."""
         self._before_reading = fill
 
     def observe(self, labels: tuple[str, ...], value: float, times: int = 1) -> None:
-        """Count a value, as often as it came."""
+        """Count a value `times` times."""
         series = self._series.get(labels) or self._add(labels)
         series.counts[bisect_left(self._bounds, value)] += times
         series.total += value * times
@@ -107,20 +106,20 @@ class BatchedHistogram(Collector):
         series.total += float(values.sum())
 
     def show(self, labels: tuple[str, ...], value: float, trace_id: str, at_s: float) -> None:
-        """Keep a value that was counted as the example of its bucket.
+        """Keep a value that was counted as the exemplar of its bucket.
 
         Args:
             labels: as for `observe`.
             value: as for `observe`.
-            trace_id: of a trace in which the value can be looked into.
-            at_s: when it was, in seconds since the epoch.
+            trace_id: a trace that shows how the value came about.
+            at_s: its time, in seconds since the epoch.
         """
         series = self._series.get(labels) or self._add(labels)
         exemplar = Exemplar({"trace_id": trace_id}, value, at_s)
         series.exemplars[bisect_left(self._bounds, value)] = exemplar
 
     def totals(self) -> list[dict[str, Any]]:
-        """Count and sum of every series, for `/status`."""
+        """Return count and sum of every series, for `/status`."""
         self._before_reading()
         names = self._spec.labels
         return [

@@ -1,10 +1,10 @@
-"""Every metric of a process: its name, type, labels and meaning. All others are made of these.
+"""Every metric of a process: its name, type, labels and meaning. Metrics are created from these.
 
 Names follow Prometheus (https://prometheus.io/docs/practices/naming/): base units, the unit at the
-end of the name, `_total` for counters. `docs/metrics.md` shows the same table to people.
+end of the name, `_total` for counters. `docs/metrics.md` shows the same table to users.
 
-Labels are bounded: topics are Headrace's own, partitions are counted, models and versions are the
-repository's (empty where a request named none that is there), and all others are fixed sets.
+Labels are bounded: topics are Headrace's own, partitions are limited in number, models and versions
+are the repository's (empty if a request named an unknown one), and all others are fixed sets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
 class Spec(NamedTuple):
-    """One metric; `name` is that of its family, so a counter's samples have `_total` besides."""
+    """One metric; `name` is its family's, so a counter's samples have `_total` appended."""
 
     name: str
     type: Literal["counter", "gauge", "histogram"]
@@ -30,13 +30,13 @@ class Spec(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """The base unit that the name ends with; empty for a count of things."""
+        """The base unit at the end of the name; empty for a count of things."""
         last = self.name.rsplit("_", 1)[1]
         return last if last in ("seconds", "bytes") else ""
 
     @property
     def exposed_name(self) -> str:
-        """The name that a query has."""
+        """The name to use in queries."""
         return f"{self.name}_total" if self.type == "counter" else self.name
 
 
@@ -411,4 +411,4 @@ CATALOGUE: dict[str, Spec] = {
     for part in (REQUESTS, RUNS, ENDS, READING, COMMITS, PARTITIONS, TRACES, PROCESS)
     for spec in part
 }
-"""All of Headrace's own metrics, by the names of their families."""
+"""All of Headrace's own metrics, by family name."""

@@ -1,6 +1,6 @@
-"""Where traces go: found in the settings and the standard `OTEL_*` variables, once.
+"""The destination of traces: found once, in the settings and the standard `OTEL_*` variables.
 
-The environment goes over the settings, as everywhere. Without either there is no tracing, and
+The environment overrides the settings, as everywhere. Without either there is no tracing, and
 OpenTelemetry is not even imported.
 """
 
@@ -29,10 +29,10 @@ _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL
 
 
 class Collector(NamedTuple):
-    """Where to, and how.
+    """The destination of traces.
 
     Attributes:
-        endpoint: None where the exporter finds it in the environment.
+        endpoint: None if the exporter takes it from the environment.
         protocol: `http/protobuf` or `grpc`.
     """
 
@@ -41,7 +41,7 @@ class Collector(NamedTuple):
 
 
 def find_collector(settings: Settings) -> Collector | None:
-    """None: no traces leave the process.
+    """Return the collector; None if no traces are exported.
 
     Raises:
         ConfigurationError: the protocol is unknown, or the endpoint is no URL.
@@ -74,9 +74,9 @@ def find_collector(settings: Settings) -> Collector | None:
 async def open_tracing(
     settings: Settings, stages: Sequence[Stage], metrics: Metrics
 ) -> AsyncIterator[Tracing | None]:
-    """Tracing while the context lasts; None where no traces are wanted.
+    """Provide tracing while the context lasts; None if no traces are exported.
 
-    Leaving it sends what is queued, and takes at most about two seconds.
+    Leaving it sends the queued spans, and takes at most about two seconds.
 
     Raises:
         ConfigurationError: see `find_collector`, or an `OTEL_*` variable is wrong.
@@ -95,7 +95,9 @@ async def open_tracing(
 
 
 def service_name(stages: Sequence[Stage]) -> str:
-    """`headrace` where all stages are together, otherwise with those that are here."""
+    """Return `headrace` for a process with all stages, otherwise with the stages' names
+    appended.
+    """
     return "headrace" if tuple(stages) == STAGES else "-".join(("headrace", *stages))
 
 

@@ -10,10 +10,10 @@ MAX_KINDS = 1000
 
 
 class LogRateLimiter:
-    """Lets `BURST` events of a kind pass at once, and `PER_S` a second after that.
+    """Admits `BURST` events of a kind at once, and `PER_S` a second after that.
 
     Attributes:
-        suppressed: how many did not pass, by kind, from the beginning.
+        suppressed: how many were not admitted, by kind, since the start.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class LogRateLimiter:
         self.suppressed: dict[str, int] = {}
 
     def admit(self, kind: str, now_s: float) -> int | None:
-        """Return how many of the kind were suppressed since the last that passed; None if this
-        one is suppressed too.
+        """Return how many of the kind were suppressed since the last admitted one; None if this one
+        is suppressed too.
 
         Args:
-            kind: of the event; beyond `MAX_KINDS` they share one bucket.
+            kind: the kind of event; beyond `MAX_KINDS` further kinds share one bucket.
             now_s: monotonic seconds.
         """
         if kind not in self._buckets and len(self._buckets) >= MAX_KINDS:

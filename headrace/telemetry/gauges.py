@@ -1,4 +1,4 @@
-"""The gauges of `/metrics`, read from the state of the process when a scrape asks."""
+"""The gauges of `/metrics`, read from the state of the process at each scrape."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _OURS = frozenset(str(event) for event in Event)
 
 
 def show(state: ProcessState) -> None:
-    """Have the metrics of the process show its state."""
+    """Add the state of the process to its metrics."""
     state.metrics.registry.register(StateGauges(state))
 
 
 def show_interpreter(registry: CollectorRegistry) -> None:
-    """Have the metrics show CPU, memory, files and garbage collection, once in a process.
+    """Add CPU, memory, files and garbage collection to the metrics; call it once in a process.
 
-    The client library's `_created` series are left out: they would double what is rare.
+    The client library's `_created` series are left out: they would double the rare counters.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # theirs
     ProcessCollector(registry=registry)
@@ -45,13 +45,13 @@ def show_interpreter(registry: CollectorRegistry) -> None:
 
 
 class StateGauges(Collector):
-    """Shows a `ProcessState`; to be registered once."""
+    """Exports a `ProcessState`; register it once."""
 
     def __init__(self, state: ProcessState) -> None:
         self._state = state
 
     def describe(self) -> Iterable[Any]:
-        """Called at registration; nothing is asked then."""
+        """Called at registration; reads no state."""
         return ()
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
@@ -164,7 +164,7 @@ def _labels(partition: PartitionSnapshot) -> tuple[str, str]:
 
 
 def _gauge(name: str, series: Iterable[Series]) -> GaugeMetricFamily:
-    """A family of the catalogue; what is not known is left out."""
+    """Return a metric family of the catalogue, without unknown values."""
     spec = CATALOGUE[f"headrace_{name}"]
     family = GaugeMetricFamily(spec.name, spec.meaning, labels=spec.labels, unit=spec.unit)
     for labels, value in series:

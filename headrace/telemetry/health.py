@@ -1,4 +1,4 @@
-"""Where a process is in its life, for whoever starts, stops and routes to it."""
+"""The phase of a process, for the tools that start and stop it and route requests to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 from headrace.errors import Fatal
 
 Check: TypeAlias = Callable[[], str]
-"""Says what is wrong; empty while nothing is."""
+"""Returns what is wrong; empty if nothing is."""
 
 
 class Phase(StrEnum):
@@ -30,10 +30,11 @@ _NEXT = {
 
 
 class Health:
-    """The phase of this process, why it is in it, and whether it gets on.
+    """The phase of this process, its reason, and whether the process makes progress.
 
-    Liveness and readiness are apart: a process that starts or drains, or whose broker is away, is
-    not ready, but killing it would make things worse. All of it may be asked from any thread.
+    Liveness and readiness are separate: a process that starts or drains, or whose broker is away,
+    is not ready, but killing it would make things worse. All methods are safe to call from any
+    thread.
     """
 
     def __init__(self) -> None:
@@ -48,49 +49,49 @@ class Health:
 
     @property
     def reason(self) -> str:
-        """Why it is in this phase, or what it waits for; may be empty."""
+        """Why the process is in this phase, or what it waits for; may be empty."""
         return self._reason
 
     @property
     def live(self) -> bool:
-        """Whether the process is of use: it need not be restarted."""
+        """True if the process works and need not be restarted."""
         return not self.live_fault()
 
     @property
     def ready(self) -> bool:
-        """Whether requests are read and answered now."""
+        """True if requests are read and answered now."""
         return self._phase is Phase.READY and not self.ready_fault()
 
     def live_fault(self) -> str:
-        """Why it is not live; empty while it is."""
+        """Return why the process is not live; empty if it is."""
         if self._phase is Phase.STOPPED:
             return self._reason or "stopped"
         return next(filter(None, (check() for check in self._live_checks)), "")
 
     def ready_fault(self) -> str:
-        """Why it is not ready; empty while it is, and where a phase has no reason."""
+        """Return why the process is not ready; empty if it is, or if a phase has no reason."""
         if self._phase is not Phase.READY:
             return self._reason
         checks = (*self._live_checks, *self._ready_checks)
         return next(filter(None, (check() for check in checks)), "")
 
     def watch_live(self, check: Check) -> None:
-        """The process is not live while the check finds a fault, and not ready either."""
+        """Add a check; while it finds a fault the process is neither live nor ready."""
         self._live_checks.append(check)
 
     def watch_ready(self, check: Check) -> None:
-        """The process is not ready while the check finds a fault."""
+        """Add a check; while it finds a fault the process is not ready."""
         self._ready_checks.append(check)
 
     def explain(self, reason: str) -> None:
-        """Say what the present phase is waiting for."""
+        """Set what the current phase is waiting for."""
         self._reason = reason
 
     def enter(self, phase: Phase, reason: str = "") -> None:
-        """Go on to a later phase; entering the present one again changes the reason only.
+        """Enter a later phase; entering the current one again changes the reason only.
 
         Raises:
-            Fatal: there is no way from the present phase to that one.
+            Fatal: there is no transition from the current phase to that one.
         """
         if phase is not self._phase and phase not in _NEXT[self._phase]:
             raise Fatal(f"health: cannot go from {self._phase} to {phase}")

@@ -1,10 +1,10 @@
-"""What a process shows over HTTP: health, models and metrics. It takes no requests for models.
+"""HTTP server of a process: health, models and metrics. It accepts no inference requests.
 
 Paths and bodies of `/v2` are the Open Inference Protocol's
-(https://github.com/kserve/open-inference-protocol, REST); `POST /v2/repository/index` is the
-model repository extension of Triton Inference Server. `/health/live` and `/health/ready` are for
-Kubernetes, `/metrics` is for Prometheus, `/status` is for people and programs that want all of it
-(`docs/health.md`), and `/` is a page for people that shows it.
+(https://github.com/kserve/open-inference-protocol, REST); `POST /v2/repository/index` is the model
+repository extension of Triton Inference Server. `/health/live` and `/health/ready` are for
+Kubernetes, `/metrics` is for Prometheus, `/status` is the full state for people and programs
+(`docs/health.md`), and `/` is a web page that shows it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _INDEX_STATES = {
 
 
 class Catalogue(Protocol):
-    """What is shown of the models; `headrace.models.registry.Models` has these."""
+    """The models to show; implemented by `headrace.models.registry.Models`."""
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
     def versions(self, state: State | None = None) -> list[ModelVersion]: ...
@@ -62,12 +62,12 @@ class HttpServer:
         address: host and port; port 0 picks a free one, see `port`.
         health: of this process.
         models: of this process.
-        metrics: what `/metrics` shows, in OpenMetrics to those who accept that.
-        status: what `/status` shows.
+        metrics: shown by `/metrics`, in OpenMetrics to clients that accept it.
+        status: shown by `/status`.
         limits: of connections.
 
-    On a loopback address requests are answered only where their `Host` is one as well: a page of
-    another site, whose name was made to lead here, must not read what this machine shows itself.
+    On a loopback address, requests are answered only if their `Host` is a loopback address as well:
+    another site's page, whose name was made to resolve to this machine, must not read local data.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens on, once it does."""
+        """The port that it listens on, once started."""
         return self._port
 
     async def __aenter__(self) -> Self:
-        """Start to listen.
+        """Start listening.
 
         Raises:
             Fatal: the address is taken, or is not this machine's.
@@ -154,7 +154,7 @@ class HttpServer:
 
     @web.middleware
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer within the time that a request may take."""
+        """Answer within the time limit of a request."""
         timeout_s = self._limits.request_timeout_s
         with self._connections.answering(request.transport):
             try:
@@ -182,7 +182,7 @@ class HttpServer:
         )
 
     async def _index(self, request: web.Request) -> web.Response:
-        """The versions and their states; `{"ready": true}` leaves out all but the ready ones."""
+        """Return the versions and their states; `{"ready": true}` selects only the ready ones."""
         only_ready = await _wants_only_ready(request)
         entries = [
             {
@@ -234,7 +234,7 @@ class HttpServer:
 
 @web.middleware
 async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The protocol's form of an error, `{"error": message}`, whatever refused the request."""
+    """Format every error as the protocol does, `{"error": message}`."""
     try:
         return await handler(request)
     except Rejected as error:
@@ -259,7 +259,7 @@ async def _refuse_other_hosts(request: web.Request, handler: Handler) -> web.Str
 
 
 def _name_of(host: str) -> str:
-    """The name or address in a `Host` header, without the port; empty where it is malformed."""
+    """Return the name or address in a `Host` header, without the port; empty if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -291,7 +291,7 @@ async def _wants_only_ready(request: web.Request) -> bool:
 
 
 def _batching(version: ModelVersion) -> dict[str, Any]:
-    """Beyond the protocol: how large batches are, and what was found out about their safety."""
+    """Return batch limits and batch-safety results, which the protocol does not have."""
     found = version.verdict.entry() if version.verdict else {}
     return {"max_batch_size": version.max_batch_size, **found}
 

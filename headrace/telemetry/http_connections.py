@@ -1,7 +1,7 @@
-"""The connections of the HTTP server: how many there may be, and how long each may take.
+"""Limits on the connections of the HTTP server: their number, and the time that each may take.
 
-aiohttp waits for the head of a request as long as the client likes, and takes any number of
-connections. So clients that open connections and say nothing would keep health checks out.
+aiohttp waits for a request's head without limit, and accepts any number of connections. So clients
+that open connections and send nothing would block health checks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple, cast
 
 
 class HttpLimits(NamedTuple):
-    """What a client is granted.
+    """Limits for clients.
 
     Attributes:
-        most_connections: further ones take the place of the one that has waited for a request
-            longest, or are closed at once where all of them are being answered.
+        most_connections: a further connection replaces the one that has waited for a request
+            longest, or is closed at once if all of them are being answered.
         head_timeout_s: from the connection to the end of its first request's head.
         idle_timeout_s: from an answer to the end of the next request's head.
         request_timeout_s: from a request's head to its answer, its body included.
@@ -36,14 +36,14 @@ class Connections:
         self._limits = limits
         self._open: dict[asyncio.BaseTransport, asyncio.Transport] = {}
         self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
-        """Of connections that wait for a request, those that have waited longest first."""
+        """Timers of the connections that wait for a request, longest-waiting first."""
 
     def bounded(self, make: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
-        """Return a factory of protocols that keep to the limits, around those of another one."""
+        """Return a protocol factory that wraps another one and enforces the limits."""
         return lambda: _Bounded(self, make())
 
     def opened(self, transport: asyncio.Transport) -> bool:
-        """Count a new connection; False where there are too many, and it was closed."""
+        """Count a new connection; False if there were too many, and it was closed."""
         if len(self._open) >= self._limits.most_connections:
             longest_waiting = next(iter(self._timers), None)
             if longest_waiting is None:
@@ -63,7 +63,9 @@ class Connections:
 
     @contextmanager
     def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-        """Let a connection be while the context lasts: a whole request head has come."""
+        """Suspend a connection's timer while the context lasts: a whole request head has
+        arrived.
+        """
         if transport is None or transport not in self._open:
             yield  # closed meanwhile
             return
@@ -88,7 +90,7 @@ class Connections:
 
 
 class _Bounded(asyncio.Protocol):
-    """Hands on what happens to a connection, unless it is one too many."""
+    """Forwards the events of a connection, unless it exceeds the limit."""
 
     def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
         self._connections = connections
@@ -97,7 +99,7 @@ class _Bounded(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        # uvloop's transports have the methods of asyncio.Transport, and are not made from it.
+        # uvloop's transports have the methods of asyncio.Transport without deriving from it.
         if not self._connections.opened(cast("asyncio.Transport", transport)):
             self._inner = None
         if self._inner is not None:

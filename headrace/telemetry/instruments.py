@@ -1,4 +1,4 @@
-"""What a stage measures with, as one object."""
+"""The measuring instruments of a stage, as one object."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from headrace.telemetry.tracing import Tracing
 
 
 class Instruments(NamedTuple):
-    """Handed to every stage of a process.
+    """Instruments passed to every stage of a process.
 
     Attributes:
-        tracing: None where no traces leave the process; then nothing is done for them.
-        clock: of deadlines and of the times in metrics and spans.
-        steady: of durations.
+        tracing: None if no traces are exported; then no work is done for them.
+        clock: for deadlines and for the times in metrics and spans.
+        steady: for durations.
     """
 
     metrics: Metrics
@@ -24,5 +24,5 @@ class Instruments(NamedTuple):
     steady: Clock = steady_clock_us
 
     def anchored(self) -> AnchoredClock:
-        """A clock for the stamps of one piece of work."""
+        """Return a clock for the timestamps of one piece of work."""
         return AnchoredClock(self.clock, self.steady)

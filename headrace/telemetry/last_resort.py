@@ -1,11 +1,11 @@
-"""Ends a process whose event loop does not turn any more, when nothing in Python can.
+"""End a process whose event loop has stalled, even if no Python code can run.
 
-Native code that holds the interpreter lock stops every thread of Python's, and with them whatever
-watches over the process in Python. `faulthandler` has a watchdog thread in C that needs no lock:
-unless it is wound up again in time it writes where each thread is, and ends the process
-(https://docs.python.org/3/library/faulthandler.html). The loop winds it up as long as it turns.
+Native code that holds the interpreter lock stops every Python thread, including any watchdog in
+Python. `faulthandler` has a watchdog thread in C that needs no lock: unless it is re-armed in time
+it writes the traceback of each thread, and ends the process
+(https://docs.python.org/3/library/faulthandler.html). The event loop re-arms it.
 
-It is one for the process, so only the composition root may enter it.
+There is one per process, so only the composition root may enter it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ STDERR = 2
 
 
 class StallWatchdog:
-    """While the context lasts, a loop that stands still for `limit_s` ends the process (exit 1).
+    """While the context lasts, an event loop stalled for `limit_s` ends the process (exit 1).
 
     Args:
-        limit_s: in seconds; 0 is never.
+        limit_s: in seconds; 0 disables it.
     """
 
     def __init__(self, limit_s: float) -> None:

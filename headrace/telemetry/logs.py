@@ -1,9 +1,8 @@
 """Logs: event names and fields, JSON for machines, `key=value` for a terminal.
 
-Lines of other libraries (aiokafka, asyncio) take the same form. An event's name is a constant
-here, so that it can be searched for and alarmed on; what differs from case to case is a field.
-Lines that come too often, those at debug apart, are held back (`headrace.telemetry.flood`); the
-next one of the kind says how many in `suppressed`.
+Lines of other libraries (aiokafka, asyncio) take the same form. An event's name is a constant here,
+so that one can search for it and set alerts on it; variable parts are fields. Lines above debug are
+rate-limited (`headrace.telemetry.flood`); the next one of the kind says how many were `suppressed`.
 """
 
 from __future__ import annotations
@@ -113,11 +112,11 @@ def configure_logging(level: str, stream: TextIO | None = None) -> LogRateLimite
     """Set up logging for the process; call it once, where the process starts.
 
     Returns:
-        What holds lines back, and counts them.
+        The rate limiter, which counts suppressed lines.
 
     Args:
         level: `debug`, `info`, `warning` or `error`.
-        stream: where the lines go; standard error when not given.
+        stream: where the lines go; standard error if not given.
 
     Raises:
         KeyError: on any other level.
@@ -140,7 +139,7 @@ def configure_logging(level: str, stream: TextIO | None = None) -> LogRateLimite
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=structlog.stdlib.LoggerFactory(),
-        # Loggers follow the configuration of the moment; none is called for each request.
+        # Loggers follow the current configuration; none is called for each request.
         cache_logger_on_first_use=False,
     )
     root = logging.getLogger()
@@ -173,14 +172,14 @@ def _output(stream: TextIO, flood: LogRateLimiter, shared: list[Processor]) -> l
 
 
 class _Sieve(logging.Filter):
-    """Holds back what floods: our own lines before they cost anything, others' when they come."""
+    """Rate-limits log lines: our own before they are formatted, others' when they arrive."""
 
     def __init__(self, flood: LogRateLimiter) -> None:
         super().__init__()
         self._flood = flood
 
     def sift(self, logger: Any, method: str, line: EventDict) -> EventDict:
-        """For our own lines: a processor of structlog."""
+        """Rate-limit our own lines; a processor of structlog."""
         if method != "debug":
             suppressed = self._flood.admit(str(line["event"]), time.monotonic())
             if suppressed is None:
@@ -190,7 +189,7 @@ class _Sieve(logging.Filter):
         return line
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """For lines of libraries, whose kind is their text before its arguments are put in."""
+        """Rate-limit lines of libraries; their kind is the text before arguments are inserted."""
         if isinstance(record.msg, dict) or record.levelno < logging.INFO:
             return True
         suppressed = self._flood.admit(f"{record.name}: {record.msg}", time.monotonic())
@@ -200,7 +199,7 @@ class _Sieve(logging.Filter):
 
 
 def _escape(logger: Any, method: str, line: EventDict) -> EventDict:
-    """Escape what a terminal would obey; a processor of structlog."""
+    """Escape control characters that a terminal would interpret; a processor of structlog."""
     return {
         name: printable(value) if isinstance(value, str) else value for name, value in line.items()
     }

@@ -1,4 +1,4 @@
-"""How late the event loop is: a task that sleeps, and looks how much longer it slept."""
+"""Event-loop lag: a task sleeps, and measures how much longer it slept than requested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class LoopLag:
     """Measures one event loop, in `run`.
 
     Attributes:
-        last_s: what the last look found, in seconds.
+        last_s: the last measurement, in seconds.
     """
 
     def __init__(self, histogram: BatchedHistogram) -> None:
@@ -21,7 +21,7 @@ class LoopLag:
         self.last_s = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Measure until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + PERIOD_S

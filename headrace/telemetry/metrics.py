@@ -1,9 +1,8 @@
-"""What a process counts, as methods that say what happened.
+"""The counters of a process, as methods named by what happened.
 
-The names, types and labels are in `headrace.telemetry.catalogue`. What every request or batch
-passes through is counted in bulk, a chunk at a time; what is rare is the Prometheus client's own.
-Gauges are not kept here: they are read from where they are known when somebody asks, see
-`headrace.telemetry.state`.
+The names, types and labels are in `headrace.telemetry.catalogue`. Events of every request or batch
+are counted in bulk, a chunk at a time; rare ones use the Prometheus client. Gauges are not kept
+here: they are read from their sources at each scrape, see `headrace.telemetry.state`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _TIMES = (
 
 
 def outcome_of(code: str) -> str:
-    """The outcome that a code belongs to: `ok`, `expired`, `refused` or `failed`."""
+    """Return the outcome that a code belongs to: `ok`, `expired`, `refused` or `failed`."""
     if code == "ok":
         return "ok"
     if code == Code.DEADLINE_EXCEEDED:
@@ -41,14 +40,14 @@ def outcome_of(code: str) -> str:
 
 
 class Metrics:
-    """Everything that a process counts; one object, handed to those who count.
+    """All counters of a process; one object, passed to all components that count.
 
     Args:
-        registry: where they are registered; a process has one, a test makes its own.
+        registry: the registry of the counters; one for a process, and one for each test.
 
     Attributes:
-        duplicates, revoked, bisections, unkept, unanswered, skipped,
-            heap_trimmed: counters without labels.
+        duplicates, revoked, bisections, unkept, unanswered, skipped, heap_trimmed: counters without
+            labels.
         rebound: likewise, of requests that were bound to another version.
         attempts, condemned, transaction_timeouts: likewise; suspects, known_executors: gauges.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures: likewise.
@@ -122,13 +121,13 @@ class Metrics:
         return histogram
 
     def passed_over(self, gap: Gap) -> None:
-        """Nothing there can be read."""
+        """Count a gap in the log that cannot be read."""
         self._unreadable.labels(gap.code).inc(gap.end - gap.first)
 
     # --- requests and batches -------------------------------------------------------------------
 
     def answered(self, requests: Sequence[Request], began_us: int, now_us: int) -> None:
-        """These requests' answers are acknowledged.
+        """Count requests whose answers were acknowledged.
 
         Args:
             requests: a chunk.
@@ -160,7 +159,7 @@ class Metrics:
                 self._refused.labels(failure.stage, failure.code).inc()
 
     def _show(self, request: Request, now_us: int) -> None:
-        """Make a sampled request the example of its buckets."""
+        """Make a sampled request the exemplar of its buckets."""
         assert request.trace is not None
         labels, trace_id = (_known_model(request),), f"{request.trace.trace_id:032x}"
         at_s, written_us = now_us / 1e6, request.timestamp_ms * 1000
@@ -175,19 +174,19 @@ class Metrics:
             )
 
     def formed(self, batch: Batch) -> None:
-        """A batch has closed."""
+        """Count a closed batch."""
         self._batches.add((batch.model, batch.reason))
         self._batch_rows.observe((batch.model,), batch.rows)
 
     def ran(
         self, model: tuple[str, str], rows: int, *, wait_us: int, copy_us: int, compute_us: int
     ) -> None:
-        """A model has run.
+        """Count a model run.
 
         Args:
             model: its name and version.
             rows: how many.
-            wait_us: from when the batch closed until the executor began with it.
+            wait_us: from the closing of the batch until the executor began with it.
             copy_us: gathering the inputs.
             compute_us: the run itself.
         """
@@ -199,7 +198,7 @@ class Metrics:
         self._durations["compute_duration"].observe(labels, compute_us / 1e6)
 
     def totals(self) -> dict[str, Any]:
-        """What was counted from the beginning, for `/status`."""
+        """Return the totals since the start, for `/status`."""
         return {
             "requests": self._requests.totals(),
             "batches": self._batches.totals(),
@@ -208,32 +207,32 @@ class Metrics:
             "times": {name: each.totals() for name, each in self._durations.items()},
         }
 
-    # --- what is rare ---------------------------------------------------------------------------
+    # --- rare events ----------------------------------------------------------------------------
 
     def dead_letter(self, code: str) -> None:
-        """A dead letter was kept."""
+        """Count a dead letter."""
         self._dead_letters.labels(code).inc()
 
     def tried_together(self, model: str, outcome: str) -> None:
-        """Requests to an undecided model ran alone and together: agreed, differed, inconclusive."""
+        """Count a batch-safety comparison of a model: agreed, differed or inconclusive."""
         self._comparisons.labels(model, outcome).inc()
 
     def cancelled(self, records: int, ended: int) -> None:
-        """So many cancelling records have ended so many requests that waited."""
+        """Count cancelling records, and the waiting requests that they ended."""
         self._cancellations.labels("ended").inc(ended)
         self._cancellations.labels("none").inc(max(0, records - ended))
 
     def retried(self, operation: str, times: int = 1) -> None:
-        """Something is tried again: `send` (so many records), `run` or `commit`."""
+        """Count retries of an operation: `send` (per record), `run` or `commit`."""
         self._retries.labels(operation).inc(times)
 
     def rebalanced(self) -> None:
-        """The group has assigned partitions."""
+        """Count an assignment of partitions by the group."""
         self._rebalances.inc()
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """Time a commit, and count it if it fails, which means that it is tried again."""
+        """Time a commit; if it fails, count the failure, which means that it is retried."""
         began_s = time.monotonic()
         try:
             yield
@@ -247,12 +246,14 @@ class Metrics:
 
 
 def _known_model(request: Request) -> str:
-    """A version stands there only once the request was bound to a model that exists."""
+    """Return the request's model, or empty: it has a version only once it was bound to a known
+    model.
+    """
     return request.model if request.version else ""
 
 
 def _tally(requests: Sequence[Request]) -> dict[tuple[str, str], int]:
-    """How many there are of each model and version; those beside each other are mostly of one."""
+    """Count the requests of each model and version; neighbours mostly have the same."""
     counts: dict[tuple[str, str], int] = {}
     key = ("", "")
     began = 0
@@ -269,11 +270,11 @@ def _tally(requests: Sequence[Request]) -> dict[tuple[str, str], int]:
 def _by_model(
     requests: Sequence[Request], counts: Mapping[tuple[str, str], int]
 ) -> dict[str, Sequence[Request]]:
-    """Requests by the model that they are counted under; most chunks have but one.
+    """Group requests by the model that they are counted under; most chunks have only one.
 
     Args:
         requests: a chunk.
-        counts: those among them that have not failed, by model and version.
+        counts: the number of requests that have not failed, by model and version.
     """
     if len(counts) == 1:
         (((model, _), count),) = counts.items()

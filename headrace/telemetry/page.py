@@ -1,8 +1,7 @@
-"""The page at `/`: `page.html`, which asks `/status` every second and shows what it says.
+"""The page at `/`: `page.html`, which polls `/status` every second and shows the result.
 
-It is sent with a content security policy that lets the browser run this file's own script and
-style and ask this server, and nothing else: what a producer's error message might smuggle into
-the page cannot load, run or send anything.
+Its content security policy lets the browser run this file's own script and style and request this
+server, and nothing else: markup in a producer's error message cannot load, run or send anything.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ class Page(NamedTuple):
 
 @cache
 def load_page() -> Page:
-    """Read the page, and allow what stands in it by its hash; blocks, the first time."""
+    """Read the page and compute the hashes that allow its script and style; blocks the first
+    time.
+    """
     text = (files("headrace.telemetry") / "page.html").read_text(encoding="utf-8")
     policy = "; ".join(
         (
@@ -51,7 +52,9 @@ def load_page() -> Page:
 
 
 def _hash_of(text: str, element: str) -> str:
-    """The hash source of the only such element: https://www.w3.org/TR/CSP3/#grammardef-hash-source."""
+    """Return the hash source of the only such element:
+    https://www.w3.org/TR/CSP3/#grammardef-hash-source.
+    """
     (content,) = re.findall(f"<{element}>(.*?)</{element}>", text, flags=re.DOTALL)
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -1,4 +1,4 @@
-"""The last warnings and errors of a process, kept for whoever asks at `/status`."""
+"""The last warnings and errors of a process, kept for `/status`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOLD = ("topic", "partition", "offset", "model", "version", "code", "stage", "s
 class RecentErrors(logging.Handler):
     """A ring of lines at `warning` and above, and of requests without outputs; few of their fields.
 
-    The same line again and again takes one place, with `times`.
+    Repetitions of a line share one entry, with `times`.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class RecentErrors(logging.Handler):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Keep what is logged while the context lasts."""
+        """Record log lines while the context lasts."""
         root = logging.getLogger()
         root.addHandler(self)
         try:
@@ -38,7 +38,7 @@ class RecentErrors(logging.Handler):
             root.removeHandler(self)
 
     def entries(self) -> list[dict[str, Any]]:
-        """The newest last. `time` is in UTC."""
+        """Return the entries, newest last. `time` is in UTC."""
         return list(self._ring)
 
     def emit(self, record: logging.LogRecord) -> None:

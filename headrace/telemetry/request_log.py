@@ -1,11 +1,11 @@
-"""Lines about requests: a canonical one for each at debug, and one for each that has no outputs.
+"""Log lines for requests: one canonical line each at debug, and one for each without outputs.
 
-What was refused or has expired is told at info, since that is the caller's to mend; what failed is
-a warning.
+Refused and expired requests are logged at info, since the caller must fix them; failed ones at
+warning.
 
-Requests are told by partition and offset, and by their trace where they have one; never by what
-they carried. An error's message may quote that, so the lines have its code and its place, and the
-message at debug alone; the answer and the dead letter have it as well.
+Lines identify requests by partition and offset, and by trace if there is one; never by their
+content. An error's message may quote the content, so lines have its code and stage, and the message
+only at debug; the answer and the dead letter have it as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 _level = logging.getLogger(__name__)
 
 MAX_LINES = 8
-"""Of failures in one chunk; the last one says how many `more` there are."""
+"""Most lines for failures in one chunk; the last one says how many `more` there are."""
 
 _EVENTS = {
     "expired": (logging.INFO, Event.REQUEST_EXPIRED),
@@ -34,7 +34,9 @@ _EVENTS = {
 
 
 def log_answered(requests: Sequence[Request], now_us: int) -> None:
-    """Their answers are acknowledged. Without debug and failures, this costs next to nothing."""
+    """Log requests whose answers are acknowledged. Without debug and failures this is nearly
+    free.
+    """
     debugging = _level.isEnabledFor(logging.DEBUG)
     if debugging:
         for request in requests:
@@ -57,7 +59,7 @@ def log_answered(requests: Sequence[Request], now_us: int) -> None:
 
 
 def identity(request: Request) -> dict[str, Any]:
-    """Which request it is: partition and offset of its record, model, trace."""
+    """Return the identity of a request: partition and offset of its record, model, trace."""
     fields: dict[str, Any] = {"partition": request.partition, "offset": request.offset}
     if request.version:
         fields |= {"model": request.model, "version": request.version}
@@ -67,7 +69,7 @@ def identity(request: Request) -> dict[str, Any]:
 
 
 def _canonical(request: Request, now_us: int) -> dict[str, Any]:
-    """Everything that happened to a request, on one line; times are in microseconds."""
+    """Return everything that happened to a request, on one line; times are in microseconds."""
     failure = request.failure
     fields = identity(request) | {
         "code": "ok" if failure is None else str(failure.code),

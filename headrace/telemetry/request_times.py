@@ -1,7 +1,7 @@
-"""Where the time of answered requests went: noted a chunk at a time, counted many at a time.
+"""Where the time of answered requests went: recorded by chunk, and counted in bulk.
 
-To note a request costs three integers. They are sorted into buckets by NumPy once a few thousand
-have come together, or when somebody wants to see the histograms.
+Recording a request stores three integers. NumPy sorts them into buckets once there are a few
+thousand, or when the histograms are read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _Noted(NamedTuple):
     """Columns; a row of the first three is a request.
 
     Attributes:
-        answered_us: when so many of them were.
-        slack_us: of those with a deadline, what was left until then.
+        answered_us: the time at which each group of them was answered.
+        slack_us: the time left until the deadline, for requests that have one.
     """
 
     timestamp_ms: list[int]
@@ -39,8 +39,8 @@ class RequestTimes:
     Args:
         total: from the record's timestamp until the answer.
         in_log: from the record's timestamp until ingest.
-        queued: from ingest until the batch closed, for those that came into one.
-        slack: from the answer until the deadline, for those that have one.
+        queued: from ingest until the batch closed, for requests that joined one.
+        slack: from the answer until the deadline, for requests that have one.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RequestTimes:
             histogram.before_reading(self.count)
 
     def note(self, model: str, requests: Sequence[Request], now_us: int) -> None:
-        """These were answered now."""
+        """Record requests that were answered now."""
         noted = self._noted.get(model)
         if noted is None:
             noted = self._noted[model] = _Noted([], [], [], [], [])
@@ -77,7 +77,7 @@ class RequestTimes:
             self.count()
 
     def count(self) -> None:
-        """Move what was noted into the histograms."""
+        """Move the recorded times into the histograms."""
         pending, self._noted = self._noted, {}
         for model, noted in pending.items():
             labels = (model,)
@@ -96,5 +96,5 @@ def _column(numbers: list[int]) -> NDArray[np.int64]:
 
 
 def _seconds(microseconds: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The clocks of machines differ: no time is taken for less than none."""
+    """Convert to seconds; negative times count as 0, since the clocks of machines differ."""
     return np.maximum(microseconds, 0) / 1e6

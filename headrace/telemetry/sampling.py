@@ -1,14 +1,14 @@
 """Sampling: which requests get a trace. Three rates limit what tracing can cost a process.
 
 Ingest decides once for each request, and the decision travels with it. Three kinds of requests can
-get a trace, and each has a token bucket of its own, so that none takes the place of another:
+get a trace, and each has a token bucket of its own, so that none displaces another:
 
 - without a trace context: a share of them by chance (`sample_ratio`), at most `traces_per_second`;
-- with a trace context whose sampled flag is set: all, at most `caller_traces_per_second`. W3C
-  Trace Context (section 3.2.2.5.1) lets a service record less than its callers ask for;
+- with a trace context whose sampled flag is set: all, at most `caller_traces_per_second`. W3C Trace
+  Context (section 3.2.2.5.1) lets a service record less than its callers ask for;
 - failed without a trace: all, at most `failure_traces_per_second`.
 
-What a rate holds back is counted by `headrace_traces_rate_limited_total`.
+`headrace_traces_rate_limited_total` counts the traces that a rate prevents.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Sampler:
         self._limited_failures = limited.labels("failure")
 
     def sample(self, requests: Sequence[Request], now_us: int) -> Iterator[tuple[Request, Parent]]:
-        """Yield the requests that get a trace, each with the context that its trace goes on from.
+        """Yield the requests that get a trace, each with the parent context of that trace.
 
         All requests without a trace pass this loop, so it calls nothing for most of them.
         """
@@ -55,7 +55,8 @@ class Sampler:
         over_ratio = over_caller = 0
         for request in requests:
             header = request.envelope.traceparent
-            # Nothing is gained within one chunk, so the other sampled ones need not be parsed.
+            # The limit does not rise within one chunk, so the other sampled ones need not be
+            # parsed.
             if over_caller and header is not None and header[54:55] in _SAMPLED_DIGITS:
                 over_caller += 1
                 continue
@@ -89,5 +90,5 @@ class Sampler:
 
 
 def _bucket(per_second: float) -> TokenBucket:
-    """A bucket of one second's worth, and of one token at least unless the rate is 0."""
+    """Return a bucket of one second's worth, and of at least one token unless the rate is 0."""
     return TokenBucket(max(1.0, per_second) if per_second else 0.0, per_second)

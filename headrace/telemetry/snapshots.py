@@ -1,6 +1,6 @@
-"""What a source shows of itself, as plain numbers, for metrics and for `/status`.
+"""Snapshots of a source, as plain numbers, for metrics and for `/status`.
 
-The source makes these when it is asked; telemetry knows nothing of ledgers and logs.
+The source creates them on demand; telemetry does not depend on in-flight tracking or logs.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from typing import NamedTuple
 
 
 class PartitionSnapshot(NamedTuple):
-    """One partition that is ours.
+    """One assigned partition.
 
     Attributes:
-        epoch: counts the assignments of this process; 0 where another partition carries this one.
+        epoch: counts the assignments of this process; 0 if another partition carries this one.
         base: the lowest unanswered offset.
-        committed: the offset committed last; None before the first commit.
-        end: the end offset as last asked for; None before the first answer.
+        committed: the last committed offset; None before the first commit.
+        end: the end offset at the last query; None before the first answer.
         span_records: offsets from the base up to the last one read.
         answered_records: how many offsets above the base are answered, in how many ranges.
         metadata_characters: length of the metadata committed last.
-        paused: why it alone is not read: `metadata`, `order` or `share`; otherwise empty.
-        base_age_s: for how long the base stands, though its request was passed on to the process
-            that answers; 0 where the process itself does.
-        is_stuck: that is longer than what is passed on is kept.
+        paused: why this partition alone is not read: `metadata`, `order` or `share`; otherwise
+            empty.
+        base_age_s: how long the base has not moved since its request was passed on to the process
+            that answers; 0 if this process answers.
+        is_stuck: True if that is longer than passed-on records are retained.
         deferred_records: left in the log until their model has room in its share of the budget.
     """
 
@@ -45,26 +46,26 @@ class PartitionSnapshot(NamedTuple):
 
     @property
     def lag_records(self) -> int | None:
-        """End offset minus committed offset; None while the end is not known."""
+        """Return the end offset minus the committed offset; None while the end is not known."""
         if self.end is None:
             return None
         return max(0, self.end - (self.base if self.committed is None else self.committed))
 
     @property
     def backlog_records(self) -> int:
-        """What is not answered, read or not."""
+        """Return the number of unanswered records, read or not."""
         end = max(self.end or 0, self.base + self.span_records)
         return max(0, end - self.base - self.answered_records)
 
 
 class CommitSnapshot(NamedTuple):
-    """How committing goes.
+    """State of committing.
 
     Attributes:
         commits: whether this source commits at all.
-        age_s: for how long answered work has been waiting for its commit.
-        failures: from the beginning.
-        last_failure: what the last of them said.
+        age_s: how long answered work has been waiting for its commit.
+        failures: since the start.
+        last_failure: the message of the last failure.
     """
 
     commits: bool
@@ -77,12 +78,12 @@ class SourceSnapshot(NamedTuple):
     """One source: its topic, its budget, its partitions.
 
     Attributes:
-        last_contact_s: since the log was last heard of; 0 before the source is open.
+        last_contact_s: seconds since the log's last answer; 0 before the source is open.
         paused: why nothing is read: `budget` or `drain`; otherwise empty.
-        stalled_s: for how long records have been waiting while none was answered.
-        assigning_s: for how long partitions that the group has assigned could not be taken up.
-        model_bytes: what each model holds of the budget; empty where models have no shares.
-        oldest_age_s: of the oldest record that was read and is unanswered.
+        stalled_s: how long records have been waiting while none was answered.
+        assigning_s: how long assigned partitions could not be taken up.
+        model_bytes: the bytes of the budget that each model uses; empty if models have no shares.
+        oldest_age_s: the age of the oldest record that was read and is unanswered.
         throughput_per_s: learned; None before anything was.
     """
 
@@ -105,14 +106,16 @@ class SourceSnapshot(NamedTuple):
 
 
 class DeviceSnapshot(NamedTuple):
-    """The memory of a device that is not the host's, a moment ago: bytes by kind or pool."""
+    """Recent memory use of a device other than the host: bytes by kind or pool."""
 
     device: str
     memory_bytes: Mapping[str, int]
 
 
 class WaitingSnapshot(NamedTuple):
-    """What waits for a batch; the slack is the least time left to a deadline, None without one."""
+    """Requests that wait for a batch; the slack is the least time to a deadline, None without
+    one.
+    """
 
     requests: int
     deadline_slack_s: float | None

@@ -1,8 +1,8 @@
-"""The attributes of the spans: names, and what each kind of span says.
+"""The attributes of the spans: their names, and those of each kind of span.
 
-`messaging.*` and `error.type` are those of OpenTelemetry's semantic conventions in the version
-that `SCHEMA_URL` names; `headrace.*` are ours. `docs/tracing.md` has the table of all of them.
-Durations are in microseconds (`_us`) or milliseconds (`_ms`).
+`messaging.*` and `error.type` are those of OpenTelemetry's semantic conventions in the version that
+`SCHEMA_URL` names; `headrace.*` are ours. `docs/tracing.md` has the table of all of them. Durations
+are in microseconds (`_us`) or milliseconds (`_ms`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Attributes = dict[str, AttributeValue]
 
 
 class Input(NamedTuple):
-    """What a stage reads from the log. `group` is empty where it is not known."""
+    """What a stage reads from the log. `group` is empty if unknown."""
 
     system: str
     topic: str
@@ -69,8 +69,8 @@ class Input(NamedTuple):
 
 
 class Answering(NamedTuple):
-    """When a chunk of answers began to be encoded, was encoded, acknowledged, and its dead
-    letters, if any, were kept; epoch microseconds.
+    """Times of a chunk of answers: encoding begun, encoded, acknowledged, and dead letters, if any,
+    written; epoch microseconds.
     """
 
     began_us: int
@@ -81,15 +81,15 @@ class Answering(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """One run of a model: who ran, when (epoch microseconds), and what came of it.
+    """One run of a model: its executor, times (epoch microseconds) and result.
 
     Attributes:
-        requests: of the batch, those that were still wanted.
-        gathered_us: when the inputs stood together; 0 if it did not come to that.
+        requests: those of the batch that were still wanted.
+        gathered_us: when the inputs were gathered; 0 if the run ended before.
         attempts: how often the backend was called.
-        failure: why it failed, for all of them.
-        clock: of its stamps.
-        ended_steady_us: when it ended, on the steady clock that the batcher's predictions have.
+        failure: the failure of the whole run.
+        clock: the clock of its timestamps.
+        ended_steady_us: when it ended, on the steady clock that the batcher's predictions use.
     """
 
     batch: Batch
@@ -105,14 +105,14 @@ class Run:
 
 
 def common(stage: Stage, request: Request, requests_topic: str, now_us: int) -> Attributes:
-    """What each stage's span says of its request."""
+    """Return the attributes of a request that each stage's span has."""
     attributes: Attributes = {
         STAGE: str(stage),
         REQUEST: f"{requests_topic}/{request.partition}/{request.offset}",
     }
     if request.id is not None:
         attributes[REQUEST_ID] = request.id
-    # A version stands there only once the request was bound to a model that exists.
+    # The version is set only once the request was bound to a known model.
     if request.version and request.model:
         attributes[MODEL] = request.model
         attributes[VERSION] = request.version
@@ -123,7 +123,7 @@ def common(stage: Stage, request: Request, requests_topic: str, now_us: int) -> 
 
 
 def reading(stage: Stage, request: Request, source: Input) -> Attributes:
-    """What the span of a stage says that has read its request from the log."""
+    """Return the attributes for a stage that has read its request from the log."""
     attributes: Attributes = {
         SYSTEM: source.system,
         OPERATION_NAME: "process",
@@ -151,7 +151,7 @@ def _record(request: Request) -> Attributes:
 
 
 def _text(content: bytes) -> str:
-    """Opaque bytes: as text where they are some, otherwise in hexadecimal."""
+    """Return opaque bytes as text if they are text, otherwise in hexadecimal."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -160,12 +160,12 @@ def _text(content: bytes) -> str:
 
 
 def ingest(request: Request, since_us: int) -> Attributes:
-    """What ingest's span says beside `common`."""
+    """Return the attributes of ingest's span besides `common`."""
     return {WAIT_US: max(request.ingested_us - since_us, 0), ROWS: request.rows}
 
 
 def batcher(request: Request, until_us: int, batch: Batch | None) -> Attributes:
-    """What the batcher's span says; `batch` is None for a request that joined none."""
+    """Return the attributes of the batcher's span; `batch` is None if the request joined none."""
     attributes: Attributes = {QUEUE_US: max(until_us - request.ingested_us, 0)}
     if batch is not None:
         attributes |= of_batch(batch)
@@ -175,7 +175,7 @@ def batcher(request: Request, until_us: int, batch: Batch | None) -> Attributes:
 
 
 def of_batch(batch: Batch) -> Attributes:
-    """What is said of a batch, wherever it is spoken of."""
+    """Return the attributes of a batch, on any span."""
     return {
         BATCH_ID: batch.batch_id,
         BATCH_REASON: batch.reason,
@@ -185,7 +185,7 @@ def of_batch(batch: Batch) -> Attributes:
 
 
 def run(one: Run) -> Attributes:
-    """What is said of a run, on its own span and on those of its requests."""
+    """Return the attributes of a run, on its own span and on those of its requests."""
     attributes = {**of_batch(one.batch), ATTEMPTS: one.attempts}
     if one.gathered_us:
         attributes[GATHER_US] = max(one.gathered_us - one.began_us, 0)
@@ -197,7 +197,7 @@ def run(one: Run) -> Attributes:
 def executor(
     request: Request, last_run: Mapping[str, AttributeValue], runs: Sequence[SpanId]
 ) -> Attributes:
-    """What the executor's span says; without runs, what the request itself knows."""
+    """Return the attributes of the executor's span; without runs, those known from the request."""
     attributes = dict(last_run)
     if runs:
         attributes[RUNS] = len(runs)
@@ -213,7 +213,7 @@ def executor(
 
 
 def responder(request: Request, since_us: int, times: Answering) -> Attributes:
-    """What the responder's span says."""
+    """Return the attributes of the responder's span."""
     failure = request.failure
     attributes: Attributes = {
         WAIT_US: max(times.began_us - since_us, 0),
@@ -228,7 +228,7 @@ def responder(request: Request, since_us: int, times: Answering) -> Attributes:
 
 
 def sending(system: str, topic: str, request: Request) -> Attributes:
-    """What a span says that ends with an acknowledgement."""
+    """Return the attributes of a span that ends with an acknowledgement."""
     attributes: Attributes = {
         SYSTEM: system,
         OPERATION_NAME: "send",

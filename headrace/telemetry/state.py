@@ -1,6 +1,6 @@
 """The whole state of a process in one place: for `/status`, and for the gauges of `/metrics`.
 
-Nothing is kept here. Whoever knows something is asked at the moment somebody wants to see it.
+Nothing is stored here. Each component is queried when the state is read.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from headrace.telemetry.snapshots import (
 from headrace.telemetry.watchdog import Activity, LoopWatchdog
 
 BROKER_SILENCE_S = 10.0
-"""Without a word from the broker for so long, a process is not ready."""
+"""After this long without a response from the broker, a process is not ready."""
 
 
 class Place(NamedTuple):
-    """Which process this is, among those of several machines and namespaces.
+    """Identity of this process among those of several machines and namespaces.
 
     Attributes:
-        broker: the addresses that it was given; empty for a log in its own memory.
+        broker: the configured addresses; empty for a log in its own memory.
     """
 
     namespace: str = ""
@@ -42,19 +42,19 @@ class Place(NamedTuple):
 
 
 class ProcessState:
-    """What a process shows of itself.
+    """The state that a process exposes.
 
     Args:
-        stages: that it has.
-        health: its phase; watched here for activities that are stuck and brokers that are away.
-        metrics: what it has counted.
-        max_unanswered_s: with records waiting, and none answered, for so long, it is not ready; 0
-            is never.
+        stages: the stages of the process.
+        health: its phase; given checks here for stuck activities and silent brokers.
+        metrics: its counters.
+        max_unanswered_s: after this long with records waiting, and none answered, the process is
+            not ready; 0 disables this.
         models: the entries of its models, see `headrace.models.registry.Models.status`.
 
     Attributes:
-        sources, activities, waiting: asked for what they know; the composition root adds them.
-        place: which process it is; the composition root sets it.
+        sources, activities, waiting: queried for their state; the composition root adds them.
+        place: the identity of the process; the composition root sets it.
         log_lines_suppressed: by kind, see `headrace.telemetry.flood.LogRateLimiter`.
     """
 
@@ -137,7 +137,7 @@ class ProcessState:
         )
 
     def status(self) -> dict[str, Any]:
-        """The body of `/status`; `docs/health.md` says what is in it."""
+        """Return the body of `/status`; `docs/health.md` describes its content."""
         health = self.health
         waiting = self.waiting()
         return {

@@ -1,6 +1,6 @@
-"""What a process can do in a second, learned from what it does: a rule without I/O.
+"""Estimate of what a process can do in a second, learned from its work, without I/O.
 
-`docs/metrics.md` has the formula for people.
+`docs/metrics.md` explains the formula.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ _FALL = 0.1
 
 
 class Throughput:
-    """Learns how many records are answered per second when there is enough to do.
+    """Learns how many records are answered per second when there is enough work.
 
     Attributes:
-        per_s: what was learned; None before anything was answered.
+        per_s: the estimate; None before anything was answered.
     """
 
     def __init__(self) -> None:
@@ -21,15 +21,15 @@ class Throughput:
         self._last: tuple[float, int] | None = None
 
     def observe(self, now_s: float, answered: int, backlog: int) -> None:
-        """Learn from what has been answered since the last call.
+        """Learn from the answers since the last call.
 
-        A rate above the estimate moves it at once: the process can do at least that. A lower rate
-        counts only while more was left over than was done, for otherwise it was the demand that
-        was low, and not the throughput.
+        A rate above the estimate raises it at once: the process can do at least that. A lower rate
+        counts only if more was left over than was done; otherwise the demand was low, not the
+        throughput.
 
         Args:
             now_s: monotonic seconds.
-            answered: records, from the start of the process.
+            answered: records, since the start of the process.
             backlog: records that are not answered now.
         """
         last, self._last = self._last, (now_s, answered)
@@ -45,7 +45,7 @@ class Throughput:
             self.per_s += _FALL * (rate - self.per_s)
 
     def time_to_drain_s(self, backlog: int) -> float | None:
-        """How long the backlog takes at what was learned; None before anything was."""
+        """Return how long the backlog takes at the estimated rate; None before there is one."""
         if not backlog:
             return 0.0
         return backlog / self.per_s if self.per_s else None

@@ -20,7 +20,7 @@ class TokenBucket:
         self._filled_at_s = 0.0
 
     def take(self, now_s: float) -> bool:
-        """Take a token, and return whether there was one. A clock that goes back adds none."""
+        """Take a token; return whether there was one. A clock that goes backwards adds none."""
         gained = max(0.0, now_s - self._filled_at_s) * self._per_second
         self._tokens = min(self._burst, self._tokens + gained)
         self._filled_at_s = now_s

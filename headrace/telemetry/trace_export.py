@@ -1,11 +1,11 @@
 """Export of spans by OpenTelemetry's SDK, which queues, encodes and sends them by OTLP.
 
-Spans come finished, so they go to the SDK's batch processor as `ReadableSpan`s, without a tracer,
+Spans arrive finished, so they go to the SDK's batch processor as `ReadableSpan`s, without a tracer,
 a sampler or a context in between: their ids are chosen here, which links in both directions need.
-The SDK's thread encodes them and holds the interpreter meanwhile, which is why
-`headrace.telemetry.sampling` limits how many there are.
+The SDK's thread holds the interpreter lock while it encodes them, which is why
+`headrace.telemetry.sampling` limits their number.
 
-A collector that is away costs spans, which are counted, and one line in the log a minute.
+An unreachable collector costs spans, which are counted, and one log line a minute.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_QUEUE_SIZE = 2048
 CLOSE_S = 1.5
-"""How long what is queued may take to leave when the process ends."""
+"""How long sending the queued spans may take when the process ends."""
 CUT_OFF_S = 0.3
 SAY_SO_EVERY_S = 60.0
 
@@ -50,16 +50,16 @@ _SCOPE = InstrumentationScope("headrace", headrace.__version__, SCHEMA_URL)
 
 
 class TraceExport:
-    """Takes spans on the event loop's thread, and sends them from the SDK's, which begins with it
-    and ends with `close`.
+    """Accepts spans on the event loop's thread, and sends them from the SDK's, which starts with
+    this object and ends with `close`.
 
     Args:
         exporter: sends the spans.
-        service_name: what the process is called, unless `OTEL_SERVICE_NAME` or
-            `OTEL_RESOURCE_ATTRIBUTES` say otherwise.
+        service_name: the name of the process, unless `OTEL_SERVICE_NAME` or
+            `OTEL_RESOURCE_ATTRIBUTES` override it.
 
     Raises:
-        ConfigurationError: an `OTEL_*` variable is no number, or one that cannot be.
+        ConfigurationError: an `OTEL_*` variable is not a number, or is out of range.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TraceExport:
 
     def write(self, span: FinishedSpan) -> None:
         """Queue a span; a full queue drops it."""
-        # The SDK would drop the oldest one, and not say how many.
+        # The SDK would drop the oldest one, and not report how many.
         if self._waiting() >= self._queue_size:
             self._metrics.trace_spans_dropped.inc()
             return
@@ -89,14 +89,14 @@ class TraceExport:
         self._processor.on_end(readable_span(span, self._resource, self._link_limit))
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Send what is queued, in the time given; what is left then is dropped. Blocks."""
+        """Send the queued spans within the given time; drop the rest. Blocks."""
         closing = threading.Thread(
             target=self._processor.shutdown, name="trace-export-close", daemon=True
         )
         closing.start()
         closing.join(within_s)
         if closing.is_alive():
-            self._exporter.shutdown()  # ends a wait between two tries
+            self._exporter.shutdown()  # ends a wait between two retries
             closing.join(CUT_OFF_S)
         self._metrics.trace_spans_dropped.inc(self._waiting())
 
@@ -110,10 +110,10 @@ def readable_span(
     """Return the SDK's form of a span.
 
     Args:
-        span: what happened.
+        span: the finished span.
         resource: the process that the span is from.
-        link_limit: without one, a span has all its links: a batch has no more requests than rows,
-            and these have a limit.
+        link_limit: None keeps all links: a batch has no more requests than rows, and these have a
+            limit.
     """
     state = None if span.tracestate is None else _trace_state(span.tracestate)
     attributes = {name: _valid(value) for name, value in span.attributes.items()}
@@ -139,7 +139,7 @@ def readable_span(
 
 
 def _links(places: Sequence[SpanId], limit: int | None) -> Sequence[Link]:
-    """The first links, in a list that tells the SDK how many were dropped."""
+    """Return the first links, in a list that tells the SDK how many were dropped."""
     if not places:
         return ()
     links: BoundedList[Link] = BoundedList(limit)
@@ -149,7 +149,7 @@ def _links(places: Sequence[SpanId], limit: int | None) -> Sequence[Link]:
 
 
 def _trace_state(header: bytes) -> TraceState:
-    """A `tracestate` without the members that cannot be read."""
+    """Parse a `tracestate`, leaving out the members that cannot be read."""
     return TraceState.from_header([header.decode("ascii", "replace")])
 
 
@@ -158,12 +158,14 @@ def _valid(value: AttributeValue) -> AttributeValue:
 
 
 def _valid_text(text: str) -> str:
-    """The text without surrogates, which UTF-8 has no bytes for: one would fail a whole export."""
+    """Return the text without surrogates, which UTF-8 cannot encode: one would fail a whole
+    export.
+    """
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what leaves and what does not; `taken` is what has left the queue."""
+    """Counts the spans sent and lost; `taken` is the number that has left the queue."""
 
     def __init__(self, exporter: SpanExporter, metrics: Metrics) -> None:
         self._exporter = exporter
@@ -202,7 +204,7 @@ class _CountingExporter(SpanExporter):
 
 
 class _Complaints(logging.Handler):
-    """Takes what the SDK logs of its own, a line for each try, and keeps the last."""
+    """Collects the SDK's own log lines, one for each attempt, and keeps the last."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -217,7 +219,7 @@ class _Complaints(logging.Handler):
 
 
 def _resource(service_name: str, namespace: str) -> Resource:
-    """Who the spans are from; the environment's word goes over ours."""
+    """Return the resource of the spans; the environment overrides our attributes."""
     ours = Resource.create(
         {
             "service.name": service_name,

@@ -1,17 +1,17 @@
-"""Tracing: which spans there are, when they begin and end, and how they point to each other.
+"""Tracing: which spans there are, when they begin and end, and how they are linked.
 
 A sampled request has one `process` span for each stage, each the child of the one before, and
 `send` spans for its answer and its dead letter. A batch has a span in a trace of its own, with
-links to the spans of its requests in the executor, which have links back. `docs/tracing.md` has
-the tables.
+links to the spans of its requests in the executor, which have links back. `docs/tracing.md` has the
+tables.
 
-Whether a request is sampled is decided once, at ingest, and travels with it. A span is made when
-its stage is done, in one go, from times that were taken anyway: nothing is kept open across an
-`await`. A request that is not sampled and fails is kept nevertheless: the responder makes the
-spans of the stages behind it from the times that the request carries. How many there are of each
-is limited by `headrace.telemetry.sampling`.
+Ingest decides once whether a request is sampled, and the decision travels with it. A span is
+created when its stage is done, in one step, from times that were taken anyway: nothing is kept open
+across an `await`. A failed request is traced even if it was not sampled: the responder creates the
+spans of the earlier stages from the times that the request carries. `headrace.telemetry.sampling`
+limits how many there are of each.
 
-Nothing here knows the SDK; `headrace.telemetry.trace_export` makes spans of what is written.
+This module does not depend on the SDK; `headrace.telemetry.trace_export` converts the spans.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from headrace.telemetry.span_attributes import (
 from headrace.topics import Stage, Topic
 
 REPLY_TOPIC = "(reply topic)"
-"""Stands in a span's name for topics that callers choose, since a name must have few values."""
+"""Replaces topics that callers choose in a span's name, since a name must have few values."""
 
 Kind: TypeAlias = Literal["CONSUMER", "PRODUCER", "INTERNAL"]
 
 
 class FinishedSpan(NamedTuple):
-    """A span, all of it.
+    """A complete span.
 
     Attributes:
         place: its trace and id.
-        parent_id: 0 where it begins its trace.
-        remote: the parent is of another process.
+        parent_id: 0 for the root of a trace.
+        remote: True if the parent is of another process.
         flags: of the trace.
         start_us, end_us: epoch microseconds.
-        failure: what went wrong in it.
-        tracestate: of the caller, as it came.
+        failure: the error in it.
+        tracestate: the caller's, unchanged.
     """
 
     name: str
@@ -77,10 +77,10 @@ class FinishedSpan(NamedTuple):
 
 
 class Tracing:
-    """The spans of one process. The stages tell it what has happened, a chunk at a time.
+    """The spans of one process. The stages report events to it, a chunk at a time.
 
     Args:
-        write: takes each span.
+        write: receives each span.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class Tracing:
         self._inputs = {Stage.INGEST: Input(self._system, self._requests, "")}
 
     def reads(self, stage: Stage, topic: str, group: str) -> None:
-        """A stage of this process reads a topic, as a member of a group."""
+        """Register that a stage of this process reads a topic, as a member of a group."""
         self._inputs[stage] = Input(self._system, topic, group)
 
-    # --- what has happened -------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------
 
     def ingested(self, requests: Sequence[Request], now_us: int) -> None:
-        """Ingest is done with these; here it is decided which are sampled."""
+        """Finish ingest for these requests, and decide which are sampled."""
         for request in requests:
             request.checked_us = now_us
         for request, parent in self._sampler.sample(requests, now_us):
@@ -112,7 +112,7 @@ class Tracing:
             )
 
     def formed(self, batch: Batch, now_us: int) -> None:
-        """A batch has closed."""
+        """Record that a batch has closed."""
         for request in batch.requests:
             if request.trace is not None:
                 self._leave(
@@ -120,7 +120,7 @@ class Tracing:
                 )
 
     def ended_waiting(self, requests: Sequence[Request], now_us: int) -> None:
-        """These ended in the batcher, without a batch."""
+        """Record requests that ended in the batcher, without a batch."""
         for request in requests:
             request.done_us = now_us
             if request.trace is not None:
@@ -129,7 +129,7 @@ class Tracing:
                 )
 
     def ran(self, run: Run) -> None:
-        """A model has run. Its span is made if any of the requests in it is sampled."""
+        """Record a model run. It gets a span if any of its requests is sampled."""
         members = [request.trace for request in run.requests if request.trace is not None]
         if not members:
             return
@@ -163,7 +163,7 @@ class Tracing:
         )
 
     def executed(self, batch_id: str, requests: Sequence[Request], now_us: int) -> None:
-        """The executor is done with these, however they ended."""
+        """Record requests that the executor is done with, however they ended."""
         for request in requests:
             request.done_us = now_us
             request.batch_id = batch_id
@@ -173,7 +173,7 @@ class Tracing:
                 self._leave(Stage.EXECUTOR, request, now_us, attributes, trace.runs)
 
     def keep(self, request: Request, now_us: int) -> None:
-        """A request has failed: it gets its trace now if it has none."""
+        """Start a trace for a failed request if it has none."""
         if request.trace is not None or not self._sampler.keep_failure(now_us):
             return
         header = request.envelope.traceparent
@@ -187,7 +187,7 @@ class Tracing:
     def answered(
         self, requests: Sequence[Request], target: TopicPartition, times: Answering
     ) -> None:
-        """These answers are acknowledged, and their dead letters are kept."""
+        """Record that answers were acknowledged, and that their dead letters are kept."""
         answered_us = (times.encoded_us, times.acknowledged_us)
         kept_us = (times.acknowledged_us, times.kept_us)
         for request in requests:
@@ -211,11 +211,11 @@ class Tracing:
         attributes: Attributes,
         links: Sequence[SpanId] = (),
     ) -> None:
-        """A stage is done with a sampled request: write its span, and go on to the next."""
+        """Finish a stage for a sampled request: write its span, and begin the next stage."""
         trace = request.trace
         assert trace is not None
         failure = request.failure
-        # The responder's span has the error of whichever stage: not all of these have spans.
+        # The responder's span has the error of any stage: not all stages have spans.
         failed_here = failure is not None and stage in (failure.stage, Stage.RESPONDER)
         source = self._inputs.get(stage)
         if source is not None:
@@ -228,7 +228,7 @@ class Tracing:
                 parent_id=trace.parent_id,
                 remote=trace.remote,
                 flags=trace.flags,
-                # The clock of the process before may go ahead of ours.
+                # The clock of the previous process may be ahead of ours.
                 start_us=min(trace.since_us, now_us),
                 end_us=now_us,
                 attributes={
@@ -249,7 +249,7 @@ class Tracing:
         target: TopicPartition | str,
         times_us: tuple[int, int],
     ) -> None:
-        """Write the span of a record that was acknowledged, under the present stage's."""
+        """Write the span of a record that was acknowledged, as a child of the current stage's."""
         trace = request.trace
         assert trace is not None
         topic = target if isinstance(target, str) else target.topic
@@ -281,14 +281,14 @@ class Tracing:
 
 
 def _began_us(request: Request) -> int:
-    """When its way began: at the record's timestamp, as its deadline and its latency count."""
+    """Return when the request began: at the record's timestamp, as for its deadline and latency."""
     if request.timestamp_ms < 0:
         return request.ingested_us
     return min(request.timestamp_ms * 1000, request.ingested_us)
 
 
 def _stages_behind(request: Request) -> Iterator[tuple[Stage, int]]:
-    """The stages before the responder that have had a request, and until when."""
+    """Yield the stages before the responder that have had a request, each with its end time."""
     yield Stage.INGEST, request.checked_us or request.ingested_us
     if request.formed_us:
         yield Stage.BATCHER, request.formed_us

@@ -1,8 +1,8 @@
-"""Whether a process gets on: activities that tell when they last did, and a watch on the loop.
+"""Watchdogs of a process: activities that report progress, and a watch on the event loop.
 
-An activity says when it begins something, and when it has nothing to do. One that is at the same
-thing beyond its limit is stuck. The event loop cannot say that of itself, so a thread posts a call
-to it every second and waits for the call to be made.
+An activity reports when it begins something, and when it becomes idle. It is stuck if it stays at
+one thing beyond its limit. The event loop cannot report on itself, so a thread posts a call to it
+every second and waits for the call to run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _STACK_LINES = 12
 
 
 class Activity:
-    """Something that must get on.
+    """Something that must make progress.
 
     Args:
-        name: for people.
-        limit_s: how long it may be at the same thing.
+        name: for display.
+        limit_s: how long it may stay at one thing.
 
     Attributes:
         begun: how many things it has begun.
@@ -48,21 +48,21 @@ class Activity:
         self._since_s: float | None = None
 
     def begin(self) -> None:
-        """It begins something; what it was at before is over."""
+        """Begin something; the previous one is over."""
         self.begun += 1
         self._since_s = time.monotonic()
 
     def end(self) -> None:
-        """It has nothing to do now."""
+        """Become idle."""
         self._since_s = None
 
     def for_s(self) -> float | None:
-        """For how long it has been at the same thing; None while it has nothing to do."""
+        """Return how long the activity has been at one thing; None while it is idle."""
         since_s = self._since_s
         return None if since_s is None else time.monotonic() - since_s
 
     def fault(self) -> str:
-        """Why it is stuck; empty while it is not."""
+        """Return why the activity is stuck; empty if it is not."""
         for_s = self.for_s()
         if for_s is None or for_s <= self.limit_s:
             return ""
@@ -70,14 +70,14 @@ class Activity:
 
 
 class LoopWatchdog:
-    """A thread that watches an event loop. Enter it on the loop that it shall watch.
+    """A thread that watches an event loop. Enter it on the loop to watch.
 
     Args:
-        limit_s: without a turn for so long, the loop is stuck.
+        limit_s: the loop is stuck after this long without an iteration.
         period_s: how often a call is posted.
 
     Attributes:
-        turns: the loop's activity; safe to ask from any thread.
+        turns: the loop's activity; safe to read from any thread.
     """
 
     def __init__(self, limit_s: float = LOOP_LIMIT_S, period_s: float = LOOP_PERIOD_S) -> None:
@@ -130,7 +130,7 @@ class LoopWatchdog:
 
 
 def _calls(thread: int) -> list[str]:
-    """Where a thread is, outermost call first; without values of variables."""
+    """Return a thread's stack, outermost call first; without values of variables."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return []

@@ -123,7 +123,7 @@ class Faults:
         self._acknowledgements_to_lose = runs
 
     def hold_commits(self) -> None:
-        """Answer no commit until `release_commits`, which then decides on its content."""
+        """Answer no commit until `release_commits`; commits are checked only then."""
         self._commits_flow.clear()
 
     def release_commits(self) -> None:

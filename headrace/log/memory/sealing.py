@@ -46,7 +46,7 @@ class MemoryTransactionalProducer:
         self._id, self._group = identity
         self._now_ms = now_ms
         self._metadata = MemoryProducer(topics, faults, now_ms)
-        self._epoch: int | None = None  # until it is entered, and after it was closed or failed
+        self._epoch: int | None = None  # None unless entered, and once closed or failed
 
     @property
     def is_usable(self) -> bool:
@@ -63,6 +63,7 @@ class MemoryTransactionalProducer:
         if epoch is None:
             raise RuntimeError("the producer was not entered, has failed, or is closed")
         self._require_acceptable(records)
+        # Any failure below leaves the producer unusable: it is set again only on success.
         self._epoch = None
         if any(records.values()) or offsets:
             await self._seal(epoch, records, offsets)
