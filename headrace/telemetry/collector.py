@@ -95,9 +95,7 @@ async def open_tracing(
 
 
 def service_name(stages: Sequence[Stage]) -> str:
-    """Return `headrace` for a process with all stages, otherwise with the stages' names
-    appended.
-    """
+    """Return `headrace`, with the stages' names appended unless the process has all of them."""
     return "headrace" if tuple(stages) == STAGES else "-".join(("headrace", *stages))
 
 

@@ -246,9 +246,7 @@ class Metrics:
 
 
 def _known_model(request: Request) -> str:
-    """Return the request's model, or empty: it has a version only once it was bound to a known
-    model.
-    """
+    """Return the model; empty while the request has no version, and so may name an unknown one."""
     return request.model if request.version else ""
 
 
