@@ -1,8 +1,8 @@
-"""How far a partition is answered: a base, and the answered ranges above it.
+"""Answered offsets of a partition: a base, and the answered ranges above it.
 
-Every offset below the *base* is answered. Above it, answers overtake each other, so a set of
-answered ranges is kept; the commit carries both, the base as the offset and the ranges as the
-metadata text, so that a new owner repeats nothing that is answered already.
+Every offset below the *base* is answered. Above it, answers complete out of order, so a set of
+answered ranges is kept. A commit carries both, the base as the offset and the ranges as the
+metadata text, so that a new owner repeats no answer.
 
 Offsets that were never delivered (transaction markers, compacted or aborted records) lie between
 a record and the one delivered before it. An answer therefore covers everything from just after
@@ -25,22 +25,22 @@ from headrace.errors import Fatal
 from headrace.log.port import Committed
 
 MAX_METADATA_CHARACTERS = 4096
-"""What a broker takes (`offset.metadata.max.bytes`); one more and the commit fails."""
+"""Broker limit (`offset.metadata.max.bytes`); a commit with one more fails."""
 
 _MAX_BODY_BYTES = (MAX_METADATA_CHARACTERS - 2) * 6 // 8
-"""What base64 makes fit beside the version and the form."""
+"""Bytes that fit as base64 after the version and form characters."""
 
 MAX_RANGES = _MAX_BODY_BYTES * 4
 """More than this many ranges fit in neither form: in a bitmap a range takes two bits or more."""
 
 SAFE_SPAN_OFFSETS = 16_384
-"""Whatever of so many offsets is answered fits, as a bitmap, with a poll or two to spare."""
+"""Any answered ranges within this span fit as a bitmap, with a poll or two to spare."""
 
 SAFE_UNANSWERED = 400
-"""With so few offsets unanswered there are hardly more ranges, which fit as run lengths."""
+"""With at most this many unanswered offsets, the few ranges between them fit as run lengths."""
 
 Range = tuple[int, int]
-"""Offsets from the first up to, and without, the second."""
+"""Half-open range of offsets: (start, stop)."""
 
 
 class UnknownMetadata(Fatal):
@@ -48,7 +48,7 @@ class UnknownMetadata(Fatal):
 
 
 class Progress:
-    """The base and the answered ranges of one partition."""
+    """Base and answered ranges of one partition."""
 
     __slots__ = ("_starts", "_stops", "base")
 
@@ -60,7 +60,7 @@ class Progress:
             self._add(start, stop)
 
     def __contains__(self, offset: int) -> bool:
-        """Whether the offset is answered."""
+        """True if the offset is answered."""
         if offset < self.base:
             return True
         place = bisect_right(self._starts, offset) - 1
@@ -78,21 +78,21 @@ class Progress:
 
     @property
     def highest(self) -> int:
-        """The offset from which on nothing is answered."""
+        """Offset at and above which nothing is answered."""
         return self._stops[-1] if self._stops else self.base
 
     @property
     def answered_above(self) -> tuple[int, int]:
-        """How many offsets above the base are answered, and in how many ranges."""
+        """Number of answered offsets above the base, and of their ranges."""
         return sum(self._stops) - sum(self._starts), len(self._starts)
 
     @property
     def ranges(self) -> list[Range]:
-        """The answered ranges above the base, in order, none touching another."""
+        """Answered ranges above the base, in order; no two touch."""
         return list(zip(self._starts, self._stops, strict=True))
 
     def unanswered(self, stop: int) -> list[Range]:
-        """What is not answered below `stop`, in order."""
+        """Return the unanswered ranges below `stop`, in order."""
         found: list[Range] = []
         position = self.base
         for start, end in self.ranges:
@@ -105,7 +105,7 @@ class Progress:
         return found
 
     def cover(self, previous: int, offset: int) -> None:
-        """Count `offset` as answered, and all that lies between it and `previous` as absent."""
+        """Mark `offset` as answered, and all offsets between `previous` and it as absent."""
         self._add(previous + 1, offset + 1)
 
     def _add(self, start: int, stop: int) -> None:
@@ -117,7 +117,7 @@ class Progress:
                 self._absorb_into_base()
             return
         starts, stops = self._starts, self._stops
-        # The ranges that the new one touches or overlaps become one with it.
+        # Merge the new range with all that it touches or overlaps.
         first = bisect_left(stops, start)
         last = bisect_right(starts, stop)
         if first < last:
@@ -134,8 +134,8 @@ class Progress:
             del starts[:reached], stops[:reached]
 
     def truncate(self, end: int) -> None:
-        """Forget what is answered from `end` on: the log has lost those records, and will give
-        their offsets to others.
+        """Forget answered offsets from `end` on: the log has lost those records and will reuse
+        their offsets.
         """
         self.base = min(self.base, end)
         starts, stops = self._starts, self._stops
@@ -145,57 +145,57 @@ class Progress:
             stops[-1] = min(stops[-1], end)
 
     def copy(self) -> Progress:
-        """Another one that stands where this one does."""
+        """Return an independent copy."""
         other = Progress(self.base)
         other._starts, other._stops = self._starts[:], self._stops[:]
         return other
 
     def unite(self, other: Progress) -> None:
-        """Count as answered what `other` does as well."""
+        """Merge the answered offsets of `other` into this one."""
         self._add(self.base, other.base)
         for start, stop in other.ranges:
             self._add(start, stop)
 
     def committable(self) -> Committed:
-        """What may be committed now. Where not all ranges fit, the highest are left out, and
-        would be answered once more after a change of owner.
+        """Return what may be committed now. If not all ranges fit, the highest are left out; a
+        new owner would answer them once more.
         """
         return self._committable()[0]
 
     def committable_whole(self) -> Committed | None:
-        """The same; None where not all ranges fit."""
+        """Return what may be committed now; None if not all ranges fit."""
         committable, ranges = self._committable()
         return committable if ranges == len(self._starts) else None
 
     def _committable(self) -> tuple[Committed, int]:
-        """And how many ranges are in it."""
+        """Return what may be committed now, and how many ranges it holds."""
         starts, stops = self._starts[:MAX_RANGES], self._stops[:MAX_RANGES]
         text, kept = _encode(self.base, list(zip(starts, stops, strict=True)))
         return Committed(self.base, text), kept
 
     @classmethod
     def from_committed(cls, committed: Committed) -> Progress:
-        """Raises `UnknownMetadata`."""
+        """Decode a commit. Raises `UnknownMetadata`."""
         return cls(committed.offset, decode_ranges(committed.offset, committed.metadata))
 
 
 def may_outgrow(span: int, unanswered: int) -> bool:
-    """Whether what becomes answered might no longer fit beside the offset.
+    """True if the answered ranges might no longer fit in the commit metadata.
 
     Args:
-        span: offsets from the base up to the last one that was read.
-        unanswered: how many of them are not answered: the ranges lie between these.
+        span: number of offsets from the base up to the last one read.
+        unanswered: how many of them are unanswered: the ranges lie between these.
     """
     return span >= SAFE_SPAN_OFFSETS and unanswered >= SAFE_UNANSWERED
 
 
 def encode_ranges(base: int, ranges: Sequence[Range]) -> str:
-    """As many of the ranges as fit, from the lowest on; empty text for none."""
+    """Encode as many ranges as fit, lowest first; return empty text for none."""
     return _encode(base, ranges)[0]
 
 
 def _encode(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
-    """The text, and how many of the ranges are in it."""
+    """Return the metadata text, and how many of the ranges it holds."""
     if not ranges:
         return "", 0
     runs, in_runs = _encode_runs(base, ranges)
@@ -207,7 +207,7 @@ def _encode(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
 
 
 def decode_ranges(base: int, metadata: str) -> list[Range]:
-    """The inverse of `encode_ranges`. Raises `UnknownMetadata`."""
+    """Decode the text of `encode_ranges`. Raises `UnknownMetadata`."""
     if not metadata:
         return []
     form, text = metadata[:2], metadata[2:]
@@ -234,7 +234,7 @@ def _text(body: bytes) -> str:
 
 
 def _encode_runs(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
-    """The text, without its form, and how many ranges are in it."""
+    """Return the run-length text, without the form, and how many ranges it holds."""
     body = bytearray()
     position = base
     kept = 0
@@ -273,14 +273,14 @@ def _decode_runs(base: int, body: bytes, metadata: str) -> list[Range]:
 
 
 def _encode_bitmap(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
-    """See `_encode_runs`."""
+    """Return the bitmap text, without the form, and how many ranges it holds."""
     kept = bisect_right(ranges, base + _MAX_BODY_BYTES * 8, key=itemgetter(1))
     digits: list[str] = []
     position = base
     for start, stop in ranges[:kept]:
         digits += ("0" * (start - position), "1" * (stop - start))
         position = stop
-    # Reading a number with a base that is a power of two takes time in proportion to its length.
+    # Parsing is linear in the number of digits, because the radix is a power of two.
     bits = int("".join(digits)[::-1] or "0", 2)
     return _text(bits.to_bytes((position - base + 7) // 8, "little")), kept
 

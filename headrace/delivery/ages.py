@@ -1,4 +1,4 @@
-"""How old the oldest unanswered record of a partition is, without a note for each record."""
+"""Age of a partition's oldest unanswered record, tracked by chunk instead of by record."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ MAX_MARKS = 256
 
 
 class RecordAges:
-    """The first timestamp of each chunk that was read, until the chunk is answered.
+    """First timestamp of each chunk read, kept until the chunk is answered.
 
-    A chunk that is answered in part counts as old as its first record: the age is too high by what
-    one poll spans, and never too low. With too many chunks two neighbours become one.
+    A partly answered chunk counts as old as its first record: the age is too high by at most the
+    span of one poll, and never too low. Beyond `MAX_MARKS` chunks, neighbours are merged in pairs.
     """
 
     __slots__ = ("_marks",)
@@ -20,7 +20,7 @@ class RecordAges:
         self._marks: deque[tuple[int, int]] = deque()
 
     def note(self, last_offset: int, first_timestamp_ms: int) -> None:
-        """A chunk was read, up to this offset."""
+        """Record that a chunk was read, up to and including `last_offset`."""
         marks = self._marks
         marks.append((last_offset, first_timestamp_ms))
         if len(marks) > MAX_MARKS:
@@ -31,10 +31,10 @@ class RecordAges:
             self._marks = deque(merged + newest)
 
     def oldest_ms(self, base: int) -> int | None:
-        """The timestamp of the oldest chunk that is not answered; None when all are.
+        """Return the first timestamp of the oldest unanswered chunk; None if all are answered.
 
         Args:
-            base: the lowest unanswered offset; it never goes back.
+            base: the lowest unanswered offset; it never decreases.
         """
         marks = self._marks
         while marks and marks[0][0] < base:

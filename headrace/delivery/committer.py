@@ -1,8 +1,7 @@
-"""Commits in the background: what is acknowledged goes to the log a little later, all at once.
+"""Background commits: acknowledged offsets are committed together after a short delay.
 
-There is never more than one commit under way, so that an older one cannot overtake a newer one
-and move the group backwards. A commit that fails is not sent again as it was: the next one says
-what is true then.
+Only one commit runs at a time, so that an older one cannot overtake a newer one and move the group
+backwards. A failed commit is not resent: the next one is made from the offsets at that time.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ log = structlog.get_logger(__name__)
 
 COMMIT_INTERVAL_S = 0.05
 SEAL_INTERVAL_S = 1.0
-"""Where answers carry their own commits, what they leave over has time."""
+"""With transactions, answers carry their own commits; the remaining offsets are not urgent."""
 COMMIT_RETRY_S = 0.5
 COMMIT_AGAIN_S = 3600.0
-"""What has not changed is committed again this often: a broker forgets what a group commits on a
-topic that no member of the group subscribes to.
+"""Unchanged offsets are committed again this often: a broker expires a group's commits on a topic
+to which no member of the group subscribes.
 """
 _SHARE_OF_LOOP = 20
-"""Where many answers overtake, saying so takes time: at most this part of the event loop's."""
+"""Encoding many answered ranges is slow; it takes at most 1/20 of the event loop's time."""
 
 
 class Companion(Protocol):
-    """Another partition whose progress is kept with each one of ours (see `origins.py`)."""
+    """Progress of other partitions, one per assigned partition (see `source_offsets.py`)."""
 
     async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None: ...
     def revoked(self, partitions: Sequence[int]) -> None: ...
@@ -50,15 +49,15 @@ class Companion(Protocol):
 
 
 class Committer:
-    """Commits what an in-flight tracker and its companion say.
+    """Commits the progress of an in-flight tracker and its companion.
 
     Args:
-        acknowledged: given whenever there may be something new to commit.
-        sealing: given for exactly once, where commits go by transactions, most of them with
-            answers: left is only what no answer carries.
+        acked: set whenever there may be something new to commit.
+        sealing: set for exactly-once delivery, where transactions commit, most of them with
+            answers: the committer commits only what no answer carries.
 
     Attributes:
-        failures: commits that failed, from the beginning; `last_failure` says why the last did.
+        failures: number of failed commits; `last_failure` is the reason of the last.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Committer:
         self.last_failure = ""
 
     def age_s(self) -> float:
-        """For how long something has been waiting to be committed; 0 while nothing is."""
+        """Return how long a commit has been pending; 0 if none is."""
         since_s = self._pending_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
@@ -103,11 +102,11 @@ class Committer:
     async def commit(
         self, consumer: Consumer, revoked: Collection[TopicPartition] | None = None
     ) -> bool:
-        """Commit now; False when it failed, and may be tried again.
+        """Commit now; return False if that failed and may be retried.
 
         Args:
-            consumer: whose group it is.
-            revoked: of what we read, commit for these only; None: for all.
+            consumer: the consumer whose group commits.
+            revoked: of the partitions read here, commit only these; None for all.
         """
         async with self._turn:
             offsets = self._committable()
@@ -125,7 +124,7 @@ class Committer:
             try:
                 await self._write(consumer, offsets)
             except Fenced as error:
-                # The group has moved on: a rebalance is coming, and these are not ours any more.
+                # The group is rebalancing: these partitions are no longer assigned to us.
                 log.warning(Event.COMMIT_REFUSED, reason=str(error))
                 return self._failed(error)
             except Retriable as error:
@@ -164,10 +163,10 @@ class Committer:
 
 
 async def _seal_rests(sealing: PartitionTransactions, numbers: Collection[int]) -> None:
-    """One transaction for each source partition, side by side: each may wait for its turn.
+    """Run one transaction per source partition concurrently, since each may wait for its lock.
 
     Raises:
-        Retriable: not all of them were sealed; the others were.
+        Retriable: some of them were not committed; the others were.
     """
     failures: list[Retriable] = []
 

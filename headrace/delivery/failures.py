@@ -1,4 +1,4 @@
-"""How requests end early, at whichever stage finds it."""
+"""Failures that end a request early, at any stage."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from headrace.errors import Code, Rejected
 from headrace.protocol.messages import Failure, Request
 
 VOID = Failure(Code.CANCELLED, "the partition was revoked", "log")
-"""Set on requests that are another process's business now; nobody answers these."""
+"""Set on requests of revoked partitions; this process does not answer them."""
 
 
 def any_void(requests: Iterable[Request]) -> bool:
-    """Whether the partition of one of them, at least, has been revoked."""
+    """Return True if the partition of at least one request was revoked."""
     assignments = {request.ack_handle.assignment for request in requests}
     return True in [each.revoked for each in assignments]
 
 
 def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None:
-    """The failure of a request whose deadline has passed; None while it has not."""
+    """Return the failure of an expired request; None before its deadline."""
     deadline_ms = request.envelope.deadline_ms
     if not deadline_ms or now_us < deadline_ms * 1000:
         return None
@@ -26,7 +26,7 @@ def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None
 
 
 def expiry(deadline_ms: int, late_ms: float, stage: str) -> Failure:
-    """The failure of a request that is so late."""
+    """Return the failure of a request that is `late_ms` past its deadline."""
     return Failure(
         Code.DEADLINE_EXCEEDED,
         f"deadline: expected an answer by {deadline_ms} (epoch milliseconds), got to the "
@@ -36,7 +36,7 @@ def expiry(deadline_ms: int, late_ms: float, stage: str) -> Failure:
 
 
 def ran_alone(stage: str) -> Failure:
-    """The failure of a request that ended its process whenever it ran alone."""
+    """Return the failure of a request that crashed its process each time it ran alone."""
     return Failure(
         Code.MODEL_FAILED,
         "each time this request ran, with nothing else running, its process ended; it is not run "
@@ -46,5 +46,5 @@ def ran_alone(stage: str) -> Failure:
 
 
 def rejection(error: Rejected, stage: str) -> Failure:
-    """The failure that a `Rejected` stands for."""
+    """Return the failure for a `Rejected`."""
     return Failure(error.code, error.message, stage, error.retry_after_ms)

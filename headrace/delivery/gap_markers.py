@@ -1,9 +1,9 @@
-"""Ranges of the source that are skipped altogether travel as an item of their own.
+"""Gap markers: requests that stand for skipped ranges of a source partition.
 
-Retention has taken records that were never read, or the log begins above 0. Whoever keeps the base
-of the partition may be another process, which sees no gap in what it does not read. So the range
-comes to it as a request that ends at once, with neither outputs nor a failure; it is answered to
-nobody, and acknowledging it moves the base.
+A range is skipped if retention deleted records before they were read, or the log begins above 0.
+The base of the partition may be kept by another process, which does not read the source and cannot
+see the gap. So the range is sent as a request that ends at once, with neither outputs nor a
+failure; it gets no answer, and acknowledging it moves the base.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NO_HEADERS = Envelope()
 
 
 def skipped_range(assignment: AssignedPartition, last: int) -> Request:
-    """What stands for everything after the record that was admitted last, up to `last`."""
+    """Return the marker for all offsets after the record admitted last, up to `last`."""
     ack_handle = assignment.admit(last, 0)
     origin = (assignment.partition.partition, last, ack_handle.previous, 0)
     return Request(ack_handle, *origin, None, None, [], _NO_HEADERS)

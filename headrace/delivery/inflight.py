@@ -1,18 +1,18 @@
-"""The in-flight tracker: what was read, what is answered, and what may be committed.
+"""In-flight tracker: which records were read, which are answered, and what may be committed.
 
 A record that is read is *admitted* and gets an ack handle. The ack handle travels with the
-request and is *acknowledged* when the log has everything that came of the record. In between, its
-bytes count against the budget; over the budget, reading pauses until enough is acknowledged.
+request and is *acknowledged* once the log holds all results of the record. Until then its bytes
+count against the budget; over the budget, reading pauses until enough is acknowledged.
 
 Two rules carry the delivery guarantee:
 
 1. Nothing at or above the lowest unanswered offset is committed as done: the commit is the base
    of `Progress`, and what is answered above it goes into the metadata.
 2. An ack handle belongs to one assignment of its partition (its epoch). When the partition is
-   revoked the epoch is over and the ack handle is *revoked*: acknowledging it gives its bytes
-   back and moves nothing, since the partition's new owner does that work again.
+   revoked the epoch ends and the ack handle is *revoked*: acknowledging it releases its bytes
+   but no offset, since the partition's new owner does that work again.
 
-All of it is synchronous and knows no log; `headrace.consumer.source` drives it.
+The module is synchronous and does no I/O; `headrace.consumer.source` drives it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from headrace.protocol.ack import AckHandle
 from headrace.protocol.messages import Envelope
 
 RECORD_OVERHEAD_BYTES = 1024
-"""Charged for every record or request beside its bytes: the objects that it is made of."""
+"""Charged for every record or request besides its bytes: the size of its Python objects."""
 
 HEADER_OVERHEAD_BYTES = 128
-"""Charged for every header beside its bytes: four bytes on the wire can become this as objects."""
+"""Charged for every header besides its bytes: four bytes on the wire can take this as objects."""
 
 NEVER_COMMITTED = Committed(-1)
 
 
 def beside_bytes(key: bytes | None, headers: Sequence[tuple[str, bytes | None]]) -> int:
-    """Return what a key and headers are charged."""
+    """Return the bytes charged for a key and headers."""
     size_bytes = HEADER_OVERHEAD_BYTES * len(headers)
     if key is not None:
         size_bytes += len(key)
@@ -51,7 +51,7 @@ def beside_bytes(key: bytes | None, headers: Sequence[tuple[str, bytes | None]])
 
 
 def record_bytes(record: Record) -> int:
-    """Return what a record is charged, from when it is read until it is answered."""
+    """Return the bytes charged for a record while it is in flight."""
     value, key, headers = record.value, record.key, record.headers
     size_bytes = RECORD_OVERHEAD_BYTES
     if value is not None:
@@ -62,17 +62,17 @@ def record_bytes(record: Record) -> int:
 
 
 class Deferred:
-    """A record that was read, is left in the log, and is read again when its claim has room.
+    """A record that was read, left in the log, and is read again when its claim has room.
 
-    Its offset is unanswered, so nothing commits past it, and it is not in flight: a drain does
-    not wait for it, and the next owner of the partition finds it there.
+    Its offset is unanswered, so no commit passes it. It is not in flight: a drain does not wait
+    for it, and the next owner of the partition reads it.
 
     Attributes:
-        previous: the offset that was delivered before it.
-        size_bytes: what it is charged once it is read again.
-        rows: of the request.
-        envelope: of the request, with its model and version; without what only its answer needs.
-        is_reserved: it is being read again, and its bytes are charged already.
+        previous: the offset delivered before it.
+        size_bytes: bytes charged once it is read again.
+        rows: the request's number of rows.
+        envelope: the request's, with its model and version; without what only its answer needs.
+        is_reserved: True while it is being read again, with its bytes already charged.
     """
 
     __slots__ = (
@@ -99,13 +99,13 @@ class Deferred:
         self.is_reserved = False
 
     def reserve(self) -> None:
-        """Charge its bytes before it is read, so that nothing else takes the room meanwhile."""
+        """Charge its bytes before it is read, so that no other record takes the room."""
         self.is_reserved = True
         self.claim.charge(self.size_bytes)
         self.assignment.budget.used_bytes += self.size_bytes
 
     def release(self) -> None:
-        """Give back what was reserved, if it was."""
+        """Release the reserved bytes, if any."""
         if self.is_reserved:
             self.is_reserved = False
             self.claim.charge(-self.size_bytes)
@@ -113,17 +113,17 @@ class Deferred:
 
 
 class AssignedPartition:
-    """One partition while it is ours, from being assigned to being revoked.
+    """One assignment of a partition to this process, until it is revoked.
 
     Attributes:
-        epoch: counts the assignments of this process.
-        last_delivered: the offset of the record admitted last, or the base less one.
-        last_read: likewise, of the record read last.
-        in_flight: records read and not acknowledged.
-        ages: of what was read.
-        chains: which record goes before which, where answers keep the order of their keys.
-        deferred: records that are left in the log, by offset.
-        revoked: the partition was revoked.
+        epoch: number of this assignment, counted per process.
+        last_delivered: the offset of the record admitted last, or the base minus one.
+        last_read: the offset of the record read last, or the base minus one.
+        in_flight: number of records read and not acknowledged.
+        ages: ages of the chunks read.
+        chains: predecessor of each record, where answers are ordered by key.
+        deferred: records left in the log, by offset.
+        revoked: True once the partition was revoked.
     """
 
     __slots__ = (
@@ -165,15 +165,15 @@ class AssignedPartition:
         self.revoked = False
 
     def admit(self, offset: int, size_bytes: int) -> InFlightAck:
-        """Take a record in and charge its bytes. Offsets come in rising order, except those that
-        were deferred.
+        """Track a record and charge its bytes. Offsets must rise, except those of deferred
+        records.
         """
         previous = self.last_delivered
         if offset > previous:
             self.last_delivered = offset
         else:
-            # The gap before it is its own: what was delivered in between has covered no more
-            # than the offsets from after it.
+            # Acknowledging this record covers the gap before it: records delivered after it
+            # cover only higher offsets.
             deferred = self.deferred.pop(offset)
             deferred.release()
             previous = deferred.previous
@@ -182,13 +182,13 @@ class AssignedPartition:
         return InFlightAck(self, previous, offset, size_bytes)
 
     def admitted(self, last: int, records: int, size_bytes: int) -> None:
-        """Count records in, up to the last one, whose ack handles were made without `admit`."""
+        """Count records up to `last` as admitted: their ack handles were made without `admit`."""
         self.last_delivered = last
         self.in_flight += records
         self.budget.used_bytes += size_bytes
 
     def acked(self, previous: int, last: int, records: int, size_bytes: int) -> None:
-        """So many records are answered that follow one another, from after `previous` to `last`."""
+        """Mark consecutive records as answered, from after `previous` up to `last`."""
         self.in_flight -= records
         self.budget.used_bytes -= size_bytes
         if not self.revoked:
@@ -197,20 +197,20 @@ class AssignedPartition:
         self.notify()
 
     def skip(self, offset: int) -> None:
-        """Pass over a record that was answered before this assignment."""
+        """Skip a record that was answered before this assignment."""
         self.last_delivered = offset
 
     def pass_over(self, offset: int) -> None:
-        """Count a record as absent that is no request: nobody answers it, at no stage."""
+        """Mark the offset of a record that is not a request as absent: no stage answers it."""
         self.progress.cover(self.last_delivered, offset)
         self.notify()
 
 
 class InFlightAck(Struct, eq=False, gc=False):
-    """What is owed for one record. `parts` settlements acknowledge it: a batch record has many.
+    """Ack handle of one record. It takes `parts` acks: a batch record has one per request.
 
-    A struct for speed, and never encoded. An assignment knows none of its ack handles, so they are
-    in no cycle, and the garbage collector need not look at them.
+    A struct for speed; it is never encoded. An assignment has no reference to its ack handles, so
+    they form no cycle, and the garbage collector need not track them.
     """
 
     assignment: AssignedPartition
@@ -222,18 +222,18 @@ class InFlightAck(Struct, eq=False, gc=False):
 
     @property
     def revoked(self) -> bool:
-        """The partition was revoked: work on the record is for nothing."""
+        """True if the partition was revoked: work on the record is wasted."""
         return self.assignment.revoked
 
     def resize(self, size_bytes: int) -> None:
-        """Charge another number of bytes, once it is known what is really kept."""
+        """Correct the charge once the size really kept is known."""
         self.assignment.budget.used_bytes += size_bytes - self.size_bytes
         if self.claim is not None:
             self.claim.charge(size_bytes - self.size_bytes)
         self.size_bytes = size_bytes
 
     def defer(self, claim: Claim, rows: int, envelope: Envelope) -> Deferred:
-        """Leave the record in the log: it is not in flight any more, and not answered."""
+        """Leave the record in the log, unanswered and no longer in flight."""
         assignment = self.assignment
         assignment.in_flight -= 1
         assignment.budget.used_bytes -= self.size_bytes
@@ -243,7 +243,7 @@ class InFlightAck(Struct, eq=False, gc=False):
         return deferred
 
     def ack(self) -> None:
-        """One part is acknowledged; the last one acknowledges the record."""
+        """Acknowledge one part; the last part acknowledges the record."""
         self.parts -= 1
         if self.parts:
             return
@@ -253,9 +253,7 @@ class InFlightAck(Struct, eq=False, gc=False):
 
 
 def ack_all(ack_handles: Iterable[AckHandle]) -> None:
-    """Acknowledge many. What follows one another in a partition is acknowledged, and told of, at
-    once.
-    """
+    """Acknowledge many records; consecutive ones of a partition with one update and one notify."""
     assignment: AssignedPartition | None = None
     previous = last = -1
     count = size_bytes = 0
@@ -279,11 +277,11 @@ def ack_all(ack_handles: Iterable[AckHandle]) -> None:
 
 
 class InFlightTracker:
-    """All partitions of one consumer.
+    """In-flight records of all partitions of one consumer.
 
     Args:
         budget: shared by the partitions.
-        notify: called whenever something was acknowledged.
+        notify: called after every acknowledgement.
     """
 
     def __init__(self, budget: Budget, notify: Callable[[], None]) -> None:
@@ -293,7 +291,7 @@ class InFlightTracker:
         self._assigned: dict[TopicPartition, AssignedPartition] = {}
 
     def assign(self, partition: TopicPartition, progress: Progress) -> AssignedPartition:
-        """Begin an epoch of a partition; one that was not revoked properly ends here."""
+        """Begin a new epoch of a partition; an epoch still open is revoked first."""
         self.revoke(partition)
         self._epoch += 1
         assignment = AssignedPartition(partition, self._epoch, progress, self.budget, self._notify)
@@ -310,16 +308,16 @@ class InFlightTracker:
             assignment.deferred.clear()
 
     def get(self, partition: TopicPartition) -> AssignedPartition | None:
-        """The present assignment of a partition, if it is ours."""
+        """Return the current assignment of a partition; None if it is not assigned."""
         return self._assigned.get(partition)
 
     @property
     def assignments(self) -> list[AssignedPartition]:
-        """All that is ours now."""
+        """All current assignments."""
         return list(self._assigned.values())
 
     def in_flight(self, partitions: Iterable[TopicPartition] | None = None) -> int:
-        """Records read and not acknowledged, of these partitions or of all."""
+        """Return the number of records read and not acknowledged, in `partitions` or in all."""
         if partitions is None:
             return sum(assignment.in_flight for assignment in self._assigned.values())
         return sum(
@@ -329,7 +327,7 @@ class InFlightTracker:
         )
 
     def committable(self) -> dict[TopicPartition, Committed]:
-        """What may be committed now and differs from what `was_committed` last heard of."""
+        """Return commits that differ from those last passed to `was_committed`."""
         return {
             partition: committable
             for partition, assignment in self._assigned.items()
@@ -337,13 +335,13 @@ class InFlightTracker:
         }
 
     def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Remember what the log has acknowledged."""
+        """Remember commits that the log has acknowledged."""
         for partition, committed in offsets.items():
             assignment = self._assigned.get(partition)
             if assignment is not None:
                 assignment.committed = committed
 
     def forget_committed(self) -> None:
-        """Commit all again, be it changed or not."""
+        """Make `committable` return all partitions again, changed or not."""
         for assignment in self._assigned.values():
             assignment.committed = NEVER_COMMITTED

@@ -1,14 +1,15 @@
-"""Exactly once: answers and the progress that they make, in one transaction.
+"""Exactly once: commit answers and the source offsets they acknowledge in one transaction.
 
-Each source partition that is ours has a *seat*: a transactional producer whose id is the
-partition's, and a turn, so that one transaction is under way at a time. Taking the seat fences the
-former owner and ends what it left open; what is committed is read after that, never before.
+Each assigned source partition has a *partition producer*: a transactional producer whose id is
+derived from the partition, and a lock, so that one transaction runs at a time. Initialising it
+fences the former owner and ends its open transaction; committed offsets are read after that,
+never before.
 
-A transaction that fails leaves a producer of no more use. Its successor takes the seat in the same
-way, and the committed offsets then say whether the transaction was sealed: answers that were are
-acknowledged, the others are sealed again. After a fence the group is asked first: one that still
-counts us in has no other owner of the partition, and we go on; otherwise all that we hold is
-revoked.
+A producer cannot be used after a failed transaction. A new one is initialised in the same way, and
+the committed offsets then show whether the transaction was committed: if so, its requests are
+acknowledged; if not, they are committed again. After a fence the group membership is checked
+first: while this process is a member, the partition has no other owner, and work continues;
+otherwise all its requests are revoked.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ Compose = Callable[[Sequence[Outgoing]], Records]
 
 
 class TransactionAborted(Retriable):
-    """The transaction failed, a successor has taken the seat: what is not answered, seal again.
+    """The transaction was not committed and its producer was replaced: retry what is unanswered.
 
     Attributes:
-        timed_out: the transaction took too long, as far as is known; a smaller one may not.
+        timed_out: the transaction probably took too long; a smaller one may succeed.
     """
 
     def __init__(self, message: str, *, timed_out: bool) -> None:
@@ -48,15 +49,16 @@ class TransactionAborted(Retriable):
 
 
 class PartitionLost(Retriable):
-    """The partition is not ours any more: its answers are another's to give."""
+    """The partition is no longer assigned to this process: its new owner will answer it."""
 
 
 class _Seat:
-    """One source partition's, while it is ours.
+    """The producer of one assigned source partition.
 
     Attributes:
-        spent: its producer must not be used again.
-        closed: the partition is not ours any more.
+        turn: held during a transaction, so that one runs at a time.
+        spent: the producer must not be used again.
+        closed: the partition is no longer assigned to this process.
     """
 
     def __init__(self, number: int, consumer: Consumer) -> None:
@@ -73,11 +75,12 @@ class _Seat:
 
 
 class PartitionTransactions:
-    """The seats of a process, and the transactions made from them.
+    """The partition producers of a process, and their transactions.
 
     Args:
-        group: whose offsets are committed.
-        on_lost: called when the group does not count us in any more: all assignments are revoked.
+        group: the consumer group whose offsets are committed.
+        on_lost: called when this process is no longer a member of the group; revokes all its
+            assignments.
     """
 
     def __init__(
@@ -96,10 +99,12 @@ class PartitionTransactions:
         self._seats: dict[int, _Seat] = {}
 
     async def fence(self, consumer: Consumer, numbers: Sequence[int]) -> None:
-        """Take the seats of source partitions; their committed offsets can be read after it.
+        """Initialise the producers of source partitions, which fences their former owners.
+
+        Committed offsets may be read only after this: a former owner could still change them.
 
         Raises:
-            Retriable: the log gave not all of them.
+            Retriable: not all producers could be initialised.
         """
         await self.release(numbers)
         seats = [_Seat(number, consumer) for number in numbers]
@@ -108,7 +113,7 @@ class PartitionTransactions:
 
         async def take(seat: _Seat) -> None:
             try:
-                async with seat.turn:  # a step of the last assignment may come back now
+                async with seat.turn:  # a step of the last assignment may still run
                     await self._take(seat)
             except Retriable as error:
                 failures.append(error)
@@ -121,7 +126,7 @@ class PartitionTransactions:
             raise failures[0]
 
     async def release(self, numbers: Iterable[int] | None = None) -> None:
-        """Give seats up, or all; what a transaction leaves open their next owner ends."""
+        """Close the producers of `numbers`, or all; the next owner ends any open transaction."""
         leaving = list(self._seats if numbers is None else numbers)
         seats = [self._seats.pop(number) for number in leaving if number in self._seats]
         for seat in seats:
@@ -135,21 +140,23 @@ class PartitionTransactions:
             log.warning(Event.SEAT_LEFT_OPEN, partitions=[seat.number for seat in seats])
 
     async def seal(self, number: int, outgoing: list[Outgoing], compose: Compose) -> None:
-        """Answer requests of one source partition, and acknowledge them.
+        """Commit the answers of one source partition in one transaction, then acknowledge.
 
-        Those that are revoked, or answered already, are acknowledged without an answer.
+        Revoked and already answered requests are acknowledged without an answer.
 
         Args:
-            number: of the partition.
-            outgoing: in any order. What is acknowledged is taken out of the list. What stays in it,
-                without an error, has to wait: in the commit's metadata is no room for its offset.
-            compose: makes the answers and dead letters.
+            number: the source partition.
+            outgoing: pending answers in any order. Acknowledged ones are removed from the list.
+                Those left without an error must wait: the commit metadata has no room for their
+                offsets.
+            compose: makes the answer and dead-letter records.
 
         Raises:
-            TransactionAborted: nothing was committed; what is left in the list is to be sent again.
+            TransactionAborted: nothing was committed; send what is left in the list again.
             PartitionLost: what is left is revoked.
-            NoLeader: a partition takes nothing for now; nothing has begun.
-            RecordsRefused: with all records that their topics never take; nothing has begun.
+            NoLeader: a partition cannot be written to for now; no transaction was begun.
+            RecordsRefused: holds all records that their topics never accept; no transaction was
+                begun.
             Rejected: the log refuses one of the records, or all of them together.
         """
         seat = self._seats.get(number)
@@ -157,24 +164,26 @@ class PartitionTransactions:
             raise PartitionLost(f"source partition {number} is not ours")
         async with seat.turn:
             seat.require_ours()
-            if seat.spent:  # somebody was cancelled
+            if seat.spent:  # a former transaction was cancelled: its outcome is unknown
                 await self._succeed(seat, None)
+            # Only now, with the last outcome known, can duplicates be told from new answers.
             outgoing[:] = self._fresh(number, outgoing)
-            if not outgoing:  # and where we are about to be assigned the partition, no books
+            if not outgoing:  # also while an assignment is pending: offsets unknown
                 return
             fitting, source = self._books.fit(number, outgoing)
             if source is None or not fitting:
                 return
             offsets = self._books.offsets(number, source, fitting)
-            # No variable here refers to the failure: its traceback would refer to this frame.
+            # Bind no variable to the failure: its traceback would refer to this frame.
             await self._recover(
                 seat, await self._transact(seat, compose(fitting), offsets), fitting
             )
+            # Acknowledge only after the commit: an aborted transaction is sent again.
             self._books.ack(requests_of(fitting))
             outgoing[:] = outgoing[len(fitting) :]
 
     async def seal_rest(self, number: int) -> None:
-        """Commit what no answer carries: what was skipped, duplicates that were dropped.
+        """Commit progress that no answer carries: skipped offsets and dropped duplicates.
 
         Raises:
             TransactionAborted, PartitionLost: see `seal`.
@@ -191,7 +200,7 @@ class PartitionTransactions:
                 await self._recover(seat, await self._transact(seat, {}, offsets), ())
 
     def _fresh(self, number: int, outgoing: Sequence[Outgoing]) -> Sequence[Outgoing]:
-        """By rising offset, without those that are revoked or answered, which are acknowledged."""
+        """Return answers by offset; acknowledge and drop revoked and already answered requests."""
         progress = self._books.progress(number)
         ordered = by_offset(outgoing)
         is_above = progress is not None and ordered and ordered[0][0].offset >= progress.highest
@@ -217,15 +226,15 @@ class PartitionTransactions:
     async def _transact(
         self, seat: _Seat, records: Records, offsets: Offsets
     ) -> Retriable | Rejected | None:
-        """Make one transaction.
+        """Run one transaction.
 
         Returns:
-            what ended it, without a traceback, so that the records are free before the recovery
-            begins, which can take as long as an outage of the brokers.
+            the failure, or None. Its traceback is dropped, so that the records are freed before
+            the recovery, which can take as long as a broker outage.
 
         Raises:
-            NoLeader, Rejected: nothing has begun.
-            PartitionLost: the partition was given up meanwhile.
+            NoLeader, Rejected: no transaction was begun.
+            PartitionLost: the partition was released meanwhile.
         """
         producer = seat.producer
         assert producer is not None
@@ -253,10 +262,10 @@ class PartitionTransactions:
     async def _recover(
         self, seat: _Seat, failure: Retriable | Rejected | None, outgoing: Sequence[Outgoing]
     ) -> None:
-        """Replace a producer that has failed, and learn whether its answers were committed.
+        """Replace a failed producer, and find out whether its answers were committed.
 
         Raises:
-            TransactionAborted: they were not, or the transaction had none.
+            TransactionAborted: they were not, or the transaction had no answers.
             Rejected: the log refuses one of the records.
         """
         if failure is None:
@@ -265,7 +274,8 @@ class PartitionTransactions:
         try:
             if isinstance(failure, Rejected):
                 raise failure
-            # All of a transaction is visible, or nothing: here perhaps its end was not heard of.
+            # A transaction is committed whole or not at all; if its offsets are committed, only
+            # the broker's confirmation was lost.
             if not (outgoing and self._are_answered(seat.number, outgoing)):
                 timed_out = isinstance(failure, TransactionTimedOut | Fenced)
                 raise TransactionAborted(str(failure), timed_out=timed_out)
@@ -273,14 +283,16 @@ class PartitionTransactions:
             del failure
 
     async def _succeed(self, seat: _Seat, error: HeadraceError | None) -> None:
-        """Put a successor in the place of a producer that is spent, and learn what it sealed."""
+        """Replace a spent producer, and merge the offsets that it committed."""
         fenced = isinstance(error, Fenced)
         while True:
             seat.require_ours()
             try:
                 if fenced and not await seat.consumer.is_member():
-                    seat.require_ours()  # a rebalance was quicker: others are ours by now
+                    seat.require_ours()  # a rebalance came first: the assignment is a new one
                     self._lose(seat)
+                # Initialise before reading: it ends the open transaction, so that the committed
+                # offsets are final.
                 await self._take(seat)
                 source = self._books.source(seat.number)
                 committed = await seat.consumer.committed([source])
@@ -310,7 +322,10 @@ class PartitionTransactions:
         seat.spent = False
 
     def _lose(self, seat: _Seat) -> None:
-        """We are a zombie. The member finds out by its heartbeats, and joins the group again."""
+        """Revoke everything: this process is no longer a member, and others own its partitions.
+
+        Its consumer notices by its heartbeats and joins the group again.
+        """
         log.warning(Event.LOST, partitions=sorted(self._seats))
         for each in self._seats.values():
             each.closed = True
