@@ -96,15 +96,15 @@ class Connection:
         return client
 
     def take_over_bootstrap(self, client: AIOKafkaClient) -> None:
-        """Replace the client's bootstrap, at first and later, with `bootstrap` of this class.
+        """Replace the client's bootstrap, at first and later, with `_bootstrap`.
 
         aiokafka's own logs why a server could not be used and drops the reason, although "wrong
         password" and "no broker" need different remedies; and it leaves the connection to close by
         itself, which with TLS can take longer than the loop lives. Later it queries only the
         brokers that it knows, even if all have moved to other addresses.
 
-        Also make a connection that broke a moment ago fail the request instead of the reading task,
-        and apply the reconnect back-off to brokers that could not be reached.
+        Also make a connection that broke a moment ago fail the request instead of aiokafka's
+        background tasks, and apply the reconnect back-off to brokers that could not be reached.
         """
         client.send = partial(_sent, client.send)
         client._get_conn = partial(self._get_conn, client)

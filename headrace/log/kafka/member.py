@@ -65,6 +65,7 @@ class KafkaMember(KafkaConsumer):
         if self._closed:
             return
         consumer = self._consumer
+        # Pause first: nothing may be read before the listener has returned.
         consumer.pause(*theirs(partitions))
         self._paused.clear()
         self._owned = frozenset(partitions)
@@ -79,6 +80,7 @@ class KafkaMember(KafkaConsumer):
 
     async def revoked(self) -> None:
         """Called by aiokafka before it rejoins; all our partitions are revoked."""
+        # Close the gate before the listener runs: polls return none of these partitions any more.
         self._open.clear()
         try:
             if self._owned and not self._closed:

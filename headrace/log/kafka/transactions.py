@@ -128,6 +128,8 @@ class KafkaTransactionalProducer:
         except BaseException as error:
             if not has_begun and isinstance(error, Rejected | NoLeader):
                 raise  # no transaction has begun, so the epoch stays usable
+            # Never reuse an epoch whose outcome is unknown: a late EndTxn could end its next
+            # transaction (KAFKA-17754).
             self._epoch = None
             await epoch.close()  # even if closed before: a connection may be new
             if isinstance(error, RecordTooLarge | RecordRefused):  # the cached limits were wrong

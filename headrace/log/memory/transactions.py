@@ -65,6 +65,7 @@ class Transactions:
         Returns:
             The new producer's epoch.
         """
+        # Settle the former transaction first: offsets read after entering must be final.
         self._abort(transactional_id)
         self._let_offsets_be_seen(transactional_id)
         self._epochs[transactional_id] = self._epochs.get(transactional_id, -1) + 1
