@@ -1,8 +1,8 @@
-"""Load on a pipeline: requests at a rate, or as many as it takes, and what became of them.
+"""Load tests of a pipeline, at a fixed rate or at saturation.
 
-- `arrivals`: when requests are due;
-- `payloads`: what is sent, from a file, a capture or a model's signature;
-- `load`: sends and reads answers;
-- `histogram` and `measured`: latencies, and what answers say of where their time went;
-- `advice`: what binds, by rules.
+- `arrivals`: times at which requests are due;
+- `payloads`: request contents, from a file, a capture or a model's signature;
+- `load`: sends requests and reads answers;
+- `histogram` and `measured`: latencies, and the timings reported by answers;
+- `advice`: the bottleneck, by rules.
 """

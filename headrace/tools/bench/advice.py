@@ -1,4 +1,4 @@
-"""What binds, and what to do about it: rules over what a load has measured; pure."""
+"""Rules that find the bottleneck in the results of a load test; pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 BUSY = 0.7
-"""A model that computes for this part of the time, or a core that works for it, has little left."""
+"""A model that computes for this share of the time, or a core with this load, is
+nearly saturated.
+"""
 
 KEPT_UP = 0.95
 MUCH_COPIED_BYTES_PER_S = 400e6
@@ -14,14 +16,14 @@ FAILED_SHARE = 0.01
 
 
 class Facts(NamedTuple):
-    """What was measured. Times are means, in seconds.
+    """Results of a load test. Times are means, in seconds.
 
     Attributes:
-        offered_per_s: None where as many requests were sent as it takes.
-        computing: the part of the time in which the model computed, over all its instances.
-        rows_per_batch: of a run.
-        max_batch_size: of the model; 0 where that is not known.
-        cores: that the processes of Headrace kept busy; None where that is not known.
+        offered_per_s: None if the load saturated the pipeline.
+        computing: share of the time in which the model computed, over all its instances.
+        rows_per_batch: rows per run.
+        max_batch_size: of the model; 0 if unknown.
+        cores: number of cores that Headrace's processes kept busy; None if unknown.
     """
 
     offered_per_s: float | None
@@ -40,14 +42,14 @@ class Facts(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What binds, in a word, and a sentence of what to do."""
+    """A bottleneck as one word, and a sentence on what to do about it."""
 
     binds: str
     sentence: str
 
 
 def advise(facts: Facts) -> list[Advice]:
-    """What binds first, and what else was noticed."""
+    """Return the bottleneck first, and then other observations."""
     found = list(_faults(facts))
     if facts.offered_per_s is not None and facts.answered_per_s >= KEPT_UP * facts.offered_per_s:
         found.append(_unbound(facts))

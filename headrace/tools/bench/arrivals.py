@@ -1,4 +1,4 @@
-"""When requests are due: a Poisson process, in chunks; a rule without I/O."""
+"""Due times of requests: a Poisson process, in chunks; without I/O."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ CHUNK = 1024
 
 
 class PoissonArrivals:
-    """Due times of independent callers, who do not wait for each other's answers.
+    """Due times of independent callers, which do not wait for each other's answers.
 
     Args:
-        per_s: how many come in a second, on average.
-        seconds: for how long they come.
+        per_s: average rate per second.
+        seconds: duration.
         seed: equal seeds give equal times.
 
     Raises:
-        ValueError: the rate is no positive number.
+        ValueError: the rate is not a positive number.
     """
 
     def __init__(self, per_s: float, seconds: float, seed: int = 0) -> None:
@@ -35,7 +35,9 @@ class PoissonArrivals:
         self._ended = False
 
     def due(self, now_s: float) -> list[float]:
-        """The due times up to now that were not given yet, in seconds from the beginning."""
+        """Return the due times up to now that were not returned yet, in seconds
+        from the beginning.
+        """
         taken: list[float] = []
         while (next_s := self.next_s()) is not None and next_s <= now_s:
             taken.append(next_s)
@@ -43,7 +45,7 @@ class PoissonArrivals:
         return taken
 
     def next_s(self) -> float | None:
-        """When the next one is due; None when there are no more."""
+        """Return the next due time; None if there are no more."""
         if self._next >= len(self._pending) and not self._ended:
             self._draw()
         return self._pending[self._next] if self._next < len(self._pending) else None

@@ -1,4 +1,4 @@
-"""A histogram of times over six decades, of bounded size; pure."""
+"""Histogram of times over six decades, of bounded size; pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import ArrayLike, NDArray
 LOWEST_S = 1e-6
 HIGHEST_S = 1e3
 PER_DECADE = 256
-"""Neighbouring buckets differ by 0.9 %, and so is a percentile right within half of that."""
+"""Neighbouring buckets differ by 0.9 %, so percentiles are accurate to half of that."""
 
 _BUCKETS = round(math.log10(HIGHEST_S / LOWEST_S) * PER_DECADE) + 1
 
 
 class Histogram:
-    """Counts times in seconds; what lies outside counts as the lowest or the highest."""
+    """Counts times in seconds; times out of range count in the first or last bucket."""
 
     def __init__(self) -> None:
         self._counts: NDArray[np.int64] = np.zeros(_BUCKETS, np.int64)
@@ -25,7 +25,7 @@ class Histogram:
         self.max_s = 0.0
 
     def __len__(self) -> int:
-        """How many times were counted."""
+        """Number of counted times."""
         return int(self._counts.sum())
 
     def add(self, times_s: ArrayLike) -> None:
@@ -40,7 +40,9 @@ class Histogram:
         self.max_s = max(self.max_s, float(times.max()))
 
     def percentile_s(self, percent: float) -> float:
-        """The time that `percent` of those counted do not pass; 0 where there are none."""
+        """Return the time that `percent` of the counted times do not exceed; 0 if
+        there are none.
+        """
         count = len(self)
         if not count:
             return 0.0
@@ -50,11 +52,13 @@ class Histogram:
 
     @property
     def mean_s(self) -> float:
-        """The mean; 0 where there are none."""
+        """Return the mean; 0 if there are no times."""
         return self._total_s / max(1, len(self))
 
     def bars(self, per_decade: int = 4) -> Iterator[tuple[float, int]]:
-        """Counts by upper bounds in seconds, from the first to the last that is not empty."""
+        """Yield upper bounds in seconds with their counts, from the first to the last non-empty
+        one.
+        """
         step = PER_DECADE // per_decade
         edges = range(0, _BUCKETS, step)
         sums = np.add.reduceat(self._counts, list(edges))

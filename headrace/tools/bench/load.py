@@ -1,11 +1,11 @@
 """Sends requests and reads their answers.
 
-In the open form requests are due at times of their own, whether others are answered or not, and
-latency counts from the due time: a pipeline that stands still for a second is charged that second
-by every request that was due in it. In the closed form as many requests are under way as were
-asked for, which finds what the pipeline can do.
+In an open loop, requests are due at given times, whether earlier ones are answered or not, and
+latency counts from the due time: if a pipeline stops for a second, every request due in that second
+has the delay in its latency. In a closed loop, a fixed number of requests is in flight, which
+measures the capacity of the pipeline.
 
-Each request carries a correlation id of 16 bytes: eight that are the load's own, and its number.
+Each request carries a correlation id of 16 bytes: eight that identify the load, and its number.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ POLL_S = 0.05
 POLL_RECORDS = 2000
 SEND_CHUNK = 256
 LOOKED_INTO = 8
-"""Of the answers of each partition in a poll, so many are decoded for their timings."""
+"""Number of answers per partition and poll that are decoded for their timings."""
 UNACKNOWLEDGED = 4096
 LONGEST_SLEEP_S = 0.05
 
 
 class Payload(NamedTuple):
-    """A request to be sent, again and again."""
+    """A request that is sent repeatedly."""
 
     value: bytes
     headers: tuple[tuple[str, bytes], ...] = ()
@@ -42,14 +42,14 @@ class Payload(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """Where and how long.
+    """Target and duration of a load.
 
     Attributes:
-        requests, responses: topics with the number of their partitions.
+        requests, responses: topics with their numbers of partitions.
         seconds: how long requests are sent.
         wait_s: how long to wait for the last answers.
-        skip_s: what was due in the first so many seconds is not counted among the latencies; in
-            the closed form, what was answered in them.
+        skip_s: latencies are not counted for requests due in this initial period; in a closed loop,
+            for requests answered in it.
     """
 
     requests: TopicPartition
@@ -60,12 +60,12 @@ class LoadPlan(NamedTuple):
 
 
 class Load:
-    """One load; `open_loop` or `closed_loop`, once.
+    """One load; call `open_loop` or `closed_loop` once.
 
     Args:
-        log: entered.
-        course: where and how long.
-        payloads: sent in turns.
+        log: an open log.
+        course: target and duration.
+        payloads: sent in rotation.
     """
 
     def __init__(self, log: Log, course: LoadPlan, payloads: Sequence[Payload]) -> None:
@@ -85,11 +85,11 @@ class Load:
         self._runs: asyncio.Queue[Run | None] = asyncio.Queue(UNACKNOWLEDGED)
 
     async def open_loop(self, per_s: float, seed: int = 0) -> Measured:
-        """Requests as a Poisson process of this rate. Raises the log's errors."""
+        """Send requests as a Poisson process of this rate. Raises the log's errors."""
         return await self._run(PoissonArrivals(per_s, self._course.seconds, seed), 0)
 
     async def closed_loop(self, under_way: int) -> Measured:
-        """As many requests under way as this, all the time. Raises the log's errors."""
+        """Keep this many requests in flight. Raises the log's errors."""
         if under_way < 1:
             raise ValueError(f"under_way: expected 1 or more, got {under_way}")
         self._closed = True
@@ -114,7 +114,7 @@ class Load:
         return self.measured
 
     async def _prepare(self, producer: Producer) -> None:
-        """Let the producer ask what it wants to know, so that no request waits for that."""
+        """Let the producer fetch its metadata, so that no request waits for it."""
         topic, count = self._course.requests
         for number in range(count):
             await producer.send(TopicPartition(topic, number), ())
@@ -218,7 +218,7 @@ class Load:
 
 
 def _number(record: Record, prefix: bytes) -> int | None:
-    """Which request of ours a record answers."""
+    """Return the number of our request that a record answers."""
     for name, value in record.headers:
         if name == CORRELATION_ID and value is not None and value.startswith(prefix):
             return int.from_bytes(value[8:], "big")

@@ -1,4 +1,4 @@
-"""What a load has measured: latencies, outcomes, and where answers say that their time went."""
+"""Results of a load: latencies, outcomes, and the timings reported by answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.tools.bench.histogram import Histogram
 
 
 class _Timings(msgspec.Struct):
-    """As in `headrace.protocol.codec.responses.encode_response`."""
+    """Timings as written by `headrace.protocol.codec.responses.encode_response`."""
 
     queue_us: int = 0
     batch_us: int = 0
@@ -33,15 +33,15 @@ class Measured:
     """Filled while a load runs.
 
     Attributes:
-        latency: from when a request was due until its answer was read, in seconds.
-        lateness: how much later than due requests were handed over, in seconds; it is part of
-            the latency, since a caller who has to wait for his turn waits as well.
+        latency: from a request's due time until its answer was read, in seconds.
+        lateness: delay of sending after the due time, in seconds; it is part of the latency, since
+            a caller that has to queue waits as well.
         statuses: answers by `x-status`.
-        batch_sizes: answers by the rows of their batch, of those that were looked into.
-        duplicates: answers that had come before.
-        sent, answered: requests.
-        counted, seconds: the answers in `latency`, and from the first of them that was due until
-            the last of them came.
+        batch_sizes: decoded answers by the rows of their batch.
+        duplicates: repeated answers.
+        sent, answered: numbers of requests.
+        counted, seconds: the answers in `latency`, and the time from the first of them being due
+            until the last of them was read.
     """
 
     def __init__(self) -> None:
@@ -61,22 +61,22 @@ class Measured:
 
     @property
     def unanswered(self) -> int:
-        """Requests whose answer did not come in time."""
+        """Number of requests without an answer in time."""
         return self.sent - self.answered
 
     @property
     def per_s(self) -> float:
-        """Answers per second."""
+        """Return the answers per second."""
         return self.counted / self.seconds if self.seconds else 0.0
 
     @property
     def rows_per_batch(self) -> float:
-        """How many rows a run had, on average: each batch counts once, whatever its size."""
+        """Return the mean rows per run: each batch counts once, whatever its size."""
         batches = sum(count / size for size, count in self.batch_sizes.items() if size)
         return sum(self.batch_sizes.values()) / batches if batches else 0.0
 
     def look_into(self, answers: Sequence[tuple[Record, float]]) -> None:
-        """Take the timings of a few answers, each with its latency in seconds."""
+        """Decode the timings of a few answers, each with its latency in seconds."""
         found: list[tuple[_Timings, float]] = []
         for record, latency_s in answers:
             if last_header(record.headers, "x-status") != b"ok" or record.value is None:
@@ -86,7 +86,7 @@ class Measured:
             try:
                 found.append((decode(record.value).parameters, latency_s))
             except msgspec.DecodeError:
-                continue  # it is counted, and whoever wants to read it will be told
+                continue  # it is counted; a consumer that reads it gets the error
         for timings, _ in found:
             self.batch_sizes[timings.batch_size] += 1
         self.queue.add([each.queue_us / 1e6 for each, _ in found])

@@ -1,4 +1,4 @@
-"""What a load sends: arrays, a file, a capture, or what the model's signature makes up."""
+"""Request contents of a load: arrays, a file, a capture, or made up from a model's signature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.tools.replay.opening import open_recording
 from headrace.tools.replay.selection import Selection
 
 MAX_CAPTURED = 10_000
-"""Requests of a capture that are sent in turns."""
+"""Maximum number of captured requests that are sent in rotation."""
 
 _LEFT_OUT = frozenset(
     {
@@ -31,29 +31,29 @@ _LEFT_OUT = frozenset(
         "x-deadline-ms",
     }
 )
-"""Headers of a captured request that belong to its own time and caller."""
+"""Headers of a captured request that apply only to its own time and caller."""
 
 
 def from_arrays(
     model: str, version: str | None, inputs: Mapping[str, NDArray[Any]], *, as_json: bool = False
 ) -> Payload:
-    """A request with these inputs. Raises `Rejected`, see `encode_request`."""
+    """Return a request with these inputs. Raises `Rejected`, see `encode_request`."""
     content_type = JSON if as_json else MSGPACK
     value = encode_request(content_type, model, inputs, version=version)
     return Payload(value, (("content-type", content_type.encode()),))
 
 
 def from_file(model: str, version: str | None, content: bytes, content_type: str) -> Payload:
-    """A payload for the model's transform."""
+    """Return a payload for the model's transform."""
     named = f"{model}/{version}" if version else model
     return Payload(content, (("content-type", content_type.encode()), ("x-model", named.encode())))
 
 
 def made_up(known: ModelVersion, version: str | None = None, *, as_json: bool = False) -> Payload:
-    """Return one row of the model's warm-up sample, or of what is made up instead.
+    """Return one row of the model's warm-up sample, or a made-up one.
 
-    The request names a `version` only where one is given: `known` is what this machine has, and
-    the processes that answer may serve another one by now.
+    The request names a `version` only if one is given: `known` is this machine's version, and the
+    answering processes may serve another one by now.
 
     Raises:
         ConfigurationError: the sample does not fit the signature.
@@ -63,10 +63,10 @@ def made_up(known: ModelVersion, version: str | None = None, *, as_json: bool = 
 
 
 async def from_capture(path: Path) -> list[Payload]:
-    """The first requests of a capture file, without what belongs to their own time.
+    """Return the first requests of a capture file, without headers that apply only to their time.
 
     Raises:
-        ConfigurationError: there is no such file, it is no capture, or there are none in it.
+        ConfigurationError: the file is missing, is not a capture, or contains no requests.
         CaptureFault: it is damaged.
     """
     found: list[Payload] = []

@@ -1,11 +1,11 @@
-"""Dead letters: requests that could not succeed as they were, and how they get a second chance.
+"""Dead letters: requests that failed permanently as they were, and tools to redrive them.
 
-- `letter`: what one says of itself, and which ones are meant;
-- `reading`: the letters of a topic, up to where it ends now;
-- `showing`: a letter for people, and for files;
-- `copies`: the request that is made of a letter;
-- `remembering`: which letters were redriven already;
-- `redriving`: sending them, each at most once.
+- `letter`: parsing and selection of letters;
+- `reading`: the letters of a topic, up to its current end;
+- `showing`: a letter as text, and as data for files;
+- `copies`: the request made from a letter;
+- `remembering`: the record of redriven letters;
+- `redriving`: sending letters as requests, each at most once.
 """
 
 from headrace.tools.dead_letters.letter import Letter, Selection, parse_letter

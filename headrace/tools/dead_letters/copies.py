@@ -1,8 +1,9 @@
-"""The request that is made of a dead letter: a rule without I/O.
+"""Conversion of a dead letter back to a request, without I/O.
 
-Key, value and the caller's headers stay, the reply topic and the correlation id among them, so
-that the answer goes to where the first one was wanted. What Headrace added to make it a letter
-goes. Three headers of the `x-replay-*` family, which travel to no answer, say where it is from.
+The key, the value and the caller's headers are kept, including the reply topic and the correlation
+id, so that the answer goes where the original answer was expected. The headers that Headrace added
+to the letter are removed. Three `x-replay-*` headers, which are not copied to answers, name its
+origin.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from headrace.tools.dead_letters.letter import Letter
 DEADLINE = "x-deadline-ms"
 
 REPLAY_OF = "x-replay-of"
-"""The request that failed first, as `topic/partition/offset`."""
+"""The original request that failed, as `topic/partition/offset`."""
 
 REPLAY_LETTER = "x-replay-letter"
-"""The letter that this copy is made of, as `topic/partition/offset`."""
+"""The letter that this copy was made from, as `topic/partition/offset`."""
 
 REPLAY_RUN = "x-replay-run"
-"""Which run of the command sent the copy."""
+"""Id of the run of the command that sent the copy."""
 
 _REPLACED = frozenset({"x-stage", "x-attempt", REPLAY_OF, REPLAY_LETTER, REPLAY_RUN})
 
 
 class Copy(NamedTuple):
-    """A letter as a request again.
+    """A letter converted back to a request.
 
     Attributes:
-        deadline_dropped: its `x-deadline-ms` had passed and was left out.
+        deadline_dropped: its `x-deadline-ms` had passed and was removed.
     """
 
     record: NewRecord
@@ -38,10 +39,11 @@ class Copy(NamedTuple):
 
 
 def copy_of(letter: Letter, now_ms: int) -> Copy:
-    """The request without what made it a letter; `marked` adds where it comes from.
+    """Return the request without the headers of the letter; `marked` adds those of its origin.
 
-    A deadline that has passed would only make the next error; one that cannot be read stays, and
-    a timeout (`x-timeout-ms`) stays, since it counts from the new record's timestamp.
+    A deadline that has passed is removed, since it would only cause the next error. An unreadable
+    deadline stays, and so does a timeout (`x-timeout-ms`), since it counts from the new record's
+    timestamp.
     """
     kept: list[tuple[str, bytes | None]] = []
     dropped = False
@@ -56,7 +58,7 @@ def copy_of(letter: Letter, now_ms: int) -> Copy:
 
 
 def marked(record: NewRecord, letter: Letter, run_id: str) -> NewRecord:
-    """The copy with its identities, and its number of attempts, whatever a transform did."""
+    """Set the replay headers and the attempt number, whatever a transform did to them."""
     headers = [header for header in record.headers if header[0] not in _REPLACED]
     headers += [
         (REPLAY_OF, first_identity(letter).encode()),
@@ -68,7 +70,7 @@ def marked(record: NewRecord, letter: Letter, run_id: str) -> NewRecord:
 
 
 def first_identity(letter: Letter) -> str:
-    """The request that failed first, through all redrives; the letter's where nothing says so."""
+    """Return the original request across all redrives; the letter's identity if unknown."""
     headers = dict(letter.record.headers)
     first = headers.get(REPLAY_OF)
     if first is not None and REPLAY_LETTER in headers:

@@ -1,6 +1,6 @@
-"""What a dead letter says of itself, and which letters a command means.
+"""Parsing of dead letters, and selection of the letters that a command applies to.
 
-Nothing here raises on a letter, whoever wrote it: what is absent or unreadable is empty.
+No letter makes this code raise, whatever wrote it: missing or unreadable fields are empty.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_ATTEMPT_DIGITS = 4
 
 
 class Identity(NamedTuple):
-    """The place of a record, by which it is known."""
+    """Topic, partition and offset of a record, which identify it."""
 
     topic: str
     partition: int
@@ -36,11 +36,11 @@ class Letter(NamedTuple):
     """A dead letter.
 
     Attributes:
-        record: as it was read: the request's key, value and headers, and those of the failure.
-        origin: the request that failed; None where the headers do not say.
-        code: a `headrace.errors.Code`, or whatever another program put in its place.
-        attempt: how often it was tried, counted from 1.
-        model, version: which the request asked for; empty where it cannot be read.
+        record: as read, with the request's key, value and headers, and the headers of the failure.
+        origin: the request that failed; None if the headers do not name it.
+        code: a `headrace.errors.Code`, or another program's value.
+        attempt: number of attempts, counted from 1.
+        model, version: as requested; empty if unreadable.
     """
 
     record: Record
@@ -54,12 +54,12 @@ class Letter(NamedTuple):
 
     @property
     def identity(self) -> Identity:
-        """The place of the letter itself."""
+        """Identity of the letter itself."""
         return Identity(self.record.topic, self.record.partition, self.record.offset)
 
     @property
     def partition(self) -> TopicPartition:
-        """The partition that the letter lies in."""
+        """Partition that contains the letter."""
         return TopicPartition(self.record.topic, self.record.partition)
 
 
@@ -73,7 +73,7 @@ _decode_json = msgspec.json.Decoder(_Named).decode
 
 
 def parse_letter(record: Record) -> Letter:
-    """A record of the topic of dead letters, read."""
+    """Parse a record of the dead-letter topic."""
     headers = {name: value for name, value in record.headers if value is not None}
     model, version = _model(record)
     return Letter(
@@ -89,7 +89,7 @@ def parse_letter(record: Record) -> Letter:
 
 
 def attempts(value: bytes | None) -> int:
-    """What a header `x-attempt` says; 1 where it says nothing that can be understood."""
+    """Return the value of an `x-attempt` header; 1 if it is unreadable."""
     if value is None or not value.isdigit() or len(value) > _MAX_ATTEMPT_DIGITS:
         return 1
     return max(int(value), 1)
@@ -109,7 +109,7 @@ def _origin(headers: Mapping[str, bytes]) -> Identity | None:
 
 
 def _model(record: Record) -> tuple[str, str]:
-    """From `x-model`, otherwise from the body; a body too large to be served is read as well."""
+    """Read the model from `x-model`, otherwise from the body, even one too large to be served."""
     envelope = parse_envelope(record.headers, record.timestamp, 0)
     if envelope.model or record.value is None:
         return envelope.model, envelope.version
@@ -126,11 +126,12 @@ def _model(record: Record) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which letters are meant; what is empty or None leaves all in.
+    """A selection of letters; empty fields and None select all.
 
     Attributes:
-        codes, models, stages: any of these. A model is meant with all its versions.
-        since_ms, until_ms: when it became a letter, in epoch milliseconds; `until_ms` is left out.
+        codes, models, stages: any of these. A model is selected with all its versions.
+        since_ms, until_ms: time at which the request became a letter, in epoch milliseconds;
+            `until_ms` is exclusive.
         places: single letters, by partition and offset.
     """
 
@@ -142,7 +143,7 @@ class Selection:
     places: frozenset[tuple[int, int]] = frozenset()
 
     def takes(self, letter: Letter) -> bool:
-        """Whether the letter is meant."""
+        """Return whether the letter is selected."""
         record = letter.record
         return (
             (not self.codes or letter.code in self.codes)

@@ -1,4 +1,4 @@
-"""One redrive at a time: the member of the group that has every partition, or stops."""
+"""Redrive lock: a consumer group member that must own all partitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.log.port import Consumer, TopicPartition
 from headrace.tools.dead_letters.reading import POLL_TIMEOUT_S
 
 JOIN_TIMEOUT_S = 120.0
-"""A member that was killed holds up the group until its session ends."""
+"""Long enough for the session of a killed member to expire, which blocks the group until then."""
 
 
 class RedriveUnderWay(Retriable):
@@ -19,7 +19,7 @@ class RedriveUnderWay(Retriable):
 
 
 class SoleOwner:
-    """The listener of the only member of a group.
+    """Rebalance listener of the group's only member.
 
     Attributes:
         working: held while letters are sent and committed, so that a rebalance waits for them.
@@ -36,16 +36,16 @@ class SoleOwner:
         self._assigned = True
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
-        """See the port. What is being sent is committed in the old generation."""
+        """See the port. The chunk being sent is committed in the old generation."""
         async with self.working:
             self._revoked = True
 
     async def own(self, member: Consumer, partitions: Sequence[TopicPartition]) -> None:
-        """Join, and have all partitions.
+        """Join the group and wait for all partitions.
 
         Raises:
             RedriveUnderWay: there is another member.
-            LogUnavailable: the group did not come together in two minutes.
+            LogUnavailable: the group did not form within two minutes.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + JOIN_TIMEOUT_S
@@ -57,7 +57,7 @@ class SoleOwner:
             raise self._under_way()
 
     def require(self) -> None:
-        """Raises `RedriveUnderWay` when a rebalance has taken the partitions."""
+        """Raise `RedriveUnderWay` if a rebalance has revoked the partitions."""
         if self._revoked:
             raise self._under_way()
 

@@ -1,4 +1,4 @@
-"""Reading what a topic holds now: bounded by its ends at the start, in no group."""
+"""Reading of a topic up to its ends at the start, without a consumer group."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ POLL_TIMEOUT_S = 0.2
 POLL_MAX_RECORDS = 200
 
 UNREACHABLE_S = 30.0
-"""After so long without a word from any broker, reading gives up."""
+"""Reading fails after this time without a response from any broker."""
 
 
 class Span(NamedTuple):
-    """Offsets from the first up to, and without, the second."""
+    """Offsets from `start` up to `end`, exclusive."""
 
     start: int
     end: int
 
 
 async def partitions_of(log: Log, topic: str) -> list[TopicPartition]:
-    """All partitions of a topic.
+    """Return all partitions of a topic.
 
     Raises:
         ConfigurationError: there is no such topic.
-        LogUnavailable: nobody answers.
+        LogUnavailable: no broker answers.
     """
     found = (await log.describe_topics([topic]))[topic]
     if found is None:
@@ -41,7 +41,7 @@ async def partitions_of(log: Log, topic: str) -> list[TopicPartition]:
 async def spans_of(
     consumer: Consumer, partitions: Sequence[TopicPartition], since_ms: int | None = None
 ) -> dict[TopicPartition, Span]:
-    """What the partitions hold at this moment, from `since_ms` (epoch milliseconds) on."""
+    """Return the current offsets of the partitions, from `since_ms` (epoch milliseconds) on."""
     beginnings = await consumer.beginning_offsets(partitions)
     ends = await consumer.end_offsets(partitions)
     starts: Mapping[TopicPartition, int | None] = beginnings
@@ -60,15 +60,15 @@ async def read_spans(
     spans: Mapping[TopicPartition, Span],
     passed_over: Callable[[Gap], object] | None = None,
 ) -> AsyncGenerator[Sequence[Record], None]:
-    """The records of the spans, in offset order per partition; the partitions are assigned.
+    """Assign the partitions, and yield the records of the spans in offset order per partition.
 
     Args:
-        consumer: of the partitions.
-        spans: what is read.
-        passed_over: called with what cannot be read.
+        consumer: assigned to the partitions here.
+        spans: offsets to read.
+        passed_over: called with each unreadable range.
 
     Raises:
-        LogUnavailable: nobody has answered for 30 seconds.
+        LogUnavailable: no broker answered for 30 seconds.
     """
     left = {partition: span.end for partition, span in spans.items() if span.start < span.end}
     consumer.pause([partition for partition in spans if partition not in left])
@@ -97,7 +97,7 @@ async def _finished(
     left: Mapping[TopicPartition, int],
     polled: Mapping[TopicPartition, Sequence[Record]],
 ) -> list[TopicPartition]:
-    """The partitions that have come to their ends, and are not known to be finished yet."""
+    """Return the unfinished partitions that have now reached their ends."""
     if polled:
         return [
             name for name in polled if name in left and polled[name][-1].offset >= left[name] - 1
@@ -105,12 +105,12 @@ async def _finished(
     silent_s = consumer.last_contact_s()
     if silent_s > UNREACHABLE_S:
         raise LogUnavailable(f"no broker has answered for {silent_s:.0f} s")
-    # What is left before an end may be transaction markers alone.
+    # The remaining offsets before an end may be transaction markers only.
     return [name for name in left if await consumer.position(name) >= left[name]]
 
 
 async def _skip_what_is_gone(consumer: Consumer, partitions: Iterable[TopicPartition]) -> None:
-    """Retention overtook us: go on with what is left."""
+    """Continue at the first remaining record after retention has removed the next ones."""
     for partition, offset in (await consumer.beginning_offsets(list(partitions))).items():
         consumer.seek(partition, offset)
 
@@ -121,13 +121,13 @@ async def read_letters(
     selection: Selection,
     passed_over: Callable[[Gap], object] | None = None,
 ) -> AsyncGenerator[Letter, None]:
-    """The letters that are meant, in offset order per partition.
+    """Yield the selected letters, in offset order per partition.
 
     Args:
-        log: where they are.
-        topic: of dead letters.
-        selection: which of them are meant.
-        passed_over: called with what cannot be read.
+        log: an open log.
+        topic: the dead-letter topic.
+        selection: which letters to yield.
+        passed_over: called with each unreadable range.
 
     Raises:
         ConfigurationError, LogUnavailable: see `partitions_of`, `read_spans`.
@@ -144,7 +144,7 @@ async def read_letters(
 
 
 def narrowed(span: Span, partition: TopicPartition, selection: Selection) -> Span:
-    """The part of a span in which letters that are meant can lie."""
+    """Return the part of a span that can contain selected letters."""
     if not selection.places:
         return span
     offsets = [offset for number, offset in selection.places if number == partition.partition]

@@ -1,7 +1,7 @@
-"""Sending dead letters as requests again, each at most once.
+"""Redriving of dead letters: sending them as requests again, each at most once.
 
-A run is the only member of the group that remembers, so that two operators cannot send the same
-letter. It sends a chunk, waits for the acknowledgements and commits, before it takes the next.
+A run is the only member of the group that holds the redrive state, so two operators cannot send the
+same letter. It sends a chunk, waits for the acknowledgements and commits before the next chunk.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Order:
     """What to redrive, and how.
 
     Attributes:
-        limit: how many letters at most; None for all.
-        rate: requests a second; None for as fast as they are acknowledged.
-        dry_run: count, and send nothing.
-        discard: count the letters as done without sending them.
-        transform: what becomes of each request before it is sent.
+        limit: maximum number of letters; None for all.
+        rate: requests per second; None for as fast as they are acknowledged.
+        dry_run: count the letters without sending them.
+        discard: mark the letters as done without sending them.
+        transform: applied to each request before it is sent.
     """
 
     selection: Selection = field(default_factory=Selection)
@@ -70,15 +70,15 @@ class Order:
 
 @dataclass(slots=True)
 class Tally:
-    """What a run has done.
+    """Result of a run.
 
     Attributes:
-        sent: requests written (or discarded; or that would be, in a dry run), by code.
-        done_before: letters that were redriven or discarded by an earlier run.
-        left: letters that the transform gave None for.
-        deadlines_dropped: requests whose deadline had passed and was left out.
-        refused: letters that the topic of requests does not take, and why.
-        gaps: what cannot be read of the dead letters.
+        sent: requests written (or discarded, or that a dry run would write), by code.
+        done_before: letters that an earlier run redrove or discarded.
+        left: letters for which the transform returned None.
+        deadlines_dropped: requests whose expired deadline was removed.
+        refused: letters that the request topic refused, with the reasons.
+        gaps: unreadable ranges of the dead letters.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ class Tally:
 
 
 class _Chosen(NamedTuple):
-    """A letter to be done, and the offset that was read before it."""
+    """A letter to process, and the previously read offset."""
 
     letter: Letter
     previous: int
@@ -106,12 +106,12 @@ class Redrive:
     """One run of `headrace dlq redrive`.
 
     Args:
-        log: open.
-        advanced: called after each chunk with the part that was read, 0 to 1, and the tally.
+        log: an open log.
+        advanced: called after each chunk with the share read so far, 0 to 1, and the tally.
         now_ms: the wall clock in epoch milliseconds, for deadlines.
 
     Attributes:
-        tally: what it has done so far.
+        tally: the result so far.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class Redrive:
         self._chosen = 0
 
     async def run(self) -> Tally:
-        """Redrive what is meant and not done yet, up to where the letters end now.
+        """Redrive the selected letters that are not done yet, up to the topic's current end.
 
         Raises:
             ConfigurationError: a topic is missing, or the transform is wrong.
-            RedriveUnderWay: another run has joined the group; what was sent is remembered.
-            MemoryFull: no more can be remembered; what was sent is.
-            LogUnavailable: nobody answered; the next run finds out what was written.
+            RedriveUnderWay: another run has joined the group; what was sent is recorded.
+            MemoryFull: no more letters can be recorded; those that were sent are.
+            LogUnavailable: no broker answered; the next run determines what was written.
         """
         topic = self._settings.topic(Topic.DEAD_LETTERS)
         partitions = await partitions_of(self._log, topic)
@@ -173,7 +173,8 @@ class Redrive:
         spans = {name: narrowed(span, name, selection) for name, span in since.items()}
         self._last_read = {name: span.start - 1 for name, span in spans.items()}
         if producer is not None:
-            # What `recall` found out is committed before the mark moves that made it look.
+            # The result of `recall` is committed together with the new mark: without it, the new
+            # mark would hide the requests that the old mark made it read.
             await self._commit(consumer, committable(self._done) | await self._marks(OPEN))
         self._begun_s = time.monotonic()
         offsets = sum(span.end - span.start for span in spans.values())
@@ -191,7 +192,7 @@ class Redrive:
             await self._commit(consumer, committable(self._done) | await self._marks(CLOSED))
 
     def _choose(self, records: Sequence[Record]) -> Iterator[_Chosen]:
-        """The letters that are meant and not done; records are of one partition."""
+        """Yield the selected letters that are not done; the records are of one partition."""
         for record in records:
             letter = parse_letter(record)
             previous = self._last_read[letter.partition]
@@ -207,7 +208,7 @@ class Redrive:
             yield _Chosen(letter, previous)
 
     def _chunks(self, chosen: Iterator[_Chosen]) -> Iterator[list[_Chosen]]:
-        """In pieces that a rate can be kept with."""
+        """Split the letters into chunks small enough for the rate."""
         size = CHUNK
         if self._order.rate is not None:
             size = min(CHUNK, max(1, int(self._order.rate / CHUNKS_PER_S)))
@@ -224,7 +225,7 @@ class Redrive:
         self, consumer: Consumer, producer: Producer | None, chunk: list[_Chosen]
     ) -> None:
         """Send one chunk and commit it."""
-        # A user's code may take its time, and the member has to go on with its heartbeats.
+        # User code may take long, and the group member must continue its heartbeats.
         outgoing = await asyncio.to_thread(self._outgoing, chunk)
         if producer is None:
             self._count(outgoing, {})
@@ -269,7 +270,7 @@ class Redrive:
             require_room(self._done[partition], partition, offsets)
 
     async def _send(self, producer: Producer, outgoing: Sequence[_Outgoing]) -> dict[int, str]:
-        """The indexes of those that were refused, and why."""
+        """Send the requests; return the indexes of refused ones with the reasons."""
         targets: dict[TopicPartition, list[int]] = {}
         for index, each in enumerate(outgoing):
             targets.setdefault(self._target(each.chosen.letter), []).append(index)
@@ -281,7 +282,7 @@ class Redrive:
         return refused
 
     def _target(self, letter: Letter) -> TopicPartition:
-        """Where the request was before, where there is such a place."""
+        """Return the original partition of the request, if it still exists."""
         count, origin = len(self._requests), letter.origin
         topic = self._requests[0].topic
         if origin is not None and origin.topic == topic and 0 <= origin.partition < count:

@@ -1,12 +1,11 @@
-"""Which letters were redriven: kept in the log, where it outlives the operator's machine.
+"""State of redriven letters, kept in the log so that it survives the operator's machine.
 
-The group `{namespace}.redrive` commits, for each partition of the dead letters, a base below
-which every letter is done, with the done ranges above it in the metadata
-(`headrace.delivery.acked_offsets`). So that a run that was killed between sending and committing
-repeats nothing either, the group also commits where each partition of the requests ended when the
-run began, marked `open`, and again, marked `closed`, when it has committed its last letter. Whoever
-finds a mark that is still open reads the requests from there on: copies say of which letter they
-were made.
+For each partition of the dead letters, the group `{namespace}.redrive` commits a base below which
+every letter is done, with the done ranges above it in the metadata
+(`headrace.delivery.acked_offsets`). A run may be killed between sending and committing. To repeat
+nothing then either, the group also commits the end of each request partition at the start of the
+run, marked `open`, and again, marked `closed`, after the run's last commit. A run that finds an
+open mark reads the requests from there on: each copy names the letter it was made from.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ CLOSED = "closed"
 
 
 class MemoryFull(Fatal):
-    """More single letters were redriven than a commit can say."""
+    """There are more separate ranges of redriven letters than a commit can hold."""
 
 
 def redrive_group(settings: Settings) -> str:
-    """The consumer group that remembers."""
+    """Return the consumer group that holds the redrive state."""
     return f"{settings.namespace}.redrive"
 
 
 def done_letters(
     committed: Mapping[TopicPartition, Committed | None], spans: Mapping[TopicPartition, Span]
 ) -> dict[TopicPartition, Progress]:
-    """What is done of each partition of dead letters, given all that it holds.
+    """Return which letters of each partition are done, given the offsets that it holds.
 
-    A base beyond the end is that of an older topic of the same name, and means nothing.
+    A base beyond the end belongs to an older topic of the same name and is ignored.
 
     Raises:
         UnknownMetadata: another program has committed for this group.
@@ -60,7 +59,7 @@ def done_letters(
 async def recall(
     log: Log, settings: Settings, spans: Mapping[TopicPartition, Span]
 ) -> dict[TopicPartition, Progress]:
-    """What is done of the dead letters, whose partitions hold these spans.
+    """Return which dead letters are done; the partitions hold these spans.
 
     Raises:
         UnknownMetadata: see `done_letters`.
@@ -87,7 +86,7 @@ async def recall(
 
 
 def count_copies(records: Iterable[Record], done: Mapping[TopicPartition, Progress]) -> int:
-    """Mark the letters as done whose copies are among these records; how many were not yet."""
+    """Mark the letters of these copies as done; return how many were not marked before."""
     found = 0
     for record in records:
         letter = dict(record.headers).get(REPLAY_LETTER)
@@ -111,19 +110,19 @@ def _place(identity: bytes) -> tuple[TopicPartition, int] | None:
 
 
 def committable(done: Mapping[TopicPartition, Progress]) -> dict[TopicPartition, Committed]:
-    """What to commit for the dead letters."""
+    """Return the offsets to commit for the dead letters."""
     return {partition: progress.committable() for partition, progress in done.items()}
 
 
 def require_room(
     progress: Progress, partition: TopicPartition, places: Sequence[tuple[int, int]]
 ) -> None:
-    """See that a commit can say of these letters, too, that they are done.
+    """Check that a commit can also record these letters as done.
 
-    `places` has, of each letter, the offset read before it and its own.
+    `places` holds, for each letter, the previously read offset and its own offset.
 
     Raises:
-        MemoryFull: it cannot; they must not be sent.
+        MemoryFull: it cannot; the letters must not be sent.
     """
     trial = Progress(progress.base, progress.ranges)
     for previous, offset in places:

@@ -1,4 +1,4 @@
-"""Sending without doubt: what is not known to be refused or written ends the run."""
+"""Sending with a definite result: a record neither written nor refused ends the run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from headrace.log.port import NewRecord, Producer, TopicPartition
 async def send_once(
     producer: Producer, partition: TopicPartition, records: Sequence[NewRecord]
 ) -> dict[int, str]:
-    """Write records of one partition and wait for their acknowledgements.
+    """Write records to one partition and wait for their acknowledgements.
 
-    A run of records that the topic refuses as a whole was not written, and is tried again one by
-    one. Anything else that fails is not: it may have been written.
+    If the topic refuses a group of records as a whole, nothing was written, and they are retried
+    one by one. After any other failure there is no retry, since they may have been written.
 
     Returns:
-        The indexes of the records that were refused, and why; all others are written.
+        The indexes of the refused records with the reasons; all others are written.
 
     Raises:
-        LogUnavailable: some may be written, and some not.
+        LogUnavailable: it is unknown which records were written.
     """
     try:
         runs = await producer.send(partition, records)

@@ -1,4 +1,4 @@
-"""A letter in words for people, and in plain values for files."""
+"""Formatting of a letter as text, and as plain values for files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEX_WIDTH = 16
 SHOWN_BYTES = 512
 
 _NO_LIMITS = LimitSettings(max_request_bytes=2**31 - 1)
-"""A letter may be one because it was too large; it is shown all the same."""
+"""Without the usual limit, since a request too large to be served can be a letter."""
 
 _NUMBERS = {
     "kafka_dlt-original-partition",
@@ -33,7 +33,7 @@ _NUMBERS = {
 
 
 def time_text(timestamp_ms: int) -> str:
-    """Epoch milliseconds as RFC 3339 in UTC; `-` where there are none."""
+    """Format epoch milliseconds as RFC 3339 in UTC; `-` if there are none."""
     if timestamp_ms < 0:
         return "-"
     moment = datetime.fromtimestamp(timestamp_ms / 1000, UTC)
@@ -41,7 +41,7 @@ def time_text(timestamp_ms: int) -> str:
 
 
 def summary(letter: Letter, redriven: bool) -> dict[str, Any]:
-    """One line of a list."""
+    """Return a letter's row in a list."""
     return {
         "letter": str(letter.identity),
         "time": time_text(letter.record.timestamp),
@@ -56,7 +56,7 @@ def summary(letter: Letter, redriven: bool) -> dict[str, Any]:
 
 
 def full(letter: Letter, redriven: bool) -> dict[str, Any]:
-    """All of a letter, as JSON has it: bytes in base64 where they are not text."""
+    """Return all of a letter as JSON values: bytes that are not text in base64."""
     record = letter.record
     return {
         **summary(letter, redriven),
@@ -68,7 +68,7 @@ def full(letter: Letter, redriven: bool) -> dict[str, Any]:
 
 
 def paragraphs(letter: Letter, redriven: bool) -> Iterator[str]:
-    """A letter in full, for people: the failure, the headers, the request."""
+    """Yield the lines of a letter in full: the failure, the headers, the request."""
     record = letter.record
     yield f"letter   {letter.identity}, written {time_text(record.timestamp)}"
     yield f"request  {letter.origin or 'unknown'}"
@@ -92,7 +92,7 @@ def _header(name: str, value: bytes | None) -> str:
 
 
 def _text(value: bytes) -> str:
-    """As text where it is some, otherwise in hexadecimal."""
+    """Return text as it is, and other bytes in hexadecimal."""
     try:
         text = value.decode()
     except UnicodeDecodeError:
@@ -118,7 +118,7 @@ def _decoded(value: bytes, envelope: Envelope) -> Iterator[str]:
         yield f"{len(value)} bytes of {envelope.content_type}"
         yield from hex_lines(value)
         return
-    # What is wrong with other headers does not keep the body from being shown.
+    # Faults in other headers must not keep the body from being shown.
     request = decode_request(value, envelope._replace(fault=None), _NO_LIMITS)
     version = f"/{request.model_version}" if request.model_version else ""
     yield f"model {request.model_name}{version}, {len(value)} bytes"
@@ -141,7 +141,9 @@ def _tensor(tensor: InputTensor) -> Iterator[str]:
 
 
 def hex_lines(value: bytes, shown_bytes: int = SHOWN_BYTES) -> Iterator[str]:
-    """Offset, bytes in hexadecimal and as ASCII, 16 to a line, and how many were left out."""
+    """Yield hex dump lines of 16 bytes (offset, hexadecimal, ASCII), and the number of omitted
+    bytes.
+    """
     for start in range(0, min(len(value), shown_bytes), HEX_WIDTH):
         part = value[start : min(start + HEX_WIDTH, shown_bytes)]
         ascii_text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)

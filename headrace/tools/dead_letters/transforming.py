@@ -1,4 +1,4 @@
-"""A user's `transform(record)`, between a letter and the request that is made of it."""
+"""A user's `transform(record)`, applied to the request made from a letter."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from headrace.log.port import NewRecord
 from headrace.models.user_code import describe, load_attribute
 
 Transform: TypeAlias = Callable[[NewRecord], NewRecord | None]
-"""Gives the record to send in its place; None leaves the letter where it is."""
+"""Returns the record to send instead; None skips the letter."""
 
 
 def load_transform(path: Path) -> Transform:
-    """The function `transform` of a user's file, with its results checked.
+    """Load the function `transform` of a user's file, and check its results.
 
-    It is given a `headrace.log.port.NewRecord` (`key`, `value`, `headers`, `timestamp_ms`), as a
-    request again, and gives one: `record._replace(value=…)`.
+    It receives the request as a `headrace.log.port.NewRecord` (`key`, `value`, `headers`,
+    `timestamp_ms`), and returns one: `record._replace(value=…)`.
 
     Raises:
-        ConfigurationError: there is none. The function that is returned raises it as well: the
-            user's raised, or gave something else.
+        ConfigurationError: there is no such function. The returned function raises it if the user's
+            function raises, or returns something else.
     """
     function = load_attribute(path, "transform")
 

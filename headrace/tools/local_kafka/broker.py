@@ -1,4 +1,6 @@
-"""A real Kafka on this machine's loopback: one node or a few, for tests, demo and trying out."""
+"""A real Kafka on this machine's loopback interface: one or several nodes, for
+tests and the demo.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,20 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class LocalKafka:
-    """A Kafka cluster in KRaft mode whose nodes are brokers and controllers in one.
+    """A Kafka cluster in KRaft mode in which every node is both broker and controller.
 
-    `async with` starts and stops it; it is bound to no event loop, so that one cluster serves
-    many, one after the other. Start it from a thread that lives as long as it shall: on Linux
-    the nodes are killed with the thread that started them, so that none outlives a killed
-    process.
+    `async with` starts and stops it. It is not bound to an event loop, so one cluster can serve
+    many loops in succession. Start it from a thread that lives as long as the cluster: on Linux the
+    nodes are killed with the thread that started them, so that none outlives a killed process.
 
     Args:
-        directory: where data, certificates and logs are kept, and found again by a later
-            cluster; None means a temporary directory, removed at the end.
-        nodes: how many; they have the ids 1 to `nodes`.
-        port: where node 1 listens, with the others above; 0 picks free ports.
-        security: None for plaintext alone, or a listener with TLS and SASL beside it.
-        properties: broker settings (`server.properties`) that go over all others.
-        start_timeout_s: how long a start may take before it counts as failed.
+        directory: for data, certificates and logs, which a later cluster can reuse; None means a
+            temporary directory, removed at the end.
+        nodes: number of nodes; their ids are 1 to `nodes`.
+        port: port of node 1, the other nodes use the next ones; 0 picks free ports.
+        security: None for plaintext only, or an additional listener with TLS and SASL.
+        properties: broker settings (`server.properties`) that override all others.
+        start_timeout_s: time limit of a start.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class LocalKafka:
 
     @property
     def plaintext_bootstrap_servers(self) -> str:
-        """The listener without security, which is always there."""
+        """The listener without security, which always exists."""
         return self._addresses([each.plaintext for each in self._ports])
 
     @staticmethod
@@ -88,27 +89,27 @@ class LocalKafka:
 
     @property
     def certificates(self) -> Certificates:
-        """The PEM files of the TLS listener, its authority and a client among them."""
+        """PEM files of the TLS listener, including its authority and a client certificate."""
         if self._certificates is None:
             raise RuntimeError("this cluster has no TLS listener, or has not been started")
         return self._certificates
 
     @property
     def ca_file(self) -> Path:
-        """The certificate authority that clients shall trust (PEM)."""
+        """Certificate authority that clients must trust (PEM)."""
         return self.certificates.authority
 
     @property
     def node_ids(self) -> range:
-        """The ids of the nodes, from 1."""
+        """Ids of the nodes, from 1."""
         return range(1, self._count + 1)
 
     def pid(self, node_id: int = 1) -> int | None:
-        """The process id of a node, or None while it does not run."""
+        """Return the process id of a node, or None if it is not running."""
         return self.node(node_id).pid
 
     def node(self, node_id: int = 1) -> JvmProcess:
-        """The process of a node."""
+        """Return the process of a node."""
         if not self._nodes:
             raise RuntimeError("the cluster has not been started")
         if node_id not in self.node_ids:
@@ -128,12 +129,12 @@ class LocalKafka:
         await self.stop()
 
     async def start(self) -> None:
-        """Install Kafka if needed, format the storage, start all nodes, wait until they serve.
+        """Install Kafka if needed, format the storage, start all nodes, and wait until they serve.
 
         Raises:
-            BrokerUnavailable: if this machine cannot get a broker, or a port is in use.
-            ChecksumMismatch: if a fetched jar is not the one in the lock.
-            BrokerFailed: if a node does not come up; with the end of its log.
+            BrokerUnavailable: this machine cannot run a broker, or a port is in use.
+            ChecksumMismatch: a fetched jar differs from the lock.
+            BrokerFailed: a node does not start; with the end of its log.
         """
         if self._nodes:
             raise RuntimeError("the cluster runs already")
@@ -156,7 +157,7 @@ class LocalKafka:
             raise
 
     async def stop(self) -> None:
-        """End all nodes, by force where they take too long, and remove temporary files."""
+        """Stop all nodes, by force if they take too long, and remove temporary files."""
         nodes, self._nodes = self._nodes, ()
         try:
             async with asyncio.TaskGroup() as stopping:
@@ -168,38 +169,38 @@ class LocalKafka:
             self._path = None
 
     async def start_node(self, node_id: int = 1) -> None:
-        """Start a node that was stopped or killed, and wait until it serves. Its data is there.
+        """Start a node that was stopped or killed, with its data, and wait until it serves.
 
         Raises:
-            BrokerFailed: if it does not come up; with the end of its log.
+            BrokerFailed: it does not start; with the end of its log.
         """
         self.node(node_id).spawn()
         await self._wait_serving([node_id])
 
     async def stop_node(self, node_id: int = 1) -> None:
-        """End a node cleanly: its partitions move to other nodes first, where there are some."""
+        """Stop a node cleanly: its partitions first move to other nodes, if there are any."""
         await self.node(node_id).stop(_STOP_TIMEOUT_S)
 
     def kill_node(self, node_id: int = 1) -> None:
-        """End a node as a crash would (SIGKILL)."""
+        """Kill a node, as in a crash (SIGKILL)."""
         self.node(node_id).kill()
 
     def pause_node(self, node_id: int = 1) -> None:
-        """Hold a node's process (SIGSTOP): its connections stay open and answer nothing."""
+        """Pause a node's process (SIGSTOP): its connections stay open but do not respond."""
         self.node(node_id).pause()
 
     def resume_node(self, node_id: int = 1) -> None:
-        """Let a held node go on (SIGCONT)."""
+        """Resume a paused node (SIGCONT)."""
         self.node(node_id).resume()
 
     async def watch(self) -> None:
-        """Return never: raise `BrokerFailed` when a node has ended that nobody stopped."""
+        """Never return; raise `BrokerFailed` when a node ends that was not stopped."""
         while True:
             self._check_alive(self.node_ids)
             await asyncio.sleep(_WATCH_POLL_S)
 
     async def _wait_serving(self, node_ids: Sequence[int]) -> None:
-        """Wait until each of these nodes takes connections and lists all of them."""
+        """Wait until each of these nodes accepts connections and lists all of them."""
         node_id = node_ids[0]
         try:
             async with asyncio.timeout(self._start_timeout_s):

@@ -1,8 +1,8 @@
-"""Become another command, which the system kills when the process that started it dies.
+"""Replaces itself by another command, which the system kills when its parent process dies.
 
-A file to be run, never imported: `python die_with_parent.py PARENT_PID COMMAND [ARGUMENT...]`.
-Setting this between fork and exec in the parent (`preexec_fn`) is not safe in a process with
-threads; a small program that sets it and then becomes the command is, and keeps the process id.
+This file is run, never imported: `python die_with_parent.py PARENT_PID COMMAND [ARGUMENT...]`.
+Setting the signal between fork and exec in the parent (`preexec_fn`) is not safe in a process with
+threads. A small program that sets it and then execs the command is safe, and keeps the process id.
 Linux only (`PR_SET_PDEATHSIG` in prctl(2)); elsewhere the command outlives a killed parent.
 """
 
@@ -17,13 +17,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Ask for the signal, then become `command`."""
+    """Request the signal, then exec `command`."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
         if os.getppid() != parent:
-            sys.exit(1)  # The parent died before the signal could be asked for.
+            sys.exit(1)  # The parent died before the signal was requested.
     os.execv(command[0], command)  # noqa: S606 - no shell is wanted
 
 

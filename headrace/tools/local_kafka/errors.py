@@ -1,4 +1,4 @@
-"""What can go wrong with a local broker."""
+"""Errors of a local broker."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from headrace.errors import Fatal
 
 
 class BrokerUnavailable(Fatal):
-    """No broker can be had on this machine: no Java, or no way to fetch Kafka."""
+    """No broker can run on this machine: there is no Java, or no way to fetch Kafka."""
 
 
 class ChecksumMismatch(Fatal):
-    """A fetched file is not the file that the lock names."""
+    """A fetched file differs from the one in the lock."""
 
 
 class BrokerFailed(Fatal):
-    """A broker was started and did not come up, or ended by itself."""
+    """A broker did not start, or ended on its own."""

@@ -1,4 +1,4 @@
-"""What a broker is run from: a Java and Kafka's jars."""
+"""Java and Kafka's jars, which a broker is run from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Installation:
     jars: tuple[Path, ...]
 
     def command(self, main_class: str, *arguments: str, jvm: tuple[str, ...] = ()) -> list[str]:
-        """The command line that runs a class of Kafka."""
+        """Return the command line that runs a class of Kafka."""
         class_path = os.pathsep.join(str(jar) for jar in self.jars)
         return [str(self.java), *jvm, "-cp", class_path, main_class, *arguments]
 
@@ -28,8 +28,8 @@ def install() -> Installation:
     """Find a Java, and fetch Kafka (45 MB) unless this user's cache has it. Blocks.
 
     Raises:
-        BrokerUnavailable: if either cannot be had; the message says what to do.
-        ChecksumMismatch: if a fetched file is not the one in the lock.
+        BrokerUnavailable: one of them is not available; the message says what to do.
+        ChecksumMismatch: a fetched file differs from the one in the lock.
     """
     java = find_java()
     jars = read_lock()

@@ -1,7 +1,7 @@
-"""Kafka's jar files: which ones (`jars.lock`), and where they lie on this machine.
+"""Kafka's jar files: their list (`jars.lock`), and their cache on this machine.
 
-A jar gets into the cache only after its SHA-256 agreed with the lock, and in one atomic rename,
-so a jar that is there under its name is whole. Later starts compare sizes alone.
+A jar enters the cache only after its SHA-256 was compared with the lock, and by an atomic rename,
+so a jar in the cache is complete. Later starts compare only sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CACHE_LOCK_TIMEOUT_S = 600.0
 _CACHE_LOCK_POLL_S = 0.05
 
 Fetch = Callable[[Sequence["Jar"], Path], None]
-"""Puts the given jars into a folder, each under its `file_name`."""
+"""Fetches the given jars into a folder, each under its `file_name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,9 @@ class Jar:
 
     @property
     def repository_path(self) -> str:
-        """Where a Maven repository keeps the file, relative to its root (the default layout)."""
+        """Return the file's path in a Maven repository, relative to its root (the
+        default layout).
+        """
         folder = self.group.replace(".", "/")
         return f"{folder}/{self.artifact}/{self.version}/{self.file_name}"
 
@@ -51,7 +53,7 @@ class Jar:
 
 
 def read_lock(lock_file: Path = LOCK_FILE) -> tuple[Jar, ...]:
-    """The jars that the lock file names, in its order."""
+    """Read the jars of a lock file, in its order."""
     lines = lock_file.read_text(encoding="ascii").splitlines()
     return tuple(_parse(line) for line in lines if line and not line.startswith("#"))
 
@@ -63,18 +65,18 @@ def _parse(line: str) -> Jar:
 
 
 def format_lock(jars: Sequence[Jar]) -> str:
-    """The text of a lock file, which `read_lock` reads back."""
+    """Return the text of a lock file, as read by `read_lock`."""
     lines = (f"{jar} {jar.size_bytes} {jar.sha256}\n" for jar in jars)
     return "# group:artifact:version size-in-bytes sha256\n" + "".join(lines)
 
 
 def kafka_version(jars: Sequence[Jar]) -> str:
-    """The version of Kafka among `jars`."""
+    """Return the version of Kafka among `jars`."""
     return next(jar.version for jar in jars if jar.artifact.startswith("kafka_"))
 
 
 def cache_directory(jars: Sequence[Jar]) -> Path:
-    """`kafka-<version>` in Headrace's part of the user's cache (`XDG_CACHE_HOME`, or `~/.cache`).
+    """Return `kafka-<version>` in Headrace's user cache (`XDG_CACHE_HOME`, or `~/.cache`).
 
     Source: XDG Base Directory Specification, which says that a relative path is to be ignored.
     """
@@ -84,13 +86,13 @@ def cache_directory(jars: Sequence[Jar]) -> Path:
 
 
 def ensure_jars(jars: Sequence[Jar], directory: Path, fetch: Fetch) -> tuple[Path, ...]:
-    """The paths of `jars` in `directory`, after fetching those that are not there.
+    """Return the paths of `jars` in `directory`, after fetching the missing ones.
 
     Any number of processes may call this at once: one fetches, the others wait for it.
 
     Raises:
-        BrokerUnavailable: if the jars cannot be fetched, or the cache cannot be written.
-        ChecksumMismatch: if a fetched file is not the one in the lock.
+        BrokerUnavailable: the jars cannot be fetched, or the cache cannot be written.
+        ChecksumMismatch: a fetched file differs from the one in the lock.
     """
     if _missing(jars, directory):
         try:
@@ -139,14 +141,14 @@ def verify(jar: Jar, path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal digits."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock between processes; the system lets go of it when a holder dies."""
+    """Hold a lock between processes; the system releases it when the holder dies."""
     deadline = time.monotonic() + _CACHE_LOCK_TIMEOUT_S
     with path.open("w") as file:
         while True:

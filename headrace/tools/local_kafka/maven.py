@@ -1,7 +1,7 @@
-"""Ways to fetch jars: a repository of one's own, Maven (`mvn`), or the Python package jgo.
+"""Ways to fetch jars: a configured repository, Maven (`mvn`), or the Python package jgo.
 
-None of them resolves anything: each fetches exactly the files of the lock. Maven and jgo know
-Maven Central by themselves, and Maven obeys the mirrors in the user's `settings.xml`.
+None of them resolves dependencies: each fetches exactly the files of the lock. Maven and jgo use
+Maven Central by default, and Maven uses the mirrors in the user's `settings.xml`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fetch_jars(jars: Sequence[Jar], into: Path) -> None:
     """Put `jars` into the folder `into`, by the first way that works.
 
     Raises:
-        BrokerUnavailable: with what each way said, and what to do.
+        BrokerUnavailable: with the error of each way, and what to do.
     """
     ways = _ways()
     if not ways:
@@ -54,7 +54,7 @@ def fetch_jars(jars: Sequence[Jar], into: Path) -> None:
 def _ways() -> list[tuple[str, Fetch]]:
     repository = os.environ.get(REPOSITORY_VARIABLE)
     if repository:
-        # Who names a repository wants no other.
+        # If a repository is configured, no other is used.
         return [(REPOSITORY_VARIABLE, partial(fetch_from_repository, repository))]
     ways: list[tuple[str, Fetch]] = []
     maven = shutil.which("mvn")
@@ -84,7 +84,7 @@ def fetch_from_repository(url: str, jars: Sequence[Jar], into: Path) -> None:
 
 
 def fetch_with_maven(maven: str, jars: Sequence[Jar], into: Path) -> None:
-    """Let Maven copy the jars of a project that depends on them and on nothing else."""
+    """Let Maven copy the jars of a project that depends on exactly these."""
     pom = into / "pom.xml"
     pom.write_bytes(pom_of_exactly(jars))
     run_maven(maven, pom, f"-DoutputDirectory={into}")
@@ -104,17 +104,17 @@ def run_maven(maven: str, pom: Path, *properties: str) -> None:
 
 
 def pom_of_exactly(jars: Sequence[Jar]) -> bytes:
-    """A Maven project that depends on `jars`, and not on what these depend on."""
+    """Return a Maven project that depends on `jars`, without their own dependencies."""
     dependencies = [(f"{jar.group}:{jar.artifact}:{jar.version}", ("*:*",)) for jar in jars]
     return pom(dependencies)
 
 
 def pom(dependencies: Sequence[tuple[str, Sequence[str]]]) -> bytes:
-    """A Maven project.
+    """Return a Maven project.
 
     Args:
-        dependencies: `group:artifact:version` of each, with the `group:artifact` patterns that
-            are excluded from what it depends on.
+        dependencies: `group:artifact:version` of each, with the `group:artifact` patterns that are
+            excluded from its own dependencies.
     """
     project = ET.Element("project")
     _fill(project, modelVersion="4.0.0", groupId="local", artifactId="kafka", version="1")

@@ -9,18 +9,20 @@ from collections.abc import Container
 from headrace.tools.local_kafka.errors import BrokerUnavailable
 
 _FIRST, _LAST = 20_000, 32_000
-"""Below the ports that Linux hands to outgoing connections (32768 and up). A port from up there
-could be taken, while its node is down, by a client of that very node: even by the client's
-attempt to connect to it, which then finds itself at the other end."""
+"""Below the ports that Linux uses for outgoing connections (32768 and up). While a node is down, a
+client of that node could take such a port: even by trying to connect to it, which then connects to
+itself.
+"""
 _ATTEMPTS = 200
 
 
 def free_port(taken: Container[int], host: str) -> int:
-    """A port on which nothing listens now, not in `taken`; chosen at random, so that two
-    processes that choose at once hardly ever choose the same.
+    """Return a random port that is not in `taken` and that nothing listens on.
+
+    It is random so that two processes that choose at once rarely choose the same.
 
     Raises:
-        BrokerUnavailable: if a few hundred attempts find none.
+        BrokerUnavailable: a few hundred attempts found none.
     """
     for _ in range(_ATTEMPTS):
         port = _FIRST + secrets.randbelow(_LAST - _FIRST)
@@ -30,7 +32,7 @@ def free_port(taken: Container[int], host: str) -> int:
 
 
 def is_free(port: int, host: str) -> bool:
-    """Whether a server could listen there now, as Java's do (with SO_REUSEADDR)."""
+    """Return whether a server could listen there now, as Java's do (with SO_REUSEADDR)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

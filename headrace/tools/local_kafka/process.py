@@ -1,4 +1,4 @@
-"""A process of Java: started, signalled and awaited, independent of any event loop."""
+"""A Java process: started, signalled and awaited, independent of any event loop."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _LOG_TAIL_BYTES = 4000
 
 
 async def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether `condition` came true within `timeout_s`."""
+    """Wait until `condition` is true; return False after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             return False
-        # Child processes outlive the event loop of one test, so no loop can watch them.
+        # Child processes outlive a single test's event loop, so no loop can watch them.
         await asyncio.sleep(_POLL_S)
     return True
 
 
 class JvmProcess:
-    """A process that runs `command` in `directory`, its output in `<directory>/<name>.log`.
+    """A process that runs `command` in `directory`, with its output in `<directory>/<name>.log`.
 
-    On Linux the process is killed when the thread that spawned it ends, so spawn from a thread
-    that lives as long as the process shall: the main one.
+    On Linux the process is killed when the thread that spawned it ends, so spawn it from a thread
+    that lives as long as the process, such as the main thread.
     """
 
     def __init__(self, name: str, directory: Path, command: Sequence[str]) -> None:
@@ -45,22 +45,22 @@ class JvmProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id, or None while it does not run."""
+        """The process id, or None if it is not running."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is there, paused or not."""
+        """Whether the process exists, paused or not."""
         return self.pid is not None
 
     @property
     def exit_status(self) -> int | None:
-        """How the last process ended; negative for a signal, None if none has."""
+        """Exit status of the last process; negative for a signal, None if none has ended."""
         return None if self._process is None else self._process.poll()
 
     def spawn(self) -> None:
-        """Start the process, and do not wait for anything."""
+        """Start the process without waiting."""
         if self.is_running:
             raise RuntimeError(f"{self.name} runs already, as process {self.pid}")
         shim = [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid())]
@@ -71,34 +71,34 @@ class JvmProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C in a terminal is for us; the broker is stopped in its turn.
+                # Ctrl-C in a terminal is meant for us; we stop the broker afterwards.
                 process_group=0,
             )
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if the process is there."""
+        """Send a signal, if the process exists."""
         if self._process is not None:
             self._process.send_signal(number)
 
     def pause(self) -> None:
-        """Hold the process; it notices nothing."""
+        """Pause the process (SIGSTOP)."""
         self.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a held process go on."""
+        """Resume a paused process."""
         self.signal(signal.SIGCONT)
 
     def terminate(self) -> None:
-        """Ask for a clean end, of a paused process too."""
+        """Request a clean exit, also of a paused process."""
         self.signal(signal.SIGTERM)
         self.resume()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether the process has ended within `timeout_s`."""
+        """Return whether the process ended within `timeout_s`."""
         return await wait_until(lambda: not self.is_running, timeout_s)
 
     async def stop(self, timeout_s: float) -> None:
-        """End the process: a request first, after `timeout_s` by force."""
+        """Stop the process: by request, and after `timeout_s` by force."""
         try:
             self.terminate()
             await self.wait(timeout_s)
@@ -106,13 +106,13 @@ class JvmProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End the process at once, as a crash would, and reap it."""
+        """Kill the process, as in a crash, and reap it."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-            self._process.wait()  # Nothing holds up SIGKILL but the kernel.
+            self._process.wait()  # Only the kernel can delay SIGKILL.
 
     def failure(self, expected: str) -> BrokerFailed:
-        """An error with the end of the log: what was expected, and what the process did."""
+        """Return an error with what was expected, what the process did, and the end of the log."""
         status = self.exit_status
         state = "still runs" if status is None else f"ended with status {status}"
         return BrokerFailed(
@@ -120,7 +120,7 @@ class JvmProcess:
         )
 
     def tail(self) -> str:
-        """The last part of the log."""
+        """Return the last part of the log."""
         if not self.log_file.exists():
             return ""
         return self.log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")

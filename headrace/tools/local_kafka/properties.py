@@ -16,31 +16,32 @@ HOST = "127.0.0.1"
 _MIB = 1024 * 1024
 
 SMALL_AND_QUICK: Mapping[str, str] = {
-    # The defaults are 50 partitions each; with one, faults between partitions cannot show.
+    # The default is 50 partitions each; with only one, faults between partitions would not show.
     "offsets.topic.num.partitions": "8",
     "transaction.state.log.num.partitions": "8",
     "share.coordinator.state.topic.num.partitions": "1",
     "group.initial.rebalance.delay.ms": "0",
     "group.min.session.timeout.ms": "1000",
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
-    # A killed node may come back when its session is over; Kafka gives it 9 s otherwise.
+    # Expire the session of a killed node sooner than Kafka's 9 s, so that it may come back.
     "broker.session.timeout.ms": "3000",
     "broker.heartbeat.interval.ms": "500",
-    # A misspelled topic is an error, not a new topic.
+    # A misspelled topic must be an error, not a new topic.
     "auto.create.topics.enable": "false",
-    # The cleaner's buffer is 128 MiB otherwise, a quarter of the heap.
+    # The cleaner's buffer would be 128 MiB by default, a quarter of the heap.
     "log.cleaner.dedupe.buffer.size": str(4 * _MIB),
     "num.network.threads": "2",
     "num.io.threads": "4",
     "background.threads": "2",
 }
-"""What differs from Kafka's defaults on every local broker. `group.coordinator.append.linger.ms`
-is left alone on purpose: it decides how long a commit takes, and so what is measured."""
+"""Differences from Kafka's defaults on every local broker. `group.coordinator.append.linger.ms` is
+left at its default on purpose: it determines how long a commit takes, and so what is measured.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class NodePorts:
-    """The ports that one node listens on; `secure` is 0 without a secure listener."""
+    """Ports of one node; `secure` is 0 without a secure listener."""
 
     plaintext: int
     controller: int
@@ -55,14 +56,14 @@ def server_properties(
     security: Mapping[str, str],
     overrides: Mapping[str, str],
 ) -> dict[str, str]:
-    """The settings of node `node_id` (from 1) among `len(ports)` nodes, controllers all.
+    """Return the settings of node `node_id` among `len(ports)` nodes, all of them controllers.
 
     Args:
         node_id: from 1.
-        ports: those of all nodes, in the order of their ids.
-        log_directory: where the node keeps its data.
-        security: the settings of the secure listener; empty for none.
-        overrides: what goes over all the rest.
+        ports: of all nodes, in the order of their ids.
+        log_directory: the node's data directory.
+        security: settings of the secure listener; empty for none.
+        overrides: settings that override all others.
     """
     return (
         _identity(node_id, ports, log_directory)
@@ -114,15 +115,15 @@ def _replication(nodes: int) -> dict[str, str]:
 
 
 def render(properties: Mapping[str, str]) -> str:
-    """The text of a Java properties file, in ASCII. Source: `java.util.Properties.load`.
+    """Return the text of a Java properties file, in ASCII. Source: `java.util.Properties.load`.
 
     Raises:
-        ValueError: if a key holds anything but letters, digits, `.`, `_` and `-`.
+        ValueError: a key contains anything but letters, digits, `.`, `_` and `-`.
     """
     lines = []
     for key, value in properties.items():
         if not re.fullmatch(r"[A-Za-z0-9._-]+", key):
             raise ValueError(f"expected the name of a broker setting, got {key!r}")
-        # JSON's escapes are all Java's too, those of characters outside ASCII included.
+        # JSON's escapes are valid in Java too, including those of non-ASCII characters.
         lines.append(f"{key}={json.dumps(value)[1:-1]}\n")
     return "".join(lines)

@@ -1,4 +1,4 @@
-"""Whether a broker serves clients, asked as a client asks."""
+"""Check whether a broker serves clients, by connecting as a client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ATTEMPT_TIMEOUT_S = 5.0
 
 
 async def listens(host: str, port: int) -> bool:
-    """Whether something takes connections there."""
+    """Return whether something accepts connections there."""
     try:
         async with asyncio.timeout(_ATTEMPT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)
@@ -22,7 +22,7 @@ async def listens(host: str, port: int) -> bool:
 
 
 async def known_brokers(bootstrap_servers: str) -> frozenset[int]:
-    """The ids of the brokers that this one lists; none while it does not answer."""
+    """Return the ids of the brokers that this one lists; empty while it does not answer."""
     admin = AIOKafkaAdminClient(
         bootstrap_servers=bootstrap_servers,
         request_timeout_ms=int(_ATTEMPT_TIMEOUT_S * 1000),

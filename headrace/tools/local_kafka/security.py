@@ -1,4 +1,4 @@
-"""A listener with TLS and SASL: the certificates and the broker's settings for it."""
+"""A listener with TLS and SASL: its certificates and broker settings."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _CLOCK_SKEW = datetime.timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True)
 class ScramTls:
-    """Ask for a SASL_SSL listener, where `users` (name to password) log in.
+    """Configures a SASL_SSL listener, where `users` (name to password) log in.
 
-    They log in by SCRAM-SHA-512, SCRAM-SHA-256 or PLAIN. OAUTHBEARER is on too, with Kafka's
-    validator for tests: it takes any unsigned token (`alg` `none`) that has not expired.
+    They log in by SCRAM-SHA-512, SCRAM-SHA-256 or PLAIN. OAUTHBEARER is enabled too, with Kafka's
+    test validator: it accepts any unsigned token (`alg` `none`) that has not expired.
     """
 
     users: Mapping[str, str]
 
     def __post_init__(self) -> None:
         for name, password in self.users.items():
-            # Both stand unquoted in Kafka's --add-scram and quoted in a JAAS line.
+            # Both appear unquoted in Kafka's --add-scram and quoted in a JAAS line.
             if not (f"{name}{password}".isascii() and (name + password).isalnum()):
                 raise ValueError(
                     f"users: expected names and passwords of ASCII letters and digits, "
@@ -44,7 +44,7 @@ class ScramTls:
 @dataclass(frozen=True, slots=True)
 class Certificates:
     """PEM files: the authority that both sides trust, the broker's key with its chain, and a
-    client's certificate and key, for a listener that wants one (`ssl.client.auth=required`).
+    client's certificate and key, for a listener that requires one (`ssl.client.auth=required`).
     """
 
     authority: Path
@@ -54,7 +54,7 @@ class Certificates:
 
 
 def scram_arguments(security: ScramTls) -> list[str]:
-    """What makes `StorageTool format` create the users before the first start."""
+    """Return the arguments of `StorageTool format` that create the users before the first start."""
     arguments = []
     for name, password in security.users.items():
         for mechanism in SCRAM_MECHANISMS:
@@ -63,7 +63,7 @@ def scram_arguments(security: ScramTls) -> list[str]:
 
 
 def secure_listener(security: ScramTls, certificates: Certificates) -> dict[str, str]:
-    """The broker's settings for the listener."""
+    """Return the broker's settings for the listener."""
     listener = f"listener.name.{SECURE.lower()}"
     scram = f"{_SECURITY_PACKAGE}.scram.ScramLoginModule required;"
     users = "".join(f' user_{name}="{password}"' for name, password in security.users.items())
@@ -85,7 +85,7 @@ def secure_listener(security: ScramTls, certificates: Certificates) -> dict[str,
 def make_certificates(directory: Path) -> Certificates:
     """Make an authority, a broker's certificate for 127.0.0.1 and localhost, and a client's.
 
-    All are valid for a week: for a session of tests, not for a deployment.
+    All are valid for a week: enough for tests, not for a deployment.
     """
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding
@@ -128,7 +128,7 @@ def _certificate(
     key: EllipticCurvePrivateKey,
     issuer: tuple[x509.Certificate, EllipticCurvePrivateKey] | None,
 ) -> x509.Certificate:
-    """A certificate of the issuer, or an authority's own where there is none."""
+    """Return a certificate signed by the issuer; without one, a self-signed authority."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
 

@@ -1,4 +1,4 @@
-"""A cluster's directory: one folder a node, configured and formatted before the first start."""
+"""Directory of a cluster: one folder per node, configured and formatted before the first start."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SERVER_PROPERTIES = "server.properties"
 _CLUSTER_ID = "cluster-id"
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 _HEAP = ("-Xms256m", "-Xmx512m")
-# The tool that formats runs for half a second: the optimising compiler would never pay.
+# The format tool runs for half a second, for which the optimising compiler does not pay.
 _SHORT_RUN = ("-Xmx128m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 
 
 class ClusterDirectory:
-    """The folder of a cluster of `nodes` nodes."""
+    """Folder of a cluster with `nodes` nodes."""
 
     def __init__(self, path: Path, nodes: int) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class ClusterDirectory:
         """Write each node's `server.properties`.
 
         Raises:
-            ConfigurationError: if the folder holds a cluster of another size.
+            ConfigurationError: the folder contains a cluster of another size.
         """
         found = len(list(self.path.glob("node-*")))
         if found not in {0, self.nodes}:
@@ -59,10 +59,10 @@ class ClusterDirectory:
     async def format(
         self, installation: Installation, arguments: Sequence[str], timeout_s: float
     ) -> None:
-        """Format the storage of the nodes that have none yet; `arguments` go to the tool.
+        """Format the storage of unformatted nodes; `arguments` are passed to the tool.
 
         Raises:
-            BrokerFailed: if the tool fails; with what it said.
+            BrokerFailed: the tool failed; with its output.
         """
         options = [f"--cluster-id={self._cluster_id()}", f"--config={_SERVER_PROPERTIES}"]
         command = installation.command(
@@ -84,12 +84,12 @@ class ClusterDirectory:
                 tool.kill()
 
     def broker(self, installation: Installation, node_id: int) -> JvmProcess:
-        """The process of a node, to be spawned."""
+        """Return the process of a node, not yet spawned."""
         command = installation.command("kafka.Kafka", _SERVER_PROPERTIES, jvm=(*_HEAP, _log4j()))
         return JvmProcess(f"kafka-{node_id}", self.node_path(node_id), command)
 
     def _cluster_id(self) -> str:
-        """The id of this cluster: sixteen bytes in base64 without padding, as Kafka writes it."""
+        """Return the cluster's id: sixteen bytes in base64 without padding, as Kafka writes it."""
         file = self.path / _CLUSTER_ID
         if not file.exists():
             text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=")

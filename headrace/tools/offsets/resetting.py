@@ -1,4 +1,4 @@
-"""Moving the base of source partitions while nobody works on them."""
+"""Reset of the base of source partitions while no stage works on them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from headrace.topics import STAGES
 
 
 class Edge(Enum):
-    """A target that is an end of the partition."""
+    """Beginning or end of a partition as a target."""
 
     EARLIEST = auto()
     LATEST = auto()
 
 
 class Target(NamedTuple):
-    """Where the base shall be: one of these.
+    """New base; exactly one of these is set.
 
     Attributes:
         edge: an end of each partition.
         offset: the same offset in each partition.
         timestamp_ms: the first record at or after this time, in epoch milliseconds; the end of a
-            partition that has none.
+            partition without one.
     """
 
     edge: Edge | None = None
@@ -37,15 +37,15 @@ class Target(NamedTuple):
 
 
 class GroupActive(Fatal):
-    """Somebody works on the partitions, and would move the base again."""
+    """A running stage works on the partitions, and would move the base again."""
 
 
 class Reset(NamedTuple):
-    """What a reset does to one partition.
+    """Effect of a reset on one partition.
 
     Attributes:
-        before: the state that it found.
-        after: the base and the answered ranges that are committed in its place.
+        before: the previous state.
+        after: the base and the answered ranges that are committed instead.
     """
 
     before: PartitionOffsets
@@ -53,7 +53,7 @@ class Reset(NamedTuple):
 
     @property
     def repeats(self) -> int:
-        """Offsets that were answered, as far as is known, and will be once more."""
+        """Number of answered offsets, as far as is known, that will be answered again."""
         if self.after.base >= self.before.position:
             return 0
         above = 0 if self.before.progress is None else self.before.progress.answered_above[0]
@@ -61,17 +61,17 @@ class Reset(NamedTuple):
 
     @property
     def skips(self) -> int:
-        """Offsets that nobody has answered and nobody will."""
+        """Number of unanswered offsets that will never be answered."""
         progress = self.before.progress or Progress(self.before.position)
         gone = progress.unanswered(self.after.base)
         return sum(stop - max(start, self.before.position) for start, stop in gone)
 
 
 def moved(progress: Progress | None, base: int) -> Progress:
-    """What is answered after the base was set.
+    """Return the answered ranges for a new base.
 
-    Forward, the ranges above the new base stay, so that a record which is stuck can be passed
-    over without answering again what has overtaken it. Backward, all from the new base on is to be
+    When moving forward, the ranges above the new base stay, so that skipping a stuck record does
+    not answer the records after it again. When moving backward, everything from the new base on is
     answered again.
     """
     if progress is None or base < progress.base:
@@ -89,12 +89,12 @@ async def reset(
 ) -> list[Reset]:
     """Set the base of all source partitions, or of those with these numbers.
 
-    With exactly once, every partition's producer is entered first: that ends what a former owner
-    has left open, whose offsets could count later otherwise.
+    With exactly once, every partition's producer is initialized first: this ends the open
+    transactions of a former owner, whose offsets might otherwise take effect later.
 
     Raises:
         GroupActive: a stage of this namespace is running; the text says which, and where.
-        ConfigurationError: there is no such topic or partition, or the offset lies outside of one.
+        ConfigurationError: there is no such topic or partition, or the offset is out of range.
         LogUnavailable: no broker answers.
     """
     await require_idle(log, settings)
@@ -109,7 +109,7 @@ async def reset(
 
 
 async def require_idle(log: Log, settings: Settings) -> None:
-    """Raises `GroupActive` while a stage of the namespace is a member of its group."""
+    """Raise `GroupActive` if a stage of the namespace is a member of its group."""
     groups = [settings.namespace, *(f"{settings.namespace}.{stage}" for stage in STAGES)]
     found = [(group, member) for group in groups for member in await log.members(group)]
     if found:
@@ -134,7 +134,8 @@ async def _reset_sealed(
         async with log.transactional_producer(transactional_id, group) as producer:
             planned = await _planned(log, settings, target, reader, [partition])
             await producer.seal({}, _offsets([partition], planned))
-        # What a producer has sealed is seen by everybody once it has a successor, not before.
+        # Committed offsets are only guaranteed to be visible once the producer has a successor, so
+        # a second producer is initialized before the result is reported.
         async with log.transactional_producer(transactional_id, group):
             resets += planned
     return resets

@@ -1,4 +1,4 @@
-"""The committed state of each source partition beside what the partition holds."""
+"""Committed state of each source partition, together with its contents."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FORMS = {"": "none", "1r": "runs", "1b": "bitmap"}
 
 
 class PartitionOffsets(NamedTuple):
-    """One source partition: what is committed for it, and what it holds.
+    """One source partition: its committed state and its contents.
 
     Attributes:
         partition: its number.
         beginning: the first offset that the log still holds.
-        end: the offset that the next record will get; with transactions, the last stable one.
-        committed: the base and the metadata text; None where nothing is committed.
-        progress: what they say; None where nothing is committed, or the text cannot be read.
+        end: the offset of the next record; with transactions, the last stable offset.
+        committed: the base and the metadata text; None if nothing is committed.
+        progress: decoded from `committed`; None if nothing is committed, or the text is unreadable.
     """
 
     partition: int
@@ -33,25 +33,25 @@ class PartitionOffsets(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Where a new owner would start to read."""
+        """Offset at which a new owner would start to read."""
         base = self.beginning if self.committed is None else self.committed.offset
         return max(base, self.beginning)
 
     @property
     def lag(self) -> int:
-        """Offsets between the position and the end."""
+        """Number of offsets between the position and the end."""
         return max(0, self.end - self.position)
 
     @property
     def unanswered(self) -> int:
-        """Of the lag, the offsets that are in no answered range."""
+        """Number of offsets in the lag that are in no answered range."""
         ranges = [] if self.progress is None else self.progress.ranges
         above = sum(max(0, stop - max(start, self.position)) for start, stop in ranges)
         return max(0, self.lag - above)
 
     @property
     def form(self) -> str:
-        """How the answered ranges are written: `none`, `runs`, `bitmap`; or `unreadable`."""
+        """Encoding of the answered ranges: `none`, `runs`, `bitmap`; or `unreadable`."""
         if self.committed is None:
             return "none"
         if self.progress is None:
@@ -60,7 +60,7 @@ class PartitionOffsets(NamedTuple):
 
 
 async def source_partitions(log: Log, settings: Settings) -> list[TopicPartition]:
-    """The partitions of `requests`. Raises `ConfigurationError` where there is no such topic."""
+    """Return the partitions of `requests`. Raises `ConfigurationError` if the topic is missing."""
     name = settings.topic(Topic.REQUESTS)
     info = (await log.describe_topics([name]))[name]
     if info is None:
@@ -69,7 +69,7 @@ async def source_partitions(log: Log, settings: Settings) -> list[TopicPartition
 
 
 async def read_offsets(log: Log, settings: Settings) -> list[PartitionOffsets]:
-    """The state of every source partition, in order.
+    """Return the state of every source partition, in order.
 
     Raises:
         LogUnavailable: no broker answers.
@@ -83,7 +83,7 @@ async def read_offsets(log: Log, settings: Settings) -> list[PartitionOffsets]:
 async def read_with(
     log: Log, settings: Settings, reader: Consumer, partitions: Sequence[TopicPartition]
 ) -> list[PartitionOffsets]:
-    """`read_offsets` of some partitions, with a reader that is there already."""
+    """Do the same as `read_offsets` for some partitions, with an existing reader."""
     committed = await log.committed(settings.namespace, partitions)
     beginnings = await reader.beginning_offsets(partitions)
     ends = await reader.end_offsets(partitions)
@@ -100,7 +100,7 @@ async def read_with(
 
 
 def readable_progress(committed: Committed | None) -> Progress | None:
-    """What a commit says; None where there is none, or its metadata is of no known form."""
+    """Decode a commit; None if there is none, or if its metadata has an unknown form."""
     if committed is None:
         return None
     try:
