@@ -1,4 +1,4 @@
-"""A sink that is a pipeline in this process: requests into its embedded log, answers counted."""
+"""A sink that is a pipeline in this process: sends requests to its embedded log, counts answers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from headrace.topics import Topic
 
 MAX_WAITING_RECORDS = 8192
 MAX_WAITING_BYTES = 16 * 1024 * 1024
-"""How much may be unanswered at once. The embedded log drops the oldest records beyond its
-retention, 64 MiB for each partition, whether they have been read or not."""
+"""Limit of unanswered bytes. The embedded log drops the oldest records beyond its retention, 64 MiB
+per partition, whether they have been read or not.
+"""
 
 ANSWER_TIMEOUT_S = 60.0
-"""How long to wait for the next answer before the rest are given up."""
+"""How long to wait for the next answer before giving up the rest."""
 
 POLL_S = 0.1
 POLL_RECORDS = 1000
@@ -34,7 +35,7 @@ class Unanswered(Retriable):
 
 
 class Asked(NamedTuple):
-    """A request under way. `sent_s` is of the monotonic clock."""
+    """A request in flight. `sent_s` is on the monotonic clock."""
 
     original: Record
     size: int
@@ -46,10 +47,10 @@ OnAnswer: TypeAlias = Callable[[Record, Record, float], None]
 
 
 class PipelineSink:
-    """Copies as requests of a pipeline; made by `into_pipeline`.
+    """Sends copies as requests to a pipeline; made by `into_pipeline`.
 
     Attributes:
-        statuses: how many answers had which `x-status`.
+        statuses: number of answers by `x-status`.
     """
 
     def __init__(self, requests: TopicSink, on_answer: OnAnswer | None) -> None:
@@ -70,7 +71,7 @@ class PipelineSink:
             await self._next_answers()
         sent_s = time.monotonic()
         for record in records:
-            # Nobody else writes to this log, so the copy's offset is known beforehand.
+            # This is the only producer of the log, so the copy's offset is known beforehand.
             partition = self._requests.partition_of(record)
             name = f"{partition}/{self._next_offsets[partition]}"
             self._next_offsets[partition] += 1
@@ -80,12 +81,12 @@ class PipelineSink:
         return await self._requests.send(records)
 
     async def finish(self) -> None:
-        """Wait until all is answered. Raises `Unanswered`."""
+        """Wait until all requests are answered. Raises `Unanswered`."""
         while self._waiting:
             await self._next_answers()
 
     async def read(self, answers: Consumer) -> None:
-        """Take answers until `stop`."""
+        """Read answers until `stop`."""
         while not self._stopping:
             for records in (await answers.poll(POLL_S, POLL_RECORDS)).values():
                 for record in records:
@@ -93,7 +94,7 @@ class PipelineSink:
                 self._progress.set()
 
     def stop(self) -> None:
-        """End `read` with its next poll."""
+        """End `read` at its next poll."""
         self._stopping = True
 
     def _take(self, answer: Record) -> None:
@@ -125,10 +126,10 @@ async def into_pipeline(
     make_sink: Callable[[Producer, tuple[str, int]], TopicSink],
     on_answer: OnAnswer | None = None,
 ) -> AsyncIterator[PipelineSink]:
-    """The requests of a pipeline that runs on this log, whose answers are read meanwhile.
+    """Run a sink for the pipeline on this log, and read the answers meanwhile.
 
-    The log is a new embedded one, to which nobody else writes; `make_sink` makes the `TopicSink`
-    of a producer and a target.
+    The log is a new embedded one without other producers; `make_sink` makes the `TopicSink` for a
+    producer and a target.
     """
     topics = [settings.topic(Topic.REQUESTS), settings.topic(Topic.RESPONSES)]
     found = await log.describe_topics(topics)

@@ -1,7 +1,7 @@
-"""Arrivals out of recorded requests: when each came, how large it is, with whom it may run.
+"""Arrivals from recorded requests: their times, sizes, and batching classes.
 
-Of a request's body the tensors' bytes are passed over. What a pipeline would refuse is left out
-and counted.
+The bytes of a request's tensors are skipped. Requests that a pipeline would refuse are left out and
+counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.tools.replay.events import NO_TIMEOUT, Arrivals, Kind
 from headrace.tools.replay.recording import Recording
 
 _ELEMENT_BYTES = 16
-"""What an element of `BYTES` is taken for, whose length is in the part that is passed over."""
+"""Assumed size of a `BYTES` element, since element lengths are in the skipped part."""
 
 
 class _Input(msgspec.Struct):
@@ -44,10 +44,10 @@ _from_json = msgspec.json.Decoder(_Body).decode
 
 
 class RecordedArrivals(NamedTuple):
-    """What a recording says.
+    """Arrivals of a recording.
 
     Attributes:
-        left_out: how many records no request can be made of.
+        left_out: number of records that are not valid requests.
     """
 
     arrivals: Arrivals
@@ -61,11 +61,11 @@ class _Work(NamedTuple):
 
 
 async def read_arrivals(recording: Recording, default_timeout_ms: int) -> RecordedArrivals:
-    """The requests of a recording.
+    """Return the requests of a recording.
 
-    Their timestamps are whole milliseconds, and one that steps back counts as the one before it.
-    Those of one millisecond are spread evenly over it: together they would be a burst that never
-    was.
+    Their timestamps are whole milliseconds, and a timestamp that steps back counts as the one
+    before it. Requests of the same millisecond are spread evenly over it; otherwise they would form
+    a burst that never happened.
 
     Raises: see `Recording.chunks`.
     """
@@ -93,7 +93,7 @@ async def read_arrivals(recording: Recording, default_timeout_ms: int) -> Record
 
 
 def _spread(timestamps_ms: list[int]) -> Iterator[int]:
-    """Epoch microseconds, ascending."""
+    """Yield epoch microseconds, ascending."""
     for timestamp_ms, share in sorted(Counter(timestamps_ms).items()):
         for place in range(share):
             yield timestamp_ms * 1000 + 1000 * place // share
@@ -106,11 +106,11 @@ def _timeout_us(deadline_ms: int, timestamp_ms: int) -> int:
 
 
 def _work(record: Record, envelope: Envelope) -> _Work | None:
-    """None where no request can be made of the record."""
+    """Parse a record; None if it is not a valid request."""
     if record.value is None or envelope.fault is not None:
         return None
     if envelope.content_type not in MSGPACK_TYPES | {JSON}:
-        # One item, whose size after its transform is not known.
+        # One item, whose size after the transform is unknown.
         kind = Kind(envelope.model, envelope.version, (), envelope.tenant, envelope.priority)
         return _Work(kind, 1, len(record.value))
     decode = _from_json if envelope.content_type == JSON else _from_msgpack
@@ -135,7 +135,7 @@ def _work_of(body: _Body, envelope: Envelope) -> _Work | None:
 
 
 def _size_bytes(tensor: _Input) -> int:
-    """-1 for a tensor that cannot be."""
+    """Return the tensor's size; -1 if it is invalid."""
     datatype = DATATYPES.get(tensor.datatype)
     if datatype is None or min(tensor.shape, default=0) < 0:
         return -1

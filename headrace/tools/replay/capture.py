@@ -1,17 +1,17 @@
-"""The capture file: what it is made of, and its writer. `docs/replay.md` describes it in full.
+"""The capture file's format, and its writer. `docs/replay.md` describes it in full.
 
-A capture file is a stream of MessagePack objects, so that any MessagePack library reads it:
+A capture file is a stream of MessagePack objects, so any MessagePack library can read it:
 
 1. a map, the header: `format`, `version`, `codec`, `source`;
 2. for each frame a map, its head (`records`, `raw_bytes`, `stored_bytes`, `crc32`, `first_ms`,
-   `last_ms`), and a bin, the frame: records as MessagePack maps one after the other, compressed;
-3. a map, the index: `frames` (each head, and `at`, the byte where it begins) and `partitions`;
-4. an extension object of type 1, the footer: where the index begins (8 bytes) and its CRC-32
-   (4 bytes), both big-endian.
+   `last_ms`), and a bin, the frame: records as consecutive MessagePack maps, compressed;
+3. a map, the index: `frames` (each head, and `at`, its byte position) and `partitions`;
+4. an extension object of type 1, the footer: the byte position of the index (8 bytes) and its
+   CRC-32 (4 bytes), both big-endian.
 
-What was written before a crash can be read: a reader that finds no index reads frames up to the
-end, and of a frame that is cut off the records that are whole. zlib is what makes the latter
-possible, since it decompresses up to the last byte that is there.
+Records written before a crash can be read: without an index, a reader reads frames up to the end,
+and the complete records of a truncated frame. The latter works because zlib can decompress up to
+the last available byte.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ CODEC = "zlib"
 FOOTER_TYPE = 1
 FOOTER = struct.Struct(">QI")
 FOOTER_BYTES = 3 + FOOTER.size
-"""Of an `ext 8` object: its type byte, length and own type, and the content."""
+"""Size of an `ext 8` object: its type byte, length and own type, and the content."""
 
 FRAME_BYTES = 256 * 1024
-"""A frame is closed when its records take this much, uncompressed."""
+"""Uncompressed size of its records at which a frame is closed."""
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""A frame is of at most one record more than `FRAME_BYTES`; beyond this a file is refused."""
+"""Limit of a frame's size, beyond which a file is refused. A frame exceeds `FRAME_BYTES` by at most
+one record.
+"""
 
-_LEVEL = 1  # tensors hardly get smaller at higher levels
+_LEVEL = 1  # higher levels hardly make tensors smaller
 
 
 class CaptureFault(HeadraceError):
@@ -57,7 +59,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 class Frame(NamedTuple):
-    """A frame's head, and the byte of the file where it begins."""
+    """A frame's head, and its byte position in the file."""
 
     at: int
     records: int
@@ -69,14 +71,14 @@ class Frame(NamedTuple):
 
 
 class CaptureWriter:
-    """Writes a capture file; to be entered with `with`. Leaving adds the index.
+    """Context manager that writes a capture file. Leaving it adds the index.
 
     Args:
-        path: of the file, which must not be there yet.
-        source: what is captured, for people.
+        path: of the file, which must not exist yet.
+        source: description of what is captured.
 
     Raises (on entering):
-        ConfigurationError: the file is there already, or cannot be made.
+        ConfigurationError: the file already exists, or cannot be created.
     """
 
     def __init__(self, path: Path, source: str, *, frame_bytes: int = FRAME_BYTES) -> None:
@@ -92,7 +94,7 @@ class CaptureWriter:
 
     def __enter__(self) -> Self:
         try:
-            # It holds what callers sent, so only the user who made it may read it.
+            # It contains callers' data, so only the user who made it may read it.
             self._opened = open(self._path, "xb", opener=_open_private)
         except OSError as error:
             raise ConfigurationError(f"{self._path}: {error.strerror}") from error
@@ -113,10 +115,11 @@ class CaptureWriter:
                 self._write_index()
 
     def add(self, records: Sequence[Record]) -> None:
-        """Write records, in the order in which they shall be read.
+        """Write records, in the order in which they are to be read.
 
         Raises:
-            CaptureFault: the disk is full, say, or a record is too large.
+            CaptureFault: the file cannot be written (the disk is full, say), or a record is too
+                large.
         """
         for record in records:
             packed = _packed(_as_map(record))
@@ -129,7 +132,7 @@ class CaptureWriter:
         self._totals.add(records)
 
     def flush(self) -> None:
-        """Close the frame, so that its records are in the file whatever happens."""
+        """Close the frame, so that its records are safely in the file."""
         if not self._pending_ms:
             return
         raw = self._pending.getvalue()
@@ -189,6 +192,6 @@ def _without_partition(totals: PartitionTotals) -> dict[str, Any]:
 
 
 def _packed(content: object) -> bytes:
-    # A header's name that is not UTF-8 is written, and read again, as the bytes that it has.
+    # A header name that is not UTF-8 keeps its bytes when written and read again.
     packed: bytes = msgpack.packb(content, unicode_errors="surrogateescape")
     return packed

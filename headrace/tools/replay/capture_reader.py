@@ -1,4 +1,4 @@
-"""Reading capture files: whole ones by their index, cut off ones up to the last whole record."""
+"""Reading of capture files: complete ones by index, truncated ones up to the last whole record."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _HEADER_BYTES = 64 * 1024
 _HEAD_BYTES = 4096
 _MAX_HEADERS = 100_000
 _BROKEN = (msgpack.UnpackException, ValueError, TypeError, KeyError, RecursionError)
-"""What bytes that are not what they should be come to in msgpack, or in the fields of a map."""
+"""Errors that msgpack, or the fields of a map, raise for corrupt bytes."""
 
 
 class Contents(NamedTuple):
-    """What a capture file holds.
+    """Contents of a capture file.
 
     Attributes:
-        source: what was captured.
-        frames: in the order of the file; the last one may be cut off.
-        complete: whether the file has its end; otherwise what is there was counted by reading it.
-        records: how many whole records there are.
-        notice: for people; empty where nothing is missing.
+        source: description of what was captured.
+        frames: in file order; the last one may be truncated.
+        complete: whether the file has its index; otherwise its contents were counted by reading it.
+        records: number of complete records.
+        notice: a note for display; empty if nothing is missing.
     """
 
     source: str
@@ -51,10 +51,10 @@ class Contents(NamedTuple):
 
 
 def read_contents(path: Path) -> Contents:
-    """A file's index; where its end is missing, what reading all of it finds.
+    """Return a file's index; without one, the result of reading the whole file.
 
     Raises:
-        ConfigurationError: there is no such file, or it is no capture file of this version.
+        ConfigurationError: the file is missing, or is not a capture file of this version.
         CaptureFault: the index, or a frame of a file without index, is damaged.
     """
     try:
@@ -69,7 +69,7 @@ def read_contents(path: Path) -> Contents:
 
 
 def read_frame(path: Path, frame: Frame, *, complete: bool) -> list[Record]:
-    """The records of one frame; of one that is cut off, in a file without end, the whole ones.
+    """Return the records of a frame; the complete ones if the frame is truncated.
 
     Raises:
         CaptureFault: the frame is damaged, or no longer there.
@@ -83,7 +83,7 @@ def read_frame(path: Path, frame: Frame, *, complete: bool) -> list[Record]:
 
 
 class _Stored(NamedTuple):
-    """A frame as it is in the file; `content` may be shorter than its head says."""
+    """A stored frame; `content` may be shorter than its head says."""
 
     frame: Frame
     content: bytes
@@ -91,7 +91,7 @@ class _Stored(NamedTuple):
 
 
 def _survey(path: Path, source: str, at: int) -> Contents:
-    """Read a file that has no end."""
+    """Read a file without index."""
     frames: list[Frame] = []
     totals = Totals()
     records = 0
@@ -123,11 +123,11 @@ def _frames(path: Path, file: BinaryIO, at: int) -> Iterator[_Stored]:
 
 
 class _EndOfFrames(Exception):
-    """The index begins here."""
+    """Raised at the beginning of the index."""
 
 
 def _frame_at(path: Path, file: BinaryIO, at: int) -> _Stored:
-    """Read a frame; raises `OutOfData` where its head, or what goes before its bytes, is cut."""
+    """Read a frame; raise `OutOfData` if its head, or the start of its bin, is truncated."""
     file.seek(at)
     unpacker = _unpacker(file, MAX_FRAME_BYTES)
     try:
@@ -151,9 +151,9 @@ def _frame_at(path: Path, file: BinaryIO, at: int) -> _Stored:
 
 
 def _read_bin(path: Path, file: BinaryIO, at: int, size: int) -> tuple[bytes, int]:
-    """The content of a bin object, as much as there is of it, and the byte behind it."""
+    """Return the available content of a bin object, and the byte position after it."""
     file.seek(at)
-    lengths = {0xC4: 1, 0xC5: 2, 0xC6: 4}  # of `bin 8`, `bin 16` and `bin 32`
+    lengths = {0xC4: 1, 0xC5: 2, 0xC6: 4}  # for `bin 8`, `bin 16` and `bin 32`
     kind = file.read(1)
     if not kind:
         raise msgpack.OutOfData
@@ -202,7 +202,7 @@ def _unpacked(where: str, raw: bytes) -> list[Record]:
 
 
 def _check(record: Record) -> None:
-    """What Kafka takes, so that nothing else comes out of a file."""
+    """Check a record against Kafka's rules, so that a file yields only valid records."""
     for name, value in record._asdict().items():
         if name == "topic":
             fits = isinstance(value, str)
@@ -237,7 +237,7 @@ def _read_header(path: Path, file: BinaryIO) -> tuple[str, int]:
 
 
 def _footer(path: Path, file: BinaryIO) -> int | None:
-    """Where the index begins; None in a file that has no whole one."""
+    """Return the position of the index; None if the file has no complete footer."""
     size = path.stat().st_size
     file.seek(max(size - FOOTER_BYTES, 0))
     try:
@@ -270,7 +270,7 @@ def _read_index(path: Path, file: BinaryIO, source: str, at: int) -> Contents:
 
 
 def _unpacker(file: BinaryIO | None, most_bytes: int) -> Any:
-    """A streaming reader that takes nothing larger than what the format allows."""
+    """Return a streaming reader that accepts no object larger than the format allows."""
     return msgpack.Unpacker(
         file,
         read_size=min(_HEAD_BYTES, most_bytes),

@@ -1,4 +1,4 @@
-"""A recording that is a capture file."""
+"""A recording backed by a capture file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from headrace.tools.replay.selection import Selection
 
 
 class CaptureRecording(Recording):
-    """What was selected of a capture file; made by `open_capture`.
+    """Selected records of a capture file; made by `open_capture`.
 
-    The order is the file's, which is the order of time in which it was captured.
+    The order is that of the file, in which records were captured in order of time.
     """
 
     def __init__(self, path: Path, contents: Contents, selection: Selection) -> None:
@@ -45,7 +45,7 @@ class CaptureRecording(Recording):
 
 
 class _Reading:
-    """One reading: which partitions have ended, and how many records may still come."""
+    """State of one reading: which partitions have ended, and how many records may still come."""
 
     def __init__(self, spans: Sequence[Span], selection: Selection) -> None:
         self._selection = selection
@@ -54,11 +54,11 @@ class _Reading:
 
     @property
     def finished(self) -> bool:
-        """Whether no further record can be one of ours."""
+        """Return whether no further record can be selected."""
         return not self._open or self._left == 0
 
     def select(self, records: Sequence[Record]) -> list[Record]:
-        """Those that are meant."""
+        """Return the selected records."""
         selected: list[Record] = []
         until_ms = self._selection.window.until_ms
         for record in records:
@@ -88,10 +88,10 @@ def _spans(contents: Contents, selection: Selection) -> list[Span]:
 
 @asynccontextmanager
 async def open_capture(path: Path, selection: Selection) -> AsyncIterator[CaptureRecording]:
-    """A capture file's records.
+    """Open a capture file as a recording.
 
     Raises:
-        ConfigurationError: there is no such file, or it is no capture file of this version.
+        ConfigurationError: the file is missing, or is not a capture file of this version.
         CaptureFault: it is damaged.
     """
     yield CaptureRecording(path, await asyncio.to_thread(read_contents, path), selection)

@@ -1,21 +1,21 @@
-"""How far a run has come, in a file, and how a run goes on from it.
+"""Checkpoint file: records the progress of a run, so that it can be resumed.
 
-A checkpoint says up to where, in each partition of the recording, copies are acknowledged. It is
-written after their acknowledgement, so a run that is killed has sent records that its checkpoint
-does not know. Exactly once is had from the target topic itself: every copy carries the run's id
-and its original's identity, so a resumed run reads the end of the target and leaves out what is
-there already.
+A checkpoint holds, for each partition of the recording, the offset up to which copies are
+acknowledged. It is written after their acknowledgement, so a killed run has sent records that its
+checkpoint does not know. The target topic itself provides exactly once: every copy carries the
+run's id and its original's identity, so a resumed run reads the end of the target and leaves out
+what is already there.
 
-Where that end begins is the checkpoint's *floor*: offsets of the target below which there is no
-copy that the checkpoint does not know. End offsets are asked for while sending goes on; they
-become the floor once everything that had been handed over by the time of the answer is
-acknowledged and known. What a run handed over later lies at or above them.
+That end begins at the checkpoint's *floor*: offsets of the target below which there is no copy
+unknown to the checkpoint. End offsets are requested while sending continues. They become the floor
+once everything handed over before the response is acknowledged and recorded; anything handed over
+later has offsets at or above them.
 
-Two conditions. A resumed run reads the target up to its last stable offset, so a produce request
-of the killed process must not arrive at the broker after that; the broker drops what it has not
-read from a connection that is closed, and starting anew takes longer than what it has read takes
-to be appended. And the target must still hold what lies above the floor (its retention must be
-longer than the pause between the two runs).
+There are two conditions. A resumed run reads the target up to its last stable offset, so no produce
+request of the killed process may arrive at the broker after that; the broker drops what it has not
+read from a closed connection, and restarting takes longer than appending what it has read. And the
+target must still hold the records above the floor (its retention must be longer than the pause
+between the two runs).
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ class CheckpointFault(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """How far a run has come.
+    """Progress of a run.
 
     Attributes:
         run_id: of the run; a resumed run keeps it.
-        options: what makes it this run: source, selection, target. Another run's checkpoint is
-            refused by them.
-        spans: what the recording is, fixed when the run began; `begin` is the next offset to be
-            sent.
+        options: identify the run: source, selection, target. A checkpoint with other options is
+            refused.
+        spans: of the recording, fixed when the run began; `begin` is the next offset to send.
         floor: offsets of the target's partitions, see above; by number.
-        records: how many are acknowledged.
-        finished: whether that is all.
+        records: number of acknowledged records.
+        finished: whether all records are acknowledged.
     """
 
     run_id: str
@@ -62,14 +61,14 @@ class Checkpoint:
     finished: bool = False
 
     def advanced(self, positions: Mapping[TopicPartition, int]) -> Checkpoint:
-        """With the next offsets of some partitions."""
+        """Return the checkpoint with the next offsets of some partitions updated."""
         spans = [
             span._replace(begin=positions.get(span.partition, span.begin)) for span in self.spans
         ]
         return replace(self, spans=spans)
 
     def rest_of(self, selection: Selection) -> Selection:
-        """What is left to be sent of the selection with which the run began."""
+        """Return the part of the run's original selection that is still to be sent."""
         fixed = {span.partition: (span.begin, span.end) for span in self.spans}
         window = replace(selection.window, fixed=fixed)
         limit = None if selection.limit is None else max(selection.limit - self.records, 0)
@@ -77,7 +76,7 @@ class Checkpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Put it in the place of the last one, whole or not at all, on the disk.
+    """Replace the checkpoint file atomically and durably.
 
     Raises:
         CheckpointFault: the file cannot be written.
@@ -106,10 +105,10 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(path: Path, options: Mapping[str, Any]) -> Checkpoint | None:
-    """The checkpoint of a run with these options; None where no file is.
+    """Return the checkpoint of a run with these options; None if there is no file.
 
     Raises:
-        ConfigurationError: the file is no checkpoint, or another run's.
+        ConfigurationError: the file is not a checkpoint, or belongs to another run.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,10 +1,10 @@
-"""A pipeline's batcher and executors in simulated time: the discrete-event core.
+"""Discrete-event simulation of a pipeline's batcher and executors.
 
-The batching policy is the real one, handed in: it is asked for batches as executor instances ask
-for them, with a clock that jumps from one event to the next. Nothing is run; a batch of b rows
-keeps its instance for S(b) microseconds. Models whose runs are short are run on the event loop,
-which does everything else as well: it is one server for all of them, and works in turns. Beside
-that, reading, decoding, encoding and the log take no time, and instances do not share a processor.
+The batching policy is the real one, passed in: it is asked for batches as executor instances ask
+for them, with a clock that jumps from event to event. Nothing is run; a batch of b rows occupies
+its instance for S(b) microseconds. Models with short runs are run on the event loop together with
+all its other work: it is a single server for all of them, and works in turns. Otherwise reading,
+decoding, encoding and the log take no time, and instances do not share a processor.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ModelKey = tuple[str, str]
 
 NO_TIMEOUT = -1
 EXPIRED = -1
-"""In the place of a latency: the request ended while it waited, late or refused."""
+"""Stands for the latency of a request that ended while it waited, expired or refused."""
 NEVER = 1 << 62
-"""Later than any moment."""
+"""Later than any time."""
 
 
 class Limits(NamedTuple):
-    """What batches of a model are allowed, by the names of `model.toml`."""
+    """Batch limits of a model, by the names of `model.toml`."""
 
     max_batch_size: int
     max_batch_bytes: int
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class Policy(Protocol):
-    """The batcher's rules; `headrace.services.batcher.forming.DynamicBatcher` has these."""
+    """The batcher's interface; `headrace.services.batcher.forming.DynamicBatcher` implements it."""
 
     ended: list[Request]
 
@@ -55,7 +55,7 @@ class Policy(Protocol):
 
 
 class Kind(NamedTuple):
-    """What decides who may share a batch, and who goes first."""
+    """Properties that determine which requests may share a batch, and their priority."""
 
     model: str
     version: str
@@ -69,14 +69,14 @@ class Kind(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Requests that arrive: one element of each array for each of them.
+    """Arriving requests: one element per request in each array.
 
     Attributes:
         at_us: epoch microseconds, ascending.
         rows: of each request.
         size_bytes: of its inputs.
         timeout_us: from its arrival to its deadline; `NO_TIMEOUT` for none.
-        kind: its place in `kinds`.
+        kind: its index in `kinds`.
     """
 
     at_us: NDArray[np.int64]
@@ -87,12 +87,12 @@ class Arrivals(NamedTuple):
     kinds: tuple[Kind, ...]
 
     def chosen(self, places: NDArray[np.bool_] | slice) -> Arrivals:
-        """Some of them."""
+        """Return some of the arrivals."""
         at_us, rows, size_bytes, timeout_us, kind = (column[places] for column in self[:5])
         return Arrivals(at_us, rows, size_bytes, timeout_us, kind, self.kinds)
 
     def faster(self, factor: float) -> Arrivals:
-        """The same at `factor` times the rate: gaps are shorter, timeouts are not."""
+        """Return the arrivals at `factor` times the rate: gaps shrink, timeouts do not."""
         if not len(self.at_us):
             return self
         start_us = int(self.at_us[0])
@@ -101,11 +101,11 @@ class Arrivals(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What the event loop makes of requests that it reads together, in microseconds.
+    """Durations of an event loop turn over requests that are read together, in microseconds.
 
     Attributes:
-        answered_us: from when it begins to read them until their answers are encoded.
-        busy_us: until it can read again.
+        answered_us: from the start of reading until the answers are encoded.
+        busy_us: until the loop can read again.
     """
 
     answered_us: int
@@ -116,9 +116,9 @@ class EventLoop(NamedTuple):
     """The event loop as a server.
 
     Attributes:
-        keys: the models' versions that run on it; none of them has a `max_queue_delay_ms`.
-        turn: what it makes of requests, of which it is told how many there are of each version.
-        most: what one poll returns at most.
+        keys: model versions that run on it; none of them has a `max_queue_delay_ms`.
+        turn: durations of a turn, given the number of requests of each version.
+        most: maximum number of requests per poll.
     """
 
     keys: Sequence[ModelKey]
@@ -127,21 +127,21 @@ class EventLoop(NamedTuple):
 
 
 def untold(batch: Batch, service_us: int, end_us: int) -> None:
-    """Nobody wants to know that a batch has ended."""
+    """Ignore the end of a batch."""
 
 
 class ExecutorPool(NamedTuple):
-    """Who computes.
+    """The simulated executors.
 
     Attributes:
-        instances: of each model's version that arrives.
-        service_us: how long a batch of some rows of a model takes.
-        prepare_us: how long its rows are gathered and copied before that.
-        leads_us: of versions whose instances prepare their next batch while they compute: how
-            long before the end of a run it closes.
-        around_us: by model, how much later than its run's end a request is answered.
-        ended: told of each batch that has ended, how long it took, and when that was.
-        loop: of what runs on it; None where nothing does.
+        instances: number of instances of each arriving model version.
+        service_us: duration of a model's batch by its rows.
+        prepare_us: duration of gathering and copying its rows before that.
+        leads_us: for versions whose instances prepare the next batch during a run: how long before
+            the end of the run that batch closes.
+        around_us: by model, delay between the end of the run and the answer.
+        ended: called with each finished batch, its duration, and its end.
+        loop: the event loop's models; None if there are none.
     """
 
     instances: Mapping[ModelKey, int]
@@ -155,16 +155,16 @@ class ExecutorPool(NamedTuple):
 
 @dataclass(slots=True)
 class Observed:
-    """What a simulation has seen.
+    """Results of a simulation.
 
     Attributes:
-        latency_us: of each arrival, from then until its batch was done; `EXPIRED` for some.
+        latency_us: of each arrival, until its batch was done; `EXPIRED` for some.
         in_process_us: the same without waiting for the event loop: from when it was read.
-        late: how many were done, but after their deadlines.
-        reasons: how many batches closed for which reason.
-        batch_rows: how many batches had how many rows.
-        busy_us: of all instances of a model's version together.
-        end_us: when all work was over.
+        late: number of requests that were done after their deadlines.
+        reasons: number of batches by closing reason.
+        batch_rows: number of batches by rows.
+        busy_us: of all instances of a model version together.
+        end_us: time when all work was done.
     """
 
     latency_us: NDArray[np.int64]
@@ -177,11 +177,11 @@ class Observed:
 
 
 class _Instance:
-    """One that is idle, or computes and may have prepared its next batch.
+    """An instance that is idle, or is computing and may have prepared its next batch.
 
     Attributes:
-        asks_us: from when on it asks for a batch; `NEVER` while it has one to go on with.
-        free_us: when what it computes is done.
+        asks_us: time from which it asks for a batch; `NEVER` while it has a next one.
+        free_us: end of its current run.
     """
 
     __slots__ = ("asks_us", "free_us", "key", "next_batch", "next_us", "service_us")
@@ -196,7 +196,7 @@ class _Instance:
 
 
 class _Done(NamedTuple):
-    """A batch's end; `order` keeps batches from being compared. No instance: the event loop's."""
+    """End of a batch; `order` breaks ties. Without an instance it is the event loop's."""
 
     at_us: int
     order: int
@@ -205,13 +205,13 @@ class _Done(NamedTuple):
 
 
 class _Receipt:
-    """Nothing is owed to a log, and no partition is ever revoked."""
+    """Ack handle that does nothing: there is no log, and no partition is ever revoked."""
 
     revoked = False
 
     @property
     def assignment(self) -> _Receipt:
-        """Itself: nobody takes it away."""
+        """Return itself: it is never revoked."""
         return self
 
     def ack(self) -> None: ...
@@ -221,10 +221,10 @@ _RECEIPT = _Receipt()
 
 
 class Simulation:
-    """One run; `run` makes it.
+    """One simulation; call `run` once.
 
     Args:
-        arrivals: who comes when.
+        arrivals: the arriving requests.
         policy: a new one.
         farm: has instances for every kind of arrival.
     """
@@ -249,14 +249,14 @@ class Simulation:
             Envelope(model=one.model, version=one.version, tenant=one.tenant, priority=one.priority)
             for one in arrivals.kinds
         ]
-        # Plain integers: an array's elements cost more each time than these do once.
+        # Plain integers: accessing an array's elements costs more each time than one conversion.
         self._columns = list(zip(*(column.tolist() for column in arrivals[:5]), strict=True))
         self._next = 0
         expired = np.full(len(self._columns), EXPIRED, np.int64)
         self._seen = Observed(expired, expired.copy())
 
     def run(self) -> Observed:
-        """From the first arrival until the last batch is done."""
+        """Simulate from the first arrival until the last batch is done."""
         now_us = 0
         while (event_us := self._next_event_us(now_us)) is not None:
             now_us = event_us
@@ -283,7 +283,7 @@ class Simulation:
                 times.append(due_us)
         elif asking_us < NEVER:
             times.append(asking_us)
-        # While nobody asks an arrival changes nothing: it is taken in afterwards.
+        # While no instance asks, an arrival changes nothing, so it is added afterwards.
         return min(times, default=None)
 
     def _complete(self, now_us: int) -> None:
@@ -322,7 +322,9 @@ class Simulation:
                 self._policy.add(self._request(place, columns[place][0]))
 
     def _turn(self, now_us: int) -> None:
-        """The event loop reads what has come, runs it in batches, and answers all of it."""
+        """Simulate one turn: the event loop reads all arrivals, runs them in
+        batches, and answers.
+        """
         loop, unread = self._farm.loop, self._unread
         assert loop is not None
         requests = [
@@ -354,7 +356,7 @@ class Simulation:
         return request
 
     def _pull(self, now_us: int) -> None:
-        """Who asks for a batch gets one, if there is one."""
+        """Give a batch to each instance that asks for one, as far as there are batches."""
         for instance in self._instances:
             if instance.asks_us > now_us or not self._policy:
                 continue

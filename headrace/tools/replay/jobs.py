@@ -1,4 +1,4 @@
-"""What a command does with a recording: count it, save it, or replay it into a topic."""
+"""Jobs on a recording: count it, save it, or replay it into a topic."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Advanced: TypeAlias = Callable[[int, int, Mapping[TopicPartition, int]], None]
 """See `headrace.tools.replay.replay.Replay`."""
 
 Watch: TypeAlias = Callable[[Recording], Advanced]
-"""Called with the opened recording; gives what is told of each step."""
+"""Called with the opened recording; returns the progress callback."""
 
 
 class Source(NamedTuple):
-    """A topic (its name) or a capture file (a `Path`), and what is selected of it."""
+    """A topic (its name) or a capture file (a `Path`), and the selection of its records."""
 
     origin: str | Path
     selection: Selection
@@ -41,12 +41,12 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TopicJob:
-    """How to replay into a topic.
+    """Parameters of a replay into a topic.
 
     Attributes:
-        topic: that exists already.
-        checkpoint: where to keep one; a file that is there is gone on from.
-        options: what else makes the run this run, in JSON's types; see `Checkpoint.options`.
+        topic: an existing topic.
+        checkpoint: where to keep one; an existing file is resumed from.
+        options: further values that identify the run, in JSON's types; see `Checkpoint.options`.
     """
 
     topic: str
@@ -58,7 +58,7 @@ class TopicJob:
 
 
 class Replayed(NamedTuple):
-    """A run that has ended well; `resumed` if it went on from a checkpoint."""
+    """A successful run; `resumed` if it continued from a checkpoint."""
 
     run_id: str
     outcome: Outcome
@@ -66,19 +66,19 @@ class Replayed(NamedTuple):
 
 
 def new_run_id() -> str:
-    """An id that no other run has."""
+    """Return a unique id."""
     return f"replay-{secrets.token_hex(6)}"
 
 
 def now_ms() -> int:
-    """The wall clock, in epoch milliseconds."""
+    """Return the wall clock, in epoch milliseconds."""
     return time.time_ns() // 1_000_000
 
 
 async def count(
     recording: Recording, advanced: Advanced = lambda *_: None
 ) -> list[PartitionTotals]:
-    """What a replay would send: counts, bytes and time span of each partition."""
+    """Return what a replay would send: counts, bytes and time span of each partition."""
     totals = Totals()
     async with aclosing(recording.chunks()) as chunks:
         async for chunk in chunks:
@@ -94,18 +94,19 @@ async def save(recording: Recording, path: Path, advanced: Advanced) -> Outcome:
     """Capture a recording.
 
     Raises:
-        ConfigurationError: the file is there already, or cannot be made.
-        CaptureFault: it cannot be written any further.
+        ConfigurationError: the file already exists, or cannot be created.
+        CaptureFault: writing failed.
     """
     with CaptureWriter(path, recording.name) as writer:
         return await Replay(recording, Unpaced(), CaptureSink(writer), advanced=advanced).run()
 
 
 async def replay_into_topic(log: Log, source: Source, job: TopicJob, watch: Watch) -> Replayed:
-    """Send marked copies into a topic; go on from a checkpoint where there is one.
+    """Send marked copies into a topic; resume from a checkpoint if there is one.
 
     Raises:
-        ConfigurationError: there is no such topic or source, or the checkpoint is another run's.
+        ConfigurationError: the topic or source is missing, or the checkpoint belongs to another
+            run.
         ExceptionGroup: see `Replay.run`.
     """
     before = None
@@ -144,7 +145,7 @@ async def replay_into_topic(log: Log, source: Source, job: TopicJob, watch: Watc
 
 
 async def topic_of(producer: Producer, topic: str) -> tuple[str, int]:
-    """A topic's name and its number of partitions. Raises `ConfigurationError`."""
+    """Return a topic's name and number of partitions. Raises `ConfigurationError`."""
     partitions = await producer.partitions_for(topic)
     if partitions is None:
         raise ConfigurationError(f"{topic}: expected a topic, but there is none of this name")

@@ -1,5 +1,5 @@
-"""What turns of the event loop take, measured on a running pipeline: n requests at once, again and
-again, with nothing else to do between them.
+"""Measurement of event loop turns on a running pipeline: n requests at once, repeatedly, with
+nothing else to do in between.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from headrace.topics import Topic
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TURNS = 150
-"""Of each size: six seconds, of which the loop works for two."""
+"""Turns per size: six seconds, of which the loop works for two."""
 WARM_UP_TURNS = 40
 FREEZE_AFTER_TURNS = 50
-"""So often the records of the embedded log are taken out of the garbage collector's sight: with a
-broker they would be none of this process's objects, and going through them takes long.
+"""Number of turns after which the embedded log's records are frozen out of garbage collection: with
+a broker they would not be objects of this process, and traversing them takes long.
 """
 LOOK_EVERY_S = 0.003
 ANSWER_DEADLINE_S = 30.0
@@ -50,41 +50,41 @@ _decode = msgspec.msgpack.Decoder(_Answer).decode
 
 
 class MeasuredTurns(NamedTuple):
-    """Turns as they were measured, in the order of time.
+    """Measured turns, in order of time.
 
     Attributes:
-        answered_us: of each its size, and the median of what its answers say.
-        busy_us: of each its size, and the processor time of the event loop's thread for all that
-            so many requests make it do, from writing them to the embedded log to acknowledging
-            their ack handles.
+        answered_us: for each turn its size, and the median latency reported by its answers.
+        busy_us: for each turn its size, and the processor time of the event loop's thread for all
+            work on its requests, from writing them to the embedded log to acknowledging their ack
+            handles.
     """
 
     answered_us: list[tuple[int, float]]
     busy_us: list[tuple[int, float]]
 
     def and_then(self, later: MeasuredTurns) -> MeasuredTurns:
-        """These, and others that came later."""
+        """Return these turns followed by later ones."""
         return MeasuredTurns(self.answered_us + later.answered_us, self.busy_us + later.busy_us)
 
     def loop_time(self) -> LoopTime:
-        """T(n) and U(n), and what held turns up."""
+        """Return T(n) and U(n), and the delays of turns."""
         free, stalls = apart_from_stalls(self.answered_us)
         return LoopTime(fitted(free), fitted(self.busy_us), stalls)
 
 
 async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -> MeasuredTurns:
-    """Turns with requests of these values, in MessagePack, to one model.
+    """Measure turns with requests of these values, in MessagePack, to one model.
 
-    What is in memory meanwhile stays out of the garbage collector's sight for as long as the
-    process lives, which is one that measures and then ends.
+    Objects that exist meanwhile are excluded from garbage collection for the rest of the process,
+    which is expected to measure and then end.
 
     Args:
-        log: the embedded one, with nothing in it, which a pipeline in this process serves.
+        log: an empty embedded log, served by a pipeline in this process.
         settings: of that pipeline.
         values: of request records.
 
     Raises:
-        ConfigurationError: a request was not answered, or not well.
+        ConfigurationError: a request was not answered, or failed.
     """
     turns = cycle(values)
     busy_us: list[tuple[int, float]] = []
@@ -96,8 +96,7 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
             await _send(producer, settings, [next(turns) for _ in range(size)])
             sent += size
             looking_s = await _answered(reader, partitions, sent)
-            # What is still to be acknowledged belongs to this turn, and must not delay the next
-            # one.
+            # Pending acknowledgements belong to this turn, and must not delay the next one.
             await asyncio.sleep(LOOK_EVERY_S)
             busy_us.append((size, 1e6 * (time.thread_time() - began_s - looking_s)))
             if len(busy_us) % FREEZE_AFTER_TURNS == 0:
@@ -107,7 +106,7 @@ async def measure_turns(log: Log, settings: Settings, values: Sequence[bytes]) -
 
 
 def _sizes() -> Iterator[int]:
-    """Of each turn: all sizes in turns, so that a slow while of the machine is one of all."""
+    """Yield sizes round-robin, so that a temporary slowdown affects all sizes equally."""
     yield from (1,) * WARM_UP_TURNS
     for _ in range(TURNS):
         yield from SIZES
@@ -119,13 +118,13 @@ def _partitions(settings: Settings, topic: Topic) -> list[TopicPartition]:
 
 
 async def _send(producer: Producer, settings: Settings, values: Sequence[bytes]) -> None:
-    """Spread over the partitions, at once."""
+    """Send the requests at once, spread over the partitions."""
     for target, value in zip(cycle(_partitions(settings, Topic.REQUESTS)), values, strict=False):
         await producer.send(target, [NewRecord(None, value)])
 
 
 async def _answered(reader: Consumer, partitions: Sequence[TopicPartition], count: int) -> float:
-    """Wait until there are so many answers. Returns the processor time of looking, in seconds."""
+    """Wait for `count` answers. Returns the processor time of polling, in seconds."""
     give_up_s = time.monotonic() + ANSWER_DEADLINE_S
     looking_s = 0.0
     while True:
@@ -143,7 +142,7 @@ async def _answered(reader: Consumer, partitions: Sequence[TopicPartition], coun
 
 
 async def _told(log: Log, settings: Settings, sizes: Sequence[int]) -> list[tuple[int, float]]:
-    """Of each turn its size and the median of its answers' latencies, in microseconds."""
+    """Return each turn's size and the median of its answers' latencies, in microseconds."""
     partitions = len(_partitions(settings, Topic.RESPONSES))
     latencies_us: dict[int, list[int]] = {number: [] for number in range(partitions)}
     topic = settings.topic(Topic.RESPONSES)

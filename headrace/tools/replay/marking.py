@@ -1,5 +1,5 @@
-"""What a copy carries: its original's key, value and headers, but for those that time, place or
-the run make wrong. Pure rules.
+"""Headers of a copy: the original's key, value and headers, except those that a new time, place or
+run invalidates. Pure.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ REPLY_PARTITION = "kafka_replyPartition"
 
 @dataclass(frozen=True, slots=True)
 class Marking:
-    """How copies differ from their originals.
+    """Differences between copies and their originals.
 
     Attributes:
         run_id: of this run.
-        keep_reply: leave the reply topic and partition as they are; otherwise nobody who waited
-            for the original's answer gets the copy's.
-        reply_to: the reply topic of all copies; over `keep_reply`.
+        keep_reply: keep the reply topic and partition; otherwise the callers of the originals do
+            not get the copies' answers.
+        reply_to: reply topic of all copies; overrides `keep_reply`.
     """
 
     run_id: str
@@ -36,12 +36,11 @@ class Marking:
     reply_to: str | None = None
 
     def copy_of(self, record: Record, now_ms: int) -> NewRecord:
-        """The record as it is sent again, stamped by the log that takes it.
+        """Return the record to send; the log that takes it sets its timestamp.
 
-        `x-deadline-ms` moves by the time that has passed since the original's timestamp, so that
-        the copy has as long as its original had; one that cannot be read stays as it is.
-        `x-timeout-ms` counts from the copy's own timestamp anyway. The marks replace those of an
-        earlier replay.
+        `x-deadline-ms` is moved by the time since the original's timestamp, so that the copy has as
+        much time as its original had; an unreadable one is kept. `x-timeout-ms` counts from the
+        copy's own timestamp anyway. The marks replace those of an earlier replay.
         """
         headers = [
             (name, self._moved(value, record, now_ms) if name == DEADLINE else value)

@@ -1,4 +1,4 @@
-"""S(b) by a quick measurement: a model's backend is loaded and run at a few batch sizes."""
+"""Quick measurement of S(b): loads a model's backend and runs it at a few batch sizes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from headrace.models.warmup import sized_inputs
 from headrace.tools.replay.service_times import ServiceTime, fitted
 
 MEASURE_S = 0.3
-"""For each batch size."""
+"""Duration of the measurement for each batch size."""
 MOST_RUNS = 2000
 LEAST_RUNS = 5
 _FIRST_SIZES = (1, 2, 4)
 
 
 def measure(version: ModelVersion, measure_s: float = MEASURE_S) -> ServiceTime:
-    """The median times of runs with one of the model's warm-up samples. It blocks for seconds.
+    """Return the median durations of runs with a warm-up sample. Blocks for seconds.
 
-    What an executor does around a run (gathering the inputs, sharing out the outputs, the way to
-    another thread) is not in it.
+    The executor's work around a run (gathering inputs, splitting outputs, handing over to another
+    thread) is not included.
 
     Raises:
         ConfigurationError: the model cannot be loaded, or cannot run.
@@ -52,7 +52,7 @@ def measure(version: ModelVersion, measure_s: float = MEASURE_S) -> ServiceTime:
 
 
 def _sizes(limit: int) -> Iterator[int]:
-    """1, 2, 4, then multiples of 8, and the limit itself."""
+    """Yield 1, 2, 4, then multiples of 8, and the limit itself."""
     yield from (size for size in _FIRST_SIZES if size < limit)
     step = 8
     while step * (limit // step) > 8 * step:  # at most eight of them

@@ -1,4 +1,4 @@
-"""The recording that a topic or a file is."""
+"""Opening of topics and files as recordings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from headrace.tools.replay.topic_recording import open_topic
 async def open_recording(
     log: Log | None, source: str | Path, selection: Selection
 ) -> AsyncIterator[Recording]:
-    """A topic's recording (a `str`, its name) or a capture file's (a `Path`).
+    """Open a topic (a `str`, its name) or a capture file (a `Path`) as a recording.
 
-    The log is an opened one; a file needs none.
+    The log must be open; a file needs none.
 
     Raises:
-        ConfigurationError: there is no such topic or file, or it is no capture file that this
-            version reads.
+        ConfigurationError: the topic or file is missing, or is not a capture file of this version.
         CaptureFault: the file's index is damaged.
         LogUnavailable: no broker answers.
     """

@@ -1,7 +1,7 @@
-"""When each record is due, and how well that was kept: pure rules that are told the time.
+"""Due times of records, and how precisely they were kept; pure, with the time passed in.
 
-There is one timeline for all partitions. A record that is late does not move those after it:
-they are due when they were, and all that is due is sent at once.
+There is one timeline for all partitions. A late record does not move those after it: their due
+times stay, and all due records are sent at once.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from headrace.log.port import Record
 
 
 class Pace(Protocol):
-    """Where on the timeline a record lies."""
+    """Maps records to positions on the timeline."""
 
     def at_s(self, record: Record) -> float:
-        """Seconds after the first record; called once for each, in order."""
+        """Return seconds after the first record; called once per record, in order."""
         ...
 
 
 class OriginalSpacing:
-    """The spacing of the records' timestamps, `speed` times as fast.
+    """Spacing of the records' timestamps, `speed` times as fast.
 
-    A record whose timestamp is before that of the one it follows is due together with it.
+    A record with an earlier timestamp than its predecessor is due together with it.
     """
 
     def __init__(self, speed: float = 1.0) -> None:
@@ -41,7 +41,7 @@ class OriginalSpacing:
 
 
 class FixedRate:
-    """The same number of records every second, `per_s`."""
+    """Constant rate of `per_s` records per second."""
 
     def __init__(self, per_s: float) -> None:
         if not (per_s > 0 and math.isfinite(per_s)):
@@ -56,14 +56,14 @@ class FixedRate:
 
 
 class Unpaced:
-    """As fast as possible: all is due at once."""
+    """As fast as possible: everything is due at once."""
 
     def at_s(self, record: Record) -> float:
         return 0.0
 
 
 class Schedule:
-    """The records' places on a clock.
+    """Due times of the records on a clock.
 
     Args:
         started_s: when the first record is due, on the clock whose time is passed later.
@@ -75,7 +75,7 @@ class Schedule:
         self._last_s = started_s
 
     def plan(self, records: Iterable[Record]) -> list[float]:
-        """When each of the next records is due; never before the one that it follows."""
+        """Return the due time of each of the next records; never before its predecessor's."""
         dues = []
         for record in records:
             self._last_s = max(self._last_s, self._started_s + self._pace.at_s(record))
@@ -84,14 +84,14 @@ class Schedule:
 
 
 def due_until(dues: Sequence[float], start: int, now_s: float) -> int:
-    """The index behind the last record, from `start` on, that is due."""
+    """Return the index after the last due record, from `start` on."""
     return bisect_right(dues, now_s, lo=start)
 
 
 class Punctuality:
-    """How far from their due times records were sent: a histogram, of bounded size.
+    """Histogram, of bounded size, of the differences between due times and send times.
 
-    Its buckets grow by 5 % each, so that a percentile is right within 2.5 %.
+    Its buckets grow by 5 % each, so percentiles are accurate to 2.5 %.
     """
 
     _GROWTH = math.log(1.05)
@@ -102,7 +102,7 @@ class Punctuality:
         self.max_s = 0.0
 
     def add(self, dues: Iterable[float], sent_s: float) -> None:
-        """Records that were due at these times were sent at `sent_s`."""
+        """Count records that were due at these times and sent at `sent_s`."""
         for due_s in dues:
             error_s = abs(sent_s - due_s)
             self.max_s = max(self.max_s, error_s)
@@ -111,7 +111,9 @@ class Punctuality:
             self._count += 1
 
     def percentile_s(self, percent: float) -> float:
-        """The error in seconds that `percent` of the records do not pass; 0 without records."""
+        """Return the error in seconds that `percent` of the records do not exceed; 0 without
+        records.
+        """
         rank = math.ceil(self._count * percent / 100)
         for bucket in sorted(self._buckets):
             rank -= self._buckets[bucket]

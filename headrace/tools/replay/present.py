@@ -1,4 +1,4 @@
-"""How the models of recorded requests are served at present, and how long their batches take."""
+"""Current serving configuration of the recorded models, and the durations of their batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from headrace.tools.replay.simulated_loop import LoopTime
 
 
 def latest_models(settings: Settings, directory: Path | None) -> dict[str, ModelVersion]:
-    """The latest version of each model that can be opened, by name; none without a repository.
+    """Return the latest openable version of each model, by name; empty without a repository.
 
     Args:
         settings: name the repository, and have the models' defaults.
-        directory: a repository in the place of theirs.
+        directory: repository to use instead.
     """
     repository = directory or settings.models.repository
     if not repository.is_dir():
@@ -32,7 +32,7 @@ def latest_models(settings: Settings, directory: Path | None) -> dict[str, Model
 
 
 def resolved(arrivals: Arrivals, models: Mapping[str, ModelVersion]) -> Arrivals:
-    """A request that names no version is one for the latest."""
+    """Resolve requests without a version to the latest one."""
     kinds = tuple(
         kind._replace(version=models[kind.model].version)
         if not kind.version and kind.model in models
@@ -43,7 +43,7 @@ def resolved(arrivals: Arrivals, models: Mapping[str, ModelVersion]) -> Arrivals
 
 
 def only(arrivals: Arrivals, wanted: Collection[str]) -> tuple[Arrivals, dict[str, int]]:
-    """The arrivals of some models; how many others there were, by model."""
+    """Return the arrivals of some models, and the numbers of the others by model."""
     counts = np.bincount(arrivals.kind, minlength=len(arrivals.kinds))
     others: dict[str, int] = {}
     for kind, count in zip(arrivals.kinds, counts.tolist(), strict=True):
@@ -60,7 +60,7 @@ def served_now(
     models: Mapping[str, ModelVersion],
     loop_times: Mapping[str, LoopTime] | None = None,
 ) -> dict[ModelKey, Served]:
-    """Limits and instances as the models' own settings say, or else the settings' defaults.
+    """Return limits and instances from the models' own settings, or from the settings' defaults.
 
     `times` and `loop_times` are by model.
     """

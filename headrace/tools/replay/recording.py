@@ -36,9 +36,9 @@ CHUNK_RECORDS = 500
 
 
 class Span(NamedTuple):
-    """What is read of one partition: offsets from `begin` up to, and without, `end`.
+    """Offsets of one partition to read, from `begin` up to `end`, exclusive.
 
-    Fixed when the recording is opened; filters and the limit come after it.
+    They are fixed when the recording is opened, before filters and the limit apply.
     """
 
     partition: TopicPartition
@@ -47,27 +47,27 @@ class Span(NamedTuple):
 
 
 def identity(record: Record) -> str:
-    """`topic/partition/offset`, by which a copy names its original."""
+    """Return `topic/partition/offset`, by which a copy names its original."""
     return f"{record.topic}/{record.partition}/{record.offset}"
 
 
 def record_bytes(record: Record) -> int:
-    """The bytes of a record's key, value and headers."""
+    """Return the bytes of a record's key, value and headers."""
     size = len(record.key or b"") + len(record.value or b"")
     return size + sum(len(name) + len(value or b"") for name, value in record.headers)
 
 
 class Recording(ABC):
-    """Recorded records, bounded and filtered, in the order of time.
+    """Recorded records, bounded and filtered, in order of time.
 
-    Partitions are merged by timestamp; within a partition the order of offsets holds, whatever
-    the timestamps say. Memory is bounded however long the recording is.
+    Partitions are merged by timestamp; within a partition the order of offsets holds, whatever the
+    timestamps say. Memory is bounded however long the recording is.
 
     Attributes:
-        name: the topic or the file, for people.
-        spans: what is read of each partition, in the order of partitions; it does not change.
-        notice: what one should know about it, a file that is cut off, say; empty otherwise.
-        passed_over: called, where it is set, with what cannot be read of a topic.
+        name: the topic or the file, for display.
+        spans: offsets to read of each partition, in the order of partitions; constant.
+        notice: a note for display, such as that a file is truncated; otherwise empty.
+        passed_over: if set, called with each unreadable range of a topic.
     """
 
     name: str
@@ -79,16 +79,16 @@ class Recording(ABC):
     def chunks(self) -> AsyncGenerator[list[Record], None]:
         """Read from the beginning, in lists of 1 to `CHUNK_RECORDS` records.
 
-        Close it where it is left early (`contextlib.aclosing`).
+        To stop early, close the generator (`contextlib.aclosing`).
 
         Raises:
             LogUnavailable: no broker answered for a while.
-            OffsetOutOfRange: retention has removed records that the recording has.
+            OffsetOutOfRange: retention has removed records of the recording.
             CaptureFault: the capture file is damaged where it is read.
         """
 
     async def __aiter__(self) -> AsyncIterator[Record]:
-        """Each record; see `chunks`."""
+        """Yield each record; see `chunks`."""
         async with aclosing(self.chunks()) as chunks:
             async for chunk in chunks:
                 for record in chunk:

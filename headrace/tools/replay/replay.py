@@ -1,4 +1,6 @@
-"""The run: read ahead, send what is due, await what was sent; three tasks and two queues."""
+"""A replay run: reading ahead, sending due records and awaiting them; three tasks
+and two queues.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ TURNS_UNACKNOWLEDGED = 64
 
 
 class Outcome(NamedTuple):
-    """What a run has done.
+    """Result of a run.
 
     Attributes:
-        records: sent, and acknowledged.
+        records: number of records sent and acknowledged.
         bytes: of their keys, values and headers, as recorded.
-        skipped: left out, because an earlier part of this run had sent them already.
-        seconds: from the first record's due time until all are acknowledged, and answered where
-            the sink awaits that.
-        spacing_p50_ms, spacing_p99_ms, spacing_max_ms: how far from its due time a record was
-            handed over; None where there was no pace to keep.
+        skipped: records left out because an earlier part of this run had sent them.
+        seconds: from the first record's due time until all are acknowledged, and answered if the
+            sink waits for that.
+        spacing_p50_ms, spacing_p99_ms, spacing_max_ms: differences between due times and send
+            times; None without a pace.
     """
 
     records: int
@@ -40,22 +42,22 @@ class Outcome(NamedTuple):
 
     @property
     def rate_per_s(self) -> float:
-        """Records per second, as reached."""
+        """Achieved rate in records per second."""
         return self.records / self.seconds if self.seconds else 0.0
 
 
 class Watcher(Protocol):
-    """Told of what has been acknowledged; a progress bar, or a checkpoint."""
+    """Observer of acknowledgements, such as a checkpoint writer."""
 
     def hand_over(self) -> int:
-        """Records are about to be handed over, in the turn whose number this gives."""
+        """Called before records are handed over; returns the number of the turn."""
         ...
 
     async def acknowledged(
         self, turn: int, records: int, positions: Mapping[TopicPartition, int]
     ) -> None:
-        """All turns up to this one are safe; `positions` are the next offsets of the recording,
-        of the partitions that this turn moved.
+        """All turns up to this one are acknowledged; `positions` are the next offsets of the
+        recording in the partitions that this turn advanced.
         """
         ...
 
@@ -71,15 +73,15 @@ class _Turn(NamedTuple):
 
 
 class Replay:
-    """Sends a recording into a sink at a pace.
+    """Sends a recording into a sink at a given pace.
 
     Args:
-        skip: identities of records that are passed over.
-        advanced: called with the records, and the bytes, of each acknowledged turn, and the
-            positions that it reached in the recording.
-        watcher: what keeps the checkpoint.
+        skip: identities of records to leave out.
+        advanced: called with the records and bytes of each acknowledged turn, and the positions
+            that it reached in the recording.
+        watcher: keeps the checkpoint.
         clock: a monotonic one, in seconds.
-        sleep: waits so many seconds on that clock.
+        sleep: waits for seconds of that clock.
     """
 
     def __init__(
@@ -110,11 +112,11 @@ class Replay:
         self._records = self._bytes = self._skipped = self._turn = 0
 
     async def run(self) -> Outcome:
-        """Send all of it, once.
+        """Send everything, once.
 
         Raises:
-            ExceptionGroup: with what ended it: what `Recording.chunks` raises, or what the
-                producer does (`LogUnavailable`, `RecordTooLarge`, `RecordRefused`).
+            ExceptionGroup: with the cause of the end: an error of `Recording.chunks`, or of the
+                producer (`LogUnavailable`, `RecordTooLarge`, `RecordRefused`).
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read(), name="replay-read")
@@ -143,7 +145,7 @@ class Replay:
         await self._ahead.put(None)
 
     async def _send(self) -> None:
-        # The clock starts when reading is ahead, or the first records would be late.
+        # The clock starts after reading ahead; otherwise the first records would be late.
         await self._read_ahead.wait()
         schedule: Schedule | None = None
         while (chunk := await self._ahead.get()) is not None:

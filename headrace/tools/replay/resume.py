@@ -1,6 +1,6 @@
-"""Checkpoints of a run into a topic: begun, kept up beside the sending, and gone on from.
+"""Checkpoints of a run into a topic: created, updated while sending, and resumed from.
 
-`headrace.tools.replay.checkpoint` says why no record is sent twice, or left out.
+`headrace.tools.replay.checkpoint` explains why no record is sent twice, or left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CheckpointWriter:
     """Keeps a run's checkpoint; made by `keeping`.
 
     Args:
-        target: a reader of the target's partitions, for their end offsets alone.
+        target: a reader of the target's partitions, only for their end offsets.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CheckpointWriter:
     async def acknowledged(
         self, turn: int, records: int, positions: Mapping[TopicPartition, int]
     ) -> None:
-        """All turns up to this one are acknowledged; write that down, if it is time to."""
+        """Record that all turns up to this one are acknowledged; write the checkpoint when due."""
         before = self.checkpoint
         self.checkpoint = replace(before.advanced(positions), records=before.records + records)
         now_s = time.monotonic()
@@ -64,12 +64,12 @@ class CheckpointWriter:
             self._next_floor = (self._handed_over, ends)
 
     async def finish(self) -> None:
-        """Everything is acknowledged."""
+        """Record that everything is acknowledged."""
         self.checkpoint = replace(self.checkpoint, finished=True)
         await self.write()
 
     async def write(self) -> None:
-        """Put the checkpoint on the disk."""
+        """Write the checkpoint to the disk."""
         await asyncio.to_thread(write_checkpoint, self._path, self.checkpoint)
 
 
@@ -77,14 +77,14 @@ class CheckpointWriter:
 async def keeping(
     log: Log, path: Path, checkpoint: Checkpoint, target: tuple[str, int], *, is_new: bool
 ) -> AsyncIterator[CheckpointWriter]:
-    """Keep a checkpoint while the context lasts; a new one is on the disk before it is entered.
+    """Keep a checkpoint during the context; a new one is written before the context is entered.
 
     `target` is the topic's name and its number of partitions.
     """
     topic, count = target
     partitions = [TopicPartition(topic, number) for number in range(count)]
     async with log.reader(partitions) as reader:
-        reader.pause(partitions)  # it is asked, and never read
+        reader.pause(partitions)  # used for end offsets, never for reading
         if is_new:
             checkpoint = replace(checkpoint, floor=await _ends(reader, partitions))
         keeper = CheckpointWriter(path, checkpoint, reader, partitions)
@@ -94,7 +94,8 @@ async def keeping(
 
 
 async def already_there(log: Log, topic: str, checkpoint: Checkpoint) -> set[str]:
-    """The identities of originals whose copies, of this run, are in the target above the floor.
+    """Return the identities of originals whose copies, of this run, are in the target above the
+    floor.
 
     Raises:
         LogUnavailable: no broker answers.

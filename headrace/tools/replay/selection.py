@@ -1,4 +1,4 @@
-"""Which records of a topic or a capture file are meant: pure rules."""
+"""Selection of records of a topic or a capture file; pure."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _TRACE_ID = slice(3, 35)  # of a traceparent: version "-" trace id "-" parent id
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Bounds by time and by offset; what is given holds together.
+    """Bounds by time and by offset; all given ones apply.
 
     A partition is read from its first record at or after `from_ms` to its first one at or after
-    `until_ms`, which is not read; of the records between, those with a timestamp before
-    `from_ms` are left out. Producers' clocks differ, so timestamps need not ascend.
+    `until_ms`, exclusive; records between them with a timestamp before `from_ms` are left out.
+    Clocks of producers differ, so timestamps need not ascend.
 
     Attributes:
         from_ms, until_ms: epoch milliseconds.
-        from_offsets, until_offsets: by partition number, or `ALL`; a partition's own one counts
-            before the one for all.
-        partitions: the numbers of those that are read; None for every one.
-        fixed: where given, nothing outside of these bounds is read; what is left of a recording
-            that was opened before and read in part.
+        from_offsets, until_offsets: by partition number, or `ALL`; a partition's own offset takes
+            precedence.
+        partitions: numbers of the partitions to read; None for all.
+        fixed: if given, nothing outside of these bounds is read: the rest of a recording that was
+            opened and partly read before.
     """
 
     from_ms: int | None = None
@@ -45,11 +45,11 @@ class Window:
     fixed: Mapping[TopicPartition, tuple[int, int]] | None = None
 
     def includes(self, partition: int) -> bool:
-        """Whether the partition is read at all."""
+        """Return whether the partition is read at all."""
         return self.partitions is None or partition in self.partitions
 
     def span(self, partition: TopicPartition, begin: int, end: int) -> Span:
-        """The part of a partition, which has `begin` up to `end`, that the offsets allow."""
+        """Return the part of a partition, which has `begin` up to `end`, that the offsets allow."""
         number = partition.partition
         first = self.from_offsets.get(number, self.from_offsets.get(ALL, begin))
         past = self.until_offsets.get(number, self.until_offsets.get(ALL, end))
@@ -71,15 +71,15 @@ _name_in_json = msgspec.json.Decoder(_ModelName).decode
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """What a record must be like; every filter that is given must fit.
+    """Filters on records; all given ones must match.
 
     Attributes:
-        key: the key, exactly.
-        key_pattern: found anywhere in the key; a record without a key has an empty one.
+        key: the exact key.
+        key_pattern: searched in the key; a record without a key has an empty one.
         headers: names and values; the last value of a repeated header counts.
-        model: a name, or `name/version`: from the body, or from `x-model`. A request that names
-            no version fits a name alone.
-        status: the value of `x-status`, as answers have it.
+        model: a name, or `name/version`: from the body, or from `x-model`. A request without a
+            version only matches a name alone.
+        status: the value of `x-status` of an answer.
         trace_id: 32 hexadecimal digits, of `traceparent`.
     """
 
@@ -91,7 +91,7 @@ class Filters:
     trace_id: str | None = None
 
     def fits(self, record: Record) -> bool:
-        """Whether the record is one of those that are meant."""
+        """Return whether the record matches."""
         return (
             (self.key is None or record.key == self.key)
             and (self.key_pattern is None or bool(self.key_pattern.search(record.key or b"")))
@@ -109,16 +109,16 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Bounds, filters, and how many records at most (after both; None for all of them)."""
+    """Bounds, filters, and a maximum number of records (after both; None for all)."""
 
     window: Window = field(default_factory=Window)
     filters: Filters = field(default_factory=Filters)
     limit: int | None = None
 
     def fits(self, record: Record) -> bool:
-        """Whether a record within the offsets is one of the recording's.
+        """Return whether a record within the offsets is part of the recording.
 
-        One that cancels another never is: what it names is a request of the past.
+        A cancellation never is: it refers to a request of the past.
         """
         from_ms = self.window.from_ms
         return (
@@ -129,9 +129,9 @@ class Selection:
 
 
 def model_of(record: Record) -> tuple[str, str]:
-    """The model's name and version as a request, or an answer, gives them; empty if it doesn't.
+    """Return the model's name and version of a request or an answer; empty if missing.
 
-    The body counts before `x-model`; in a body that cannot be read no model is found.
+    The body takes precedence over `x-model`; an unreadable body yields no model.
     """
     name, _, version = _text_header(record, "x-model").partition("/")
     content_type = _text_header(record, "content-type").partition(";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""S(b): how long a batch of b rows takes, given, learned from answers, or measured."""
+"""S(b), the duration of a batch of b rows: given, learned from answers, or measured."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from headrace.protocol.headers import JSON
 from headrace.tools.replay.recording import Recording
 
 ENOUGH = 5
-"""A batch size that was seen less often is left out, where there are others."""
+"""Batch sizes that were seen less often are left out, if there are others."""
 
 
 class Point(NamedTuple):
-    """A batch size and what it takes: the median, in microseconds, of `seen` times."""
+    """A batch size and its median duration in microseconds over `seen` batches."""
 
     rows: int
     us: float
@@ -37,17 +37,17 @@ class Point(NamedTuple):
 class ServiceTime:
     """S(b) of one model, in microseconds.
 
-    Where points are known, S is their medians, made monotone, with straight lines between
-    them; below and beyond them, and without any, it is the line t0 + a b.
+    With known points, S is their medians, made monotone and linearly interpolated; beyond them, and
+    without any, it is the line t0 + a b.
 
     Args:
         points: known sizes.
-        line: t0 and a; None for the least squares of the points, each as often as it was seen.
-        ratios: of single runs to S of their sizes, in the order in which they were.
-        overhead_us: what every batch costs besides, always the same.
+        line: t0 and a; None for the least-squares line of the points, weighted by `seen`.
+        ratios: of single runs to S of their sizes, in order of time.
+        overhead_us: constant extra time of every batch.
 
     Attributes:
-        around_us: by how much later a request is answered, while its instance goes on; see `learn`.
+        around_us: delay of the answer after the run, while the instance continues; see `learn`.
 
     Raises:
         ValueError: neither points nor a line, or negative times.
@@ -75,14 +75,14 @@ class ServiceTime:
         self.around_us = 0
 
     def __call__(self, rows: int) -> int:
-        """At least one microsecond."""
+        """Return S(rows), at least one microsecond."""
         return max(1, round(self._us_of(rows) + self._overhead_us))
 
     def drawn(self, chance: random.Random) -> Callable[[int], int]:
-        """What gives S(b) of one run after the other, each as slow as one that was recorded.
+        """Return a function that gives S(b) of successive runs, each as slow as a recorded one.
 
-        They come in the order in which they were, from any of them on and round and round: a
-        machine that is slow for a while is slow for many runs in a row. Without ratios all take S.
+        The ratios are used in recorded order, cyclically from a random start: a machine that is
+        slow for a while is slow for many runs in a row. Without ratios all runs take S.
         """
         ratios, overhead_us = self._ratios, self._overhead_us
         if not ratios:
@@ -96,11 +96,11 @@ class ServiceTime:
         return run_us
 
     def spread(self, runs: Iterable[tuple[int, float]]) -> ServiceTime:
-        """The same, with the ratios of single runs: their rows, and how many microseconds."""
+        """Return the same S(b) with the ratios of single runs: their rows and microseconds."""
         return self._with(ratios=[us / max(self._us_of(rows), 1e-3) for rows, us in runs])
 
     def steady(self) -> ServiceTime:
-        """The same without ratios: every run takes S."""
+        """Return the same S(b) without ratios: every run takes S."""
         return self._with(ratios=())
 
     def _us_of(self, rows: int) -> float:
@@ -117,7 +117,7 @@ class ServiceTime:
         return self._us[at - 1] + share * (self._us[at] - self._us[at - 1])
 
     def later(self, overhead_us: float) -> ServiceTime:
-        """The same, with a time that every batch costs besides."""
+        """Return the same S(b) with an extra time for every batch."""
         return self._with(overhead_us=self._overhead_us + overhead_us)
 
     def _with(
@@ -139,7 +139,7 @@ class ServiceTime:
 
 
 def _fitted(points: Sequence[Point]) -> tuple[float, float]:
-    """Least squares with neither part below 0; a single point is all fixed cost."""
+    """Fit by least squares with neither part below 0; a single point is all fixed cost."""
     if len({each.rows for each in points}) == 1:
         return points[0].us, 0.0
     rows = np.array([each.rows for each in points], dtype=float)
@@ -154,10 +154,10 @@ def _fitted(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def parse_service_time(text: str) -> tuple[str, ServiceTime]:
-    """`[MODEL=]T0+A` in microseconds, A for each row; without a model the name is empty.
+    """Parse `[MODEL=]T0+A` in microseconds, A per row; without a model the name is empty.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the text has another form.
     """
     model, _, line = text.rpartition("=")
     t0, plus, a = line.partition("+")
@@ -191,13 +191,13 @@ _from_json = msgspec.json.Decoder(_Answer).decode
 
 
 async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
-    """By model: the median of `compute_us` for each `batch_size` of the answers.
+    """Return by model the median of `compute_us` for each `batch_size` of the answers.
 
-    What is around the runs is the lower quartile of `batch_us`. A batch that closes just in time
-    waits for the run before it, which is part of the others.
+    The time around the runs is the lower quartile of `batch_us`. A batch that closes just in time
+    waits for the run before it, which is part of the higher values.
 
     Raises:
-        ConfigurationError: there is not one answer that tells.
+        ConfigurationError: no answer has these timings.
     """
     seen: defaultdict[str, _Runs] = defaultdict(_Runs)
     async with aclosing(answers.chunks()) as chunks:
@@ -215,7 +215,7 @@ async def learn(answers: Recording) -> Mapping[str, ServiceTime]:
 
 
 class _Runs:
-    """Runs, out of answers of which up to b tell of the same run of b rows."""
+    """Runs reconstructed from answers, of which up to b report the same run of b rows."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[int, float]] = []
@@ -236,7 +236,7 @@ class _Runs:
 
 
 def fitted(runs: Sequence[tuple[int, float]]) -> ServiceTime:
-    """S(b) of single runs, rows and microseconds of each in the order of time, and their spread."""
+    """Return S(b) and its spread from single runs: rows and microseconds, in order of time."""
     return ServiceTime(_points(runs)).spread(runs)
 
 
