@@ -1,11 +1,11 @@
-"""Replaying what was recorded: from a topic or a capture file, at a chosen pace, into a topic or
-a pipeline.
+"""Replay of recordings: from a topic or a capture file, at a chosen pace, into a topic or a
+pipeline.
 
-- `recording`: what all of it reads, an iterable of recorded records; `opening` makes one
+- `recording`: the common interface, an iterable of recorded records; `opening` makes one
 - `selection`: which records; `timeline`: partitions merged into one order of time
 - `topic_recording`, `capture_recording`: the two kinds of recordings
-- `capture`: the capture file's format, written; `capture_reader`: read
-- `pacing`: when each record is due, and how well that was kept
-- `marking`: what a copy carries that its original does not
-- `replay`: the run; `sinks`: where copies go; `checkpoint`, `resume`: how it goes on after an end
+- `capture`: the capture file's format and writer; `capture_reader`: its reader
+- `pacing`: due times of records, and how precisely they were kept
+- `marking`: differences between a copy and its original
+- `replay`: the run; `sinks`: destinations of copies; `checkpoint`, `resume`: resuming a run
 """

@@ -1,7 +1,7 @@
-"""What latency, batches and missed deadlines would be: recorded arrivals, other limits.
+"""Simulation of latency, batches and missed deadlines: recorded arrivals under other limits.
 
 One scenario is one run of the simulation in `headrace.tools.replay.events`; `docs/simulate.md`
-says what it leaves out.
+lists what it leaves out.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ from headrace.tools.replay.service_times import ServiceTime
 from headrace.tools.replay.simulated_loop import LoopTime, event_loop
 
 PolicyFactory: TypeAlias = Callable[[Callable[[str, str], Limits]], Policy]
-"""Makes the batcher's rules from the limits of each model's version. It is handed in, since the
-rules belong to a service, and what is below the services does not know them."""
+"""Makes the batcher's policy from the limits of each model version. It is passed in, since the
+policy belongs to a service, and modules below the services do not import them.
+"""
 
 SEED = 1
-"""Of what chance decides: which of a model's recorded runs a simulated one is like."""
+"""Seed of the random choice of recorded runs for simulated ones."""
 
 PROBABILITIES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
-"""Of the latencies in an outcome."""
+"""Percentiles of the latencies in an outcome."""
 
 
 AHEAD_FROM_US = 2000
-"""An only instance whose runs take that long has its next batch closed while it computes."""
+"""Run duration from which a single instance's next batch is closed during the run."""
 LEAD_US = 1000
-"""So long before the run that is under way should end."""
+"""How long before the expected end of the current run that batch is closed."""
 
 
 class Served(NamedTuple):
-    """A model's version as it is served now, and how long its batches take.
+    """A model version as it is served now, and the durations of its batches.
 
     Attributes:
-        loop_time: of its turns, where its runs are made on the event loop.
+        loop_time: of its turns, if it is run on the event loop.
     """
 
     limits: Limits
@@ -60,18 +61,20 @@ class Served(NamedTuple):
     loop_time: LoopTime | None = None
 
     def on_loop(self) -> bool:
-        """Whether the event loop is what it is served by."""
+        """Whether the event loop runs this model."""
         return self.loop_time is not None and not self.limits.max_queue_delay_ms
 
     def known(self) -> Served:
-        """With a fresh knowledge of its runs, such as warm-up gives."""
+        """Return a copy whose learned durations are reset, as after warm-up."""
         latency = Latency()
         for point in self.service_time.points:
             latency.observe((), point.rows, self.service_time(point.rows))
         return self._replace(limits=self.limits._replace(latency=latency))
 
     def capacity_per_s(self) -> float:
-        """The most rows a second that all instances do: those of the best batch size."""
+        """Return the highest throughput of all instances in rows per second, at the best batch
+        size.
+        """
         if self.loop_time is not None and self.on_loop():
             return self.loop_time.capacity_per_s(MAX_POLL_RECORDS)
         sizes = range(1, self.limits.max_batch_size + 1)
@@ -79,7 +82,7 @@ class Served(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """What is different; None leaves it as it is."""
+    """Changes to the current state; None changes nothing."""
 
     rate_factor: float = 1.0
     instances: int | None = None
@@ -87,7 +90,7 @@ class Scenario(NamedTuple):
     max_queue_delay_ms: float | None = None
 
     def applied(self, served: Served) -> Served:
-        """How the version would be served."""
+        """Return the version's configuration in this scenario."""
         limits = served.limits
         if self.max_batch_size is not None:
             limits = limits._replace(max_batch_size=self.max_batch_size)
@@ -102,7 +105,7 @@ def scenarios(
     max_batch_sizes: Sequence[int],
     max_queue_delays_ms: Sequence[float],
 ) -> list[Scenario]:
-    """Every combination, the present one first; an empty sequence leaves its part as it is."""
+    """Return all combinations, the current state first; an empty sequence changes nothing."""
     asked = product(
         rate_factors or (1.0,),
         instances or (None,),
@@ -114,19 +117,19 @@ def scenarios(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a scenario comes to.
+    """Result of a scenario.
 
     Attributes:
-        rate_per_s: of the requests that arrived.
-        load: rows that arrived, of the most that could be done; of the busiest version. From 1
-            on the queue grows for as long as it lasts, and latencies say how long that was.
-        latencies_ms: at `PROBABILITIES`, of the requests that were done; empty if none was.
+        rate_per_s: rate of arriving requests.
+        load: arriving rows divided by the capacity, for the busiest version. From 1 on the queue
+            grows as long as the load lasts, and latencies show how long that was.
+        latencies_ms: at `PROBABILITIES`, of the completed requests; empty if there are none.
         in_process_ms: the same without waiting for the event loop to read them.
         mean_batch: in rows.
-        reasons: how many batches closed for which reason.
-        expired: requests whose deadline passed while they waited; they cost no run.
-        late: requests that were done after their deadline.
-        utilisation: share of the time that an instance is busy; of the busiest version.
+        reasons: number of batches by closing reason.
+        expired: requests whose deadline passed while they waited; they are not run.
+        late: requests that were completed after their deadline.
+        utilisation: share of the time that an instance is busy, for the busiest version.
     """
 
     scenario: Scenario
@@ -144,19 +147,21 @@ class Outcome:
     utilisation: float
 
     def latency_ms(self, probability: float) -> float:
-        """At one of `PROBABILITIES`; NaN if no request was done."""
+        """Return the latency at one of `PROBABILITIES`; NaN if no request was completed."""
         if not self.latencies_ms:
             return float("nan")
         return self.latencies_ms[PROBABILITIES.index(probability)]
 
     def in_process_latency_ms(self, probability: float) -> float:
-        """At one of `PROBABILITIES`, from when it was read; NaN if no request was done."""
+        """Return the latency from reading, at one of `PROBABILITIES`; NaN if
+        nothing was completed.
+        """
         if not self.in_process_ms:
             return float("nan")
         return self.in_process_ms[PROBABILITIES.index(probability)]
 
     def as_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Return the outcome in JSON's types."""
         names = [f"p{probability * 100:g}_ms" for probability in PROBABILITIES[:-1]]
         return {
             **self.scenario._asdict(),
@@ -185,9 +190,9 @@ def simulate(
 
     Args:
         arrivals: at least one.
-        served: has every version that arrives.
-        scenario: what is different.
-        make_policy: makes the batcher's rules.
+        served: contains every arriving version.
+        scenario: the changes.
+        make_policy: makes the batcher's policy.
     """
     changed = {key: scenario.applied(each).known() for key, each in served.items()}
     faster = arrivals.faster(scenario.rate_factor)
@@ -196,7 +201,7 @@ def simulate(
 
 
 def _farm(served: Mapping[ModelKey, Served]) -> ExecutorPool:
-    """Executors as they are: what their runs have taken is known to the batcher's rules."""
+    """Return the executors of a scenario; finished runs are reported to the batcher's policy."""
     chance = random.Random(SEED)  # noqa: S311 - the same for every scenario, no secret
     runs = {model: each.service_time.drawn(chance) for (model, _), each in served.items()}
 

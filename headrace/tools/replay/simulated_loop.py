@@ -1,13 +1,12 @@
-"""The event loop as a server: what its turns take, for models whose runs are made on it.
+"""The event loop as a server: durations of its turns, for models that run on it.
 
-A turn is what the loop does with requests that it reads together: reading, checking, batches, runs
-and answers. T(n) is the time until the answers of n requests are encoded, U(n) until the loop can
-read again; between the two the answers are written and acknowledged. For a model as short as
-digits the two are nearly all of a request's latency, and its runs nearly nothing.
+A turn is the loop's work on requests that it reads together: reading, checking, batches, runs and
+answers. T(n) is the time until the answers of n requests are encoded, U(n) until the loop can read
+again; in between the answers are written and acknowledged. For a model as small as digits these two
+make up nearly all of a request's latency, and its runs nearly nothing.
 
-Now and then a machine holds a process up, for milliseconds. A stall belongs to the machine's time
-and not to the turn that it comes upon: it is drawn by how long the loop works, and added to the
-turn.
+Occasionally a machine stalls a process for milliseconds. Stalls depend on elapsed time, not on the
+turn that they hit: they are drawn by how long the loop works, and added to the turn.
 """
 
 from __future__ import annotations
@@ -22,23 +21,24 @@ from headrace.tools.replay.events import EventLoop, ModelKey, Turn
 from headrace.tools.replay.service_times import ServiceTime, fitted
 
 STALL_US = 1000.0
-"""What a turn takes beyond S(n) by more than this, and by more than S(n), it was held up."""
+"""A turn that exceeds S(n) by more than this, and by more than S(n), was stalled."""
 
 
 class Stalls(NamedTuple):
-    """When work was held up.
+    """Observed stalls.
 
     Attributes:
-        watched_us: how much work was watched, without the stalls.
-        seen: at which moment of it, and for how long, in the order of time.
+        watched_us: duration of the observed work, without the stalls.
+        seen: time of each stall within it, and its duration, in order of time.
     """
 
     watched_us: float = 0.0
     seen: Sequence[tuple[float, float]] = ()
 
     def drawn(self, chance: random.Random) -> Callable[[int], int]:
-        """By how much each piece of work is held up, as in what was watched, from any moment of
-        that on and round and round.
+        """Return a function that gives the stall of each piece of work.
+
+        It repeats the observed stalls cyclically from a random start.
         """
         if not self.seen:
             return lambda work_us: 0
@@ -61,8 +61,8 @@ class Stalls(NamedTuple):
 def apart_from_stalls(
     turns: Sequence[tuple[int, float]],
 ) -> tuple[list[tuple[int, float]], Stalls]:
-    """Turns by their size and what they took, in the order of time: those that were not held up,
-    and what held the others up.
+    """Separate turns (size and duration, in order of time) into those without a stall, and the
+    stalls.
     """
     usual = fitted(turns)
     free, seen, watched_us = [], [], 0.0
@@ -78,12 +78,12 @@ def apart_from_stalls(
 
 
 class LoopTime(NamedTuple):
-    """Of turns with the requests of one model, in microseconds by their number.
+    """Durations of turns with requests of one model, in microseconds by number of requests.
 
     Attributes:
         answered: T(n), with the spread of single turns.
         busy: U(n).
-        stalls: of the work of turns.
+        stalls: of the turns' work.
     """
 
     answered: ServiceTime
@@ -91,7 +91,7 @@ class LoopTime(NamedTuple):
     stalls: Stalls = Stalls()
 
     def drawn(self, chance: random.Random) -> Callable[[int], Turn]:
-        """One turn after the other; a slow one is late with all that it does by as much."""
+        """Return a function that gives successive turns; a slow turn delays T and U equally."""
         answered_us, stalled_us = self.answered.drawn(chance), self.stalls.drawn(chance)
 
         def turn(count: int) -> Turn:
@@ -108,12 +108,12 @@ class LoopTime(NamedTuple):
         return f"T(n) {self.answered}; U(n) {self.busy}; {held_up}"
 
     def capacity_per_s(self, most: int) -> float:
-        """Requests a second in the best turns of up to so many."""
+        """Return requests per second at the best turn size up to `most`."""
         return max(count / self.busy(count) for count in (1, most)) * 1e6
 
 
 def event_loop(times: Mapping[ModelKey, LoopTime], chance: random.Random) -> EventLoop | None:
-    """The loop that serves these versions, each turn with the time of all that is in it."""
+    """Return the loop that serves these versions; a turn takes the sum of its models' times."""
     if not times:
         return None
     turns = {key: each.drawn(chance) for key, each in times.items()}

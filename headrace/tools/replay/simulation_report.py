@@ -1,4 +1,4 @@
-"""The outcomes of a simulation as one HTML page: no script, no outside resource. Pure."""
+"""Outcomes of a simulation as one HTML page: no script, no outside resource. Pure."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def report(
     times: Mapping[str, ServiceTime],
     table: tuple[Sequence[str], Iterable[Sequence[str]]],
 ) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        source: what was recorded, in words.
+        source: description of the recording.
         outcomes: in the order of the table's rows.
         times: S(b) by model.
         table: headings, and cells of each outcome; the first names the scenario.
@@ -76,7 +76,7 @@ def _row(tag: str, cells: Iterable[str]) -> Iterator[str]:
 
 
 def _latencies(names: Sequence[str], outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """A row for each scenario: its percentiles as dots on a log scale."""
+    """Yield a row for each scenario: its percentiles as dots on a log scale."""
     found = [each.latency_ms(share) for each in outcomes for share, _ in _SHOWN]
     known = [max(each, 1e-3) for each in found if math.isfinite(each)]
     if not known:
@@ -117,7 +117,7 @@ def _dots(name: str, outcome: Outcome, y: float, across: Callable[[float], float
 
 
 def _curve(service_time: ServiceTime) -> Iterator[str]:
-    """S over the batch size, with the known points."""
+    """Plot S over the batch size, with the known points."""
     largest = max((each.rows for each in service_time.points), default=32)
     sizes = sorted({1 + round(step * (largest - 1) / _CURVE_STEPS) for step in range(65)})
     highest = max(service_time(size) for size in (*sizes, largest)) * 1.05

@@ -1,4 +1,6 @@
-"""Where copies go: a topic, or a capture file. A pipeline in this process is in `answers`."""
+"""Destinations of copies: a topic, or a capture file. A pipeline in this process is
+in `answers`.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,27 @@ from headrace.tools.replay.marking import Marking
 
 
 class Sink(Protocol):
-    """Takes records in the order of time."""
+    """Accepts records in order of time."""
 
     async def send(self, records: Sequence[Record]) -> Sequence[Run]:
-        """Hand over records; returns what is to be awaited until they are safe."""
+        """Hand over records; return the runs to await until they are safe."""
         ...
 
     async def finish(self) -> None:
-        """Everything was handed over and is safe: wait for what comes of it."""
+        """Wait for the results, after everything was handed over and is safe."""
         ...
 
 
 class TopicSink:
-    """Marked copies into a topic.
+    """Sends marked copies into a topic.
 
-    A record goes to its own partition's number modulo the topic's, so that the order within a
-    partition is kept.
+    A record goes to its own partition's number modulo the topic's, so the order within a partition
+    is kept.
 
     Args:
-        partitions: how many the topic has.
+        partitions: number of partitions of the topic.
         by_key: choose the partition of a record with a key as Kafka's clients do.
-        now_ms: the time of deadlines, in epoch milliseconds.
+        now_ms: current time for deadlines, in epoch milliseconds.
     """
 
     def __init__(
@@ -52,12 +54,12 @@ class TopicSink:
         self._by_key = by_key
 
     async def prepare(self) -> None:
-        """Let the producer ask what it wants to know of the topic, so that no record waits."""
+        """Let the producer fetch the topic's metadata, so that no record waits for it."""
         for number in range(self._partitions):
             await self._producer.send(TopicPartition(self.topic, number), ())
 
     def partition_of(self, record: Record) -> TopicPartition:
-        """Where the record's copy goes."""
+        """Return the partition of the record's copy."""
         if self._by_key and record.key is not None:
             return TopicPartition(self.topic, partition_for_key(record.key, self._partitions))
         return TopicPartition(self.topic, record.partition % self._partitions)
@@ -75,19 +77,19 @@ class TopicSink:
         return runs
 
     async def finish(self) -> None:
-        """Nothing comes of records in a topic."""
+        """Do nothing: records in a topic have no results to wait for."""
 
 
 class CaptureSink:
-    """The records as they are, into a capture file that is open."""
+    """Writes unchanged records into an open capture file."""
 
     def __init__(self, writer: CaptureWriter) -> None:
         self._writer = writer
 
     async def send(self, records: Sequence[Record]) -> Sequence[Run]:
-        """See `Sink`. What was handed over is in the file once a frame is full, or at the end."""
+        """See `Sink`. Records are in the file once a frame is full, or at the end."""
         await asyncio.to_thread(self._writer.add, records)
         return ()
 
     async def finish(self) -> None:
-        """The index is written when the writer is left."""
+        """Do nothing: leaving the writer writes the index."""

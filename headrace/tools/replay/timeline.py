@@ -1,8 +1,8 @@
-"""Several partitions merged into one order of time: pure rules, no I/O.
+"""Merge of several partitions into one order of time; pure, no I/O.
 
-The next record is the one with the lowest timestamp among the partitions' first waiting ones, so
-that a partition's own order always holds. It is known only while every unfinished partition has a
-record waiting; until then nothing is given.
+The next record is the one with the lowest timestamp among the partitions' first pending ones, so a
+partition's own order always holds. It is known only while every unfinished partition has a pending
+record; until then nothing is returned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.log.port import Record, TopicPartition
 from headrace.tools.replay.recording import record_bytes
 
 RECORD_OVERHEAD_BYTES = 500
-"""What a waiting record takes beside its bytes: its Python objects."""
+"""Size of a pending record beside its bytes: its Python objects."""
 
 
 class _Queue:
@@ -28,32 +28,32 @@ class _Queue:
 
 
 class Timeline:
-    """Records that wait for their turn, by partition.
+    """Pending records by partition.
 
     Args:
-        partitions: all that there will be.
+        partitions: all partitions of the merge.
     """
 
     def __init__(self, partitions: Iterable[TopicPartition]) -> None:
         self._queues = {partition: _Queue() for partition in partitions}
         self._heads: list[tuple[int, TopicPartition]] = []
-        self._empty = len(self._queues)  # unfinished partitions without a waiting record
+        self._empty = len(self._queues)  # unfinished partitions without a pending record
 
     @property
     def finished(self) -> bool:
-        """Whether every partition has ended and nothing waits."""
+        """Return whether every partition has ended and nothing is pending."""
         return not self._empty and not self._heads
 
     def held_bytes(self, partition: TopicPartition) -> int:
-        """What waits of a partition."""
+        """Return the size of a partition's pending records."""
         return self._queues[partition].held_bytes
 
     def is_finished(self, partition: TopicPartition) -> bool:
-        """Whether nothing more will come of it."""
+        """Return whether the partition's end was reached."""
         return self._queues[partition].finished
 
     def is_waiting_for(self, partition: TopicPartition) -> bool:
-        """Whether nothing can be told before this partition has a record, or has ended."""
+        """Return whether the merge is blocked until this partition has a record, or has ended."""
         queue = self._queues[partition]
         return not queue.finished and not queue.records
 
@@ -69,14 +69,14 @@ class Timeline:
         queue.held_bytes += sum(map(_held, records))
 
     def finish(self, partition: TopicPartition) -> None:
-        """Nothing more will come of this partition."""
+        """Mark the end of a partition."""
         queue = self._queues[partition]
         if not queue.finished:
             queue.finished = True
             self._empty -= not queue.records
 
     def take(self, max_records: int) -> list[Record]:
-        """The next records, as far as they are known."""
+        """Return the next records, as far as they are known."""
         taken: list[Record] = []
         while not self._empty and self._heads and len(taken) < max_records:
             _, partition = self._heads[0]

@@ -1,4 +1,4 @@
-"""A recording that is a topic: read by a reader that is in no group."""
+"""A recording backed by a topic, read without a consumer group."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from headrace.tools.replay.timeline import Timeline
 POLL_S = 0.2
 POLL_RECORDS = 2000
 SILENCE_S = 30.0
-"""After so long without a word from any broker, reading gives up."""
+"""Reading fails after this time without a response from any broker."""
 
 AHEAD_BYTES = 64 * 1024 * 1024
-"""What may wait for slower partitions, of all partitions together."""
+"""Limit of records waiting for slower partitions, over all partitions."""
 
 LEAST_AHEAD_BYTES = 1024 * 1024
 
 
 class TopicRecording(Recording):
-    """What was selected of a topic; made by `open_topic`.
+    """Selected records of a topic; made by `open_topic`.
 
     Args:
         log: open for as long as this is used.
@@ -61,7 +61,7 @@ class TopicRecording(Recording):
 
 
 class _Reading:
-    """One reading: polls into the timeline, and holds back partitions that are far ahead."""
+    """One reading: polls into the timeline, and pauses partitions that are far ahead."""
 
     def __init__(self, reader: Consumer, spans: Sequence[Span], selection: Selection) -> None:
         self._reader = reader
@@ -75,7 +75,7 @@ class _Reading:
                 reader.seek(span.partition, span.begin)
 
     async def advance(self) -> list[Gap]:
-        """Poll once, see which partitions have ended, and return what cannot be read."""
+        """Poll once, detect ended partitions, and return unreadable ranges."""
         polled = await self._reader.poll(POLL_S, POLL_RECORDS)
         for partition, records in polled.items():
             if not self.timeline.is_finished(partition):
@@ -93,7 +93,7 @@ class _Reading:
             self._finish(partition)
 
     async def _look_for_ends(self) -> None:
-        """What is left below an end may be transaction markers, which no poll returns."""
+        """Detect ends: the remaining offsets may be transaction markers, which no poll returns."""
         for partition, end in self._ends.items():
             waits = self.timeline.is_waiting_for(partition)
             if waits and await self._reader.position(partition) >= end:
@@ -122,10 +122,10 @@ class _Reading:
 
 @asynccontextmanager
 async def open_topic(log: Log, topic: str, selection: Selection) -> AsyncIterator[TopicRecording]:
-    """A topic's records up to its last stable offsets of now.
+    """Open a topic's records up to its current last stable offsets.
 
     Raises:
-        ConfigurationError: there is no such topic, or it lacks a partition that was asked for.
+        ConfigurationError: the topic, or one of the requested partitions, is missing.
         LogUnavailable: no broker answers.
     """
     info = (await log.describe_topics([topic]))[topic]

@@ -1,4 +1,4 @@
-"""How many records, bytes and what time: by partition."""
+"""Number of records, bytes and time span by partition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.tools.replay.recording import record_bytes
 
 
 class PartitionTotals(NamedTuple):
-    """What a file, or a dry run, has of one partition.
+    """Totals of one partition in a file or dry run.
 
     Attributes:
         bytes: of keys, values and headers.
@@ -33,7 +33,7 @@ class Totals:
         self._by_partition: dict[TopicPartition, PartitionTotals] = {}
 
     def add(self, records: Sequence[Record]) -> None:
-        """Count some more records."""
+        """Count more records."""
         for record in records:
             partition = TopicPartition(record.topic, record.partition)
             offset, at_ms = record.offset, record.timestamp
@@ -51,5 +51,5 @@ class Totals:
             )
 
     def partitions(self) -> list[PartitionTotals]:
-        """In the order of partitions."""
+        """Return the totals in the order of partitions."""
         return [self._by_partition[partition] for partition in sorted(self._by_partition)]

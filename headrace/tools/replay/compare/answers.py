@@ -1,4 +1,4 @@
-"""Two answers to one request: pure."""
+"""Comparison of two answers to one request; pure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from headrace.tools.replay.compare.arrays import ArrayDifference, compare_arrays
 OK = "ok"
 UNREADABLE = "unreadable"
 MISSING = "missing"
-"""The codes of an answer that is none of Headrace's, and of a recorded one that is not there."""
+"""Codes of an answer that is not Headrace's, and of a recorded answer that is missing."""
 
 
 class Measured(NamedTuple):
-    """An answer, and how long it took.
+    """An answer, and its timings.
 
     Attributes:
         code: `ok`, the code of an error, `unreadable` or `missing`.
         message: of an error.
-        queue_us, compute_us: as the answer says; None where it does not.
-        end_to_end_us: from sending the request to having its answer; None where it was recorded.
+        queue_us, compute_us: as reported by the answer; None if missing.
+        end_to_end_us: from sending the request to receiving its answer; None if recorded.
     """
 
     code: str
@@ -38,7 +38,7 @@ class Measured(NamedTuple):
 
 
 def measured(record: Record, end_to_end_us: int | None = None) -> Measured:
-    """What an answer record says."""
+    """Parse an answer record."""
     try:
         answer = decode_response(record.headers, record.value)
     except Rejected as error:
@@ -61,11 +61,11 @@ def _microseconds(parameter: object) -> int | None:
 
 
 class AnswerDifference(NamedTuple):
-    """How an answer differs from its reference.
+    """Difference between an answer and its reference.
 
     Attributes:
         codes: of the reference and of the other one.
-        outputs: by name, where both are `ok`; an output that one side lacks is not exact.
+        outputs: by name, if both are `ok`; an output that one side lacks is not exact.
     """
 
     codes: tuple[str, str]
@@ -73,14 +73,16 @@ class AnswerDifference(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         same_code = self.codes[0] == self.codes[1]
         return same_code and all(each.exact for each in self.outputs.values())
 
     @property
     def badness(self) -> tuple[int, float]:
-        """Orders differences, the worst last: other codes, then outputs that are not exact where
-        only that counts, then the largest difference in relation to the reference's scale.
+        """Return a sort key, the worst difference last.
+
+        Different codes are worst, then inexact outputs without a numeric distance, then the largest
+        difference relative to the reference's scale.
         """
         if self.codes[0] != self.codes[1]:
             return 3, 0.0

@@ -1,4 +1,4 @@
-"""One output of two answers: how far apart two arrays are. Pure."""
+"""Difference between two arrays of one output. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ Floats = NDArray[np.float64]
 
 
 class ArrayDifference(NamedTuple):
-    """How an output differs from its reference.
+    """Difference between an output and its reference.
 
     Attributes:
         exact: same dtype, shape and elements; NaN is equal to NaN.
-        comparable: floats of one shape on both sides; otherwise what follows means nothing.
-        max_abs, mean_abs: of the elementwise differences; infinite where one side alone is not
-            a number or not finite.
+        comparable: floats of one shape on both sides; otherwise the following fields are
+            meaningless.
+        max_abs, mean_abs: of the elementwise differences; infinite if only one side is NaN or
+            infinite.
         cosine: of the flattened arrays, from -1 to 1; 1 for two arrays of zeros.
-        top1: the share of rows whose largest element is in the same place; None where the last
-            dimension has fewer than two elements.
-        topk: the share of the k largest places that both sides have, over all rows.
+        top1: share of rows with the largest element at the same index; None if the last dimension
+            has fewer than two elements.
+        topk: share of the k largest elements' indices that both sides have, over all rows.
         scale: the largest finite absolute value of the reference.
     """
 
@@ -38,12 +39,12 @@ class ArrayDifference(NamedTuple):
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is one of the protocol's floating-point datatypes."""
+    """Return whether a dtype is one of the protocol's floating-point datatypes."""
     return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 
 def resolution(dtype: np.dtype[Any]) -> float:
-    """The distance from 1 to the next larger number of a float dtype."""
+    """Return the distance from 1 to the next larger number of a float dtype."""
     found = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]  # knows bfloat16 as well
     return float(found.eps)
 
@@ -92,7 +93,7 @@ def _cosine(left: Floats, right: Floats) -> float:
 
 
 def _agreement(left: Floats, right: Floats, k: int) -> tuple[float | None, float | None]:
-    """Of the places of the largest elements of each row along the last dimension."""
+    """Return the agreement of the largest elements' indices along the last dimension."""
     if not left.ndim or left.shape[-1] < 2 or not left.size:
         return None, None
     size = left.shape[-1]

@@ -1,4 +1,4 @@
-"""Those that are asked: a pipeline in this process, or answers that were recorded."""
+"""Sides of a comparison: a pipeline in this process, or recorded answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.tools.replay.recording import Recording, identity, record_bytes
 
 ANSWER_TIMEOUT_S = 60.0
 MAX_RECORDED_BYTES = 1024 * 1024 * 1024
-"""Recorded answers are held in memory until they are asked for."""
+"""Limit of recorded answers, which are held in memory until they are used."""
 
 RECORD_OVERHEAD_BYTES = 500
 
@@ -33,7 +33,7 @@ _LEFT_OUT = frozenset(
 
 
 class Asked(NamedTuple):
-    """One request and its three answers; `again` is None where there is no second run."""
+    """One request and its three answers; `again` is None without a second run."""
 
     request: Record
     reference: Measured
@@ -42,10 +42,10 @@ class Asked(NamedTuple):
 
 
 class Subject(Protocol):
-    """Whoever answers."""
+    """One side, which answers requests."""
 
     async def answer(self, request: Record) -> Measured:
-        """The answer to a recorded request."""
+        """Return the answer to a recorded request."""
         ...
 
 
@@ -54,8 +54,8 @@ class Unanswered(Retriable):
 
 
 class PipelineSubject:
-    """A pipeline whose log this exchange is on. Requests are asked without their deadlines, which
-    would make the outcome a matter of time.
+    """A pipeline behind this request/reply client. Requests are sent without their deadlines, which
+    would make the outcome depend on timing.
     """
 
     def __init__(self, exchange: RpcClient) -> None:
@@ -76,15 +76,15 @@ class PipelineSubject:
 
 
 class RecordedSubject:
-    """Answers by the identity of the request they answer; see `load_answers`. A copy that a
-    replay has made (`x-replay-of`) may be answered by its original's.
+    """Answers by the identity of their request; see `load_answers`. For a copy made by a replay
+    (`x-replay-of`) the answer to its original may be used.
     """
 
     def __init__(self, answers: Mapping[str, Record]) -> None:
         self._answers = answers
 
     async def answer(self, request: Record) -> Measured:
-        """See `Subject`; `missing` where none was recorded."""
+        """See `Subject`; `missing` if no answer was recorded."""
         record = self._answers.get(identity(request))
         if record is None:
             copied_from = last_header(request.headers, "x-replay-of")
@@ -97,8 +97,7 @@ class RecordedSubject:
 async def load_answers(
     recording: Recording, max_bytes: int = MAX_RECORDED_BYTES
 ) -> dict[str, Record]:
-    """Recorded answers by the request they answer (`x-request`). The first counts; a second one
-    is a duplicate.
+    """Return recorded answers by their request (`x-request`); later duplicates are ignored.
 
     Raises:
         ConfigurationError: they are more than `max_bytes`.

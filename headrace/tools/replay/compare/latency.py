@@ -1,4 +1,4 @@
-"""How long answers took: distributions in microseconds. Pure."""
+"""Latency distributions of answers, in microseconds. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("queue", "compute", "end_to_end")
 
 
 class Distribution(NamedTuple):
-    """Of one kind of latency, in microseconds."""
+    """Distribution of one kind of latency, in microseconds."""
 
     answers: int
     mean_us: float
@@ -25,13 +25,13 @@ class Distribution(NamedTuple):
 
 
 class Latencies:
-    """All latencies of one side, of the requests that it answered with outputs."""
+    """All latencies of one side, for the requests that it answered with outputs."""
 
     def __init__(self) -> None:
         self._values = {kind: array("q") for kind in KINDS}
 
     def add(self, answer: Measured) -> None:
-        """Take one answer's times."""
+        """Add one answer's timings."""
         if answer.code != OK:
             return
         times = (answer.queue_us, answer.compute_us, answer.end_to_end_us)
@@ -40,11 +40,11 @@ class Latencies:
                 self._values[kind].append(value)
 
     def values_us(self, kind: str) -> array[int]:
-        """One kind, in the order of the answers."""
+        """Return the values of one kind, in the order of the answers."""
         return self._values[kind]
 
     def distribution(self, kind: str) -> Distribution | None:
-        """None where there are no values."""
+        """Return the distribution of one kind; None if there are no values."""
         values = np.asarray(self._values[kind], dtype=np.int64)
         if not values.size:
             return None
@@ -53,7 +53,7 @@ class Latencies:
 
 
 def ratio_of_medians(other: Distribution | None, reference: Distribution | None) -> float | None:
-    """How many times as long; a median below 1 µs counts as 1 µs. None without values."""
+    """Return the ratio; a median below 1 µs counts as 1 µs. None without values."""
     if other is None or reference is None:
         return None
     return max(other.p50_us, 1.0) / max(reference.p50_us, 1.0)

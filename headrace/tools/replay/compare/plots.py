@@ -1,6 +1,6 @@
 """Plots as inline SVG: a distribution as steps, and a histogram of magnitudes. Pure.
 
-Text and colours come from the page's style (`style`), so that both of its schemes fit.
+Text and colours come from the page's style (`style`), so they fit both colour schemes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Values = NDArray[np.float64]
 
 
 def cumulative(series: Mapping[str, Sequence[int]], title: str) -> str:
-    """The share of answers within a time, of each series, over microseconds on a log scale."""
+    """Plot the share of answers within a time, for each series, over microseconds
+    on a log scale.
+    """
     sorted_series = {
         name: np.sort(np.maximum(np.asarray(values, dtype=np.float64), 1.0))
         for name, values in series.items()
@@ -47,7 +49,9 @@ def cumulative(series: Mapping[str, Sequence[int]], title: str) -> str:
 
 
 def magnitudes(series: Mapping[str, Sequence[float]], title: str, limit: float | None) -> str:
-    """How many requests differ by how much, of each series; what is equal stands at the left."""
+    """Plot the number of requests by size of difference, for each series; equal ones are at the
+    left.
+    """
     counts = {name: _bins(values) for name, values in series.items() if len(values)}
     if not counts:
         return ""
@@ -80,7 +84,7 @@ def magnitudes(series: Mapping[str, Sequence[float]], title: str, limit: float |
 
 
 def _bins(values: Sequence[float]) -> Values:
-    """The share of values that are 0, and in each decade from the lowest exponent on."""
+    """Return the share of zeros, and of values per decade from the lowest exponent on."""
     found = np.asarray(values, dtype=np.float64)
     counts = np.zeros(HIGHEST_EXPONENT - LOWEST_EXPONENT + 1)
     counts[0] = np.count_nonzero(found == 0)
@@ -111,7 +115,7 @@ def _line(points: Sequence[tuple[float, float]], colour: str) -> str:
 
 
 def _colours(names: Iterable[str]) -> list[str]:
-    """The candidate has the same one in every plot."""
+    """Assign colours; the candidate has the same one in every plot."""
     return ["s2" if name == "candidate" else f"s{number}" for number, name in enumerate(names)]
 
 

@@ -1,4 +1,4 @@
-"""The comparison as one HTML page that needs nothing else: no script, no outside resource. Pure."""
+"""Comparison as a self-contained HTML page: no script, no outside resource. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIND_NAMES = {"queue": "Waiting for a batch", "compute": "In the model", "end_to
 
 
 class Subjects(NamedTuple):
-    """What was compared, in words."""
+    """Descriptions of the compared sides."""
 
     recording: str
     reference: str
@@ -28,7 +28,7 @@ class Subjects(NamedTuple):
 def report(
     comparison: Comparison, findings: Sequence[Finding], subjects: Subjects, command_of: CommandOf
 ) -> str:
-    """The page. Everything that comes from records or names is escaped."""
+    """Return the page. Everything that comes from records or names is escaped."""
     body = "\n".join(
         [
             *_heading(comparison, findings, subjects),
@@ -178,7 +178,7 @@ def _worst(comparison: Comparison, command_of: CommandOf) -> Iterator[str]:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], first_number: int) -> str:
-    """Cells are HTML; columns from `first_number` on hold numbers."""
+    """Return a table. Cells are HTML; columns from `first_number` on hold numbers."""
     styles = ['class="n"' if place >= first_number else "" for place in range(len(headings))]
     head = "".join(
         f"<th {style}>{heading}</th>" for heading, style in zip(headings, styles, strict=True)

@@ -1,7 +1,7 @@
-"""The run: every recorded request to all sides, the answers compared at once and let go.
+"""Comparison run: sends every recorded request to all sides, and compares the answers at once.
 
-A few requests are under way at a time. Each is asked of the sides one after the other, in an order
-that turns from request to request, so that whatever else the machine does meets all sides alike.
+A few requests are in flight at a time. Each is sent to the sides one after the other, in an order
+that rotates from request to request, so that other load on the machine affects all sides equally.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ DEFAULT_TOP_K = 5
 
 @dataclass(slots=True)
 class Comparison:
-    """All that a run has found.
+    """Results of a run.
 
     Attributes:
         top_k: the k of the top-k agreement.
         noise: the second run of the current model against the reference; None without one.
-        reference, again, other: how long the answers took of the reference, of the second run,
-            and of the candidate.
-        reference_is_recorded: it was not run here, and its times are another machine's.
-        missing: requests whose answer was not recorded; they are in nothing else.
+        reference, again, other: latencies of the reference, of the second run, and of the
+            candidate.
+        reference_is_recorded: it was not run here, and its timings are another machine's.
+        missing: requests without a recorded answer; they are excluded from everything else.
     """
 
     top_k: int = DEFAULT_TOP_K
@@ -82,7 +82,7 @@ class Comparison:
         )
 
     def sides(self) -> Sides:
-        """What is judged. Times are only compared with those of a model that ran here."""
+        """Return the data to judge. Latencies are compared only if the reference ran here."""
         again = None if self.noise is None else self.again
         if not self.reference_is_recorded:
             return Sides(self.candidate, self.noise, self.other, self.reference, again)
@@ -92,13 +92,13 @@ class Comparison:
 
 
 def require_model(asked: Asked, *, reference_is_recorded: bool = False) -> None:
-    """See that the request's model is served by all sides, or by none.
+    """Check that all sides serve the request's model, or none does.
 
-    A model that has failed, or that one side alone lacks, says nothing of the candidate. One that
-    all sides lack is the caller's mistake, and stays in the comparison as an equal refusal.
+    A model that has failed, or that only one side lacks, says nothing about the candidate. If all
+    sides lack it, that is the caller's mistake, which stays in the comparison as an equal refusal.
 
     Raises:
-        ConfigurationError: with the side, and what it answered.
+        ConfigurationError: with the side, and its answer.
     """
     answers = {"the current model's side": asked.reference, "the candidate's side": asked.candidate}
     if reference_is_recorded:
@@ -109,7 +109,7 @@ def require_model(asked: Asked, *, reference_is_recorded: bool = False) -> None:
     for side, answer in answers.items():
         lacking = answer.code == Code.UNKNOWN_MODEL and known != {Code.UNKNOWN_MODEL}
         if lacking or answer.code == Code.MODEL_NOT_READY:
-            # Without the request: those under way at once end with one line for all.
+            # Without the request, so that concurrent failures produce a single line.
             raise ConfigurationError(
                 f"expected a model that {side} serves, got {answer.code}: {answer.message}"
             )
@@ -123,14 +123,14 @@ async def compare(
     concurrency: int = DEFAULT_CONCURRENCY,
     advanced: Advanced = lambda *_: None,
 ) -> None:
-    """Ask the reference, the second run and the candidate all that was recorded.
+    """Send the recorded requests to the reference, the second run and the candidate.
 
-    `comparison` is added to; `concurrency` is how many requests are under way at once, and
-    `advanced` is called for each request that was answered.
+    The results are added to `comparison`; `concurrency` is the number of requests in flight, and
+    `advanced` is called for each answered request.
 
     Raises:
-        ExceptionGroup: with what ended it, `Unanswered` and `ConfigurationError` (see
-            `require_model`) among others.
+        ExceptionGroup: with the cause of the end, such as `Unanswered` or `ConfigurationError` (see
+            `require_model`).
         ConfigurationError: no side had a model for any request.
     """
     async with aclosing(_numbered(recording)) as requests:

@@ -1,4 +1,4 @@
-"""The page's style: two colour schemes, by what the reader's system prefers."""
+"""Style of the page: two colour schemes, selected by the reader's system preference."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b2733; --soft: #5b6b7a; --line: #d5dde4; --page: #fff;

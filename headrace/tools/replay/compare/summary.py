@@ -1,4 +1,4 @@
-"""All that a comparison has found, as plain values and as lines for people. Pure."""
+"""Results of a comparison, as plain values and as lines of text. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from headrace.tools.replay.compare.tally import OutputTally, PairTally, WorstCas
 from headrace.tools.replay.compare.verdict import Finding, is_same
 
 CommandOf = Callable[[WorstCase], str]
-"""Gives the command that replays one request alone."""
+"""Returns the command that replays one request alone."""
 
 
 def summary(
     comparison: Comparison, findings: Sequence[Finding], command_of: CommandOf
 ) -> dict[str, Any]:
-    """Everything, in JSON's types; latencies in microseconds."""
+    """Return all results in JSON's types; latencies in microseconds."""
     noise = comparison.noise
     return {
         "verdict": "same" if is_same(findings) else "different",
@@ -38,7 +38,7 @@ def summary(
 
 
 def sides_of(comparison: Comparison) -> dict[str, Latencies]:
-    """The latencies that were measured, by the name of their side."""
+    """Return the measured latencies, by the name of their side."""
     reference = "recorded" if comparison.reference_is_recorded else "current"
     sides = {reference: comparison.reference, "candidate": comparison.other}
     if comparison.noise is not None:
@@ -48,7 +48,9 @@ def sides_of(comparison: Comparison) -> dict[str, Latencies]:
 
 
 def ratios(comparison: Comparison) -> dict[str, float | None]:
-    """The candidate's medians to the current model's, by kind; None where it was not run."""
+    """Return the ratios of candidate to current medians, by kind; None if the
+    current was not run.
+    """
     current = comparison.sides().current_latencies
     return {
         kind: None
@@ -86,7 +88,7 @@ def _output(output: OutputTally) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Replace infinities, which JSON does not have."""
     return "Infinity" if value == math.inf else value
 
 
@@ -105,7 +107,7 @@ def _case(case: WorstCase, command_of: CommandOf) -> dict[str, Any]:
 
 
 def describe(case: WorstCase) -> str:
-    """How the answers to one request differ, in a line."""
+    """Describe the difference of the answers to one request in a line."""
     before, after = case.difference.codes
     if before != after:
         message = case.other.message or case.reference.message
@@ -132,12 +134,12 @@ def _shown(case: WorstCase, name: str) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits that count."""
+    """Format a number with four significant digits."""
     return f"{value:.4g}"
 
 
 def lines(comparison: Comparison, findings: Sequence[Finding]) -> Iterator[str]:
-    """The findings, the worst requests and the verdict, for people."""
+    """Yield the findings, the worst requests and the verdict as text."""
     for finding in findings:
         noise = "" if finding.noise is None else f", noise {number(finding.noise)}"
         bound = "at least" if finding.at_least else "at most"

@@ -1,6 +1,6 @@
-"""What the differences of all requests together show: counts, extremes, means. Pure.
+"""Totals of the differences over all requests: counts, extremes, means. Pure.
 
-Of each request one number is kept for each float output, for the plots; nothing of its arrays.
+One number per request and float output is kept for the plots, but no arrays.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class OutputTally:
     """One output over all requests that both sides answered.
 
     Attributes:
-        count: how many pairs there were; `exact` of them equal, `comparable` floats of one shape,
-            `mismatched` neither.
-        max_abs, mean_abs, cosine_min, cosine_mean: over the comparable pairs; a mean weighs every
-            request the same.
-        top1, topk: the mean share, see `ArrayDifference`; None where it has no meaning.
+        count: number of pairs; `exact` of them are equal, `comparable` are floats of one shape,
+            `mismatched` are neither.
+        max_abs, mean_abs, cosine_min, cosine_mean: over the comparable pairs; a mean weighs all
+            requests equally.
+        top1, topk: the mean share, see `ArrayDifference`; None if undefined.
         scale: the largest absolute value of the references.
-        resolution: of the dtype; 0 for other than floats.
+        resolution: of the dtype; 0 for non-floats.
         largest: the largest difference of each comparable pair.
     """
 
@@ -65,12 +65,12 @@ class OutputTally:
 
     @property
     def exact_share(self) -> float:
-        """Of all pairs."""
+        """Share of exact pairs among all pairs."""
         return self.exact / self.count if self.count else 1.0
 
     @property
     def mismatched_share(self) -> float:
-        """Pairs that differ without numbers to say how far: labels, texts, other shapes."""
+        """Share of pairs that differ without a numeric distance: labels, texts, other shapes."""
         return self.mismatched / self.count if self.count else 0.0
 
     @property
@@ -94,8 +94,8 @@ class PairTally:
     """One side against the reference, over all requests.
 
     Attributes:
-        count: requests; `exact` of them without any difference.
-        codes: how often the reference had one code and this side another, or the same.
+        count: number of requests; `exact` of them without any difference.
+        codes: counts of (the reference's code, this side's code), equal ones included.
         outputs: by name.
     """
 
@@ -116,27 +116,27 @@ class PairTally:
 
     @property
     def code_changes(self) -> dict[tuple[str, str], int]:
-        """The pairs of codes that differ."""
+        """Return the pairs of different codes with their counts."""
         return {codes: count for codes, count in self.codes.items() if codes[0] != codes[1]}
 
     @property
     def changed_share(self) -> float:
-        """Requests that ended with another code."""
+        """Share of requests that ended with another code."""
         return sum(self.code_changes.values()) / self.count if self.count else 0.0
 
     @property
     def compared(self) -> int:
-        """Requests that both sides answered with outputs."""
+        """Number of requests that both sides answered with outputs."""
         return self.codes[OK, OK]
 
     @property
     def reference_ok(self) -> int:
-        """Requests that the reference answered with outputs."""
+        """Number of requests that the reference answered with outputs."""
         return sum(count for codes, count in self.codes.items() if codes[0] == OK)
 
 
 class WorstCase(NamedTuple):
-    """A request whose answers differ most."""
+    """One of the requests whose answers differ most."""
 
     topic: str
     partition: int
@@ -148,7 +148,7 @@ class WorstCase(NamedTuple):
 
 
 class WorstCases:
-    """The few that differ most, in bounded memory."""
+    """The few requests whose answers differ most, in bounded memory."""
 
     def __init__(self, kept: int = WORST_KEPT) -> None:
         self._kept = kept
@@ -156,10 +156,10 @@ class WorstCases:
         self._numbers = itertools.count()
 
     def add(self, case: WorstCase) -> None:
-        """Keep it if it is one of the worst; what does not differ is none."""
+        """Keep a case if it is one of the worst; a case without difference is ignored."""
         if case.difference.exact:
             return
-        # The earlier of two that are equally bad stays.
+        # Of two equally bad cases, the earlier one stays.
         entry = (case.difference.badness, -next(self._numbers), case)
         if len(self._heap) < self._kept:
             heapq.heappush(self._heap, entry)
@@ -167,5 +167,5 @@ class WorstCases:
             heapq.heappushpop(self._heap, entry)
 
     def sorted(self) -> Sequence[WorstCase]:
-        """The worst first."""
+        """Return the cases, worst first."""
         return [case for _, _, case in sorted(self._heap, key=lambda entry: entry[:2])[::-1]]

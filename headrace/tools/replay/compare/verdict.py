@@ -1,8 +1,8 @@
-"""What is allowed, and what exceeds it. Pure.
+"""Thresholds and findings. Pure.
 
-Without thresholds of the user's, what is allowed follows from the noise floor: what the current
-model shows against itself, times a margin. A float output may always differ by a few steps of its
-datatype, since a batch of another size rounds otherwise.
+Without thresholds from the user, the limits follow from the noise floor: the difference of the
+current model from itself, times a margin. A float output may always differ by a few steps of its
+datatype, since a batch of another size rounds differently.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from headrace.tools.replay.compare.latency import Latencies, ratio_of_medians
 from headrace.tools.replay.compare.tally import OutputTally, PairTally
 
 ROUNDING = 1e-5
-"""A difference of this share of an output's scale is never held against a candidate."""
+"""Share of an output's scale; smaller differences never count against a candidate."""
 
 ROUNDING_STEPS = 8
-"""Likewise so many times the resolution of the datatype, which decides for FP16 and BF16."""
+"""The same in multiples of the datatype's resolution, which decides for FP16 and BF16."""
 
 TOP1_SLACK = 0.001
-"""Rows whose two largest scores are as good as equal may change places."""
+"""Share of rows in which two nearly equal top scores may swap."""
 
 COMPARABLE_UNRECORDED = 0.5
-"""The share of requests that both sides have to answer with outputs, where no recorded answers say
-how many were answered so."""
+"""Share of requests that both sides must answer with outputs, if no recorded answers say how many
+were answered so.
+"""
 
 LATENCY_KINDS = ("compute", "end_to_end")
 LATENCY_SLACK_US = 200.0
-"""A median that is later by less than this is not slower, whatever the ratio."""
+"""A median that is later by less than this does not count as slower, whatever the ratio."""
 
 LATENCY_COUNT = 50
-"""With fewer answers, latencies are shown and not judged."""
+"""With fewer answers, latencies are shown but not judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What a user allows; None leaves it to the noise floor.
+    """Limits set by the user; None derives them from the noise floor.
 
     Attributes:
-        margin: times the noise floor.
-        max_abs: the largest difference of a float output.
-        max_mismatched: the share of requests whose label, text or other exact output differs.
-        min_top1: the share of rows whose largest element stays in its place.
-        max_code_changes: the share of requests that end with another code.
+        margin: multiple of the noise floor.
+        max_abs: largest difference of a float output.
+        max_mismatched: share of requests whose label, text or other exact output differs.
+        min_top1: share of rows whose largest element keeps its index.
+        max_code_changes: share of requests that end with another code.
         max_latency_ratio: of the medians, candidate to current.
-        min_recorded: the share of requests whose answer was recorded, where the reference is
-            recorded answers.
-        min_comparable: the share of requests that both sides answer with outputs.
+        min_recorded: share of requests with a recorded answer, if the reference is recorded
+            answers.
+        min_comparable: share of requests that both sides answer with outputs.
     """
 
     margin: float = 4.0
@@ -62,13 +63,13 @@ class Thresholds:
 
 
 class Finding(NamedTuple):
-    """One thing that was judged.
+    """One judged measure.
 
     Attributes:
         subject: such as `output scores`, `answers` or `latency`.
         measure: what was measured.
-        noise: the same of the current model against itself; None where that was not measured.
-        limit: `got` may reach it, and not pass it (`at_least`: not fall below it).
+        noise: the same of the current model against itself; None if not measured.
+        limit: `got` may reach it, but not exceed it (`at_least`: not fall below it).
     """
 
     subject: str
@@ -81,9 +82,9 @@ class Finding(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """All that is judged; `noise` and what is current are None where the current model was not
-    run. `missing` counts the requests whose answer was not recorded; `recorded` says that the
-    reference is recorded answers.
+    """Data to judge; `noise` and the current side are None if the current model was not run.
+    `missing` counts requests without a recorded answer; `recorded` says that the reference is
+    recorded answers.
     """
 
     candidate: PairTally
@@ -96,7 +97,7 @@ class Sides(NamedTuple):
 
 
 def judge(sides: Sides, thresholds: Thresholds) -> list[Finding]:
-    """All that was judged, what passed included. No request is not the same as no difference."""
+    """Return all findings, including passed ones. Zero requests do not count as no difference."""
     findings = [_compared(sides.candidate)]
     if sides.missing:
         findings.append(_recorded(sides, thresholds))
@@ -112,7 +113,7 @@ def judge(sides: Sides, thresholds: Thresholds) -> list[Finding]:
 
 
 def is_same(findings: Sequence[Finding]) -> bool:
-    """The verdict."""
+    """Return the verdict."""
     return all(finding.passed for finding in findings)
 
 
@@ -138,15 +139,15 @@ def _code_changes(sides: Sides, thresholds: Thresholds) -> Finding:
 
 
 def _comparable(sides: Sides, thresholds: Thresholds, allowed_changes: float) -> Finding:
-    """Hold the requests that both sides answered with outputs against those that should be.
+    """Compare the number of requests that both sides answered with outputs with the expected one.
 
-    Two sides that refuse everything differ in nothing, and nothing is known of the candidate.
+    Two sides that refuse everything do not differ, but nothing is known of the candidate then.
     """
     candidate = sides.candidate
     count = candidate.count
     limit = thresholds.min_comparable
     if limit is None and sides.recorded:
-        # What may end with another code may be what was answered with outputs.
+        # The requests with a changed code may all have been answered with outputs before.
         limit = max(candidate.reference_ok / count - allowed_changes, 1 / count)
     elif limit is None:
         limit = COMPARABLE_UNRECORDED
@@ -191,7 +192,7 @@ def _judge_top1(
 
 
 def _judge_latency(sides: Sides, thresholds: Thresholds) -> Iterator[Finding]:
-    """Ratios of medians; those of the current model's two runs say how far they can be trusted."""
+    """Judge ratios of medians; those of the current model's two runs show how reliable they are."""
     if sides.current_latencies is None:
         return
     for kind in LATENCY_KINDS:
