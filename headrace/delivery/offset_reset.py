@@ -1,10 +1,10 @@
-"""Where reading starts, and where it goes on when the log no longer holds a position.
+"""Offset reset: where reading starts, and where it resumes when a position is out of range.
 
-A position beyond the end of a partition has one of two causes, which the id of the topic tells
-apart. The topic was deleted and made anew: what is known of its offsets is revoked, and it is read
-from its beginning. Or the partition has lost its end, by the election of a leader that was not in
-sync: what is answered below the new end stays so, and reading goes on there. What is known of the
-offsets above is revoked, since other records get them.
+A position beyond the end of a partition has one of two causes, which the topic id distinguishes.
+Either the topic was deleted and created again: everything known of its offsets is revoked, and it
+is read from its beginning. Or the partition was truncated by an unclean leader election: answered
+offsets below the new end stay answered, and reading resumes there. Offsets above are revoked, since
+new records will get them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = structlog.get_logger(__name__)
 
 
 class TopicIdentity:
-    """Recognises a topic that was deleted and made anew, by the id that no other topic has had.
+    """Detects a topic that was deleted and created again, by its unique topic id.
 
     Attributes:
-        known: the id of the topic whose offsets are known here; empty before the first look.
+        known: the id of the topic whose offsets are known here; empty before the first check.
     """
 
     def __init__(self, log_: Log, topic: str) -> None:
@@ -35,10 +35,10 @@ class TopicIdentity:
         self.known = ""
 
     async def replacement(self) -> str:
-        """Return the id of another topic that has the name by now, or an empty text.
+        """Return the id of a new topic of the same name, or an empty text if there is none.
 
-        The caller sets `known` once what belonged to the former topic is forgotten. A topic that
-        is absent is not replaced yet.
+        The caller sets `known` once it has forgotten the state of the former topic. An absent
+        topic does not count as replaced.
 
         Raises:
             LogUnavailable: no broker answered.
@@ -55,9 +55,9 @@ class TopicIdentity:
 def starting_progress(
     partition: TopicPartition, committed: Committed | None, beginning: int, end: int
 ) -> Progress:
-    """Where to start reading: at what is committed, within what the log holds.
+    """Return the progress to start from: the commit, limited to the offsets that the log holds.
 
-    What is committed is of this topic, since brokers delete it with the topic.
+    The commit belongs to this topic, since brokers delete commits with their topic.
     """
     if committed is None:
         return Progress(beginning)
@@ -70,7 +70,7 @@ def starting_progress(
 
 
 def truncate(partition: TopicPartition, progress: Progress, end: int) -> bool:
-    """Forget what is answered beyond the end of the partition; True if there was any."""
+    """Forget answered offsets beyond the end of the partition; return True if there were any."""
     if progress.highest <= end:
         return False
     log.error(
@@ -84,11 +84,11 @@ def truncate(partition: TopicPartition, progress: Progress, end: int) -> bool:
 
 
 class OutOfRange(NamedTuple):
-    """Partitions whose positions lay outside of what the log holds.
+    """Partitions whose positions were out of range.
 
     Attributes:
-        skipped: the beginnings of those below whose beginning records are gone unread.
-        truncated: those that have lost their end.
+        skipped: new beginning of each partition that lost unread records to retention.
+        truncated: partitions whose end was lost.
     """
 
     skipped: dict[TopicPartition, int]
@@ -102,14 +102,14 @@ async def go_on_in_range(
     *,
     is_replaced: bool,
 ) -> OutOfRange:
-    """Seek to what the log holds, for positions that lie outside of it.
+    """Seek positions that are out of range to the beginning of their partition.
 
-    Below its beginning, retention was quicker than we: those records are gone, and the next one
-    closes the gap. Beyond its end, in a topic that was made anew, it is read from the beginning. A
-    partition that has lost its end is left to the caller, which has to end what is in flight of it.
+    Below the beginning, retention deleted unread records; the next record closes the gap. Beyond
+    the end, a topic that was created again is read from its beginning. A truncated partition is
+    left to the caller, which must first end its requests in flight.
 
     Raises:
-        LogUnavailable: nobody says what the log holds.
+        LogUnavailable: no broker answered.
     """
     beginnings = await consumer.beginning_offsets(list(positions))
     found = OutOfRange({}, [])

@@ -1,8 +1,8 @@
-"""The books of the source partitions: what is answered of each, wherever its records are read.
+"""Offset store: the answered offsets of source partitions, whichever topic is read.
 
-With all four stages in a process the in-flight tracker of the source has them. Where results are
-read in the source's place, `SourceOffsets` does, and the place in `results` is committed beside
-them.
+With all four stages in one process, the in-flight tracker of the source holds them. If results are
+read instead of the source, `SourceOffsets` holds them, and the offset in `results` is committed
+together with them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from headrace.log.port import Committed, TopicPartition
 from headrace.protocol.messages import Request
 
 Outgoing = tuple[Request, TopicPartition]
-"""A request that has ended, and where its answer goes."""
+"""A request that has ended, and the partition that its answer is written to."""
 
 Offsets = dict[TopicPartition, Committed]
 
 
 class OffsetStore:
-    """What is answered, and what may be committed with the next answers.
+    """Answered offsets, and the offsets to commit with the next answers.
 
     Args:
-        in-flight tracker: of what this process reads.
-        origins: where that is `results`; None where it is the source.
-        requests: the topic of the source.
-        reading: the topic that is read.
+        tracker: in-flight tracker of the topic that this process reads.
+        origins: set if that topic is `results`; None if it is the source.
+        requests: the source topic.
+        reading: the topic that this process reads.
     """
 
     def __init__(
@@ -41,18 +41,18 @@ class OffsetStore:
         self._reading = reading
 
     def source(self, number: int) -> TopicPartition:
-        """The source partition of this number."""
+        """Return the source partition of this number."""
         return TopicPartition(self._requests, number)
 
     def progress(self, number: int) -> Progress | None:
-        """Of a source partition; None when it is not ours."""
+        """Return the progress of a source partition; None if it is not assigned here."""
         if self._origins is not None:
             return self._origins.progress(number)
         assignment = self._tracker.get(self.source(number))
         return None if assignment is None else assignment.progress
 
     def ack(self, requests: Sequence[Request]) -> None:
-        """Their answers are acknowledged."""
+        """Acknowledge requests whose answers the log has acknowledged, or that need none."""
         origins = self._origins
         if origins is not None:
             origins.answered(requests)
@@ -61,16 +61,16 @@ class OffsetStore:
     def fit(
         self, number: int, outgoing: Sequence[Outgoing]
     ) -> tuple[Sequence[Outgoing], Committed | None]:
-        """As many answers, from the lowest offset on, as the commit's metadata can tell of.
+        """Select as many answers, lowest offset first, as fit in the commit metadata.
 
-        The lowest unanswered offset always fits: with it, the base moves up.
+        The lowest unanswered offset always fits, since it moves the base up.
 
         Args:
-            number: of a source partition that is ours.
-            outgoing: unanswered, by rising offset.
+            number: an assigned source partition.
+            outgoing: unanswered requests, by rising offset.
 
         Returns:
-            them, and what is to be committed for the source with them; None with none.
+            the selected answers, and the source commit for them; None if none is selected.
         """
         progress = self.progress(number)
         assert progress is not None
@@ -89,7 +89,7 @@ class OffsetStore:
         return outgoing[:fits], best
 
     def offsets(self, number: int, source: Committed, outgoing: Sequence[Outgoing]) -> Offsets:
-        """All that is to be committed with these answers: where results are read, two offsets."""
+        """Return all offsets to commit with these answers; two if `results` is read."""
         offsets = {self.source(number): source}
         if self._origins is None:
             return offsets
@@ -105,27 +105,27 @@ class OffsetStore:
         return offsets
 
     def unsealed(self, number: int) -> Offsets:
-        """What may be committed now for this partition and differs from what was."""
+        """Return this partition's commits that differ from the last committed ones."""
         offsets = self._tracker.committable()
         if self._origins is not None:
             offsets |= self._origins.committable()
         return {each: offsets[each] for each in offsets if each.partition == number}
 
     def sealed(self, offsets: Offsets) -> None:
-        """These are committed."""
+        """Remember that these offsets are committed."""
         self._tracker.was_committed(offsets)
         if self._origins is not None:
             self._origins.was_committed(offsets)
 
     def unite(self, number: int, committed: Committed | None) -> None:
-        """Count as answered what the log says was; raises `UnknownMetadata`."""
+        """Merge answered offsets committed in the log; raises `UnknownMetadata`."""
         progress = self.progress(number)
         if progress is not None and committed is not None:
             progress.unite(Progress.from_committed(committed))
 
 
 def by_offset(outgoing: Iterable[Outgoing]) -> list[Outgoing]:
-    """In the order of their source offsets; all are of one partition."""
+    """Sort answers of one partition by source offset."""
     return sorted(outgoing, key=_offset)
 
 
@@ -134,7 +134,7 @@ def _offset(outgoing: Outgoing) -> int:
 
 
 def requests_of(outgoing: Iterable[Outgoing]) -> list[Request]:
-    """Without their targets."""
+    """Return the requests, without the target partitions."""
     return list(map(_request, outgoing))
 
 
@@ -142,7 +142,7 @@ _request = itemgetter(0)
 
 
 def _with(progress: Progress, outgoing: Sequence[Outgoing]) -> Committed | None:
-    """What would be committed if these were answered; None where that would not fit."""
+    """Return the commit with these requests answered; None if its ranges would not all fit."""
     draft = progress.copy()
     for request, _ in outgoing:
         draft.cover(request.previous, request.offset)

@@ -1,8 +1,8 @@
-"""Answers in the order of their source offsets: what has ended waits for its predecessor to leave.
+"""Ordered answers: a record that has ended is held until its predecessor has left.
 
 With order by partition, the predecessor of a record is the one delivered before it. With order by
-key, it is the last earlier one with the same key, and a record may have none. Either way one rule
-is enough: it leaves once its predecessor has left, or is answered since long.
+key, it is the last earlier one with the same key, and a record may have none. In both cases a
+record leaves once its predecessor has left, or is already answered.
 
 Synchronous, and without I/O.
 """
@@ -18,13 +18,13 @@ _PRUNE_AT = 1024
 
 
 class Answered(Protocol):
-    """The offsets that are answered, such as `headrace.delivery.acked_offsets.Progress`."""
+    """Set of answered offsets, such as `headrace.delivery.acked_offsets.Progress`."""
 
     def __contains__(self, offset: int) -> bool: ...
 
 
 class Order(Generic[T]):
-    """One source partition, for one assignment.
+    """Holds the ended records of one source partition, for one assignment.
 
     Args:
         answered: the offsets that are answered.
@@ -38,19 +38,19 @@ class Order(Generic[T]):
 
     @property
     def held(self) -> int:
-        """How many wait for a predecessor."""
+        """Number of items that wait for a predecessor."""
         return sum(map(len, self._held.values()))
 
     def ended(self, offset: int, predecessor: int | None, item: T) -> list[T]:
-        """A record has ended.
+        """Add an ended record.
 
         Args:
-            offset: the record's.
-            predecessor: the offset that goes before it, if any does.
-            item: what stands for it.
+            offset: the offset of the record.
+            predecessor: the offset that must leave first, if any.
+            item: the value to release for the record.
 
         Returns:
-            what may leave now, in order: nothing, or the item and what waited for it.
+            the items that may leave now, in order: none, or the item and all that waited for it.
         """
         if predecessor is not None and not self._has_left(predecessor):
             self._held.setdefault(predecessor, []).append((offset, item))
@@ -58,16 +58,16 @@ class Order(Generic[T]):
         return self._leave([(offset, item)])
 
     def look_again(self) -> list[T]:
-        """What may leave since its predecessor was found to be answered: by another owner, say."""
+        """Return items whose predecessor was answered meanwhile, for example by another owner."""
         free = sorted(each for each in self._held if each in self._answered)
         return [item for each in free for item in self._leave(self._held.pop(each, []))]
 
     def waiting(self) -> list[T]:
-        """Everything that is held."""
+        """Return all held items."""
         return [item for waiting in self._held.values() for _, item in waiting]
 
     def drop(self) -> list[T]:
-        """The same, held no more; the partition is not ours any more."""
+        """Remove and return all held items; called when the partition was revoked."""
         items = self.waiting()
         self._held.clear()
         return items
@@ -91,10 +91,10 @@ class Order(Generic[T]):
 
 
 class KeyChains:
-    """For order by key: which offset goes before a record that is read.
+    """Predecessor of each record read, for order by key.
 
     Args:
-        is_answered: whether an offset is, as far as is known: then it need not be remembered.
+        is_answered: returns True if an offset is known to be answered and may be forgotten.
     """
 
     def __init__(self, is_answered: Callable[[int], bool]) -> None:
@@ -103,9 +103,9 @@ class KeyChains:
         self._prune_at = _PRUNE_AT
 
     def follow(self, key: bytes | None, offset: int) -> int:
-        """Note a record; returns the last earlier one with its key, -1 where there is none.
+        """Add a record; return the offset of the last earlier one with its key, or -1.
 
-        Records without a key are in no order.
+        Records without a key are not ordered.
         """
         if key is None:
             return -1

@@ -16,11 +16,11 @@ from headrace.telemetry.metrics import Metrics
 log = structlog.get_logger(__name__)
 
 ORDERED_PIECE_BYTES = 64 * 1024
-"""What is written at a time where nothing may overtake."""
+"""Most bytes written at a time when order must be kept."""
 _RECORD_BYTES = 100
-"""What a record takes beside its key, value and headers, its share of the batch included."""
+"""Size of a record besides its key, value and headers, its share of the batch included."""
 _HEADER_BYTES = 10
-"""What the lengths of a header's name and value take, at most."""
+"""Largest size of the length fields of a header's name and value."""
 
 
 class _Unsent(Retriable):
@@ -36,14 +36,14 @@ async def deliver(
 ) -> dict[int, Rejected]:
     """Write records of one partition and wait until they are acknowledged.
 
-    While no broker answers it tries again, with backoff, until it is cancelled; a record whose
-    acknowledgement was lost is then written twice; one that is not `wanted` any more, by its index,
-    is not tried again. A batch that is refused is taken apart.
+    While no broker answers, retry with backoff until cancelled. A record whose acknowledgement was
+    lost is then written twice. A record is not retried once `wanted(index)` is False. A refused
+    batch is halved to find the refused records.
 
     Returns:
-        By index, in order, the records that are refused by themselves: `RecordTooLarge`,
-        `RecordRefused`, or all by `UnknownPartition` or `TopicForbidden`. All others are written,
-        or not wanted any more.
+        the error of each refused record by index, in order: `RecordTooLarge`, `RecordRefused`, or
+        for all records `UnknownPartition` or `TopicForbidden`. All others are written, or no
+        longer wanted.
     """
     delivery = _Delivery(producer, partition, records)
     first = await delivery.attempt(range(len(records)))
@@ -67,14 +67,15 @@ async def deliver_in_order(
     metrics: Metrics,
     wanted: Callable[[], bool] | None = None,
 ) -> tuple[int, Rejected] | None:
-    """Write records of one partition, none before the one before it is acknowledged or refused.
+    """Write records of one partition in order, up to the first refused one.
 
-    They go in pieces that a batch holds, so that each is taken or refused as a whole. Retries are
-    as in `deliver`; none is made when the records are not `wanted` any more.
+    They are sent in pieces that fit into one batch, so that each is accepted or refused as a whole;
+    a piece is sent only once the one before it is acknowledged. Retries are as in `deliver`; none
+    is made once the records are no longer `wanted`.
 
     Returns:
-        the first record that is refused by itself, by its index, and why: what comes before it is
-        written, what comes after it is not. None when all are written, or not wanted any more.
+        index and error of the first refused record: those before it are written, those after it
+        are not. None if all are written, or no longer wanted.
     """
     writing = _InOrder(producer, partition, metrics, wanted)
     try:
@@ -91,7 +92,7 @@ async def deliver_in_order(
 
 
 def _pieces(records: Sequence[NewRecord], limit_bytes: int) -> Iterator[int]:
-    """Where each piece ends; a record that is too large for any batch is one by itself."""
+    """Yield the end index of each piece; a record too large for any batch is its own piece."""
     filled = 0
     for index, record in enumerate(records):
         size = _RECORD_BYTES + len(record.key or b"") + len(record.value or b"")
@@ -105,7 +106,7 @@ def _pieces(records: Sequence[NewRecord], limit_bytes: int) -> Iterator[int]:
 
 
 class _InOrder:
-    """Writes pieces, one after the other."""
+    """Writes pieces one after another."""
 
     def __init__(
         self,
@@ -120,14 +121,14 @@ class _InOrder:
         self._wanted = wanted
 
     async def limit_bytes(self) -> int:
-        """How large a piece may be. Raises `UnknownPartition` and `TopicForbidden`."""
+        """Return the largest size of a piece. Raises `UnknownPartition` and `TopicForbidden`."""
         async for attempt in _until_acknowledged():
             with attempt:
                 limit_bytes = await self._producer.batch_limit_bytes(self._partition)
         return min(limit_bytes, ORDERED_PIECE_BYTES)
 
     async def write(self, records: Sequence[NewRecord]) -> tuple[int, Rejected] | None:
-        """The first record that is refused by itself, and why; what is after it is not written."""
+        """Return index and error of the first refused record; none after it is written."""
         async for attempt in _until_acknowledged():
             with attempt:
                 if self._wanted is not None and not self._wanted():
@@ -148,7 +149,7 @@ class _InOrder:
         return None
 
     async def _send(self, records: Sequence[NewRecord]) -> tuple[int, Rejected | None]:
-        """Once; how many are written, and why the next one is not. Raises `Retriable`."""
+        """Send once; return the number written, and the error of the next. Raises `Retriable`."""
         written = 0
         try:
             for run in await self._producer.send(self._partition, records):
@@ -169,11 +170,11 @@ def _until_acknowledged() -> AsyncRetrying:
 
 
 def too_large(partition: TopicPartition, refused: Mapping[int, Rejected]) -> list[int]:
-    """The indexes of refused records, for a topic of ours, which refuses for size alone.
+    """Return the indexes of refused records, for an internal topic, which refuses only for size.
 
     Raises:
-        LogRefused: the topic was deleted, is set up in another way than ours are, or we may not
-            write to it.
+        LogRefused: the topic was deleted, has an unexpected configuration, or may not be written
+            to.
     """
     for error in refused.values():
         if not isinstance(error, RecordTooLarge):
@@ -185,15 +186,15 @@ def _say_so(state: RetryCallState) -> None:
     error = None if state.outcome is None else state.outcome.exception()
     reason = "" if error is None else str(error)
     if error is not None:
-        drop_tracebacks(error)  # its frames refer to it, by way of the state, and to the records
+        drop_tracebacks(error)  # its frames refer to the error, through the state, and the records
     log.warning(Event.SEND_RETRIED, attempt=state.attempt_number, reason=reason)
 
 
 class _Delivery:
-    """The records of one `deliver`, and which of them were refused.
+    """The records of one `deliver` call, and which of them were refused.
 
-    Errors are kept without tracebacks, which refer back to this and to the errors themselves: the
-    records would stay until the next run of the garbage collector.
+    Errors are kept without tracebacks, which refer back to this object and to the errors: the
+    records would stay in memory until the next garbage collection.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class _Delivery:
         self.refused: dict[int, Rejected] = {}
 
     async def attempt(self, indexes: Sequence[int]) -> Sequence[int]:
-        """Try once; returns what is to be tried again."""
+        """Send once; return the indexes to retry."""
         records = self._records
         if len(indexes) < len(records):
             records = [records[index] for index in indexes]
@@ -239,7 +240,7 @@ class _Delivery:
         return again
 
     async def _halve(self, indexes: Sequence[int], error: Rejected) -> Sequence[int]:
-        """What is refused is the batch, which may hold no record that is refused by itself."""
+        """Retry a refused batch in halves: its records may be accepted in smaller batches."""
         drop_tracebacks(error)
         if len(indexes) == 1:
             self.refused[indexes[0]] = error

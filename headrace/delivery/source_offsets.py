@@ -1,11 +1,11 @@
-"""The source partitions' progress, kept by a responder that does not read the source itself.
+"""Progress of source partitions, kept by a responder that does not read the source itself.
 
-Where the responder is a process of its own it reads `results`, whose partition p carries the
-results of source partition p and of no other. So the owner of `results/p` keeps the base and the
-answered set of `requests/p`, in the same place and form as a process with all four stages:
-committed under the one group, on the *requests* topic. A result whose origin is answered already
-is a duplicate (a stage died after passing it on) and goes no further; unless the topic was deleted
-and made anew meanwhile, so that other requests stand at the same offsets.
+A responder in its own process reads `results`, whose partition p carries the results of source
+partition p only. So the owner of `results/p` keeps the base and the answered ranges of
+`requests/p`, in the same place and form as a process with all four stages: committed under the
+same group, on the *requests* topic. A result whose source offset is already answered is a
+duplicate (a stage crashed after passing it on) and is dropped; unless the topic was deleted and
+created again meanwhile, so that other requests have the same offsets.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ RETRY_S = 0.5
 
 
 class SourceOffsets:
-    """Progress and claims for each source partition whose results we read.
+    """Progress and claimed offsets of each source partition whose results are read here.
 
     Args:
-        log_: where the topic is.
-        requests_topic: its name.
+        log_: the log that holds the topic.
+        requests_topic: name of the source topic.
     """
 
     def __init__(self, log_: Log, requests_topic: str) -> None:
@@ -50,7 +50,7 @@ class SourceOffsets:
         self._committed: dict[TopicPartition, Committed] = {}
 
     async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None:
-        """Load what is committed for the source partitions."""
+        """Load the commits of the source partitions."""
         self._consumer = consumer
         replacement = await self._identity.replacement()
         sources = [TopicPartition(self._topic, partition) for partition in partitions]
@@ -75,11 +75,11 @@ class SourceOffsets:
             self._committed.pop(TopicPartition(self._topic, partition), None)
 
     def progress(self, partition: int) -> Progress | None:
-        """What is answered of a source partition; None when it is not ours."""
+        """Return the progress of a source partition; None if it is not assigned here."""
         return self._progress.get(partition)
 
     def claim(self, partition: int, offset: int) -> bool:
-        """True for the one who may answer this origin now; False: it is answered, or being so."""
+        """Claim a source offset; return False if it is answered, claimed or not assigned here."""
         progress = self._progress.get(partition)
         claimed = self._claimed.get(partition)
         if progress is None or claimed is None or offset in progress or offset in claimed:
@@ -88,9 +88,10 @@ class SourceOffsets:
         return True
 
     async def has_other_records(self) -> bool:
-        """Whether other records stand at offsets that are known: the topic is another one by now,
-        or has lost its end. What was known of them is revoked then. Asked at most once a second;
-        waits until it is known.
+        """Return True if known offsets now hold other records: the topic was replaced or truncated.
+
+        Their progress is then reset. The log is queried at most once a second; while it is
+        unavailable, wait.
         """
         if time.monotonic() - self._looked_s < LOOK_S or self._consumer is None:
             return False
@@ -104,7 +105,7 @@ class SourceOffsets:
                 self._begin_anew(await self._consumer.beginning_offsets(sources))
                 self._identity.known = replacement
             except UnknownPartition:
-                return False  # without the topic nobody is to be answered
+                return False  # the topic is gone: there is nothing to answer
             except Retriable as error:
                 log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
                 await asyncio.sleep(RETRY_S)
@@ -129,7 +130,7 @@ class SourceOffsets:
                 self._claimed[source.partition] = set()
 
     def answered(self, requests: Iterable[Request]) -> None:
-        """Their answers are acknowledged. What follows one another is covered at once."""
+        """Mark requests as answered; consecutive offsets are covered together."""
         partition = first = last = -1
         for request in requests:
             if request.previous != last or request.partition != partition:
@@ -147,7 +148,7 @@ class SourceOffsets:
             progress.cover(previous, last)
 
     def committable(self) -> dict[TopicPartition, Committed]:
-        """What may be committed now and differs from what was committed last."""
+        """Return commits that differ from the last committed ones."""
         return {
             source: committable
             for partition, progress in self._progress.items()
@@ -156,7 +157,7 @@ class SourceOffsets:
         }
 
     def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:
-        """Remember what the log has acknowledged."""
+        """Remember commits that the log has acknowledged."""
         self._committed.update(
             (partition, committed)
             for partition, committed in offsets.items()
@@ -164,7 +165,7 @@ class SourceOffsets:
         )
 
     def snapshots(self) -> list[PartitionSnapshot]:
-        """What there is to see of the source partitions."""
+        """Return a snapshot of each source partition."""
         return [
             self._snapshot(partition, progress) for partition, progress in self._progress.items()
         ]
@@ -189,5 +190,5 @@ class SourceOffsets:
         )
 
     def forget_committed(self) -> None:
-        """Commit all again."""
+        """Make `committable` return all partitions again."""
         self._committed.clear()
