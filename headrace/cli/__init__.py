@@ -1,9 +1,9 @@
-"""The command line: `headrace`, one file a command, imported when it is called.
+"""The command line `headrace`, with one file per command, imported when it is called.
 
 A new command is a module of this package with a click command named `command`, and a line in
-`COMMANDS`. It writes results on stdout and words for people on stderr, ends with `Exit`, takes
-its settings through `pass_settings`, and raises `HeadraceError`s: they become clear lines and
-the right exit code here.
+`COMMANDS`. It writes results to stdout and messages to stderr, ends with `Exit`, gets its settings
+through `pass_settings`, and raises `HeadraceError`s, which are turned into clear lines and the
+right exit code here.
 """
 
 from __future__ import annotations

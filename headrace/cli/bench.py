@@ -1,4 +1,4 @@
-"""`headrace bench MODEL`: load on a pipeline, and what binds it."""
+"""`headrace bench MODEL`: puts load on a pipeline, and finds its bottleneck."""
 
 from __future__ import annotations
 

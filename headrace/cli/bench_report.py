@@ -1,4 +1,4 @@
-"""What `headrace bench` says: fields for programs, lines for people."""
+"""Output of `headrace bench`: fields for programs, lines of text for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERCENTILES = (50, 90, 99, 99.9)
 
 
 def as_fields(facts: Facts, measured: Measured) -> dict[str, Any]:
-    """Everything, with times in milliseconds."""
+    """Return all results, with times in milliseconds."""
     sizes = sorted(measured.batch_sizes.items())
     return {
         "sent": measured.sent,
@@ -49,7 +49,7 @@ def _percentiles(histogram: Histogram) -> dict[str, float]:
 
 
 def as_text(fields: dict[str, Any]) -> str:
-    """The fields for people."""
+    """Format the fields as text."""
     return "\n".join([*_outcome(fields), "", *_histogram(fields), "", *_times(fields)])
 
 

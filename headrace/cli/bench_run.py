@@ -1,5 +1,5 @@
-"""The runs of `headrace bench`: the load, the pipeline in this process where there is no broker,
-and what is asked of a process that is looked at.
+"""Runs of `headrace bench`: the load, the pipeline in this process if there is no broker, and the
+metrics of an observed process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
     Attributes:
         rate: requests per second; None to saturate.
         file: content and content type.
-        url: of a process to look at; empty for none.
+        url: of a process to observe; empty for none.
     """
 
     model: str
@@ -56,10 +56,10 @@ class Asked(NamedTuple):
 
 
 async def measure(settings: Settings, asked: Asked, shown: Progress) -> tuple[Facts, Measured]:
-    """Put the load on, and gather what is known.
+    """Run the load and gather the results.
 
     Raises:
-        ConfigurationError: there are no such topics or models, or nothing answers at the URL.
+        ConfigurationError: topics or models are missing, or nothing answers at the URL.
         LogUnavailable: no broker answers.
     """
     known = latest_models(settings, None).get(asked.model)
@@ -84,7 +84,7 @@ async def measure(settings: Settings, asked: Asked, shown: Progress) -> tuple[Fa
         kept_busy = await cores.end()
     offered_per_s = measured.counted / (course.seconds - course.skip_s)
     facts = _facts(asked, measured, known, payloads)
-    if asked.rate is not None:  # what a Poisson process came to, in so short a time
+    if asked.rate is not None:  # the rate actually reached by so short a process
         facts = facts._replace(offered_per_s=offered_per_s)
     return facts._replace(cores=kept_busy), measured
 
@@ -150,19 +150,19 @@ def _facts(
 
 
 class _Cores:
-    """How many cores a process keeps busy, by its own metrics."""
+    """Number of cores that a process keeps busy, from its own metrics."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
         self._before: tuple[float, float] = (0.0, 0.0)
 
     async def begin(self) -> None:
-        """Look for the first time. Raises `ConfigurationError`."""
+        """Take the first sample. Raises `ConfigurationError`."""
         if self._url:
             self._before = (time.monotonic(), await self._cpu_s())
 
     async def end(self) -> float | None:
-        """Look again; None without a URL."""
+        """Take the second sample and return the number of busy cores; None without a URL."""
         if not self._url:
             return None
         began_s, cpu_s = self._before

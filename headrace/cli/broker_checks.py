@@ -1,4 +1,4 @@
-"""What `headrace doctor` makes of a survey of the cluster: settings, rights, replicas."""
+"""Checks of `headrace doctor` on a survey of the cluster: settings, rights, replicas."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _REPLICATED: Final = 3
 
 
 class _Judgement(NamedTuple):
-    """A broker setting, and when it is wrong.
+    """A broker setting and its requirement.
 
     Attributes:
-        is_good: whether a value will do.
-        expected: what would, in words.
+        is_good: whether a value is acceptable.
+        expected: the acceptable values, in words.
         reason: why.
     """
 
@@ -39,7 +39,7 @@ class _Judgement(NamedTuple):
 
 
 def check_release(settings: Settings, release: tuple[int, int]) -> Finding:
-    """Whether the broker is new enough for what the settings promise."""
+    """Check whether the broker is new enough for the guarantees of the settings."""
     assert settings.kafka is not None
     where = settings.kafka.bootstrap_servers
     needed = OLDEST_RELEASE[settings.delivery.guarantee]
@@ -56,7 +56,7 @@ def check_release(settings: Settings, release: tuple[int, int]) -> Finding:
 
 
 def check_broker_settings(settings: Settings, found: Mapping[str, str] | None) -> Iterator[Finding]:
-    """Broker settings that Headrace leans on; those that a broker does not tell are passed over."""
+    """Check the broker settings that Headrace depends on; settings not reported are skipped."""
     if found is None:
         yield Finding(
             "broker",
@@ -143,10 +143,10 @@ def _session_judgements(kafka: KafkaSettings) -> Iterator[_Judgement]:
 
 
 def check_rights(settings: Settings, survey: ClusterInfo) -> Iterator[Finding]:
-    """What access rules keep us from, and which stages need it.
+    """Yield the rights that access rules deny us, and the stages that need them.
 
-    A process has all rights that its own stages need, so what is forbidden is a warning, but for
-    the groups and ids that answers hang on.
+    A process has all rights that its own stages need, so a denied right is only a warning, except
+    for the groups and ids that answers depend on.
     """
     group = settings.namespace
     if not survey.may_join:
@@ -168,7 +168,7 @@ def check_rights(settings: Settings, survey: ClusterInfo) -> Iterator[Finding]:
 
 
 def transactional_id(settings: Settings) -> str:
-    """That of the first source partition."""
+    """Return the transactional id of the first source partition."""
     return f"{settings.namespace}.{settings.topic(Topic.REQUESTS)}.0"
 
 
@@ -194,7 +194,9 @@ def _topic_rights(settings: Settings, topic: Topic, survey: ClusterInfo) -> Iter
 def check_replicas(
     survey: ClusterInfo, existing: Mapping[str, TopicInfo | None]
 ) -> Iterator[Finding]:
-    """Whether acknowledged records survive a broker, and one broker's restart stops nobody."""
+    """Check that acknowledged records survive the loss of a broker, and that a restart of one
+    broker does not stop the service.
+    """
     for name, found in survey.topics.items():
         info = existing.get(name)
         if info is not None:

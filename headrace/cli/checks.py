@@ -1,4 +1,4 @@
-"""What `headrace doctor` looks at: each check gives findings, and raises nothing of its own."""
+"""Checks of `headrace doctor`: each yields findings, and raises no errors of its own."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 CUDA = "CUDAExecutionProvider"
 
 SLACK_S = 10.0
-"""What the broker check may take beside the log's own request timeout."""
+"""Time allowed for the broker check in addition to the log's own request timeout."""
 
 
 def check_settings(settings: Settings) -> Iterator[Finding]:
-    """Values that are each allowed, but do not go together."""
+    """Check for values that are allowed individually, but not together."""
     faulty = False
     needed = settings.limits.max_request_bytes + RECORD_OVERHEAD_BYTES
     if settings.topics.max_message_bytes < needed:
@@ -66,13 +66,13 @@ def _shows_password(kafka: KafkaSettings) -> bool:
 
 
 def unreadable_settings(error: ConfigurationError) -> Iterator[Finding]:
-    """What is wrong with settings that could not be read."""
+    """Yield the faults of settings that could not be read."""
     for line in str(error).splitlines():
         yield Finding("configuration", Health.ERROR, line, "mend this; all else waits for it")
 
 
 async def check_log(settings: Settings) -> list[Finding]:
-    """Whether a broker answers us, and whether its topics are right."""
+    """Check that a broker answers, and that its topics are right."""
     if settings.kafka is None:
         return [Finding("broker", Health.OK, "none configured: the embedded log is used")]
     # Without a broker configured, nothing here needs aiokafka.
@@ -111,10 +111,10 @@ async def check_log(settings: Settings) -> list[Finding]:
 
 
 async def _described(log: Log, names: Sequence[str]) -> Mapping[str, TopicInfo | None] | None:
-    """The topics' partitions and settings; None where we may not read those."""
+    """Return the topics' partitions and settings; None if we may not read those."""
     try:
         return await log.describe_topics(names)
-    except LogAuthenticationFailed:  # of a topic: the survey has got in before
+    except LogAuthenticationFailed:  # of a topic: the survey was authenticated before
         return None
 
 
@@ -133,7 +133,7 @@ def check_topics(
     existing: Mapping[str, TopicInfo | None] | None,
     forbidden: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """The faults of the topics that `headrace topics check` tells as well."""
+    """Yield the faults of the topics that `headrace topics check` reports as well."""
     if existing is None:
         yield Finding(
             "topics",
@@ -152,7 +152,7 @@ def check_topics(
 
 
 def check_models(settings: Settings) -> list[Finding]:
-    """Each model of the repository: its configuration, its files, its signature."""
+    """Check each model of the repository: its configuration, its files, its signature."""
     from headrace.models.repository import Repository
 
     path = settings.models.repository
@@ -194,7 +194,7 @@ def _check_model(model: FoundModel) -> Iterator[Finding]:
 
 
 def check_device(settings: Settings) -> list[Finding]:
-    """Whether ONNX Runtime is there, and what runs on the device that the settings name."""
+    """Check that ONNX Runtime is installed, and supports the device in the settings."""
     try:
         release, providers = find_runtime()
     except ImportError as error:
@@ -217,7 +217,7 @@ def check_device(settings: Settings) -> list[Finding]:
 
 
 def _check_gpu(settings: Settings, found: str) -> list[Finding]:
-    """ONNX Runtime lists its providers where there is no GPU too, so the GPU itself is asked."""
+    """Check the GPU itself, since ONNX Runtime lists its providers even without one."""
     from headrace.device.cuda import CudaDevice
 
     device = settings.executor.device

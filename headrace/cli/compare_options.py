@@ -1,4 +1,4 @@
-"""The options of `headrace replay compare`: which models, and how far they may differ."""
+"""Options of `headrace replay compare`: the models, and how far they may differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POSITIVE = click.FloatRange(min=0)
 
 
 class Compared(NamedTuple):
-    """What the options say, as it was given."""
+    """Values of the options, as given."""
 
     models: Path | None
     candidate: Path | None
@@ -38,7 +38,7 @@ class Compared(NamedTuple):
     concurrency: int
 
     def check(self) -> None:
-        """Raises `click.UsageError` where options do not go together."""
+        """Raise `click.UsageError` if options conflict."""
         if (self.candidate is None) == (self.candidate_version is None):
             raise click.UsageError("give either --candidate or --candidate-version")
         if self.current_version is not None and self.candidate_version is None:
@@ -48,7 +48,7 @@ class Compared(NamedTuple):
 
     @property
     def thresholds(self) -> Thresholds:
-        """What is allowed."""
+        """Return the user's limits."""
         return Thresholds(
             self.margin,
             self.max_difference,

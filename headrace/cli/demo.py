@@ -1,4 +1,4 @@
-"""`headrace demo`: the whole thing on real files, in one process."""
+"""`headrace demo`: the whole pipeline on real files, in one process."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def command(kafka: bool, seconds: float) -> None:
         click.echo(f"headrace: {line}", err=True)
 
     configure_logging("warning")
-    # A broker that has just started makes it complain once of what it then tries again; what
-    # really fails is missing among the answers.
+    # A broker that has just started causes logged errors for requests that are then retried; real
+    # failures show as missing answers.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     outcome = run(run_demo(seconds, say, kafka=kafka))

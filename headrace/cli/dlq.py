@@ -266,7 +266,7 @@ async def _open(settings: Settings) -> AsyncIterator[Log]:
 async def _letters(
     settings: Settings, selection: Selection
 ) -> AsyncGenerator[tuple[Letter, bool], None]:
-    """Letters, and whether each was redriven."""
+    """Yield letters, and whether each was redriven."""
     topic = settings.topic(Topic.DEAD_LETTERS)
     async with _open(settings) as log:
         partitions = await partitions_of(log, topic)

@@ -1,4 +1,4 @@
-"""The options of `headrace dlq`, and its tables."""
+"""Options of `headrace dlq`, and its tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_CELL = 60
 
 
 class Place(NamedTuple):
-    """Where a letter lies; `topic` is None where only partition and offset were given."""
+    """Position of a letter; `topic` is None if only partition and offset were given."""
 
     topic: str | None
     partition: int
@@ -40,7 +40,7 @@ class PlaceType(click.ParamType[Place]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Place:
-        """Click calls it."""
+        """Convert a value; called by click."""
         if isinstance(value, Place):
             return value
         *topic, partition, offset = ["", *str(value).split("/")][-3:]
@@ -55,7 +55,7 @@ class WhenType(click.ParamType[int]):
     name = "when"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Click calls it."""
+        """Convert a value; called by click."""
         text = str(value)
         if text.isdecimal():
             return int(text)
@@ -79,7 +79,7 @@ WHEN = WhenType()
 
 
 def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options that select letters, as one argument `selection`."""
+    """Add the options that select letters to a command, as one argument `selection`."""
 
     @wraps(function)
     def with_selection(
@@ -136,7 +136,7 @@ class Newest:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Rows under their headings, in columns that fit; the last one is not cut."""
+    """Yield rows under their headings, in columns that fit; the last column is not cut."""
     if not rows:
         return
     cells = [list(_COLUMNS), *([_cell(row[name]) for name in _COLUMNS] for row in rows)]
@@ -154,7 +154,7 @@ def _cell(value: Any) -> str:
 
 
 def counts_lines(counts: Counter[str], shown: int) -> Iterator[str]:
-    """How many letters there are of each code, the most frequent first."""
+    """Yield the number of letters by code, the most frequent first."""
     if not counts:
         yield "no dead letters"
         return
@@ -164,7 +164,7 @@ def counts_lines(counts: Counter[str], shown: int) -> Iterator[str]:
 
 
 def tally_lines(tally: Tally, order: Order) -> Iterator[str]:
-    """What a redrive has done, for people."""
+    """Yield the results of a redrive as text."""
     verb = "discarded" if order.discard else "sent"
     by_code = ", ".join(f"{code or 'no code'} {count}" for code, count in tally.sent.most_common())
     would = "would be " if order.dry_run else ""

@@ -1,4 +1,4 @@
-"""`headrace doctor`: what is wrong, and the mend, a line each."""
+"""`headrace doctor`: faults and their fixes, one line each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _examine(invocation: Invocation) -> list[Finding]:
 
 
 def without_secrets(finding: Finding, kafka: KafkaSettings | None) -> Finding:
-    """The finding as it may be printed, should a broker or a library have quoted a secret."""
+    """Return the finding without secrets that a broker or a library may have quoted."""
     if kafka is None:
         return finding
     for secret in (kafka.sasl_password, kafka.ssl_key_password):

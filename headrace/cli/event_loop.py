@@ -1,4 +1,4 @@
-"""The event loop of a command: uvloop, where there is one."""
+"""Event loop of a command: uvloop, if it is installed."""
 
 from __future__ import annotations
 

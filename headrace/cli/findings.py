@@ -1,4 +1,4 @@
-"""What a check of `headrace doctor` has to say."""
+"""Findings of the checks of `headrace doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Health(StrEnum):
-    """How a finding is meant."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -15,12 +15,12 @@ class Health(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """Result of a check.
 
     Attributes:
         subject: `configuration`, `broker`, `rights`, `topics`, `models` or `device`.
         text: what was found.
-        mend: what to do about it; empty when nothing is wrong.
+        mend: the fix; empty if nothing is wrong.
     """
 
     subject: str

@@ -1,4 +1,4 @@
-"""The root command: options for all commands, the commands by name, and their errors."""
+"""The root command: options of all commands, the commands by name, and error handling."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ COMMANDS = {
     "top": "Show what running processes do: rates, waits, batches, errors.",
     "doctor": "Find what is wrong, and say how to mend it.",
 }
-"""Each command and its line of help; the module of the same name has it as `command`."""
+"""Help line of each command; the module of the same name has it as `command`."""
 
 
 class CommandLine(LazyGroup):
-    """The root command, where errors end."""
+    """The root command, which reports errors."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -70,6 +70,6 @@ def main(context: click.Context) -> None:
     Exit codes: 0 done, 1 failed, 2 wrong usage or settings, 130 interrupted.
     """
     if not invocation(context).debug:
-        # A command says in one line of its own what a library would log in ten; `run` sets up
-        # the log that operators read.
+        # A command reports in one line what a library would log in ten; `run` sets up the log for
+        # operators.
         logging.getLogger().addHandler(logging.NullHandler())

@@ -1,4 +1,4 @@
-"""`headrace infer MODEL`: one request, and its answer."""
+"""`headrace infer MODEL`: sends one request and prints its answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN_ELEMENTS = 1000
 
 
 class Question(NamedTuple):
-    """What to ask: either `inputs`, or `payload` with its content type."""
+    """A request to send: either `inputs`, or `payload` with its content type."""
 
     model: str
     version: str | None
@@ -153,7 +153,7 @@ async def _client(settings: Settings) -> AsyncIterator[Client]:
 
 
 def write_output(path: Path, response: Response) -> None:
-    """Write all outputs: arrays by their names as `numpy.savez` does, or the protocol's JSON.
+    """Write all outputs: arrays by name as `numpy.savez` does, or the protocol's JSON.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -169,19 +169,19 @@ def write_output(path: Path, response: Response) -> None:
             path.write_text(json.dumps(as_protocol(response)) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"--output: {path}: {error.strerror}") from error
-    except (TypeError, ValueError) as error:  # bytes that are no text, or an output called `file`
+    except (TypeError, ValueError) as error:  # bytes that are not text, or an output named `file`
         raise ConfigurationError(
             f"--output: {path}: expected arrays that .npz can hold; name a .json file ({error})"
         ) from error
 
 
 def _is_text(array: NDArray[Any]) -> bool:
-    """Return whether an array of objects, which .npy could only pickle, holds texts alone."""
+    """Return whether an array of objects, which .npy could only pickle, contains only text."""
     return array.dtype == object and all(isinstance(each, str) for each in array.ravel())
 
 
 def as_text(response: Response) -> str:
-    """Each output on lines of its own: name, datatype, shape and values."""
+    """Format each output on separate lines: name, datatype, shape and values."""
     return "\n".join(
         f"{name} {datatype_of(array.dtype).name} {list(array.shape)} "
         + np.array2string(array, threshold=SHOWN_ELEMENTS, separator=", ")
@@ -190,7 +190,7 @@ def as_text(response: Response) -> str:
 
 
 def as_protocol(response: Response) -> dict[str, Any]:
-    """The answer in the JSON of the Open Inference Protocol."""
+    """Return the answer in the JSON of the Open Inference Protocol."""
     return {
         "model_name": response.model_name,
         "model_version": response.model_version,

@@ -1,4 +1,4 @@
-"""The inputs of `headrace infer`, as they are written on the command line."""
+"""Parsing of the inputs of `headrace infer` on the command line."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from numpy.typing import NDArray
 from headrace.errors import Rejected
 from headrace.protocol.tensors import DATATYPES, datatype_of
 
-# JSON has one kind of number: a fraction is most often meant for FP32, which NumPy would not
-# choose.
+# JSON has only one number type. A fraction usually means FP32, which NumPy would not choose.
 _DEFAULT_DATATYPES = {"f": "FP32", "i": "INT64", "b": "BOOL", "U": "BYTES"}
 
 
 def parse_input(text: str) -> tuple[str, NDArray[Any]]:
-    """`NAME=JSON` or `NAME=@FILE.npy` as a named array.
+    """Parse `NAME=JSON` or `NAME=@FILE.npy` to a named array.
 
-    `NAME:DATATYPE=…` converts to a datatype of the Open Inference Protocol. Without one, an
-    array file keeps its own, and JSON becomes FP32 (any fraction), INT64, BOOL or BYTES.
+    `NAME:DATATYPE=…` converts to a datatype of the Open Inference Protocol. Without one, an array
+    file keeps its own, and JSON becomes FP32 (any fraction), INT64, BOOL or BYTES.
 
     Raises:
-        ValueError: another form, a file that cannot be read, no array, an unknown datatype.
+        ValueError: another form, an unreadable file, not an array, or an unknown datatype.
     """
     name, equals, value = text.partition("=")
     if not (name and equals and value):
@@ -42,7 +41,7 @@ def parse_input(text: str) -> tuple[str, NDArray[Any]]:
 def parse_inputs(
     ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, NDArray[Any]]:
-    """The callback of an option that has inputs, each of its own name."""
+    """Parse the inputs of an option, which must have different names; a click callback."""
     inputs: dict[str, NDArray[Any]] = {}
     for text in texts:
         try:
@@ -56,7 +55,7 @@ def parse_inputs(
 
 
 def _split_datatype(name: str) -> tuple[str, str | None]:
-    # Names such as `input:0` have colons of their own.
+    # Names such as `input:0` contain colons.
     before, colon, last = name.rpartition(":")
     return (before, last) if colon and before and last in DATATYPES else (name, None)
 

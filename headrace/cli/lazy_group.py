@@ -1,4 +1,4 @@
-"""A group of commands whose modules are imported when they are called."""
+"""Group of commands whose modules are imported when they are called."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from headrace.cli.settings import accept_anywhere
 
 
 class LazyGroup(click.Group):
-    """A group with commands in modules of their own, beside those that are added to it.
+    """A group with commands in separate modules, besides those that are added to it.
 
     Its commands take the options of every command (`headrace.cli.settings.everywhere`), so that
     those may come before or after a command's name.
 
     Args:
-        modules: by the command's name the module that has it as `command`, and its line of help,
-            which is shown without importing the module.
+        modules: by command name the module that has it as `command`, and its line of help, which is
+            shown without importing the module.
     """
 
     def __init__(self, *args: Any, modules: Mapping[str, tuple[str, str]], **options: Any) -> None:

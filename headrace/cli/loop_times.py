@@ -1,4 +1,4 @@
-"""What turns of the event loop take with the models of a repository, measured in this process."""
+"""Measurement of event loop turns with the models of a repository, in this process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from headrace.tools.replay.simulated_loop import LoopTime
 
 
 def on_the_loop(times: Mapping[str, ServiceTime]) -> list[str]:
-    """The models whose runs are so short that they are made on the event loop."""
+    """Return the models whose runs are short enough for the event loop."""
     return sorted(model for model, each in times.items() if each(1) < INLINE_BELOW_US)
 
 
 async def loop_times(
     settings: Settings, models: Mapping[str, ModelVersion], directory: Path | None
 ) -> dict[str, LoopTime]:
-    """T(n) and U(n) of each model, one after the other: its warm-up sample, asked again and again.
+    """Measure T(n) and U(n) of each model in turn, with its warm-up sample.
 
     Args:
-        settings: of the pipeline that is measured, but for its log and its models.
+        settings: of the measured pipeline, except for its log and its models.
         models: by name.
-        directory: the repository that they are in; None for that of the settings.
+        directory: their repository; None for that of the settings.
 
     Raises:
         ConfigurationError: one of them does not answer.

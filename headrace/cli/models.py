@@ -1,4 +1,4 @@
-"""`headrace models list|describe|check`: the repository, and whether its models run."""
+"""`headrace models list|describe|check`: lists the repository, and checks that its models run."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def _try_out(models: Models, version: ModelVersion) -> None:
 
 
 def _found(state: str) -> str:
-    """A state for people who did not ask to load anything: there is a version, or a fault."""
+    """Return the state for commands that do not load models: a version was found, or a fault."""
     return "found" if state == State.LOADING else state
 
 
@@ -148,7 +148,7 @@ def _batching(entry: dict[str, Any]) -> str:
 
 
 def _measured(entry: dict[str, Any]) -> str:
-    """What a probe that found the model batchable has seen."""
+    """Describe the evidence of a probe that found the model batchable."""
     batching = entry.get("batching")
     if not batching or batching["verdict"] != Batching.BATCHABLE or batching["rounding"] is None:
         return ""

@@ -1,4 +1,4 @@
-"""`headrace offsets show|reset`: what is answered of each source partition."""
+"""`headrace offsets show|reset`: the acknowledged offsets of each source partition."""
 
 from __future__ import annotations
 
@@ -212,7 +212,9 @@ def _table(states: Sequence[PartitionOffsets]) -> list[str]:
 
 
 def _ranges(state: PartitionOffsets) -> str:
-    """Answered offsets in words, both ends included: `5, 7-9`; the first few of many."""
+    """Format answered offsets, both ends inclusive: `5, 7-9`; if there are many, only the first
+    few.
+    """
     if state.progress is None:
         return "-"
     ranges = state.progress.ranges

@@ -1,4 +1,4 @@
-"""Options of a command as one frozen value, and those that several commands have."""
+"""Options of a command as one frozen value, and options shared by several commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANSWERS_FILE = click.option(
 
 
 def report_option(text: str) -> Option:
-    """`--report FILE.html`; see `write_report`."""
+    """Return the option `--report FILE.html`; see `write_report`."""
     return click.option(
         "--report",
         "report_file",
@@ -38,10 +38,10 @@ def report_option(text: str) -> Option:
 def options_as(
     kind: type[NamedTuple], *options: Option
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Add options to a command, which gets their values as `given`, a `kind`.
+    """Add options to a command, which receives their values as `given`, a `kind`.
 
     Args:
-        kind: with a field for each option's parameter, and no others.
+        kind: with exactly one field for each option's parameter.
         options: in the order of the help.
     """
 
@@ -62,7 +62,7 @@ def options_as(
 def chosen_answers(
     settings: Settings, answers: str | None, answers_file: Path | None
 ) -> str | Path | None:
-    """Where recorded answers are, if they are asked for.
+    """Return the location of recorded answers, if requested.
 
     Raises:
         click.UsageError: both a topic and a file.
@@ -76,7 +76,7 @@ def chosen_answers(
 
 
 def write_report(path: Path, page: str) -> None:
-    """Raises `ConfigurationError` where the page cannot be written there."""
+    """Write the page; raise `ConfigurationError` if that fails."""
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:

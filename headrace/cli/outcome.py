@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and what it says of an error."""
+"""End of a command: its exit code, and its error message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.errors import ConfigurationError, HeadraceError
 
 
 class Exit(IntEnum):
-    """The exit codes of every command."""
+    """Exit codes of all commands."""
 
     DONE = 0
     FAILED = 1
@@ -18,11 +18,11 @@ class Exit(IntEnum):
 
 
 class Unsuccessful(Exception):
-    """Ends a command whose results are printed already, with exit code 1 and no further words."""
+    """Ends a command whose results are already printed, with exit code 1 and no further output."""
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors themselves, out of the groups in which task groups raise them."""
+    """Yield the errors inside the groups in which task groups raise them."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from leaves(inner)
@@ -31,11 +31,11 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def explain(error: BaseException) -> tuple[Exit, list[str]] | None:
-    """The exit code and the lines for an error raised on purpose; None for a defect of ours."""
+    """Return exit code and lines for an error raised on purpose; None for a bug."""
     errors = list(leaves(error))
     if not all(isinstance(each, HeadraceError) for each in errors):
         return None
     wrong_settings = any(isinstance(each, ConfigurationError) for each in errors)
     lines = [line for each in errors for line in str(each).splitlines()]
-    # The tasks of one group often fail of the same cause.
+    # Tasks of one group often fail for the same reason.
     return Exit.USAGE if wrong_settings else Exit.FAILED, list(dict.fromkeys(lines))

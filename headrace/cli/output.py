@@ -1,4 +1,4 @@
-"""What commands print: lines whose text may come from callers, brokers or models."""
+"""Printing of text that may come from callers, brokers or models."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from headrace.printable import printable
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print lines of text; what is not printable in them is escaped."""
+    """Print lines of text, with unprintable characters escaped."""
     for line in text.splitlines() or [""]:
         click.echo(printable(line), err=err)
 
 
 def say_gap(gap: Gap) -> None:
-    """Say on standard error what a reader has passed over."""
+    """Report on standard error a range that a reader skipped."""
     say(f"headrace: {gap}", err=True)

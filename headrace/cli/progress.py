@@ -1,4 +1,4 @@
-"""How far a command is, on stderr: a bar on a terminal, a line now and then otherwise."""
+"""Progress of a command, on stderr: a bar on a terminal, otherwise an occasional line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _STEPS = 1000
 
 
 class Progress:
-    """Shows how far a command is, and keeps the words for when it is interrupted.
+    """Shows the progress of a command, and keeps the text for an interruption.
 
     Attributes:
-        text: the words that were shown last.
-        draw: shows the part that is done, 0 to 1, and the words.
+        text: the last text shown.
+        draw: shows the completed share, 0 to 1, and a text.
     """
 
     def __init__(self) -> None:
@@ -34,16 +34,16 @@ class Progress:
         self.draw: Callable[[float, str], None] = lambda part, text: None
 
     def show(self, part: float, text: str) -> None:
-        """Show the part that is done, and words."""
+        """Show the completed share, and a text."""
         self.text = text
         self.draw(min(max(part, 0.0), 1.0), text)
 
 
 @contextmanager
 def progress(afterwards: str = "") -> Iterator[Progress]:
-    """Show a command's progress while the context lasts.
+    """Show a command's progress during the context.
 
-    On Ctrl-C the command ends with exit code 130, and says what was done and `afterwards`.
+    On Ctrl-C the command ends with exit code 130, and prints what was done and `afterwards`.
     """
     shown = Progress()
     try:
@@ -63,7 +63,7 @@ def watching(afterwards: str = "") -> Iterator[Watch]:
 
 
 def _advanced(shown: Progress, recording: Recording) -> Advanced:
-    """Add up what is done; the part that is done is measured in offsets, filtered ones too."""
+    """Sum up the progress; the completed share is measured in offsets, including filtered ones."""
     begins = {span.partition: span.begin for span in recording.spans}
     offsets = sum(span.end - span.begin for span in recording.spans)
     reached: dict[TopicPartition, int] = {}
@@ -102,7 +102,7 @@ def _drawing() -> Iterator[Callable[[float, str], None]]:
 
 
 def _limited(every_s: float, draw: Callable[[float, str], None]) -> Callable[[float, str], None]:
-    """Draw no more often than this, and for the first time after it."""
+    """Draw at most this often, and first after this period."""
     next_s = time.monotonic() + every_s
 
     def draw_sometimes(part: float, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`headrace replay`: recorded requests, counted, saved, or sent into a topic or a pipeline."""
+"""`headrace replay`: counts or saves recorded requests, or sends them to a topic or a pipeline."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def _save(settings: Settings, source: Source, path: Path, watch: Watch) ->
 
 
 def _speed(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """A factor; infinity for `max`."""
+    """Parse a factor; infinity for `max`."""
     if value is None or value == "max":
         return None if value is None else float("inf")
     try:
@@ -161,7 +161,7 @@ SEND_OPTIONS = (
 
 
 class Pacing(NamedTuple):
-    """What the options of `models` say, as it was given."""
+    """Values of the options of `models`, as given."""
 
     speed: float | None
     rate: float | None
@@ -170,7 +170,7 @@ class Pacing(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """What the options of `send` say: where to, how fast, and how copies are marked."""
+    """Values of the options of `send`: target, pace, and marks of the copies."""
 
     to: str | None
     to_requests: bool
@@ -183,7 +183,7 @@ class Sending(NamedTuple):
     checkpoint: Path | None
 
     def check(self) -> None:
-        """Raises `click.UsageError` where options do not go together."""
+        """Raise `click.UsageError` if options conflict."""
         if bool(self.to) == self.to_requests:
             raise click.UsageError("give either --to or --to-requests")
         if self.keep_reply and self.reply_to:
@@ -191,7 +191,7 @@ class Sending(NamedTuple):
 
 
 def _pace(given: Pacing | Sending) -> Pace:
-    """Return when each record is due. Raises `click.UsageError`."""
+    """Return the pace of the records. Raises `click.UsageError`."""
     if given.speed is not None and given.rate is not None:
         raise click.UsageError("give either --speed or --rate")
     if given.rate is not None:
@@ -265,7 +265,7 @@ def models(
 
 
 def _telling(watch: Watch) -> Watch:
-    """Say what is to be known of a recording when it is opened."""
+    """Print the notice of a recording when it is opened."""
 
     def telling(recording: Recording) -> Any:
         if recording.notice:

@@ -1,4 +1,4 @@
-"""`headrace replay compare`: whether a candidate is the same model as the current one."""
+"""`headrace replay compare`: compares a candidate with the current model."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ SHOWN_WORST = 3
 
 
 class Plan(NamedTuple):
-    """What is compared, and how.
+    """What to compare, and how.
 
     Attributes:
-        answers: recorded answers that are the reference; None for a run of the current model.
+        answers: recorded answers as the reference; None to run the current model.
         runs_current: run the current model (again), for the noise floor.
     """
 
@@ -98,7 +98,7 @@ def _plan(settings: Settings, given: Compared, chosen: dict[str, Any]) -> Plan:
 
 
 async def _compare(settings: Settings, plan: Plan, watch: Watch) -> Comparison:
-    """Open all that is asked, and ask it."""
+    """Open all sides, and run the comparison."""
     async with AsyncExitStack() as stack:
         directories = stack.enter_context(repositories(settings, plan.repositories))
         log = await stack.enter_async_context(open_log(settings))
@@ -162,7 +162,7 @@ def _tell(
 
 
 def command_alone(plan: Plan, case: WorstCase) -> str:
-    """The command that compares one request alone."""
+    """Return the command that compares one request alone."""
     origin = plan.source.origin
     words = ["headrace", "replay", "compare"]
     words += ["--file" if isinstance(origin, Path) else "--topic", str(origin)]

@@ -1,4 +1,4 @@
-"""A replay into a pipeline that runs in this process, on an embedded log of its own."""
+"""Replay into a pipeline that runs in this process, on its own embedded log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.tools.replay.sinks import TopicSink
 
 
 class PipelineJob(NamedTuple):
-    """How to replay into a pipeline that has the models of a directory."""
+    """Parameters of a replay into a pipeline with the models of a directory."""
 
     models: Path
     pace: Pace
@@ -39,10 +39,10 @@ async def replay_into_models(
 ) -> tuple[Outcome, Counter[str]]:
     """Replay into the four services with the models of a directory; no broker is written to.
 
-    Returns the outcome, and how many answers had which `x-status`.
+    Returns the outcome, and the number of answers by `x-status`.
 
     Raises:
-        ConfigurationError: the models cannot be served from.
+        ConfigurationError: the models cannot be served.
         Unanswered: an answer did not come.
     """
     configure_logging("warning")

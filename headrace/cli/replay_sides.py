@@ -1,4 +1,4 @@
-"""The models that `headrace replay compare` asks: directories, versions, pipelines."""
+"""Sides of `headrace replay compare`: directories, versions, pipelines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Directories(NamedTuple):
 
 
 class Repositories(NamedTuple):
-    """What the options say of them.
+    """Repositories as given by the options.
 
     Attributes:
         current: the directory of the current models.
         candidate: the candidate's, or None for `candidate_version` of `current`.
-        current_version: which version is current; None for what `current` serves.
-        model: the one that is compared, as a filter has it; None for all.
+        current_version: the current version; None for what `current` serves.
+        model: the compared model, in the form of a filter; None for all.
     """
 
     current: Path
@@ -43,19 +43,19 @@ class Repositories(NamedTuple):
 
     @property
     def current_name(self) -> str:
-        """For people."""
+        """Name of the current side, for display."""
         version = f", version {self.current_version}" if self.current_version else ""
         return f"{self.current}{version}"
 
     @property
     def candidate_name(self) -> str:
-        """For people."""
+        """Name of the candidate, for display."""
         if self.candidate is not None:
             return str(self.candidate)
         return f"{self.current}, version {self.candidate_version}"
 
     def options(self) -> list[str]:
-        """The same on a command line."""
+        """Return the same as command line options."""
         words = ["--models", str(self.current)]
         if self.candidate is not None:
             words += ["--candidate", str(self.candidate)]
@@ -68,7 +68,7 @@ class Repositories(NamedTuple):
 
 @contextmanager
 def repositories(settings: Settings, chosen: Repositories) -> Iterator[Directories]:
-    """The two directories; where a version is named, made of links for as long as this lasts.
+    """Yield the two directories; for a named version, a temporary one made of links.
 
     Raises:
         ConfigurationError: there is no such directory or version.
@@ -94,7 +94,7 @@ def repositories(settings: Settings, chosen: Repositories) -> Iterator[Directori
 
 
 def _link(models: list[FoundModel], version: int, target: Path) -> None:
-    """A repository that answers with this version, whichever served one a request names."""
+    """Link a repository that answers with this version, whichever version a request names."""
     linked = 0
     for model in models:
         directory = (model.directory / str(version)).resolve()
@@ -125,10 +125,10 @@ def _require_another(models: list[FoundModel], version: int) -> None:
 
 @asynccontextmanager
 async def ask_pipeline(settings: Settings, models: Path) -> AsyncIterator[PipelineSubject]:
-    """The four services with the models of a directory, on an embedded log of their own.
+    """Run the four services with the models of a directory, on their own embedded log.
 
     Raises:
-        ConfigurationError: the models cannot be served from.
+        ConfigurationError: the models cannot be served.
     """
     configure_logging("warning")
     embedded = settings.model_copy(

@@ -1,4 +1,4 @@
-"""`headrace replay simulate`: what other limits, rates and instances would make of it."""
+"""`headrace replay simulate`: predicts the effect of other limits, rates and instances."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class SimulationJob(NamedTuple):
     """What to simulate.
 
     Attributes:
-        models: the repository whose limits are the present ones, and whose models are measured
-            where nothing else says how long batches take; None for the settings'.
+        models: the repository with the current limits, whose models are measured if batch durations
+            are not known otherwise; None for the settings'.
         service_times: by model, or under "" for all others.
         answers: a topic, or a capture file.
-        steady: batches of one size all take the same time.
-        measure_loop: models whose runs are short are served by an event loop that is measured.
+        steady: all batches of one size take the same time.
+        measure_loop: models with short runs are served by an event loop that is measured.
         asked: the scenarios.
     """
 
@@ -70,12 +70,12 @@ class SimulationJob(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """What came of it.
+    """Results of a simulation.
 
     Attributes:
-        times: S(b) of each model that arrived.
-        loop: T(n) and U(n) of those that the event loop serves.
-        notices: what was left out, for people.
+        times: S(b) of each arriving model.
+        loop: T(n) and U(n) of the models on the event loop.
+        notices: what was left out, for display.
     """
 
     source: str
@@ -88,7 +88,7 @@ class Simulated(NamedTuple):
 def _each(
     of: Callable[[str], T], low: float, *, exclusive: bool = False
 ) -> Callable[[click.Context, click.Parameter, str | None], tuple[T, ...]]:
-    """Parse numbers with commas between them."""
+    """Return a parser of numbers separated by commas."""
 
     def parse(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[T, ...]:
         try:
@@ -115,7 +115,7 @@ def _given_times(
 
 
 class Asked(NamedTuple):
-    """What the options say, as it was given."""
+    """Values of the options, as given."""
 
     service_times: dict[str, ServiceTime]
     answers: str | None
@@ -301,7 +301,7 @@ async def simulated(settings: Settings, job: SimulationJob, shown: Progress) -> 
     outcomes: list[Outcome] = []
     for each in job.asked:
         shown.show(len(outcomes) / len(job.asked), f"{len(outcomes)} of {len(job.asked)} scenarios")
-        await asyncio.sleep(0)  # Ctrl-C ends the command between two scenarios
+        await asyncio.sleep(0)  # Ctrl-C takes effect between two scenarios
         outcomes.append(simulate(arrivals, served, each, _policy))
     source = f"{len(arrivals.at_us)} requests of {name}"
     return Simulated(source, times, loop, outcomes, notices)
@@ -314,7 +314,7 @@ async def _loop(
     models: Mapping[str, ModelVersion],
     notices: list[str],
 ) -> dict[str, LoopTime]:
-    """What the event loop takes for models that it runs itself, where that shall be measured."""
+    """Measure the turns of the event loop for the models that it runs, if requested."""
     short = on_the_loop(times)
     if not job.measure_loop:
         if short:
@@ -339,7 +339,7 @@ def _policy(limits: Callable[[str, str], Limits]) -> Policy:
 async def _times(
     log: Log, job: SimulationJob, wanted: set[str], models: Mapping[str, ModelVersion]
 ) -> dict[str, ServiceTime]:
-    """Given, else learned, else measured."""
+    """Return service times: given, otherwise learned, otherwise measured."""
     given = job.service_times
     times = {model: given[model] for model in wanted & given.keys()}
     if "" in given:

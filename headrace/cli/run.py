@@ -1,4 +1,4 @@
-"""`headrace run [STAGE,…]`: the services, until a signal."""
+"""`headrace run [STAGE,…]`: runs the services until a signal."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ log = structlog.get_logger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread keeps the interpreter while another one waits for it. With Python's 5 ms, a
-busy event loop makes the dispatcher wait that long for each completed run."""
+busy event loop delays the dispatcher that long for each completed run.
+"""
 
 GC_THRESHOLD = (50_000, 20, 50)
-"""Python's (700, 10, 10) goes through all requests in flight again and again: half the time at a
-deep backlog. The path of a request makes no reference cycles (tests/flow/test_guards.py); what a
-user's model makes of them is still found, later."""
+"""Python's (700, 10, 10) repeatedly traverses all requests in flight: half the time at a deep
+backlog. The path of a request creates no reference cycles (tests/flow/test_guards.py); cycles from
+a user's model are still collected, later.
+"""
 
 
 ANY_ADDRESS = ("", str(IPv4Address(0)), str(IPv6Address(0)))
@@ -101,11 +103,11 @@ def on_terminal() -> bool:
 
 
 def _announce(settings: Settings, http_port: int) -> None:
-    """Say on a terminal where requests come from, which models there are, and where to look."""
+    """Print on a terminal where requests come from, the models, and the HTTP addresses."""
     broker = settings.kafka.bootstrap_servers if settings.kafka else "none, a log in memory"
     repository = settings.models.repository
     models = ""
-    if repository.is_dir():  # otherwise the pipeline ends, and says so
+    if repository.is_dir():  # otherwise the pipeline ends, and reports it
         models = ", ".join(sorted(each.name for each in repository.glob("[!.]*/")))
     host = settings.telemetry.http_host
     if host in ANY_ADDRESS:
@@ -117,8 +119,8 @@ def _announce(settings: Settings, http_port: int) -> None:
 
 
 def tune_interpreter() -> None:
-    """Set what the whole process has, as one that serves needs it."""
+    """Set the interpreter's switch interval and garbage collection for serving."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
-    gc.freeze()  # what was imported lives as long as the process
+    gc.freeze()  # imported objects live as long as the process
     gc.set_threshold(*GC_THRESHOLD)

@@ -1,4 +1,4 @@
-"""The options by which a command is told what to read: a topic or a file, bounds and filters."""
+"""Options that select what to read: a topic or a file, bounds and filters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TRACE_ID = re.compile(r"[0-9a-fA-F]{32}")
 
 
 def parse_time_ms(text: str) -> int:
-    """Epoch milliseconds from ASCII digits, or from an ISO 8601 time, in UTC without an offset.
+    """Parse epoch milliseconds (ASCII digits), or an ISO 8601 time, in UTC without an offset.
 
     Raises:
         ValueError: it is neither.
@@ -41,7 +41,7 @@ def parse_time_ms(text: str) -> int:
 
 
 def parse_offsets(texts: tuple[str, ...]) -> dict[int | None, int]:
-    """`OFFSET` for all partitions, `PARTITION:OFFSET` for one.
+    """Parse `OFFSET` for all partitions, `PARTITION:OFFSET` for one.
 
     Raises:
         ValueError: one of them is neither, or a partition is named twice.
@@ -59,7 +59,7 @@ def parse_offsets(texts: tuple[str, ...]) -> dict[int | None, int]:
 
 
 def parse_header(text: str) -> tuple[str, bytes]:
-    """`NAME=VALUE`. Raises `ValueError`."""
+    """Parse `NAME=VALUE`. Raises `ValueError`."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise ValueError(f"expected NAME=VALUE, got {text!r}")
@@ -164,7 +164,7 @@ SELECTION = (
     *("topic", "file", "from_ms", "until_ms", "from_offsets", "until_offsets", "partitions"),
     *("key", "key_regex", "headers", "model", "status", "trace_id", "limit"),
 )
-"""The parameters that these options are; a command takes them by `**chosen`."""
+"""Parameters of these options; a command takes them by `**chosen`."""
 
 
 def selection_options(function: F) -> F:
@@ -175,7 +175,7 @@ def selection_options(function: F) -> F:
 
 
 def chosen_source(settings: Settings, chosen: dict[str, Any]) -> Source:
-    """What the options name.
+    """Return the source that the options name.
 
     Raises:
         click.UsageError: both a topic and a file.
@@ -209,7 +209,7 @@ def chosen_source(settings: Settings, chosen: dict[str, Any]) -> Source:
 
 
 def require_broker(settings: Settings, what_for: str) -> None:
-    """Raises `ConfigurationError` where there is only the embedded log, which has no past."""
+    """Raise `ConfigurationError` if there is only the embedded log, which has no past."""
     if settings.kafka is None:
         raise ConfigurationError(
             f"{what_for}, a broker is needed: set kafka.bootstrap_servers "
@@ -218,7 +218,7 @@ def require_broker(settings: Settings, what_for: str) -> None:
 
 
 def as_json(chosen: dict[str, Any]) -> dict[str, Any]:
-    """The options in JSON's types, by which a checkpoint knows its run."""
+    """Return the options in JSON's types, by which a checkpoint identifies its run."""
     return {name: _plain(chosen[name]) for name in SELECTION}
 
 

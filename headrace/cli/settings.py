@@ -1,4 +1,4 @@
-"""The settings of a command, read when it first asks for them.
+"""Settings of a command, read when they are first needed.
 
 Reading them late keeps `headrace COMMAND --help` working, and fast, with a broken file.
 """
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 @dataclass
 class Invocation:
-    """What the options of every command say.
+    """Values of the options of every command.
 
     Attributes:
-        config_file: from `--config` or `HEADRACE_CONFIG`; None for the usual places.
+        config_file: from `--config` or `HEADRACE_CONFIG`; None for the default locations.
         debug: show the traceback of an error.
     """
 
@@ -41,7 +41,7 @@ class Invocation:
         return self.given or load_settings(self.config_file)
 
     def settings_with(self, options: Sequence[Option]) -> Settings:
-        """Return the settings with a command's own options over them.
+        """Return the settings, overridden by a command's own options.
 
         Raises:
             ConfigurationError: see `headrace.config.load_settings`.
@@ -52,7 +52,7 @@ class Invocation:
 
 
 def invocation(context: click.Context) -> Invocation:
-    """The invocation of a command's context; settings may stand in its place (`obj=settings`)."""
+    """Return the invocation of a context; `obj` may also be the settings themselves."""
     root = context.find_root()
     if not isinstance(root.obj, Invocation):
         root.obj = Invocation(given=root.obj)
@@ -73,7 +73,7 @@ def _set_debug(context: click.Context, parameter: click.Parameter, value: bool) 
 
 
 def everywhere() -> list[click.Option]:
-    """Return new options of every command, which set what `invocation` has."""
+    """Return new options of every command, which set the fields of `invocation`."""
     return [
         click.Option(
             ["--config"],
@@ -114,7 +114,7 @@ def pass_settings(function: Callable[Concatenate[Settings, P], T]) -> Callable[P
 
 
 def pass_invocation(function: Callable[Concatenate[Invocation, P], T]) -> Callable[P, T]:
-    """Give a command the invocation, for those that look at wrong settings themselves."""
+    """Give a command the invocation, if it has to handle invalid settings itself."""
 
     @wraps(function)
     def with_invocation(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""The outcomes of a simulation as a table."""
+"""Outcomes of a simulation as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADINGS = (
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines; the first column and the last are words, those between are numbers."""
+    """Yield the lines; the first and last columns are text, the others are numbers."""
     widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
     for row in (HEADINGS, *rows):
         cells = [
@@ -26,7 +26,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def scenario_name(scenario: Scenario) -> str:
-    """What is different, in words."""
+    """Describe the changes of a scenario."""
     parts = []
     if scenario.rate_factor != 1:
         parts.append(f"rate x{scenario.rate_factor:g}")
@@ -40,7 +40,7 @@ def scenario_name(scenario: Scenario) -> str:
 
 
 def cells(outcome: Outcome) -> list[str]:
-    """One row."""
+    """Return the cells of one row."""
     latencies = [f"{outcome.latency_ms(share):.3f}" for share in (0.5, 0.9, 0.99)]
     reasons = " ".join(
         f"{reason} {count / outcome.batches:.0%}" for reason, count in outcome.reasons.items()
@@ -60,7 +60,7 @@ def cells(outcome: Outcome) -> list[str]:
 
 
 def curve(service_time: ServiceTime) -> dict[str, Any]:
-    """In JSON's types."""
+    """Return S(b) in JSON's types."""
     return {
         "t0_us": service_time.t0_us,
         "a_us": service_time.a_us,

@@ -1,4 +1,4 @@
-"""The stages named on the command line."""
+"""Stages named on the command line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from headrace.topics import STAGES, Stage
 
 
 def parse_stages(text: str) -> tuple[Stage, ...]:
-    """Adjacent stages in the order in which a request passes them, as in `batcher,executor`.
+    """Parse adjacent stages in the order in which a request passes them, as in `batcher,executor`.
 
     Raises:
-        ValueError: an unknown stage, one named twice, or stages that are no unbroken run of the
-            path.
+        ValueError: an unknown stage, a repeated one, or stages that are not adjacent and in order.
     """
     names = [name.strip() for name in text.split(",")]
     path = [stage.value for stage in STAGES]

@@ -1,4 +1,4 @@
-"""`headrace top`: running processes in a terminal, again and again."""
+"""`headrace top`: shows running processes in a terminal, repeatedly."""
 
 from __future__ import annotations
 
@@ -80,10 +80,12 @@ def command(urls: tuple[str, ...], interval_s: float, once: bool, as_json: bool)
 
 
 async def _watch(urls: Sequence[str], interval_s: float, show: _Show, *, once: bool) -> bool:
-    """Look and show; returns, after one round, whether every process answered."""
+    """Poll and show repeatedly; with `once`, return after one round whether all
+    processes answered.
+    """
     async with aclosing(_looks(urls, interval_s)) as looks:
         first = await anext(looks)
-        if not once:  # who waits for one answer waits for the rates, which take two looks
+        if not once:  # with a single output the rates are needed as well, which take two polls
             show(first)
         async for processes in looks:
             show(processes)
@@ -113,7 +115,7 @@ async def _looks(
 
 
 async def _ask(session: ClientSession, url: str) -> Status | str:
-    """One look, or why there is none."""
+    """Return the status of a process, or the reason why there is none."""
     from aiohttp import ClientError
 
     try:
@@ -141,7 +143,7 @@ def _as_lines(processes: Sequence[ProcessFigures]) -> None:
 
 
 def _opened_view(stack: ExitStack, *, once: bool) -> _Show:
-    """A view that stays in place, on a terminal where rich is installed; lines otherwise."""
+    """Return a view that stays in place, on a terminal with rich; otherwise lines."""
     if once or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         return _as_lines
     from rich.live import Live
@@ -155,7 +157,7 @@ def _opened_view(stack: ExitStack, *, once: bool) -> _Show:
 
 
 def draw(shown: Sequence[Table]) -> Group:
-    """Return the tables as rich draws them: a line for each row, every cell as text."""
+    """Return the tables in rich's form: a line for each row, every cell as text."""
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""Two looks at a process make its figures: rates, means and what stands now. Pure.
+"""Figures of a process from two polls: rates, means and current values. Pure.
 
 Names end with their unit: `_per_s`, `_s` (a duration), `_bytes`; the others are counts.
 """
@@ -14,7 +14,7 @@ from msgspec import Struct
 from headrace.cli.top_status import Model, Source, Status
 
 Figures = dict[str, float | None]
-"""None stands for what is not known: nothing happened between the looks, or nobody knows it."""
+"""None means unknown: nothing happened between the polls, or there is no data."""
 
 OUTCOMES = ("ok", "expired", "refused", "failed")
 
@@ -32,7 +32,7 @@ class ModelFigures(Struct):
 
 
 class SourceFigures(Struct):
-    """One topic that is read."""
+    """One source topic."""
 
     topic: str
     remarks: list[str]
@@ -43,11 +43,11 @@ class ProcessFigures(Struct):
     """One process.
 
     Attributes:
-        fault: why nothing is known of it; empty when it answered.
-        condition: its phase, with the reason when it is not live or not ready.
+        fault: why there is no data; empty if it answered.
+        condition: its phase, with the reason if it is not live or not ready.
         stages: figures of the stages that it has.
-        closed: how many batches closed for which reason, of one.
-        last_errors: as `/status` has them, newest last.
+        closed: number of closed batches by reason, for one process.
+        last_errors: as in `/status`, newest last.
     """
 
     url: str
@@ -63,8 +63,8 @@ class ProcessFigures(Struct):
 
 
 class Change:
-    """What happened between two looks at one process; nothing is known of the first look alone,
-    nor across a restart.
+    """Changes between two polls of a process; nothing is known from the first poll alone, nor
+    across a restart.
     """
 
     def __init__(self, earlier: Status | None, later: Status) -> None:
@@ -73,30 +73,30 @@ class Change:
         self._elapsed_s = later.uptime_s - earlier.uptime_s if earlier else 0.0
         self._before = counters(earlier) if earlier else Counter[str]()
         self._after = counters(later)
-        # Where reading stood: only for assignments that both looks have seen.
+        # Read positions: only for assignments in both polls.
         self._read_before = positions(earlier) if earlier else {}
         self._read_after = positions(later)
 
     def by(self, name: str) -> float:
-        """How much a counter has grown."""
+        """Return the growth of a counter."""
         return self._after[name] - self._before[name]
 
     def rate(self, name: str) -> float | None:
-        """How much a counter has grown per second."""
+        """Return the growth of a counter per second."""
         return self.by(name) / self._elapsed_s if self._elapsed_s > 0 else None
 
     def ratio(self, above: str, below: str) -> float | None:
-        """Growth of one counter for each growth of another."""
+        """Return the ratio of the growths of two counters."""
         if self._elapsed_s <= 0 or self.by(below) <= 0:
             return None
         return self.by(above) / self.by(below)
 
     def mean_s(self, name: str) -> float | None:
-        """The mean of a duration between the looks."""
+        """Return the mean of a duration between the polls."""
         return self.ratio(f"{name} seconds", f"{name} count")
 
     def read_per_s(self, topic: str) -> float | None:
-        """Offsets of a topic that were read per second."""
+        """Return the offsets of a topic that were read per second."""
         kept = [key for key in self._read_after if key[0] == topic and key in self._read_before]
         if self._elapsed_s <= 0 or not kept:
             return None
@@ -105,7 +105,7 @@ class Change:
 
 
 def counters(status: Status) -> Counter[str]:
-    """All totals as one flat mapping, summed over what is not asked for."""
+    """Return all totals as one flat mapping, summed over unused labels."""
     found: Counter[str] = Counter()
     totals = status.totals
     for request in totals.requests:
@@ -129,7 +129,7 @@ def counters(status: Status) -> Counter[str]:
 
 
 def positions(status: Status) -> dict[tuple[str, int, int], int]:
-    """The offset that is read next, for each assignment: topic, partition and epoch."""
+    """Return the next offset to read, for each assignment: topic, partition and epoch."""
     return {
         (source.topic, each.partition, each.epoch): each.base + each.span_records
         for source in status.sources
@@ -139,7 +139,7 @@ def positions(status: Status) -> dict[tuple[str, int, int], int]:
 
 
 def figures_of(url: str, earlier: Status | None, later: Status) -> ProcessFigures:
-    """What is shown of a process, from the last look and the one before it."""
+    """Return the displayed figures of a process, from the last two polls."""
     change = Change(earlier, later)
     stages = _stage_figures(change, later)
     reason = later.live.reason or later.ready.reason

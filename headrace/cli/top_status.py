@@ -1,6 +1,6 @@
-"""The part of `/status` that `headrace top` reads; `docs/health.md` has all of it.
+"""The part of `/status` that `headrace top` reads; `docs/health.md` describes all of it.
 
-Fields that are not known here are ignored, so that a newer process can be looked at.
+Unknown fields are ignored, so that newer processes can be shown.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from msgspec import Struct
 
 
 class Live(Struct):
-    """Whether the process gets on, and what is stuck otherwise."""
+    """Whether the process makes progress, and otherwise what is stuck."""
 
     live: bool
     reason: str
 
 
 class Ready(Struct):
-    """Whether it reads requests now, and what it waits for otherwise."""
+    """Whether it reads requests now, and otherwise what it waits for."""
 
     ready: bool
     reason: str
 
 
 class Partition(Struct):
-    """One partition: `base + span_records` is the offset that is read next."""
+    """One partition: `base + span_records` is the next offset to read."""
 
     topic: str
     partition: int
@@ -35,7 +35,7 @@ class Partition(Struct):
 
 
 class Commit(Struct):
-    """How committing goes."""
+    """State of committing."""
 
     commits: bool
     age_s: float
@@ -44,7 +44,7 @@ class Commit(Struct):
 
 
 class Source(Struct):
-    """What a segment of the process reads, and its budget."""
+    """What a stage group of the process reads, and its budget."""
 
     topic: str
     group: str
@@ -62,14 +62,14 @@ class Source(Struct):
 
 
 class Waiting(Struct):
-    """What waits for a batch."""
+    """Requests waiting for a batch."""
 
     requests: int
     deadline_slack_s: float | None
 
 
 class Model(Struct):
-    """One version of a model; a version that could not be read has no batch size."""
+    """One version of a model; an unreadable version has no batch size."""
 
     name: str
     version: str
@@ -81,7 +81,7 @@ class Model(Struct):
 
 
 class RequestCount(Struct):
-    """Answers with one outcome."""
+    """Number of answers with one outcome."""
 
     model: str
     version: str
@@ -90,21 +90,21 @@ class RequestCount(Struct):
 
 
 class BatchCount(Struct):
-    """Batches of a model that closed for one reason."""
+    """Number of a model's batches that closed for one reason."""
 
     reason: str
     count: int
 
 
 class RowCount(Struct):
-    """Rows that a model has run."""
+    """Number of rows that a model has run."""
 
     model: str
     count: int
 
 
 class TimeSum(Struct):
-    """So many times of a model, and their sum."""
+    """Number of durations of a model, and their sum."""
 
     model: str
     count: int
@@ -112,7 +112,7 @@ class TimeSum(Struct):
 
 
 class Totals(Struct):
-    """Counted from the start of the process."""
+    """Totals since the start of the process."""
 
     requests: list[RequestCount]
     batches: list[BatchCount]
@@ -121,7 +121,7 @@ class Totals(Struct):
 
 
 class Status(Struct):
-    """One answer of `/status`."""
+    """One response of `/status`."""
 
     version: str
     stages: list[str]

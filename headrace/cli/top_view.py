@@ -1,4 +1,4 @@
-"""How `headrace top` shows processes: tables of text, for rich and for plain lines alike. Pure."""
+"""Display of `headrace top`: tables of text, both for rich and for plain lines. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNITS = ("_per_s", "_bytes", "_s")
 
 
 class Table(NamedTuple):
-    """A table; `numeric` are the columns that are set to the right."""
+    """A table; `numeric` are the right-aligned columns."""
 
     title: str
     heads: tuple[str, ...]
@@ -26,14 +26,14 @@ class Table(NamedTuple):
 
 
 def number(value: float) -> str:
-    """Three digits or so, with separators."""
+    """Format a number with about three digits, with separators."""
     if float(value).is_integer() or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds, in the unit that suits them."""
+    """Format seconds in a suitable unit."""
     size = abs(seconds)
     for limit, unit, factor in ((0.001, "µs", 1e6), (1, "ms", 1e3), (120, "s", 1)):
         if 0 < size < limit:
@@ -44,13 +44,13 @@ def duration(seconds: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes, in binary units."""
+    """Format bytes in binary units."""
     exponent = min(int(math.log(value, 1024)), 4) if value >= 1 else 0
     return f"{number(value / 1024**exponent)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
 
 
 def shown(name: str, value: float | None) -> str:
-    """A figure as text, by the unit at the end of its name."""
+    """Format a figure by the unit at the end of its name."""
     if value is None:
         return NONE
     if name.endswith("_per_s"):
@@ -61,13 +61,13 @@ def shown(name: str, value: float | None) -> str:
 
 
 def label(name: str) -> str:
-    """A figure's name for people: without its unit."""
+    """Return a figure's name for display, without its unit."""
     unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
     return name.removesuffix(unit).replace("_", " ")
 
 
 def tables(processes: Sequence[ProcessFigures]) -> list[Table]:
-    """Everything as printable text, the empty tables left out."""
+    """Return everything as printable text, without empty tables."""
     parts = (_processes(processes), *_stages(processes), _models(processes))
     return [
         table._replace(rows=[tuple(map(printable, row)) for row in table.rows])
@@ -77,10 +77,10 @@ def tables(processes: Sequence[ProcessFigures]) -> list[Table]:
 
 
 def fit(shown_tables: Sequence[Table], height: int) -> list[Table]:
-    """Make tables fit so many lines of a terminal, as far as a line for each can do that.
+    """Shorten tables to `height` lines, as far as one line for each table allows.
 
-    Titles move into the headings first. Then the longest tables lose their last rows, and say how
-    many; the first table, of the processes themselves, is the last to lose any.
+    First titles move into the headings. Then the longest tables lose their last rows, and state how
+    many; the first table, that of the processes themselves, is the last to lose any.
     """
     if sum(len(table.rows) + TITLED for table in shown_tables) <= height:
         return list(shown_tables)
@@ -121,7 +121,7 @@ def _processes(processes: Sequence[ProcessFigures]) -> Table:
 
 
 def _stages(processes: Sequence[ProcessFigures]) -> list[Table]:
-    """One table for each stage, a row for each process that has it."""
+    """Return one table for each stage, with a row for each process that has it."""
     found: dict[str, list[tuple[str, Figures]]] = {}
     closed: dict[str, str] = {}
     for each in processes:
@@ -192,13 +192,13 @@ def _errors(processes: Sequence[ProcessFigures]) -> Table:
 
 
 def _with_reason(error: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of a request, which has no message, with its code and place instead."""
+    """Return a request's line, which has no message, with its code and position instead."""
     place = "/".join(str(error[name]) for name in ("partition", "offset") if name in error)
     return error | {"reason": error.get("reason") or f"{error.get('code', '')} {place}".strip()}
 
 
 def lines(shown_tables: Sequence[Table]) -> list[str]:
-    """The tables as plain lines of text."""
+    """Return the tables as plain lines of text."""
     made: list[str] = []
     for table in shown_tables:
         grid = [table.heads, *table.rows]

@@ -1,4 +1,4 @@
-"""`headrace topics create|describe|check`: the topics against what they should be."""
+"""`headrace topics create|describe|check`: compares the topics with what they should be."""
 
 from __future__ import annotations
 

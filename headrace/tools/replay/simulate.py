@@ -201,7 +201,7 @@ def simulate(
 
 
 def _farm(served: Mapping[ModelKey, Served]) -> ExecutorPool:
-    """Return the executors of a scenario; finished runs are reported to the batcher's policy."""
+    """Return the executors of a scenario; durations of runs are learned, as in production."""
     chance = random.Random(SEED)  # noqa: S311 - the same for every scenario, no secret
     runs = {model: each.service_time.drawn(chance) for (model, _), each in served.items()}
 
