@@ -1,18 +1,18 @@
-"""Which partitions are not read for now, and why.
+"""Backpressure: which partitions are paused, and why.
 
-All of them pause at a stop (`drain`) and over the byte budget (`budget`). One alone pauses where it
-holds so much that reading of it has to wait, while the others go on:
+All partitions pause on shutdown (`drain`) and over the byte budget (`budget`). A single partition
+pauses, while the others are read, for one of these reasons:
 
-- `metadata`: an answered offset that does not fit into the commit's metadata would be answered
-  again by the next owner (at least once), or could not be sealed (exactly once). Well before it
-  comes to that, nothing more is read of the partition.
-- `share`: so many of its requests are deferred, since their model holds its share of the budget
-  (`deferring.py`), that it is not read further ahead of them.
-- `order`: answers that wait for an earlier one are held, and one record that is stuck could fill
-  the whole budget with them. So each partition gets an equal share.
-- `ahead`: where answers are given in another process, so many records of a partition are on their
-  way there. More would only wait in the topics between, and take the processor from those who
-  have to answer them. Where answers keep their order, it bounds what one stuck record holds up.
+- `metadata`: an answered offset that does not fit into the commit metadata would be answered
+  again by the next owner (at least once), or could not be committed (exactly once). The partition
+  is paused well before that.
+- `share`: too many of its requests are deferred, because their model holds its share of the budget
+  (`deferring.py`).
+- `order`: answers that wait for an earlier one are held, and one stuck record could fill the
+  whole budget with them. So each partition gets an equal share.
+- `ahead`: another process answers, and many records of the partition are on their way there. More
+  would only wait in the topics between, and take CPU time from the processes that answer. With
+  ordered answers, this bounds how many records one stuck record holds up.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ log = structlog.get_logger(__name__)
 LOOK_S = 0.2
 RESUME_DEFERRED = MAX_DEFERRED * 3 // 4
 MAX_UNANSWERED = 16_384
-"""Records of a partition that were passed on and are not answered by another process yet."""
+"""Most records of a partition passed on to another process and not yet answered there."""
 
 
 class Backpressure:
     """Pauses partitions and resumes them.
 
     Args:
-        in-flight tracker: of what is read.
-        bounds_metadata: whether the commit's metadata bounds what may be read.
-        shares: whether each partition gets but its share of the budget.
+        tracker: in-flight tracker of the records read.
+        bounds_metadata: True if the size of the commit metadata limits reading.
+        shares: True if each partition may hold only an equal share of the budget.
 
     Attributes:
-        paused: the partitions that are.
-        reason: why, while all of them are; otherwise empty.
-        reasons: why, of partitions that are paused alone.
+        paused: the paused partitions.
+        reason: why all partitions are paused; empty otherwise.
+        reasons: why single partitions are paused.
     """
 
     def __init__(self, tracker: InFlightTracker, *, bounds_metadata: bool, shares: bool) -> None:
@@ -61,15 +61,15 @@ class Backpressure:
         self.reasons: Mapping[TopicPartition, str] = {}
 
     def regulate(self, consumer: Consumer, waiting_bytes: int, *, stopping: bool) -> bool:
-        """Pause or resume as the budget says; True while all partitions are paused.
+        """Pause or resume partitions; return True while all are paused.
 
         Args:
-            consumer: of the partitions.
-            waiting_bytes: of what was polled and is not admitted yet.
-            stopping: nothing more shall be read.
+            consumer: the consumer of the partitions.
+            waiting_bytes: bytes of records that were polled and not yet admitted.
+            stopping: True on shutdown: nothing more is read.
         """
         budget = self._tracker.budget
-        # What was polled and not yet admitted is charged as well, but only here.
+        # Count records that were polled and not yet admitted, for this comparison only.
         budget.used_bytes += waiting_bytes
         wanted = budget.exceeded or stopping
         budget.used_bytes -= waiting_bytes
@@ -88,20 +88,20 @@ class Backpressure:
         return wanted
 
     def follow(self, partition: TopicPartition, progress: Progress) -> None:
-        """Another process answers for this partition, and this is what it has committed."""
+        """Use the progress that another process has committed, which answers for this partition."""
         self._elsewhere[partition] = progress
 
     def progress(self, assignment: AssignedPartition) -> Progress:
-        """What is answered of a partition, as far as is known here."""
+        """Return the progress of a partition, as far as it is known here."""
         return self._elsewhere.get(assignment.partition, assignment.progress)
 
     def assigned_anew(self) -> None:
-        """A rebalance forgets pauses."""
+        """Reset after a rebalance, which ends all pauses."""
         self.paused = frozenset()
         self._elsewhere.clear()
 
     def _crowded(self) -> Mapping[TopicPartition, str]:
-        """Why, of the partitions that are to be paused alone."""
+        """Return the partitions to pause individually, with the reasons."""
         assignments = self._tracker.assignments
         found = {each.partition: "metadata" for each in assignments if self._outgrows(each)}
         if self._elsewhere:
@@ -130,7 +130,7 @@ class Backpressure:
         return span - progress.answered_above[0] >= MAX_UNANSWERED
 
     def _exceeds(self, assignment: AssignedPartition) -> bool:
-        """By the number of records: bytes are counted for all partitions together."""
+        """Estimate by record count: bytes are counted only for all partitions together."""
         budget, records = self._tracker.budget, self._tracker.in_flight()
         if not records:
             return False
@@ -138,9 +138,9 @@ class Backpressure:
         return used_bytes * len(self._tracker.assignments) >= budget.limit_bytes
 
     async def watch(self, log_: Log, group: str) -> None:
-        """Look now and then at what another process has committed for our partitions.
+        """Poll the commits of another process for our partitions, until cancelled.
 
-        Until cancelled. It costs nothing while none of them has much on the way.
+        The log is queried only for partitions with many records in flight.
         """
         while True:
             await asyncio.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""Records on their way from a poll to the first stage."""
+"""Queue of polled records that wait for the first stage."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from headrace.delivery.inflight import AssignedPartition, record_bytes
 from headrace.log.port import Record, TopicPartition
 
 MAX_JOINED_RECORDS = 512
-"""As many as one poll returns at most."""
+"""The most records that one poll returns."""
 FAR_AHEAD_BYTES = 16 * 1024 * 1024
 FAR_AHEAD_PAUSE_S = 0.02
-"""With so much read that the first stage has not taken, polls take turns with its work."""
+"""Pause between polls while more than `FAR_AHEAD_BYTES` wait for the first stage."""
 TURNS_TO_ANSWER = 10
-"""Turns of the event loop from a poll until the answers of what it read are sent, if no other
-stage has anything else to do: each hands its chunk over to the next one's turn."""
+"""Event-loop turns from a poll until the answers to its records are sent, if the stages have
+nothing else to do: each stage passes its chunk on to the next one's turn."""
 MANY_BYTES = 128 * 1024
-"""Who reads so much at a time need not wait for more to come."""
+"""With this many bytes waiting, chunks are large enough: do not wait for more records."""
 
 
 class Delivery(NamedTuple):
     """Records of one partition, in offset order, not yet admitted.
 
-    With `skipped`, no records: all up to this offset are gone unread. With `again`, records that
-    were deferred and are read a second time (`headrace.consumer.deferring`). With `isolation`, the
-    process is careful, since there were unclean ends.
+    `skipped`: there are no records; all up to this offset were deleted unread. `again`: the
+    records were deferred and are read a second time (`headrace.consumer.deferring`). `isolation`:
+    set if crash isolation is active, after unclean ends.
     """
 
     assignment: AssignedPartition
@@ -50,7 +50,7 @@ class _Waiting:
         self.size_bytes = size_bytes
 
     def joins(self, delivery: Delivery) -> bool:
-        """Whether another one may be put behind it, as if they had been read together."""
+        """Return True if `delivery` may be appended, as if both had been read together."""
         mine = self.delivery
         return (
             mine.assignment is delivery.assignment
@@ -62,15 +62,15 @@ class _Waiting:
 
 
 class Arrivals:
-    """What was polled and waits for the first stage.
+    """Polled records that wait for the first stage.
 
-    What is read of a partition while some of it waits is joined to that: a chunk costs each stage
-    about as much as dozens of small requests do, so that who falls behind gets larger ones, and
-    catches up.
+    New records of a partition are appended to its waiting chunk: a chunk costs each stage about
+    as much as dozens of small requests, so that a stage that lags gets larger chunks and catches
+    up.
 
     Attributes:
-        waiting_bytes: of all of it.
-        awaits_isolated: parked records will be delivered again, even after the end.
+        waiting_bytes: bytes of all waiting records.
+        awaits_isolated: True if parked records will be delivered again, even after the end.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Arrivals:
         return (each.delivery for each in self._waiting)
 
     def put(self, delivery: Delivery) -> None:
-        """Add what was read; tells nobody yet, see `tell`."""
+        """Add polled records without waking the first stage; see `tell`."""
         size_bytes = waiting_bytes(delivery.records)
         self.waiting_bytes += size_bytes
         partition = delivery.assignment.partition
@@ -102,8 +102,8 @@ class Arrivals:
         self._waiting.append(waiting)
 
     def put_isolated(self, delivery: Delivery) -> None:
-        """Add a record that was parked. It is admitted, and so it is not dropped: a drain waits for
-        it, and answers behind it may be held until it is answered.
+        """Add a parked record. It is already admitted, so it is never dropped: a drain waits for
+        it, and later answers may be held until it is answered.
         """
         self._isolated.append(delivery)
         self._arrived.set()
@@ -113,7 +113,7 @@ class Arrivals:
         self._arrived.set()
 
     async def next(self) -> Delivery | None:
-        """The oldest; None after the end, when nothing is left."""
+        """Wait for and return the oldest delivery; None once the queue has ended and is empty."""
         while not (self._waiting or self._isolated):
             if self._ended and not self.awaits_isolated:
                 return None
@@ -129,14 +129,14 @@ class Arrivals:
         return taken.delivery
 
     async def let_work(self, budget: Budget) -> None:
-        """Let the stages get on with what was read, before more is.
+        """Yield to the stages before the next poll.
 
-        What comes meanwhile is read together, where little came. With a poll in every turn of the
-        event loop each record had a chunk of its own, up to ten of them were under way at a time,
-        and each was held up by all others. A run on a thread, or a broker, is not waited for.
+        Records that arrive meanwhile are read together. With a poll in every event-loop turn, each
+        record became its own chunk, up to ten were in progress at a time, and each delayed all
+        others. This does not wait for a model run on a thread, or for a broker.
 
         Args:
-            budget: with nothing in flight there is nothing to wait for.
+            budget: the byte budget; with nothing in flight there is nothing to wait for.
         """
         if self.waiting_bytes > FAR_AHEAD_BYTES:
             await asyncio.sleep(FAR_AHEAD_PAUSE_S)
@@ -147,13 +147,13 @@ class Arrivals:
                 return
 
     def end(self) -> None:
-        """Forget what waits, and let nothing more come."""
+        """End the queue, and drop all waiting records."""
         self._ended = True
         self.drop(None)
         self._arrived.set()
 
     def drop(self, partitions: frozenset[TopicPartition] | None) -> None:
-        """Forget what was read of these or all; their next owner reads it again."""
+        """Drop waiting records of `partitions`, or of all; their next owner reads them again."""
         left = [
             each
             for each in self._waiting
@@ -165,5 +165,5 @@ class Arrivals:
 
 
 def waiting_bytes(records: Sequence[Record]) -> int:
-    """Return what records that wait are charged."""
+    """Return the bytes charged for waiting records."""
     return sum([record_bytes(record) for record in records])

@@ -1,7 +1,7 @@
-"""Reads deferred records a second time, beside the group's member, when their claims have room.
+"""Rereading: deferred records are read again once their claims have room, by a separate reader.
 
-The reader is in no group and commits nothing. It is opened when something is deferred, and closed
-when nothing has been for a while.
+The reader is in no group and commits nothing. It is opened when a record is deferred, and closed
+when none has been deferred for a while.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from headrace.telemetry.metrics import Metrics
 log = structlog.get_logger(__name__)
 
 NEAR_OFFSETS = 64
-"""A record so close behind another one is read on to, not sought."""
+"""A record at most this far ahead is reached by reading on instead of seeking."""
 MAX_RECORDS = 512
 POLL_TIMEOUT_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class RereadingTimes:
-    """When what is done.
+    """Times of rereading.
 
     Attributes:
-        pace_s: between two looks for room.
-        read_s: what is picked of a partition has to come within this; the rest is picked again.
-        keep_s: the reader stays for so long after the last one.
-        retry_s: after the log was not available.
+        pace_s: interval of the checks for room.
+        read_s: time limit for reading the picked records of a partition; the rest is put back.
+        keep_s: how long the reader stays open after the last deferred record.
+        retry_s: pause after the log was unavailable.
     """
 
     pace_s: float = 0.02
@@ -48,14 +48,14 @@ class RereadingTimes:
 
 
 class Rereading:
-    """Reads what a `Deferral` picks.
+    """Reads the records that a `Deferral` picks.
 
     Args:
-        deferral: says what has room.
-        ready: takes what was read.
-        is_wanted: whether records of a partition are let in now.
-        metrics: told of what the log does not hold any more.
-        times: when it does what.
+        deferral: picks records that have room.
+        ready: receives the records read.
+        is_wanted: returns True if records of a partition may be admitted now.
+        metrics: counts records that the log no longer holds.
+        times: see `RereadingTimes`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Rereading:
                 await asyncio.sleep(self._times.retry_s)
 
     async def _read_while_deferred(self, log_: Log) -> None:
-        """Read with one reader, until a partition is added that it does not have."""
+        """Read with one reader, until a partition that it lacks is added."""
         deferral, partitions = self._deferral, sorted(self._deferral.partitions())
         async with log_.reader(partitions) as reader:
             reader.pause(partitions)
@@ -97,7 +97,7 @@ class Rereading:
     async def _read_picked(
         self, reader: Consumer, picked: dict[AssignedPartition, list[Deferred]]
     ) -> None:
-        """Read one partition after the other; what an error leaves unread waits on."""
+        """Read the partitions one by one; put back records left unread by an error."""
         try:
             while picked:
                 await self._read(reader, *picked.popitem())
@@ -124,7 +124,7 @@ class Rereading:
     async def _read_all(
         self, reader: Consumer, assignment: AssignedPartition, wanted: dict[int, Deferred]
     ) -> None:
-        """Read the wanted records, and take each out of `wanted` as it is found."""
+        """Read the wanted records, and remove each from `wanted` once found."""
         partition, position = assignment.partition, -NEAR_OFFSETS
         until_s = time.monotonic() + self._times.read_s
         while wanted and not assignment.revoked and time.monotonic() < until_s:
@@ -146,7 +146,7 @@ class Rereading:
                 self._lose(wanted.pop(offset))  # deleted while it was deferred
 
     def _lose(self, deferred: Deferred) -> None:
-        """A record was deleted while it was deferred, which counts as never read."""
+        """Skip a record that was deleted while it was deferred; it counts as never read."""
         where, offset = deferred.assignment.partition, deferred.offset
         self._metrics.skipped.inc()
         log.error(Event.RECORDS_SKIPPED, partition=str(where), first=offset, count=1)

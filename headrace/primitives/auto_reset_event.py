@@ -1,4 +1,4 @@
-"""Something may have changed: for one task that waits, with a deadline."""
+"""Event for a single waiting task, with a timeout; reset by each wait."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 
 
 class AutoResetEvent:
-    """Given any number of times; who waits next hears of it once."""
+    """Event that each `wait` resets first: only a later `give` wakes the waiting task."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def give(self) -> None:
-        """Wake who waits."""
+        """Wake the waiting task."""
         self._event.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until it is given from now on, or the time is over."""
+        """Reset the event, then wait until it is given or `timeout_s` has passed."""
         self._event.clear()
         try:
             async with asyncio.timeout(timeout_s):

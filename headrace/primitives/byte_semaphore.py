@@ -1,4 +1,4 @@
-"""Room for bytes: who brings more than there is room for waits."""
+"""Semaphore that counts bytes: callers wait while there is not enough room."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Room:
-    """A bound in bytes. What alone exceeds it is let in when all else is gone."""
+    """Limit in bytes. A caller that alone exceeds it is admitted once all others have left."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -14,23 +14,23 @@ class Room:
         self._freed = asyncio.Event()
 
     async def enter(self, size_bytes: int) -> None:
-        """Take room as soon as there is enough."""
+        """Wait until there is enough room, and take it."""
         while self.used_bytes and self.used_bytes + size_bytes > self._limit_bytes:
             self._freed.clear()
             await self._freed.wait()
         self.used_bytes += size_bytes
 
     def take(self, size_bytes: int) -> None:
-        """Take room, be there enough or not; see `enough`."""
+        """Take room without waiting, even beyond the limit; see `enough`."""
         self.used_bytes += size_bytes
 
     async def enough(self) -> None:
-        """Wait until the limit is kept."""
+        """Wait until use is within the limit."""
         while self.used_bytes > self._limit_bytes:
             self._freed.clear()
             await self._freed.wait()
 
     def leave(self, size_bytes: int) -> None:
-        """Give room back."""
+        """Release room."""
         self.used_bytes -= size_bytes
         self._freed.set()
