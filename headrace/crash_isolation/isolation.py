@@ -1,8 +1,8 @@
-"""Accused records: the first stage sets them aside when it reads them, and runs them alone later.
+"""Accused records: the first stage parks them when it reads them, and runs them alone later.
 
-A record cannot be left in the log and read later, since a gap in what is admitted counts as absent
-records. So an accused one is admitted in its turn, *parked* undecoded, and delivered again, by
-itself, when everything else stands still.
+A record cannot be left in the log and read later, since a gap between admitted offsets counts as
+absent records. So an accused record is admitted in order, *parked* undecoded, and delivered again
+on its own when nothing else runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.protocol.messages import Request
 
 
 class IsolatedReceipt:
-    """The ack handle of a request that is to run alone, until it has."""
+    """Ack handle of a request that must run alone, until it has run."""
 
     __slots__ = ("isolated", "place", "record_receipt")
 
@@ -43,14 +43,14 @@ class IsolatedReceipt:
 
 
 class Isolated:
-    """An accused record that was admitted and waits to run alone.
+    """Accused record that was admitted and waits to run alone.
 
     Args:
-        after: which record goes before it, where answers keep the order of their keys.
+        after: offset of its predecessor, if answers are ordered by key.
 
     Attributes:
-        is_delivered: the first stage has received it again.
-        open_places: how many of its requests are still to end their runs.
+        is_delivered: True once the first stage has received it again.
+        open_places: number of its requests that have not finished running.
     """
 
     __slots__ = ("ack_handle", "after", "assignment", "is_delivered", "open_places", "record")
@@ -71,14 +71,14 @@ class Isolated:
 
 
 class Isolation(NamedTuple):
-    """What the first stage has to know of records that are read after an unclean end.
+    """Crash-isolation state that the first stage needs after an unclean end.
 
     Attributes:
-        condemned: to be answered without being run.
-        accused: to be parked.
-        park: takes a parked one.
-        isolated: the delivery is this record alone, whose turn has come.
-        runs: models run in this process, so that isolated requests run alone there as well.
+        condemned: requests to answer without running them.
+        accused: offsets of records to park.
+        park: receives each parked record.
+        isolated: set if the delivery holds only this record, which is now to run alone.
+        runs: True if models run in this process, so that isolated requests run alone here.
     """
 
     condemned: frozenset[Unit]
@@ -88,22 +88,22 @@ class Isolation(NamedTuple):
     runs: bool = False
 
     def is_accused(self, offset: int) -> bool:
-        """Return whether a record is to be parked; one that is condemned is not run any more."""
+        """Return True if a record must be parked; a condemned one is not run again."""
         return offset in self.accused and (offset, 0) not in self.condemned
 
     def set_aside(self, assignment: AssignedPartition, record: Record) -> None:
         """Admit an accused record and park it."""
         after = -1
-        if assignment.chains is not None:  # its place is where it was read
+        if assignment.chains is not None:  # keep its position in the order of its key
             after = assignment.chains.follow(record.key, record.offset)
         ack_handle = assignment.admit(record.offset, record_bytes(record))
         self.park(Isolated(assignment, record, ack_handle, after))
 
     def isolate(self, requests: Iterable[Request]) -> None:
-        """Have the requests of the isolated record run alone, each by itself.
+        """Make the requests of the isolated record run alone, one at a time.
 
         Args:
-            requests: those that are to be run, by their places in the record.
+            requests: the requests to run, in the order of their places in the record.
         """
         isolated = self.isolated
         if isolated is None or not self.runs:
@@ -115,12 +115,12 @@ class Isolation(NamedTuple):
 
 
 def is_isolated(request: Request) -> bool:
-    """Whether a request is to run alone."""
+    """Return True if a request must run alone."""
     return type(request.ack_handle) is IsolatedReceipt
 
 
 def alone_of(request: Request) -> Alone:
-    """Return what is marked while an isolated request runs."""
+    """Return the marker content for the run of an isolated request."""
     ack_handle = request.ack_handle
     assert isinstance(ack_handle, IsolatedReceipt)
     isolated = ack_handle.isolated
@@ -128,7 +128,7 @@ def alone_of(request: Request) -> Alone:
 
 
 def places_of(requests: Iterable[Request]) -> set[tuple[TopicPartition, int]]:
-    """Return the records that requests were read from, as far as they are owed for."""
+    """Return the records of requests that have an ack handle of the in-flight tracker."""
     ack_handles = [request.ack_handle for request in requests]
     return {
         (ack_handle.assignment.partition, ack_handle.offset)

@@ -1,14 +1,13 @@
-"""Where reading and runs begin: beside each other, or, after unclean ends, one of them alone.
+"""Gate for reading and runs: concurrent normally, one accused request alone after unclean ends.
 
-In ordinary times `begin` and `leave` count what is inside, and nothing else. While `is_marking`,
-what enters is marked in the log before, and an accused request enters alone: it waits until all
-others have left, and those that come meanwhile wait for it. They go on as soon as it has left, and
-before the next one may enter alone, so that a search holds up everything else for one run at a
-time, and half of the time at most.
+Normally `begin` and `leave` only count entries. While `is_marking`, each entry is first marked in
+the log, and an accused request enters alone: it waits until all others have left, and later ones
+wait for it. They continue once it has left, before the next one may enter alone, so that a search
+blocks everything else for one run at a time, and half of the time at most.
 
-Only what has come to its end leaves. A run that ends its process by an error, or is cancelled with
-it, stays inside: otherwise the next one, in the few moments that the process has left, would be
-marked to have run alone when it ended.
+Only completed work leaves. A run whose error ends the process, or that is cancelled with it, stays
+inside: otherwise the next request could enter in the process's last moments and be marked as
+running alone when the process ended.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ Place: TypeAlias = tuple[TopicPartition, int]
 
 
 class Entry:
-    """What has entered a gate, until it leaves.
+    """One entry in a gate, until it leaves.
 
     Attributes:
-        places: the records that are marked for it.
+        places: the records marked for it.
     """
 
     __slots__ = ("places",)
@@ -46,14 +45,14 @@ async def _keep_nothing() -> None:
 
 
 class RunGate:
-    """The gate of one process.
+    """Gate of one process.
 
     Args:
-        keep: returns when the log holds a mark of what is `running` and `alone` now.
+        keep: writes what is `running` and `alone` now; returns once the log holds that marker.
 
     Attributes:
-        is_marking: whoever enters has to be marked before.
-        alone: the request that runs alone, if one does.
+        is_marking: True if every entry must be marked first.
+        alone: the request that runs alone, if any.
     """
 
     def __init__(self, keep: Callable[[], Awaitable[None]] = _keep_nothing) -> None:
@@ -70,16 +69,16 @@ class RunGate:
         self.alone: Alone | None = None
 
     def running(self, partition: TopicPartition) -> list[int]:
-        """Return the offsets of a partition that are inside and marked."""
+        """Return the marked offsets of a partition that are inside."""
         return [offset for each, offset in self._running if each == partition]
 
     def begin(self) -> Entry:
-        """Enter unmarked; for what begins while `is_marking` is false."""
+        """Enter without a marker; only while `is_marking` is False."""
         self._inside += 1
         return _UNMARKED
 
     async def enter(self, places: Iterable[Place]) -> Entry:
-        """Enter beside others, once the records are marked."""
+        """Enter concurrently with others, and return once the records are marked."""
         self._waiting += 1
         try:
             while self._is_closed:
@@ -95,7 +94,7 @@ class RunGate:
         return entry
 
     def leave(self, entry: Entry) -> None:
-        """Leave; a mark that still says otherwise is a superset, which costs a run alone."""
+        """Leave; an outdated marker lists too many records, which costs at most a run alone."""
         self._inside -= 1
         if entry.places:
             self._running.subtract(entry.places)
@@ -104,8 +103,8 @@ class RunGate:
             self._emptied.set()
 
     async def enter_alone(self, alone: Alone) -> None:
-        """Enter when all others have left, once it is marked that nothing else runs."""
-        # Those that waited for the one before go first, and each of them runs at least once.
+        """Wait until all others have left, enter, and mark that nothing else runs."""
+        # Entries that waited for the previous lone run go first, so that each makes progress.
         while self._is_closed or self._waiting:
             await self._change()
         self._is_closed = True
@@ -113,18 +112,18 @@ class RunGate:
             self._emptied.clear()
             await self._emptied.wait()
         self.alone = alone
-        # Nothing is inside when the mark is acknowledged, and nothing enters before this one has
-        # left. So an end from here on is an attempt against this request and no other.
+        # Nothing else is inside when the marker is acknowledged, and nothing enters before this
+        # one has left. So an unclean end from here on counts against this request only.
         await self._mark()
 
     def leave_alone(self) -> None:
-        """Let the others go on."""
+        """Leave, and let the others continue."""
         self.alone = None
         self._is_closed = False
         self._tell()
 
     async def _mark(self) -> None:
-        """Return when a mark is kept that was written after this call; many share one write."""
+        """Return once a marker written after this call is kept; callers share one write."""
         self._version += 1
         wanted = self._version
         async with self._keeping:
