@@ -1,1 +1,1 @@
-"""`headrace demo`: two models, the files they are asked about, and a view of what happens."""
+"""`headrace demo`: two models, the files that they classify, and a live view."""

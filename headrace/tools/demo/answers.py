@@ -1,4 +1,4 @@
-"""Reading the answers as plain maps, as a consumer in another language would."""
+"""Parsing of answers as plain maps, as a consumer in another language would do."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ OK = "ok"
 
 
 class Answer(NamedTuple):
-    """What came back.
+    """An answer.
 
     Attributes:
         correlation_id: of the question.
         request: `topic/partition/offset` of the request record.
         status: `ok`, or the error's code.
-        message: the error's, for people.
-        labels: one for each row.
+        message: error message for people.
+        labels: one per row.
         queue_us, batch_us, compute_us, batch_size: the response's parameters of these names.
     """
 
@@ -38,12 +38,12 @@ class Answer(NamedTuple):
 
 
 def read_answer(record: Record, file_labels: Sequence[str]) -> Answer:
-    """A response record as an answer.
+    """Parse a response record.
 
     `file_labels` are the names of the magika model's outputs, in their order.
 
     Raises:
-        KeyError, ValueError: the record is not what the contract says.
+        KeyError, ValueError: the record violates the protocol.
     """
     headers = {name: value for name, value in record.headers if value is not None}
     body = _body(record.value or b"", headers.get("content-type", b"").decode())

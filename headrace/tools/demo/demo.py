@@ -1,5 +1,5 @@
-"""The demo: four services in one process, two models, an open loop of requests, every answer
-held against the truth.
+"""The demo: four services in one process, two models, an open loop of requests, and a check of
+every answer against the truth.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ FILES_OF_EACH_KIND = 10
 
 
 class Outcome(NamedTuple):
-    """What came of it, and why batches closed."""
+    """Result of the demo, and the closing reasons of batches."""
 
     result: Result
     reasons: Reasons
 
 
 async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = False) -> Outcome:
-    """Ask for `seconds`, wait for the last answers, and count.
+    """Send requests for `seconds`, wait for the last answers, and return the totals.
 
     Args:
-        seconds: how long requests are sent; getting ready and waiting come on top.
-        say: takes lines for people about what is going on.
-        kafka: over a Kafka of its own on this machine, instead of the embedded log.
+        seconds: how long requests are sent; preparation and waiting are extra.
+        say: receives progress messages.
+        kafka: use a separate Kafka on this machine, instead of the embedded log.
 
     Raises:
-        BrokerUnavailable: this machine cannot get a Kafka.
-        ConfigurationError: an environment variable sets something wrong, or ONNX Runtime is not
-            installed.
+        BrokerUnavailable: this machine cannot run a Kafka.
+        ConfigurationError: an environment variable is wrong, or ONNX Runtime is not installed.
     """
     require_onnx_runtime()
     magika = find_magika()
@@ -68,8 +67,8 @@ async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = 
 
 
 def _prepare(repository: Path, magika: MagikaModel | None) -> tuple[list[Sample], float]:
-    """Fill the model repository, make the files to ask about, and see how many a second this
-    machine can tell; none without magika.
+    """Fill the model repository, make the sample files, and measure how many of them per second
+    this machine can classify; no files without magika.
     """
     with as_file(files("headrace.tools.demo") / "models") as models:
         shutil.copytree(models, repository, dirs_exist_ok=True)
@@ -93,7 +92,7 @@ async def _broker(
 
 
 def demo_settings(repository: Path, kafka: KafkaSettings | None = None) -> Settings:
-    """The demo's own log and models, whatever the environment says of these."""
+    """Return settings with the demo's own log and models, overriding the environment."""
     own = {
         "kafka": kafka,
         "models": ModelSettings(repository=repository),
@@ -103,13 +102,13 @@ def demo_settings(repository: Path, kafka: KafkaSettings | None = None) -> Setti
 
 
 async def ask_all(settings: Settings, load: Iterable[Due], file_labels: Sequence[str]) -> Outcome:
-    """Run the four services, ask everything of a plan, and stop them again.
+    """Run the four services, send all questions of a plan, and stop the services.
 
     `file_labels` are the names of the magika model's outputs, in their order.
     """
     tally = Tally()
     async with open_log(settings) as log:
-        # The embedded log has them already.
+        # The embedded log already has the topics.
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
         async with running(Pipeline(settings, log)) as pipeline:
             with open_view() as view:

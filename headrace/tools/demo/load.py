@@ -1,7 +1,7 @@
-"""When the demo asks: an open loop, whose next request never waits for an answer.
+"""Load plan of the demo: an open loop, in which no request waits for an answer.
 
-Requests come at random moments (a Poisson process for each kind), and in bursts on top, so that
-batches of many sizes form.
+Requests come at random times (a Poisson process for each kind), plus bursts, so that batches of
+many sizes form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIGITS_MSGPACK_PER_S = 200.0
 DIGITS_JSON_PER_S = 100.0
 MAX_FILES_PER_S = 40.0
 FILES_SHARE = 0.35
-"""Of what the file model can do on this machine; with the bursts, half of it is asked."""
+"""Share of the file model's capacity on this machine; with the bursts, half of it is used."""
 
 BURST_EVERY_S = 0.5
 DIGITS_BURSTS = (8, 16, 32, 64)
@@ -27,11 +27,11 @@ FILE_BURSTS = (4, 8, 16)
 FILE_BURSTS_SHARE = 0.15
 MAX_ROWS = 4
 WRONG_AT = (0.2, 0.5, 0.8)
-"""The requests that are wrong on purpose come at these parts of the whole time."""
+"""Positions of the deliberately wrong requests, as shares of the whole time."""
 
 
 class Due(NamedTuple):
-    """Questions that are to be sent `at_s` seconds after the start."""
+    """Questions to send `at_s` seconds after the start."""
 
     at_s: float
     questions: tuple[Question, ...]
@@ -43,10 +43,10 @@ _Moment = tuple[float, Callable[[], Iterable[Question]]]
 def plan_load(
     questions: Questions, seconds: float, seed: int, *, file_capacity_per_s: float
 ) -> Iterator[Due]:
-    """All that is asked, in the order of time; made as it is drawn.
+    """Yield all questions in order of time; they are generated lazily.
 
-    `file_capacity_per_s` is how many files a second the model can tell here; with 0, none is
-    asked about. An open loop above that would only show a queue that grows.
+    `file_capacity_per_s` is the number of files that the model can classify per second here; with
+    0, none are sent. An open loop above that capacity would only show a growing queue.
     """
     random = Random(seed)  # noqa: S311 - arrivals, not secrets
 

@@ -1,6 +1,6 @@
 """The model of the package magika, as an entry of a model repository.
 
-The package (extra `demo`) carries its model; nothing of it is kept here. What Headrace adds are
+The package (extra `demo`) contains its model; no part of it is stored here. Headrace adds
 `magika/model.toml` and `magika/transform.py` beside this file.
 """
 
@@ -28,13 +28,13 @@ _OWN_FILES = ("model.toml", "transform.py")
 
 
 class MagikaModel(NamedTuple):
-    """Where the installed package has its model, and the model's labels in output order."""
+    """Location of the installed package's model, and its labels in output order."""
 
     folder: Path
     labels: tuple[str, ...]
 
     def add_to(self, repository: Path) -> None:
-        """Make the entry `magika`, version 1, of a model repository."""
+        """Create the entry `magika`, version 1, of a model repository."""
         entry = repository / NAME
         version = entry / "1"
         version.mkdir(parents=True, exist_ok=True)
@@ -45,8 +45,9 @@ class MagikaModel(NamedTuple):
                 shutil.copyfile(own / name, entry / name)
 
     def measure_rows_per_s(self) -> float:
-        """How many files the model alone tells in a second, in batches of 8. Takes about 0.2 s
-        on an idle machine of two cores; it is blocked meanwhile.
+        """Return how many files per second the model alone classifies, in batches of 8.
+
+        Blocks for about 0.2 s on an idle machine of two cores.
         """
         import onnxruntime
 
@@ -61,10 +62,10 @@ class MagikaModel(NamedTuple):
 
 
 def find_magika() -> MagikaModel | None:
-    """The installed package's model, without importing it; None where it is not installed.
+    """Find the installed package's model, without importing it; None if it is not installed.
 
     Raises:
-        ConfigurationError: the package is there, but not as magika 1.x lays it out.
+        ConfigurationError: the package does not have the layout of magika 1.x.
     """
     spec = importlib.util.find_spec(NAME)
     if spec is None or spec.origin is None:

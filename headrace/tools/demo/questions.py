@@ -1,8 +1,8 @@
-"""What the demo asks, and what the answers must be.
+"""Questions of the demo, and their expected answers.
 
-The records are made of plain maps, as a producer in another language would make them. Their form
-is the contract's: see `headrace.protocol.messages.InferenceRequest`
-and the headers in `headrace.protocol.headers`.
+The records are made from plain maps, as a producer in another language would do. Their form is
+defined by `headrace.protocol.messages.InferenceRequest` and the headers in
+`headrace.protocol.headers`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ LATE_MS = 1000
 
 
 class Question(NamedTuple):
-    """A request and its truth.
+    """A request and its expected answer.
 
     Attributes:
-        correlation_id: by which its answer is known.
-        group: under which it is counted.
-        model: that it asks.
-        subject: what it is, for people.
-        labels: what each of its rows really is, as text; empty where `code` is set.
-        code: the error that must be the answer; empty for a good request.
+        correlation_id: identifies its answer.
+        group: its category in the totals.
+        model: the requested model.
+        subject: description for people.
+        labels: the true label of each row, as text; empty if `code` is set.
+        code: the expected error; empty for a good request.
     """
 
     correlation_id: bytes
@@ -56,26 +56,26 @@ class Question(NamedTuple):
 
     @property
     def dead_letter(self) -> bool:
-        """Whether it must be found among the dead letters too."""
+        """Whether a dead letter is expected too."""
         return bool(self.code) and Code(self.code).is_dead_letter
 
 
 class Digits(NamedTuple):
-    """The held-out images: `pixels` uint8 [n, 64] with values 0 to 16, `labels` uint8 [n]."""
+    """Held-out images: `pixels` uint8 [n, 64] with values 0 to 16, `labels` uint8 [n]."""
 
     pixels: npt.NDArray[np.uint8]
     labels: npt.NDArray[np.uint8]
 
 
 def load_digits() -> Digits:
-    """The images that come with the demo."""
+    """Load the images that come with the demo."""
     source = files("headrace.tools.demo") / "digits_test.npz"
     with source.open("rb") as file, np.load(file) as images:
         return Digits(images["pixels"], images["labels"])
 
 
 class Questions:
-    """Makes questions without end, each with a correlation id of its own."""
+    """Generates questions without end, each with its own correlation id."""
 
     def __init__(self, digits: Digits, samples: Sequence[Sample]) -> None:
         self._numbers = count(1)
@@ -84,7 +84,7 @@ class Questions:
         self._samples = cycle(samples)
 
     def digits_msgpack(self, rows: int = 1) -> Question:
-        """Images as raw bytes; only the label is asked for."""
+        """Return images as raw bytes, with only the label requested."""
         pixels, labels = self._next_images(rows)
         body = _digits_body(pixels.tobytes(), [rows, 64]) | {"outputs": [{"name": "label"}]}
         subject = f"{rows} images in MessagePack" if rows > 1 else "an image in MessagePack"
@@ -92,20 +92,20 @@ class Questions:
         return self._make(DIGITS_MSGPACK, "digits", subject, value, MSGPACK, labels=labels)
 
     def digits_json(self) -> Question:
-        """One image as numbers in a list."""
+        """Return one image as a list of numbers."""
         pixels, labels = self._next_images(1)
         value = msgspec.json.encode(_digits_body(pixels.tolist(), [1, 64]))
         return self._make(DIGITS_JSON, "digits", "an image in JSON", value, JSON, labels=labels)
 
     def file(self) -> Question:
-        """A file as it is."""
+        """Return a file as it is."""
         sample = next(self._samples)
         subject = f"a file of {len(sample.content):,} bytes ({sample.label})"
         labels = (sample.label,)
         return self._make(FILES, "magika", subject, sample.content, RAW, labels=labels)
 
     def wrong(self) -> Iterator[Question]:
-        """One of each kind of request that must be answered with an error."""
+        """Yield one request of each kind that must be answered with an error."""
         pixels = self._next_images(1)[0]
         good = msgspec.msgpack.encode(_digits_body(pixels.tobytes(), [1, 64]))
         short = msgspec.msgpack.encode(_digits_body(pixels[:, 1:].tobytes(), [1, 63]))

@@ -1,4 +1,4 @@
-"""What the demo says at its end, as lines of text."""
+"""Final report of the demo, as lines of text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from headrace.tools.demo.questions import WRONG
 from headrace.tools.demo.tally import BatchResult, ErrorResult, GroupResult, Result, Trace
 
 Reasons = Mapping[str, Mapping[str, int]]
-"""How many batches of each model closed for each reason."""
+"""Number of batches by model and closing reason."""
 
 _METRIC = "headrace_batches"
 
 
 def closing_reasons(registry: CollectorRegistry) -> Reasons:
-    """What a process's metrics say of its batches."""
+    """Read the closing reasons of batches from a process's metrics."""
     reasons: dict[str, dict[str, int]] = {}
     for family in registry.collect():
         if family.name != _METRIC:
@@ -29,7 +29,7 @@ def closing_reasons(registry: CollectorRegistry) -> Reasons:
 
 
 def report(result: Result, reasons: Reasons) -> list[str]:
-    """The whole summary."""
+    """Return the whole summary."""
     parts = (
         _groups(result.groups),
         _batches(result.batches, reasons),
@@ -70,7 +70,7 @@ def _batches(batches: Sequence[BatchResult], reasons: Reasons) -> list[str]:
 
 
 def _spread(sizes: Mapping[int, int]) -> str:
-    """How many batches there were of 1, 2, 3 to 4, 5 to 8 rows, and so on."""
+    """Format the numbers of batches with 1, 2, 3 to 4, 5 to 8 rows, and so on."""
     bins: dict[tuple[int, int], int] = {}
     for size, batches in sizes.items():
         high = 1 << (size - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Counting what was asked and what was answered: pure, and told the time in seconds."""
+"""Totals of questions and answers: pure, with the time passed in seconds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headrace.tools.demo.questions import WRONG, Question
 WINDOW_S = 1.0
 KEPT_TRACES = 500
 MIN_RIGHT = {"digits": 0.9, "magika": 0.85}
-"""The lowest share of right answers that can still be chance."""
+"""Lowest share of right answers that can still be due to chance."""
 
 
 class Latency(NamedTuple):
-    """Milliseconds from when a request was due to be sent until its answer was read."""
+    """Milliseconds from when a request was due until its answer was read."""
 
     p50_ms: float
     p90_ms: float
@@ -28,7 +28,7 @@ class Latency(NamedTuple):
 
 
 class LiveStats(NamedTuple):
-    """How it goes: totals, and the last second's rates and times."""
+    """Current state: totals, and the last second's rates and times."""
 
     elapsed_s: float
     asked: int
@@ -43,7 +43,7 @@ class LiveStats(NamedTuple):
 
 
 class GroupResult(NamedTuple):
-    """One kind of request. `rows` counts what was to be told right: images, files, errors."""
+    """One kind of request. `rows` counts the expected results: images, files, errors."""
 
     group: str
     asked: int
@@ -54,7 +54,7 @@ class GroupResult(NamedTuple):
 
 
 class BatchResult(NamedTuple):
-    """The batches of one model, as its answers tell. `sizes` counts batches by their rows."""
+    """Batches of one model, as reported by its answers. `sizes` counts batches by their rows."""
 
     model: str
     batches: int
@@ -63,7 +63,7 @@ class BatchResult(NamedTuple):
 
 
 class ErrorResult(NamedTuple):
-    """One kind of error that was asked for, with an example of its message."""
+    """One kind of expected error, with an example of its message."""
 
     subject: str
     code: str
@@ -73,7 +73,7 @@ class ErrorResult(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """One request, its answer, and how long it was away."""
+    """One request, its answer, and the time in between."""
 
     question: Question
     answer: Answer
@@ -81,7 +81,7 @@ class Trace(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of it all. `faults` says what is not as it must be; empty when all is well."""
+    """Result of the demo. `faults` lists what is wrong; empty if all is well."""
 
     groups: tuple[GroupResult, ...]
     batches: tuple[BatchResult, ...]
@@ -124,16 +124,16 @@ class Tally:
 
     @property
     def in_flight(self) -> int:
-        """Questions without an answer."""
+        """Number of questions without an answer."""
         return len(self._waiting)
 
     @property
     def is_complete(self) -> bool:
-        """Every question is answered, and every dead letter kept."""
+        """Return whether every question is answered, and every dead letter was read."""
         return not self._waiting and not self._unkept
 
     def ask(self, question: Question, due_s: float) -> None:
-        """A question is about to be sent; its latency counts from when that was due."""
+        """Count a question that is about to be sent; its latency counts from its due time."""
         self._asked += 1
         self._waiting[question.correlation_id] = question, due_s
         self._groups.setdefault(question.group, _Group(question.model)).asked += 1
@@ -141,7 +141,7 @@ class Tally:
             self._unkept[question.correlation_id] = question
 
     def answer(self, answer: Answer, now_s: float) -> None:
-        """An answer was read."""
+        """Count an answer that was read."""
         waiting = self._waiting.pop(answer.correlation_id, None)
         if waiting is None:
             self._unknown += 1
@@ -163,7 +163,7 @@ class Tally:
             self._recent.append(_Recent(now_s, latency_ms, queue_ms, answer.batch_size))
 
     def dead_letter(self, correlation_id: bytes, code: str) -> None:
-        """A dead letter was read; `code` is its `kafka_dlt-exception-fqcn`."""
+        """Count a dead letter that was read; `code` is its `kafka_dlt-exception-fqcn`."""
         question = self._unkept.pop(correlation_id, None)
         if question is None or question.code != code:
             self._unexpected.append(f"a dead letter {correlation_id!r} with code {code}")
@@ -172,7 +172,7 @@ class Tally:
         self._errors[question.subject] = seen._replace(dead_letters=seen.dead_letters + 1)
 
     def glance(self, now_s: float, started_s: float) -> LiveStats:
-        """How it goes at `now_s`. Forgets what is older than the window."""
+        """Return the state at `now_s`, and forget data older than the window."""
         recent = self._recent
         while recent and recent[0].at_s < now_s - WINDOW_S:
             recent.popleft()
@@ -193,7 +193,7 @@ class Tally:
         )
 
     def result(self) -> Result:
-        """What came of it all."""
+        """Return the result."""
         groups = tuple(
             GroupResult(
                 name,
@@ -238,7 +238,7 @@ class Tally:
         sizes[answer.batch_size] += len(question.labels)
 
     def _typical_trace(self) -> Trace | None:
-        """A request of median latency, from those that shared their batch if there are any."""
+        """Return a request of median latency, preferably one that shared its batch."""
         shared = [trace for trace in self._traces if trace.answer.batch_size > 1]
         traces = sorted(shared or self._traces, key=lambda trace: trace.total_ms)
         return traces[len(traces) // 2] if traces else None
@@ -265,7 +265,7 @@ def _latency(latencies_ms: Sequence[float]) -> Latency | None:
 
 
 def _batches(model: str, rows_by_size: Counter[int]) -> BatchResult:
-    """A batch of n rows shows as n rows whose answers say so: their number divided by n."""
+    """Count batches: one of n rows appears as n rows whose answers report it, so divide by n."""
     sizes = {size: round(rows / size) for size, rows in sorted(rows_by_size.items())}
     batches = sum(sizes.values())
     return BatchResult(model, batches, rows_by_size.total() / max(batches, 1), sizes)

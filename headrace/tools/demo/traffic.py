@@ -1,4 +1,4 @@
-"""Sending the questions and reading the answers: a producer and two consumers of the log."""
+"""Sends the questions and reads the answers: a producer and two consumers of the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.tools.demo.tally import Tally
 from headrace.topics import Topic
 
 ANSWER_TIMEOUT_S = 15.0
-"""How long after the last question its answer may take."""
+"""How long after the last question an answer may take."""
 
 _POLL_S = 0.2
 _MAX_RECORDS = 1000
@@ -26,10 +26,10 @@ _DEAD_LETTER_CODE = "kafka_dlt-exception-fqcn"
 
 
 class Traffic:
-    """Asks everything of a plan and counts what comes back; the topics must be new.
+    """Sends all questions of a plan and counts the results; the topics must be new.
 
     Args:
-        log: an opened log.
+        log: an open log.
         file_labels: the names of the magika model's outputs, in their order.
     """
 
@@ -44,11 +44,11 @@ class Traffic:
         self._stopped = asyncio.Event()
 
     async def run(self, load: Iterable[Due]) -> None:
-        """Until everything is answered and every dead letter kept, or the time for it is over.
+        """Run until everything is answered and every dead letter is read, or the time is over.
 
         Raises:
-            LogUnavailable: the log did not take a request.
-            KeyError, ValueError: an answer is not what the contract says.
+            LogUnavailable: the log did not accept a request.
+            KeyError, ValueError: an answer violates the protocol.
         """
         async with self._log.producer() as producer, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read(producer, Topic.RESPONSES, self._answer), name="answers")
@@ -61,7 +61,7 @@ class Traffic:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     await self._complete.wait()
             except TimeoutError:
-                pass  # The tally says what is missing.
+                pass  # The tally reports what is missing.
             self._stopped.set()
 
     async def _send(self, producer: Producer, load: Iterable[Due]) -> None:

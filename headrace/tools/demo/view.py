@@ -1,4 +1,4 @@
-"""The view while the demo runs: a table that stays in place, or a line each second."""
+"""View of the running demo: a table that stays in place, or a line each second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class View(Protocol):
-    """Shows how it goes, every `period_s` seconds."""
+    """Shows the state every `period_s` seconds."""
 
     @property
     def period_s(self) -> float: ...
@@ -25,7 +25,7 @@ class View(Protocol):
 
 
 class Lines:
-    """A line each second."""
+    """Prints a line each second."""
 
     period_s = 1.0
 
@@ -38,7 +38,7 @@ class Lines:
 
 
 class Panel:
-    """A table that is drawn over itself."""
+    """Redraws a table in place."""
 
     period_s = 0.25
 
@@ -51,7 +51,7 @@ class Panel:
 
 @contextmanager
 def open_view(out: TextIO | None = None) -> Iterator[View]:
-    """The panel where `out` is a terminal and rich is installed; lines otherwise."""
+    """Return the panel if `out` is a terminal and rich is installed; otherwise lines."""
     out = out or sys.stdout
     if not out.isatty() or importlib.util.find_spec("rich") is None:
         yield Lines(out)
@@ -59,13 +59,13 @@ def open_view(out: TextIO | None = None) -> Iterator[View]:
     from rich.console import Console
     from rich.live import Live
 
-    # No thread of rich's own: the demo measures itself, and draws when it says so.
+    # No thread of rich's own: the demo measures itself, and draws only on request.
     with Live(console=Console(file=out), auto_refresh=False) as live:
         yield Panel(live)
 
 
 def figures(glance: LiveStats) -> list[tuple[str, str]]:
-    """What is shown, by name."""
+    """Return the displayed figures, by name."""
     return [
         ("time", f"{glance.elapsed_s:5.1f} s"),
         ("asked", f"{glance.asked:7,}"),

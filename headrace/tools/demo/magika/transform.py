@@ -1,9 +1,9 @@
-"""From the bytes of a file to the input of the magika model, as the package magika makes it.
+"""Conversion of a file's bytes to the input of the magika model, as in the package magika.
 
-The model sees the first `beg_size` and the last `end_size` bytes of a file, without the blanks
-before and behind, and `padding_token` where there are too few. Sizes come from magika's own
-configuration, which lies beside this file. After `Magika._extract_features_from_seekable` of
-magika 1.0, "features extraction v2" (Apache License 2.0).
+The model gets the first `beg_size` and the last `end_size` bytes of a file, without leading and
+trailing blanks, filled up with `padding_token`. The sizes come from magika's own configuration,
+which is beside this file. After `Magika._extract_features_from_seekable` of magika 1.0, "features
+extraction v2" (Apache License 2.0).
 """
 
 from __future__ import annotations

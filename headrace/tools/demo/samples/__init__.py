@@ -1,8 +1,8 @@
-"""Files of many kinds, made on the spot, whose kind is known because we made them.
+"""Generated files of many kinds, with known labels.
 
-The label of a sample says what the file is, by magika's name for it; what a model says of it is
-another matter. Everything is drawn from a seed, except that Python sources, their compiled code
-and ELF files are those of the running interpreter.
+The label of a sample is its true kind, by magika's name for it; a model's answer may differ.
+Everything is generated from a seed, except that Python sources, their compiled code and ELF files
+are those of the running interpreter.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from headrace.tools.demo.samples.words import Words
 
 
 class Sample(NamedTuple):
-    """A file: `label` is what it is, `content` its bytes."""
+    """A file: its true `label`, and its bytes `content`."""
 
     label: str
     content: bytes
 
 
 def kinds() -> tuple[str, ...]:
-    """The labels of all kinds that can be made on this machine, sorted."""
+    """Return the labels of all kinds that can be made on this machine, sorted."""
     return tuple(sorted(_makers()))
 
 
@@ -32,7 +32,7 @@ def _makers() -> dict[str, Callable[[Words], bytes]]:
 
 
 def make_samples(count: int, seed: int) -> list[Sample]:
-    """`count` files, the kinds in turn, in an order drawn from the seed."""
+    """Return `count` files, cycling through the kinds, in an order that depends on the seed."""
     random = Random(seed)  # noqa: S311 - samples, not secrets
     words = Words(random)
     makers = sorted(_makers().items())

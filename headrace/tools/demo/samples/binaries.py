@@ -38,7 +38,7 @@ def _text(words: Words) -> bytes:
 
 
 def _archive(members: Mapping[str, bytes], stored: str = "") -> bytes:
-    """A zip file; the member named `stored` is not compressed."""
+    """Return a zip file; the member named `stored` is not compressed."""
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in members.items():
@@ -74,7 +74,7 @@ _XML = '<?xml version="1.0" encoding="UTF-8" standalone="yes"?>\n'
 
 
 def _office(main_part: str, main_type: str, parts: Mapping[str, str]) -> bytes:
-    """An Office Open XML package around its main part (ECMA-376, part 2)."""
+    """Return an Office Open XML package around its main part (ECMA-376, part 2)."""
     types = (
         f'{_XML}<Types xmlns="{_SCHEMAS}/package/2006/content-types">'
         '<Default Extension="rels" '
@@ -178,7 +178,7 @@ def _wav(words: Words) -> bytes:
 
 
 def _picture(words: Words) -> tuple[int, int, bytes]:
-    """Width, height, and RGB rows of a colour gradient with noise."""
+    """Return width, height, and RGB rows of a colour gradient with noise."""
     width, height = words.number(24, 64), words.number(24, 64)
     tint = words.number(0, 255)
     pixels = bytearray()
@@ -258,7 +258,7 @@ def _npy(words: Words) -> bytes:
 
 
 def _pdf(words: Words) -> bytes:
-    """One page of text, with its cross-reference table (ISO 32000-1, section 7.5)."""
+    """Return one page of text, with its cross-reference table (ISO 32000-1, section 7.5)."""
     lines = " ".join(f"({words.title()}) Tj 0 -14 Td" for _ in range(words.number(10, 40)))
     page = f"BT /F1 11 Tf 60 780 Td {lines} ET".encode()
     objects = (
@@ -306,7 +306,7 @@ def _bytecode(words: Words) -> bytes:
 
 @cache
 def program_files() -> tuple[Path, ...]:
-    """NumPy's extension modules, where this platform's are ELF files."""
+    """Return NumPy's extension modules, if they are ELF files on this platform."""
     modules = sorted(Path(np.__file__).parent.rglob("*.so"))
     return tuple(
         path
@@ -320,7 +320,7 @@ def _elf(words: Words) -> bytes:
 
 
 def makers() -> dict[str, Callable[[Words], bytes]]:
-    """By magika's name for the kind; those that can be made on this machine."""
+    """Return the makers for this machine, by magika's name for the kind."""
     return dict(_MAKERS) | ({"elf": _elf} if program_files() else {})
 
 

@@ -221,4 +221,4 @@ MAKERS: Mapping[str, Callable[[Words], bytes]] = MappingProxyType(
         "yaml": _yaml,
     }
 )
-"""By magika's name for the kind."""
+"""Makers by magika's name for the kind."""

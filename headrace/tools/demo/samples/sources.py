@@ -1,4 +1,4 @@
-"""Sample files of program text. Python is the standard library's own; the rest is written here."""
+"""Sample files of source code. Python comes from the standard library; the rest is written here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SOURCE_BYTES = 200_000
 
 @cache
 def python_files() -> tuple[Path, ...]:
-    """Modules of the standard library that are long enough to say something."""
+    """Return the modules of the standard library that are long enough to be classified."""
     library = Path(sysconfig.get_path("stdlib"))
     return tuple(
         path
@@ -155,7 +155,7 @@ def _sql_table(words: Words, table: str) -> str:
         f"INSERT INTO {table} VALUES\n{rows};\n\n"
         f"SELECT id, COUNT(*) AS total FROM {table}\nWHERE created_at > '{words.date()}'\n"
         f"GROUP BY id HAVING COUNT(*) > {words.number()}\nORDER BY total DESC;\n\n"
-    )  # a sample file, run by nobody
+    )  # a sample file, never run
 
 
 def _css(words: Words) -> bytes:
@@ -212,4 +212,4 @@ MAKERS: Mapping[str, Callable[[Words], bytes]] = MappingProxyType(
         "sql": _sql,
     }
 )
-"""By magika's name for the kind."""
+"""Makers by magika's name for the kind."""

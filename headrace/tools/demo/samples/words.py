@@ -48,7 +48,7 @@ class Words:
         return self.random.choice(NOUNS)
 
     def nouns(self, count: int) -> list[str]:
-        """Different ones."""
+        """Return different nouns."""
         return self.random.sample(NOUNS, count)
 
     def verb(self) -> str:
@@ -67,7 +67,7 @@ class Words:
         return round(self.random.uniform(0.5, 950), 2)
 
     def date(self) -> str:
-        """A day of the form 2024-03-17."""
+        """Return a day of the form 2024-03-17."""
         return f"{self.number(2019, 2025)}-{self.number(1, 12):02}-{self.number(1, 28):02}"
 
     def title(self) -> str:
