@@ -34,7 +34,7 @@ CPU_SECONDS = "process_cpu_seconds_total "
 
 
 class Asked(NamedTuple):
-    """What to measure; see `headrace.cli.bench`.
+    """Parameters of a measurement; see `headrace.cli.bench`.
 
     Attributes:
         rate: requests per second; None to saturate.

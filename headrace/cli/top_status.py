@@ -44,7 +44,7 @@ class Commit(Struct):
 
 
 class Source(Struct):
-    """What a stage group of the process reads, and its budget."""
+    """Sources of a stage group of the process, and its budget."""
 
     topic: str
     group: str

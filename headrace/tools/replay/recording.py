@@ -1,4 +1,4 @@
-"""A recording: recorded records, in the order of time, read from a topic or a capture file.
+"""A recording: recorded records in order of time, from a topic or a capture file.
 
 Everything that replays, compares or simulates reads through this one interface:
 
@@ -17,9 +17,9 @@ async with open_recording(log, "headrace.requests", selection) as recording:   #
 `headrace.tools.replay.selection`.
 
 What is read is fixed when the recording is opened: records that arrive later are not part of it,
-and neither is anything at or above the last stable offset. It can be read any number of times,
+nor is anything at or above the last stable offset. It can be read any number of times,
 one reading at a time, and each gives the same records in the same order, as long as retention
-leaves them there. No consumer group is joined, asked or moved.
+leaves them there. No consumer group is joined or changed.
 """
 
 from __future__ import annotations
