@@ -1,14 +1,14 @@
-"""A process's source: reads its first topic, keeps the in-flight tracker, commits what is
-acknowledged.
+"""Source of a process: reads its first topic, tracks records in flight, commits acknowledged ones.
 
 The path of a record here: `poll` → its partition's assignment is looked up → it waits in the
 ready queue → the stage receives it, admits it and works on it → its ack handle is acknowledged →
-the committer, in the background, commits the base and what is answered above it; no record waits.
+the committer, in the background, commits the base and the answered ranges above it; no record
+waits for a commit.
 
-On assignment: read what is committed, seek to its base, and only then let records in. For exactly
-once the partitions' former owners are fenced before that. On revocation: let nothing more in, give
-what is in flight until the drain deadline, commit, and revoked the rest. Reading pauses while the
-budget is exceeded; polling never does.
+On assignment: read the commits, seek to their bases, and only then admit records. For exactly
+once, the former owners are fenced before that. On revocation: admit nothing more, wait for records
+in flight until the drain deadline, commit, and revoke the rest. Reading pauses while the budget is
+exceeded; polling never does.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ MAX_POLL_RECORDS = 512
 RETRY_S = 0.5
 CLOSE_TIMEOUT_S = 2.0
 MAX_REVOCATION_S = 25.0
-"""Draining and the last commit together: the group waits 30 s for a member to let go."""
+"""Limit of draining and the last commit together: the group waits 30 s for a member to revoke."""
 LAST_COMMIT_S = 2.0
-"""What the last commit gets of the time for a revocation, at most."""
+"""Part of the revocation time reserved for the last commit."""
 
 
 class Source:
-    """The first inlet of a process. Enter it, `run` it in a task, and `receive` from it.
+    """First input of a process. Enter it, `run` it in a task, and `receive` from it.
 
     Attributes:
-        in-flight tracker: of what was read.
-        books: of what is answered.
-        deferral: of requests over their shares; None where there are no shares.
-        sealing: for exactly once, where answers are given here.
-        reading: gets on with every poll.
-        assigned: set when the group has assigned partitions for the first time, be it none.
+        tracker: in-flight tracker of the records read.
+        books: store of the answered offsets.
+        deferral: defers requests over their shares; None without shares.
+        sealing: partition transactions, for exactly once, if this process answers.
+        reading: activity that each poll renews.
+        assigned: set after the group's first assignment, even an empty one.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Source:
         await self._stack.aclose()  # the member leaves though what comes before is cancelled
 
     async def _end_reading(self) -> None:
-        try:  # nobody cancels a poll: it is let end, as far as that does not take too long
+        try:  # polls are not cancelled: wait for the current one, up to a limit
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 while self._reading:
                     await self._acked.wait(POLL_TIMEOUT_S)
@@ -175,7 +175,7 @@ class Source:
             yield "progress", self._pauses.watch(self._log, group)
 
     async def receive(self) -> Delivery | None:
-        """The next records of some partition; None when reading has stopped and none are left."""
+        """Return the next records of any partition; None once reading stopped and none are left."""
         self.probation.is_done()
         while (delivery := await self._ready.next()) is not None:
             is_isolated = delivery.isolation is not None and delivery.isolation.isolated is not None
@@ -192,34 +192,34 @@ class Source:
         return None
 
     def stop_reading(self) -> None:
-        """Let nothing more in; stay in the group, so that what is in flight stays ours."""
+        """Admit no more records; stay in the group, to keep the partitions of those in flight."""
         self._stopping = True
         self._ready.end()
 
     async def close_down(self, deadline_s: float) -> None:
-        """Wait for what is in flight, commit it, and end `run`. Call after `stop_reading`."""
+        """Wait for records in flight, commit, and end `run`. Call after `stop_reading`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
         await self._drain(None, deadline_s)
         if self._settings.commits:
-            # The last commit is tried in any case, and not for long.
+            # Always try a last commit, for a short time.
             async with self._last_commit(max(deadline, loop.time() + LAST_COMMIT_S)):
                 while not await self._committer.commit(self._consumer) and loop.time() < deadline:
                     await self._acked.wait(COMMIT_RETRY_S)
         await self.probation.revoked([each.partition for each in self.tracker.assignments])
-        self._void_all()  # what is answered from now on would not be committed any more
+        self._void_all()  # later answers would no longer be committed
         self._closing = True
 
     def when_revoked(self, call: Callable[[], None]) -> None:
-        """Call this whenever ack handles have become revoked."""
+        """Register a callback for whenever ack handles were revoked."""
         self._revocations.append(call)
 
     def last_contact_s(self) -> float:
-        """Seconds since the log was last heard of."""
+        """Return the seconds since the last contact with the log."""
         return self._consumer.last_contact_s()
 
     def snapshot(self) -> SourceSnapshot:
-        """What there is to see of it now."""
+        """Return a snapshot of the source."""
         settings = self._settings
         return source_snapshot(
             Parts(
@@ -277,19 +277,19 @@ class Source:
         assignment.ages.note(assignment.last_read, records[0].timestamp)
 
     def _is_wanted(self, partition: TopicPartition) -> bool:
-        """What is about to be given up stays in the log, for its next owner."""
+        """Return False for partitions about to be revoked: the next owner reads their records."""
         return not self._stopping and partition not in self._leaving
 
     def _pass_over(self, gap: Gap, polled: Sequence[Record]) -> None:
-        """Count what cannot be read, and let the base move past it.
+        """Count unreadable records, and let the base move past them.
 
         Args:
-            gap: what the last poll has passed over.
-            polled: what it returned of the same partition.
+            gap: offsets that the last poll skipped.
+            polled: records that it returned of the same partition.
         """
         assignment = self.tracker.get(gap.partition)
         if assignment is None or not self._is_wanted(gap.partition):
-            return  # the next owner meets it
+            return  # the next owner handles it
         if gap.end - 1 in assignment.progress:
             return
         self._metrics.passed_over(gap)
@@ -301,7 +301,7 @@ class Source:
             code=gap.code,
             reason=gap.reason,
         )
-        # A record behind the gap closes it. One that was not let in is read again, as the gap is.
+        # A record after the gap closes it. If it was not admitted, both are read again.
         if not polled or gap.end > polled[-1].offset == assignment.last_read:
             self._ready.put(Delivery(assignment, (), skipped=gap.end - 1))
 
@@ -335,7 +335,7 @@ class Source:
                 if assignment is not None:
                     self._skip(assignment, error.positions[partition], beginning)
             for assignment in self.tracker.assignments:
-                if assignment not in former:  # of a topic in the place of the one that was read
+                if assignment not in former:  # of a topic that replaced the one read before
                     self._begin(assignment)
             for call in self._revocations:
                 call()
@@ -343,11 +343,11 @@ class Source:
                 await self._take_up_again(found.truncated)
 
     async def _take_up_again(self, partitions: Sequence[TopicPartition]) -> None:
-        """Give up partitions that have lost their ends, and take them up again.
+        """Revoke truncated partitions, and assign them again.
 
-        As in a rebalance, what is in flight ends and is committed first, so that what was answered
-        of the records that are left is kept, and nothing of a lost record is counted for the one
-        that gets its offset.
+        As in a rebalance, requests in flight end and are committed first, so that answers to the
+        remaining records are kept, and no answer to a lost record counts for the new record at
+        its offset.
         """
         former = {each: self.tracker.get(each) for each in partitions}
         deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
@@ -356,7 +356,7 @@ class Source:
         if self._settings.commits:
             async with self._last_commit(deadline):
                 await self._committer.commit(self._consumer, frozenset(partitions))
-        # A rebalance may have come meanwhile, and has taken them up already where they are ours.
+        # A rebalance meanwhile may already have assigned some of them again.
         ours = [each for each, one in former.items() if one and self.tracker.get(each) is one]
         self._revoked(ours)
         while ours and not self._closing:
@@ -372,11 +372,11 @@ class Source:
             if partition in self._consumer.assignment() and self.tracker.get(partition) is None:
                 self._consumer.seek(partition, progresses[partition].base)
                 self._begin(self.tracker.assign(partition, progresses[partition]))
-        # Committed at once: the longer it takes, the more records stand where the lost ones stood.
+        # Commit at once: with time, more new records take the offsets of the lost ones.
         self._acked.give()
 
     def _skip(self, assignment: AssignedPartition, first: int, beginning: int) -> None:
-        """Nothing was read from `first` on, and what lies below `beginning` is gone."""
+        """Skip the offsets from `first` to `beginning`, which were deleted unread."""
         self._metrics.skipped.inc(beginning - first)
         self._ready.put(Delivery(assignment, (), skipped=beginning - 1))
         self._ready.tell()
@@ -384,7 +384,7 @@ class Source:
     # --- assignment ------------------------------------------------------------------------
 
     async def on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
-        """Fence the former owners for exactly once, read what is committed, seek there, open."""
+        """Fence the former owners for exactly once, read the commits, seek, and admit records."""
         self._pauses.assigned_anew()
         self._leaving = frozenset()
         self._assigning_since_s = time.monotonic()
@@ -410,8 +410,9 @@ class Source:
     async def _prepare(
         self, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, Progress]:
-        """Fence the former owners for exactly once, and read what is committed after that."""
+        """Fence the former owners for exactly once, and then read the commits."""
         numbers = [each.partition for each in partitions]
+        # Fence before reading: a former owner could still commit after an earlier read.
         if self.sealing is not None:
             await self.sealing.fence(self._consumer, numbers)
         progresses = await self._load(partitions)
@@ -420,7 +421,7 @@ class Source:
         return progresses
 
     def _begin(self, assignment: AssignedPartition) -> None:
-        """What is answered is known from our own answers, or from another process's commits."""
+        """Begin an assignment; progress comes from our answers or another process's commits."""
         committed = self._behind.pop(assignment.partition, None)
         if committed is not None and not self._settings.commits:
             assignment.last_delivered = committed - 1
@@ -434,7 +435,7 @@ class Source:
         return offset in self._pauses.progress(assignment)
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
-        """Finish what is in flight, commit it, both within one deadline; revoked the rest."""
+        """Finish requests in flight and commit them, within one deadline; revoke the rest."""
         self._leaving = frozenset(partitions)
         self._ready.drop(self._leaving)
         deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
@@ -479,7 +480,7 @@ class Source:
         else:
             committed = await self._log.committed(self._settings.progress_group, partitions)
         if replacement:
-            committed = dict.fromkeys(partitions)  # of the topic that had the name before
+            committed = dict.fromkeys(partitions)  # the commits belong to the replaced topic
         beginnings = await self._consumer.beginning_offsets(partitions)
         ends = await self._consumer.end_offsets(partitions)
         self._identity.known = replacement or self._identity.known

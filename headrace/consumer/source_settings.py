@@ -1,4 +1,4 @@
-"""What a source reads and how, as its segment says."""
+"""Settings of a source, derived from its stage group."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SourceSettings:
-    """What a source reads and how.
+    """Settings of a source.
 
     Attributes:
         group: the consumer group of the membership.
-        progress_group: whose committed offsets say where to start; ours, except for an ingest
-            without its responder.
-        commits: whether acknowledged work is committed here.
-        kind: members of the group that are of another kind are kept out.
-        requests: the topic whose progress is kept here; the one that is read, unless results are.
-        exactly_once: answers are sealed with what they commit.
-        shares: each partition gets but its share of the budget.
-        chains_keys: each request is told which one with the same key goes before it.
-        kept_s: how long what is passed on is kept, where another process answers.
-        model_share, tenant_share: what one model, or one tenant, may hold of the budget while no
-            other holds anything; see `headrace.delivery.budget.FairQueue`. 1 is no limit.
-        max_attempts: so many ends while it ran alone condemn a record; 0 suspects none.
-        runs: models run in this process, of what is read here.
+        progress_group: group whose commits determine the start offsets; the same as `group`, except
+            for an ingest without its responder.
+        commits: True if acknowledged offsets are committed here.
+        kind: kind of member; members of another kind are kept out of the group.
+        requests: the topic whose progress is kept here; the topic read, unless that is `results`.
+        exactly_once: answers and offsets are committed in one transaction.
+        shares: each partition may hold only an equal share of the budget.
+        chains_keys: each request gets the offset of its predecessor with the same key.
+        kept_s: retention of the records passed on, if another process answers.
+        model_share, tenant_share: part of the budget that one model, or one tenant, may hold while
+            no other holds anything; see `headrace.delivery.budget.FairQueue`. 1 is no limit.
+        max_attempts: unclean ends while running alone that condemn a record; 0 disables isolation.
+        runs: True if models run in this process, on the records read here.
     """
 
     topic: str
