@@ -29,22 +29,22 @@ CAREFUL_FROM = 2
 """Unclean ends in a row that the same records survived unanswered."""
 
 Unit: TypeAlias = tuple[int, int]
-"""What can run alone: an offset, and a place within its record, which is 0 unless it is a batch."""
+"""Smallest unit that can run alone: offset, and place in its record (0 unless it is a batch)."""
 
 _NONE: Mapping[Unit, int] = MappingProxyType({})
 
 
 class CrashMarker(NamedTuple):
-    """What is kept of one partition.
+    """Crash-isolation state of one partition, as written to the log.
 
     Attributes:
-        is_open: the partition is read. Who finds this at an assignment follows an unclean end.
-        stop: what is unanswered below this offset was unanswered at an unclean end.
-        ends: how many unclean ends in a row that was; 0 where there is none.
-        running: what was being read or run when this was written; empty unless careful.
-        alone: `running` is one request and nothing else ran: its place in its record.
-        attempts: how often a request ran alone when its process ended.
-        accused: what was running at an unclean end and has not survived alone yet.
+        is_open: the partition is being read. If found at an assignment, the last end was unclean.
+        stop: offsets below this that are unanswered now were unanswered at an unclean end.
+        ends: number of consecutive such ends; 0 if there was none.
+        running: offsets being read or run when this was written; empty unless careful.
+        alone: place in its record of the only request running (in `running`); None otherwise.
+        attempts: how often each request was running alone when its process ended.
+        accused: offsets running at an unclean end that have not survived a run alone yet.
     """
 
     is_open: bool = False
@@ -60,7 +60,7 @@ CLEAN = CrashMarker()
 
 
 class Alone(NamedTuple):
-    """The one request that runs."""
+    """The only request running."""
 
     partition: TopicPartition
     offset: int
@@ -81,10 +81,10 @@ class _History:
 
 
 class PoisonSearch:
-    """The suspects among the records of the partitions of one process.
+    """Accused and condemned records of the partitions of one process.
 
     Args:
-        max_attempts: so many ends while it ran alone condemn a request.
+        max_attempts: number of unclean ends while running alone that condemn a request.
     """
 
     def __init__(self, max_attempts: int) -> None:
@@ -94,17 +94,17 @@ class PoisonSearch:
     def take_up(
         self, partition: TopicPartition, mark: CrashMarker, progress: Progress, end: int
     ) -> None:
-        """Conclude from the mark of a partition that is assigned.
+        """Restore the state of an assigned partition from its marker.
 
         Args:
-            partition: which one.
-            mark: as it was found.
-            progress: what is answered of it.
+            partition: the assigned partition.
+            mark: its marker as found in the log.
+            progress: its answered offsets.
             end: the offset that its next record will get: nothing above was ever delivered.
         """
         history = self._histories[partition] = _History()
         if mark.is_open:
-            # Only what was unanswered at both ends can have caused both.
+            # Only records unanswered at both ends can have caused both.
             was_there = bool(progress.unanswered(min(mark.stop, end)))
             history.ends = (mark.ends if was_there else 0) + 1
             history.stop = end
@@ -124,32 +124,32 @@ class PoisonSearch:
             history.accused.update(_offsets_within(accused, suspects))
 
     def give_up(self, partition: TopicPartition) -> None:
-        """Forget a partition that is not ours any more."""
+        """Forget a revoked partition."""
         self._histories.pop(partition, None)
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is left of an unclean end."""
+        """True if an unclean end is not yet resolved."""
         return any(each.ends or _is_searched(each) for each in self._histories.values())
 
     @property
     def is_careful(self) -> bool:
-        """Whether what is read or run has to be marked before."""
+        """True if records must be marked before they are read or run."""
         histories = self._histories.values()
         return any(each.ends >= CAREFUL_FROM or _is_searched(each) for each in histories)
 
     @property
     def count(self) -> int:
-        """How many offsets are accused."""
+        """Number of accused offsets."""
         return sum(len(each.accused) for each in self._histories.values())
 
     def accused(self, partition: TopicPartition) -> frozenset[int]:
-        """Return the offsets that are to run alone."""
+        """Return the offsets that must run alone."""
         history = self._histories.get(partition)
         return frozenset() if history is None else frozenset(history.accused)
 
     def condemned(self, partition: TopicPartition) -> frozenset[Unit]:
-        """Return the requests that are answered without being run, while the partition is ours."""
+        """Return the requests to answer without running them."""
         history = self._histories.get(partition)
         attempts = {} if history is None else history.attempts
         return frozenset(unit for unit, n in attempts.items() if n >= self._max_attempts)
@@ -161,7 +161,7 @@ class PoisonSearch:
             return
         history.accused.discard(offset)
         for unit in [unit for unit in history.attempts if unit[0] == offset]:
-            # A batch record survives without those of its requests that are condemned.
+            # A batch record survives without its condemned requests, which stay condemned.
             if history.attempts[unit] < self._max_attempts:
                 del history.attempts[unit]
 
@@ -173,14 +173,14 @@ class PoisonSearch:
         passed: int,
         parked: Collection[int],
     ) -> None:
-        """Forget what is answered meanwhile, or was never there.
+        """Forget offsets that were answered meanwhile, or never existed.
 
         Args:
-            partition: which one.
-            progress: what is answered of it.
-            committed: below this offset that is known to the log as well.
-            passed: all below this offset was admitted, as far as it is there.
-            parked: offsets of accused records that wait for their turn, or have it.
+            partition: the partition.
+            progress: its answered offsets.
+            committed: below this offset, answers are committed in the log.
+            passed: below this offset, all existing records were admitted.
+            parked: offsets of accused records that wait to run alone, or do so now.
         """
         history = self._histories.get(partition)
         if history is None:
@@ -189,7 +189,7 @@ class PoisonSearch:
             if offset in progress or (offset < passed and offset not in parked):
                 history.accused.discard(offset)
         for unit in [unit for unit in history.attempts if unit[0] in progress]:
-            # Marked until that is committed: the next owner would run it once more.
+            # Keep it until the answer is committed: the next owner would run it once more.
             history.answered.add(unit)
             if unit[0] < committed:
                 del history.attempts[unit]
@@ -200,12 +200,12 @@ class PoisonSearch:
     def mark(
         self, partition: TopicPartition, running: Iterable[int] = (), alone: Alone | None = None
     ) -> CrashMarker:
-        """Return what is true of a partition while it is read.
+        """Return the marker of a partition that is being read.
 
         Args:
-            partition: which one.
-            running: the offsets of it that are being read or run.
-            alone: the request that runs alone, of whatever partition.
+            partition: the partition.
+            running: its offsets that are being read or run.
+            alone: the request that runs alone, of any partition.
         """
         history = self._histories[partition]
         place = None
@@ -223,10 +223,10 @@ class PoisonSearch:
         )
 
     def closing_mark(self, partition: TopicPartition) -> CrashMarker:
-        """Return what is true of a partition that is given up in good order.
+        """Return the marker of a partition that is released cleanly.
 
-        What the search has found stays, so that it outlives a rebalance. What merely runs is no
-        suspect: this is not an unclean end.
+        The results of the search stay, so that they survive a rebalance. Running records are not
+        accused, since this is not an unclean end.
         """
         return self.mark(partition)._replace(is_open=False)
 
