@@ -1,15 +1,15 @@
-"""Carries out what follows from unclean ends: marks, and accused records that run alone.
+"""Quarantine: writes crash markers, and runs accused records alone after unclean ends.
 
-`headrace.crash_isolation.poison_search` concludes, this drives. Two orders make a mark mean
-something, and `headrace.crash_isolation.run_gate` keeps both:
+`headrace.crash_isolation.poison_search` decides, this module acts. Markers are valid only with two
+orders of steps, which `headrace.crash_isolation.run_gate` keeps:
 
 - careful: the mark of what is read or run is written and acknowledged → it begins → it ends → the
   next mark may leave it out;
 - alone: nothing else is inside → the mark that one request runs alone is acknowledged → it runs →
   it has survived → others enter, marked.
 
-In ordinary times a partition costs one mark when it is assigned and one when it is given up, and a
-record costs nothing. No partition is held back for the sake of another one at any time.
+Normally a partition costs one marker when it is assigned and one when it is released, and a record
+costs nothing. No partition is ever held back because of another.
 
 The source drives it: `assigned` and `revoked` come from the group, `look` from its reading, and
 `let_in` and `is_done` from the stage that receives records.
@@ -42,23 +42,23 @@ log = structlog.get_logger(__name__)
 
 RETRY_S = 0.5
 CLOSING_MARK_S = 1.0
-"""For the mark at a revocation; without it, the next owner finds an unclean end."""
+"""Time limit of the marker at a revocation; without it, the next owner sees an unclean end."""
 LOOK_S = 0.1
 MARKED_RECORDS = 64
-"""As many are read under one mark: each that was, and did not do it, runs alone after an end."""
+"""Records read under one marker: after an unclean end, each of them must run alone."""
 
 
 class QuarantineGate:
-    """The suspects of one source.
+    """Quarantine of one source.
 
     Args:
-        marks: where marks are kept.
-        in-flight tracker: of what the source reads.
-        settings: of the source; without `max_attempts` nothing is ever suspect, and nothing marked.
-        arrivals: where the first stage receives records that were parked.
+        marks: store of the crash markers.
+        tracker: in-flight tracker of the source.
+        settings: of the source; without `max_attempts` nothing is ever accused or marked.
+        arrivals: queue through which the first stage receives parked records.
 
     Attributes:
-        gate: where reading and runs begin.
+        gate: gate that reading and runs enter.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class QuarantineGate:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is left of an unclean end, so that `look` is needed."""
+        """True if an unclean end is not yet resolved, so that `look` is needed."""
         return self._suspects.is_active
 
     # --- the group ---------------------------------------------------------------------------
 
     async def joining(self, topic: str) -> None:
-        """Before the group is joined: who is known to be dead does not hold it up."""
+        """Remove dead members before joining the group, so that they do not delay it."""
         if not self._settings.max_attempts:
             return
         try:
@@ -104,7 +104,7 @@ class QuarantineGate:
     async def assigned(
         self, consumer: Consumer, progresses: Mapping[TopicPartition, Progress]
     ) -> None:
-        """Take partitions up; returns when it is marked that they are read.
+        """Restore the state of partitions; return once they are marked as being read.
 
         Raises:
             LogUnavailable: the marks cannot be read or written now.
@@ -131,11 +131,11 @@ class QuarantineGate:
         self._metrics.attempts.inc(sum(mark.alone is not None for mark, _ in found.values()))
 
     async def revoked(self, partitions: Sequence[TopicPartition]) -> None:
-        """Partitions are given up, or the process ends, in good order: marks that.
+        """Mark partitions as released cleanly, at a revocation or when the process ends.
 
-        Call it when what was in flight is answered or given up. What is still running then is no
-        suspect: if it ends this process, that is an unclean end of the partitions that it holds,
-        and if it ends the next owner's, that is one of this partition.
+        Call it when requests in flight are answered or revoked. Those still running are not
+        accused: if one ends this process, that is an unclean end of the partitions it still holds;
+        if one ends the next owner's process, that is an unclean end of this partition.
         """
         if not self._settings.max_attempts:
             return
@@ -144,7 +144,7 @@ class QuarantineGate:
             self._look_at(partition)
         marks = {each: self._suspects.closing_mark(each) for each in ours}
         for partition in ours:
-            # From here on no other mark is written of it, so that the closing one is the last.
+            # Forget it before writing, so that the closing marker is the last one.
             self._suspects.give_up(partition)
             self._partitions.discard(partition)
         self._reckon()
@@ -157,12 +157,12 @@ class QuarantineGate:
     # --- reading -----------------------------------------------------------------------------
 
     async def look(self, consumer: Consumer) -> None:
-        """Before a poll while `is_active`: forget what is answered meanwhile."""
+        """Forget offsets answered meanwhile; call before each poll while `is_active`."""
         now_s = asyncio.get_running_loop().time()
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_S
-        # Behind the last record of a partition there may be offsets without any.
+        # After the last record of a partition there may be offsets without records.
         is_through = not self._arrivals and self._reading is None and self._reading_alone is None
         for partition in self._partitions:
             try:
@@ -174,7 +174,7 @@ class QuarantineGate:
     def _look_at(self, partition: TopicPartition, position: int = 0) -> None:
         assignment = self._tracker.get(partition)
         if assignment is None:
-            return  # lost to another owner, of which the group will tell
+            return  # lost to another owner; the revocation follows
         progress = assignment.progress
         committed = assignment.committed.offset if self._settings.commits else progress.base
         passed = max(assignment.last_delivered + 1, position)
@@ -193,14 +193,14 @@ class QuarantineGate:
             yield Delivery(delivery.assignment, records, isolation)
 
     async def let_in(self, delivery: Delivery) -> Delivery:
-        """Return what the stage receives now, once it is marked that it is being read."""
+        """Return what the stage receives now, once it is marked as being read."""
         partition = delivery.assignment.partition
         isolation = delivery.isolation or self._isolation(partition)
         isolated = isolation.isolated
         if isolated is not None:
             await self.gate.enter_alone(Alone(partition, isolated.record.offset, 0))
             self._reading_alone = isolated
-            # It may have become revoked while it waited for the others to leave.
+            # It may have been revoked while it waited for the others to leave.
             isolated.is_delivered = not isolated.ack_handle.revoked
             return delivery if isolated.is_delivered else delivery._replace(records=())
         self._tell_of_condemned(delivery, isolation)
@@ -210,7 +210,7 @@ class QuarantineGate:
         return delivery._replace(isolation=isolation)
 
     def is_done(self) -> None:
-        """The stage has read what it received last, and passed it on."""
+        """Leave the gate: the stage has read its last delivery and passed it on."""
         if self._reading is not None:
             self.gate.leave(self._reading)
             self._reading = None
@@ -245,7 +245,7 @@ class QuarantineGate:
         self._try_next()
 
     def _try_next(self) -> None:
-        """Deliver the next parked record again, if none is on trial."""
+        """Deliver the next parked record again, unless another one is running alone."""
         while self._on_trial is None and self._parked:
             isolated = self._parked.popleft()
             if isolated.ack_handle.revoked:
@@ -259,11 +259,11 @@ class QuarantineGate:
         self._arrivals.tell()
 
     def has_run(self, requests: Sequence[Request]) -> None:
-        """Requests that ran alone have come to their end, whatever that is."""
+        """Record that requests have finished running alone, successfully or not."""
         for request in requests:
             ack_handle = request.ack_handle
             assert isinstance(ack_handle, IsolatedReceipt)
-            # From here on it is a request like any other: it is answered beside others.
+            # From here on it is an ordinary request, answered together with others.
             request.ack_handle = ack_handle.record_receipt
             ack_handle.isolated.open_places -= 1
             if not ack_handle.isolated.open_places:
@@ -283,19 +283,19 @@ class QuarantineGate:
     # --- marks -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Write marks that have changed and that nothing waits for; until cancelled."""
+        """Write changed markers in the background, until cancelled."""
         while True:
             await self._outdated.wait()
             self._outdated.clear()
             await self._write_until_kept()
-            # Not before the log has forgotten who ran alone: what runs unmarked beside a mark that
-            # says so would be held against that request.
+            # Only once the log holds no "alone" marker: an unclean end caused by an unmarked run
+            # would otherwise count against that request.
             if self.gate.is_marking and not self._suspects.is_careful:
                 self.gate.is_marking = False
                 log.info(Event.SUSPECTS_CLEARED)
 
     def _reckon(self) -> None:
-        """Act on what the suspects are now."""
+        """Apply the current state of the search to gate, metrics and markers."""
         self.gate.is_marking = self.gate.is_marking or self._suspects.is_careful
         self._metrics.suspects.set(self._suspects.count)
         self._outdated.set()
