@@ -16,9 +16,18 @@ def logging_as_it_was() -> Iterator[None]:
     """Undo what a test, or a command that it calls, has set up for logging."""
     root = logging.getLogger()
     level = root.level
+    levels = {name: logger.level for name, logger in _loggers()}
     yield
+    for name, logger in _loggers():
+        logger.setLevel(levels.get(name, logging.NOTSET))
     for handler in root.handlers[:]:
         if type(handler) is logging.StreamHandler:  # pytest's own are of other types
             root.removeHandler(handler)
     root.setLevel(level)
     structlog.reset_defaults()
+
+
+def _loggers() -> list[tuple[str, logging.Logger]]:
+    """Return the loggers that exist by now, with their names."""
+    known = logging.root.manager.loggerDict.items()
+    return [(name, logger) for name, logger in known if isinstance(logger, logging.Logger)]

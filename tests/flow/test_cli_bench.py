@@ -54,6 +54,11 @@ def test_saturation_is_measured(call: Call, repository: Path) -> None:
     assert "#" in result.stdout
 
 
+def take_interrupts() -> None:
+    """Have SIGINT end this process, as it does by default."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.timeout(120)
 async def test_interrupted_bench_says_how_many_were_answered(repository: Path) -> None:
     """With the exit code of a shell's SIGINT."""
@@ -62,6 +67,8 @@ async def test_interrupted_bench_says_how_many_were_answered(repository: Path) -
         cwd=repository.parents[2],
         env={name: value for name, value in os.environ.items() if "HEADRACE" not in name},
         stderr=asyncio.subprocess.PIPE,
+        # A shell starts its background jobs with SIGINT ignored, and so do the tests it runs there.
+        preexec_fn=take_interrupts,
     )
     assert process.stderr is not None
     try:
