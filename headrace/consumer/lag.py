@@ -1,7 +1,6 @@
-"""What lies ahead of a source, and how quickly it gets through.
+"""Lag of a source, and its throughput.
 
-End offsets are asked for in the background, every few seconds; a source without an answer keeps
-the last one.
+End offsets are queried in the background, every few seconds; if that fails, the last ones stay.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ASK_S = 5.0
 
 
 class Stall:
-    """For how long records have been waiting while none was answered."""
+    """Time for which records have been waiting while none was answered."""
 
     def __init__(self) -> None:
         self._acked = 0

@@ -22,7 +22,7 @@ class Budget:
     """A limit in bytes with hysteresis.
 
     Attributes:
-        acknowledged: how many records were answered.
+        acked: number of answered records.
     """
 
     __slots__ = ("_exceeded", "acked", "limit_bytes", "used_bytes")
@@ -60,9 +60,9 @@ class Claim:
         tenant: usage of the tenant, for all models; None where requests name no tenant.
 
     Attributes:
-        used_bytes: what it holds.
-        deferred: how many requests of it are left in the log.
-        deferred_s: when one was deferred last, on the monotonic clock.
+        used_bytes: bytes held.
+        deferred: number of its requests left in the log.
+        deferred_s: time of the last deferral, on the monotonic clock.
     """
 
     __slots__ = ("deferred", "deferred_s", "model", "tenant", "used_bytes")
@@ -75,7 +75,7 @@ class Claim:
         self.deferred_s = -math.inf
 
     def charge(self, size_bytes: int) -> None:
-        """Take bytes; a negative number gives them back."""
+        """Take bytes; a negative number releases them."""
         self.used_bytes += size_bytes
         self.model.used_bytes += size_bytes
         if self.tenant is not None:
@@ -118,7 +118,7 @@ class FairQueue:
         return claim
 
     def has_room(self, claim: Claim, size_bytes: int, uncharged_bytes: int = 0) -> bool:
-        """Whether a claim may take so many bytes more; what holds nothing always may.
+        """Return True if a claim may take `size_bytes` more; one that holds nothing always may.
 
         Args:
             claim: of a model and a tenant.
