@@ -42,8 +42,8 @@ class Bases:
     """How long each base has been standing.
 
     Args:
-        in-flight tracker: of what was passed on.
-        limit_s: after so long it is stuck.
+        tracker: in-flight tracker of the records passed on.
+        limit_s: time without progress after which a base is stuck.
     """
 
     def __init__(self, tracker: InFlightTracker, limit_s: float) -> None:
@@ -88,7 +88,7 @@ class Bases:
         return 0.0 if standing is None else now_s - standing.since_s
 
     def is_stuck(self, partition: TopicPartition, now_s: float) -> bool:
-        """Whether the base has been standing for too long."""
+        """Return True if the base has not moved for too long."""
         standing = self._standing.get(partition)
         return standing is not None and self._is_stuck(standing, now_s)
 
