@@ -91,6 +91,8 @@ def _twice(*faults: Fault) -> History:
         (Fault(5, 9, FaultKind.KILLED, ("responder",)), False),
         (Fault(15, 25, FaultKind.BROKER_SILENT, ()), True),
         (Fault(15, 25, FaultKind.DRAIN_CUT_SHORT, ("responder",)), True),
+        (Fault(15, 25, FaultKind.THROTTLED, ()), True),
+        (Fault(31, 50, FaultKind.THROTTLED, ()), False),
         (Fault(31, 50, FaultKind.CONNECTIONS_CUT, ()), False),
         (Fault(31, 50, FaultKind.BROKER_SILENT, ()), False),
         (Fault(20, 20, FaultKind.KILLED, ("ingest",)), False),
