@@ -34,6 +34,7 @@ from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import WaitingSnapshot
 from headrace.telemetry.state import Place, ProcessState
 from headrace.topics import STAGES, Stage
+from headrace.tuning import TUNING, Tuning
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +63,7 @@ class Pipeline:
         stages: Sequence[Stage] = STAGES,
         *,
         instruments: Instruments | None = None,
+        tuning: Tuning = TUNING,
     ) -> None:
         self._settings = settings
         self._log = log_
@@ -76,7 +78,8 @@ class Pipeline:
         self.health = Health()
         self.ready = asyncio.Event()
         self._segments = [
-            StageGroup(settings, log_, part, self.models, instruments) for part in segments(stages)
+            StageGroup(settings, log_, part, self.models, instruments, tuning)
+            for part in segments(stages)
         ]
         limit_s = settings.limits.max_unanswered_s
         self.state = ProcessState(stages, self.health, self.metrics, self.models.status, limit_s)

@@ -58,6 +58,7 @@ from headrace.transport.topic_io import (
     result_inlet,
     result_outlet,
 )
+from headrace.tuning import TUNING, Tuning
 
 _INPUT = {
     Stage.INGEST: Topic.REQUESTS,
@@ -101,7 +102,9 @@ class StageGroup:
         stages: Sequence[Stage],
         models: Models,
         instruments: Instruments,
+        tuning: Tuning = TUNING,
     ) -> None:
+        self._tuning = tuning
         self._settings = settings
         self._log = log
         self._stages = tuple(stages)
