@@ -36,7 +36,7 @@ from headrace.models.version import State
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
-from headrace.services.ingest.reading import Rules
+from headrace.services.ingest.decode import Rules
 from headrace.services.ingest.service import IngestService
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService

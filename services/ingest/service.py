@@ -19,7 +19,7 @@ from headrace.delivery.inflight import AssignedPartition
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Record
 from headrace.protocol.messages import Request
-from headrace.services.ingest.reading import (
+from headrace.services.ingest.decode import (
     NULL_ACK,
     Rules,
     cancels_another,
@@ -28,7 +28,7 @@ from headrace.services.ingest.reading import (
     read_requests,
     read_transformed,
 )
-from headrace.services.ingest.transforming import Payload, TransformThread
+from headrace.services.ingest.transforms import Payload, TransformThread
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Outlet
 

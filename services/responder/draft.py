@@ -17,7 +17,7 @@ from headrace.errors import Rejected
 from headrace.log.errors import RecordsRefused
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.messages import Request
-from headrace.services.responder.composing import Addressed, AnswerEncoder
+from headrace.services.responder.encoder import Addressed, AnswerEncoder
 from headrace.telemetry.span_attributes import Answering
 
 ANSWER_BYTES = 256

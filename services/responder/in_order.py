@@ -14,7 +14,7 @@ from headrace.delivery.producing import deliver, deliver_in_order, too_large
 from headrace.errors import Rejected
 from headrace.log.port import Producer, TopicPartition
 from headrace.protocol.messages import Request
-from headrace.services.responder.composing import Addressed, AnswerEncoder
+from headrace.services.responder.encoder import Addressed, AnswerEncoder
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering
 

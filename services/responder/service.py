@@ -19,14 +19,14 @@ from headrace.delivery.transactions import PartitionTransactions
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer
 from headrace.protocol.messages import Head, Request
-from headrace.services.responder.composing import Addressed, AnswerEncoder, answer_bytes
+from headrace.services.responder.at_least_once import AtLeastOnce
 from headrace.services.responder.directory import TopicDirectory
+from headrace.services.responder.encoder import Addressed, AnswerEncoder, answer_bytes
 from headrace.services.responder.in_order import OrderedStep
-from headrace.services.responder.overlapping import AtLeastOnce
+from headrace.services.responder.ordered import OrderBy, Turns
 from headrace.services.responder.routing import Routes, choose_partition
-from headrace.services.responder.sealed import TransactionalStep
 from headrace.services.responder.step_size import StepSizing
-from headrace.services.responder.turns import OrderBy, Turns
+from headrace.services.responder.transactional import TransactionalStep
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Inlet
 

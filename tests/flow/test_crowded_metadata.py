@@ -11,7 +11,7 @@ from headrace.config import make_settings
 from headrace.consumer import backpressure
 from headrace.delivery import acked_offsets, transactions
 from headrace.log.memory.faults import SealFault
-from headrace.services.responder import sealed, turns
+from headrace.services.responder import ordered, transactional
 from headrace.topics import STAGES, Stage
 from tests.support.mixed import Mixed
 from tests.support.models import add_version, embedding
@@ -31,8 +31,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backpressure, "SAFE_SPAN_OFFSETS", 40)
     monkeypatch.setattr(backpressure, "LOOK_S", 0.01)
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(sealed, "RETRY_S", 0.01)
-    monkeypatch.setattr(turns, "WAITING_S", 0.05)
+    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
+    monkeypatch.setattr(ordered, "WAITING_S", 0.05)
 
 
 @pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"])

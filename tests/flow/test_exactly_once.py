@@ -17,7 +17,7 @@ from headrace.log.memory.faults import SealFault
 from headrace.log.port import TopicPartition
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
-from headrace.services.responder import sealed
+from headrace.services.responder import transactional
 from headrace.topics import STAGES, Stage
 from tests.support.conditions import eventually
 from tests.support.pipelines import PARTITIONS, Caller, Grouping, log_for, serving, settings_of
@@ -33,7 +33,7 @@ FORMS = pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"])
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(sealed, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 @pytest.fixture

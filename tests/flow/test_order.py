@@ -12,7 +12,7 @@ from headrace.delivery import transactions
 from headrace.log.memory.faults import SealFault
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
-from headrace.services.responder import sealed
+from headrace.services.responder import transactional
 from headrace.topics import STAGES, Stage
 from tests.support.conditions import eventually
 from tests.support.mixed import Mixed
@@ -33,7 +33,7 @@ pytestmark = [
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(sealed, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 @pytest.fixture

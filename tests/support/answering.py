@@ -19,9 +19,9 @@ from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Failure, Request
+from headrace.services.responder.ordered import OrderBy
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
-from headrace.services.responder.turns import OrderBy
 from headrace.transport.channels import Channel, ChannelWriter
 from tests.support.conditions import eventually
 from tests.support.logs import read

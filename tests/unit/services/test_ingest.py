@@ -17,7 +17,7 @@ from headrace.errors import Code
 from headrace.models.registry import Models
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.ingest import service
-from headrace.services.ingest.reading import Admission, Rules
+from headrace.services.ingest.decode import Admission, Rules
 from headrace.services.ingest.service import IngestService
 from tests.support.services import (
     RecordSource,

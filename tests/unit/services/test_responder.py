@@ -16,7 +16,7 @@ from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.protocol.codec import Answer, decode_response
 from headrace.services.responder import directory
-from headrace.services.responder.turns import OrderBy
+from headrace.services.responder.ordered import OrderBy
 from tests.support.answering import (
     DEAD_LETTERS,
     LIMIT_BYTES,

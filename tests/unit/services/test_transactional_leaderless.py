@@ -13,17 +13,17 @@ from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.sealing import MemoryTransactionalProducer
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
-from headrace.services.responder import sealed, turns
+from headrace.services.responder import ordered, transactional
 from tests.support.conditions import eventually
 from tests.support.services import counted
-from tests.unit.services.test_sealed import RESPONSES, offsets_in_order, running
+from tests.unit.services.test_transactional import RESPONSES, offsets_in_order, running
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(sealed, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 class LeaderlessLog(MemoryLog):
@@ -57,8 +57,8 @@ async def test_a_reply_partition_without_a_leader_holds_up_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its answers are put aside, and are given once it has a leader again."""
-    monkeypatch.setattr(sealed, "STALLED_S", 0.02)
-    monkeypatch.setattr(turns, "WAITING_S", 0.02)
+    monkeypatch.setattr(transactional, "STALLED_S", 0.02)
+    monkeypatch.setattr(ordered, "WAITING_S", 0.02)
     log = LeaderlessLog()
     log.leaderless = "headrace.mine"
     async with running(log=log) as bench:
@@ -81,8 +81,8 @@ async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
     monkeypatch: pytest.MonkeyPatch, topic: str
 ) -> None:
     """What goes elsewhere is sealed at once, by the same producer."""
-    monkeypatch.setattr(sealed, "STALLED_S", 0.02)
-    monkeypatch.setattr(turns, "WAITING_S", 0.02)
+    monkeypatch.setattr(transactional, "STALLED_S", 0.02)
+    monkeypatch.setattr(ordered, "WAITING_S", 0.02)
     async with running() as bench:
         for name in ("headrace.mine", "headrace.yours"):
             await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)

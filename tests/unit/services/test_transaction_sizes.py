@@ -11,12 +11,12 @@ import pytest
 
 from headrace.delivery import transactions
 from headrace.log.port import NewRecord, TopicInfo
-from headrace.services.responder import sealed, turns
+from headrace.services.responder import ordered, transactional
 from headrace.services.responder.step_size import StepSizing
 from tests.support.conditions import eventually
 from tests.support.services import counted
 from tests.support.visible import visible
-from tests.unit.services.test_sealed import LIMIT_BYTES, RESPONSES, SOURCE, running
+from tests.unit.services.test_transactional import LIMIT_BYTES, RESPONSES, SOURCE, running
 
 TRANSACTIONAL_ID = "headrace.headrace.requests.0"
 ANSWER_BYTES = 1100
@@ -27,7 +27,7 @@ ANSWER_BYTES = 1100
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(sealed, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 @pytest.mark.parametrize("place", [0, 7, 15])
@@ -152,9 +152,9 @@ async def test_slow_reply_topic_is_answered_in_smaller_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A time-out could as well be that of a lost partition: both give all of their answers."""
-    monkeypatch.setattr(sealed, "STALLED_S", 0.01)
-    monkeypatch.setattr(sealed, "MAX_STALLED_S", 0.02)
-    monkeypatch.setattr(turns, "WAITING_S", 0.01)
+    monkeypatch.setattr(transactional, "STALLED_S", 0.01)
+    monkeypatch.setattr(transactional, "MAX_STALLED_S", 0.02)
+    monkeypatch.setattr(ordered, "WAITING_S", 0.01)
     async with running() as bench:
         for name in ("headrace.mine", "headrace.yours"):
             await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)

@@ -13,8 +13,8 @@ from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import InFlightTracker
 from headrace.log.port import TopicPartition
 from headrace.protocol.messages import Request
-from headrace.services.responder import overlapping
-from headrace.services.responder.turns import OrderBy
+from headrace.services.responder import at_least_once
+from headrace.services.responder.ordered import OrderBy
 from tests.support.answering import (
     MINE,
     RESPONSES,
@@ -31,7 +31,7 @@ async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many chunks wait for it: its answers stand aside, and go when it is back."""
-    monkeypatch.setattr(overlapping, "STALLED_S", 0.02)
+    monkeypatch.setattr(at_least_once, "STALLED_S", 0.02)
     monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
     async with running() as bench:
         bench.log.faults.take_leaders(MINE.topic)
@@ -117,7 +117,7 @@ async def test_outputs_that_wait_are_charged_to_the_budget() -> None:
 
 async def test_chunks_with_large_outputs_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many bytes are unacknowledged at most, and then the stages before are held up."""
-    monkeypatch.setattr(overlapping, "UNACKNOWLEDGED_BYTES", 3000)
+    monkeypatch.setattr(at_least_once, "UNACKNOWLEDGED_BYTES", 3000)
     requests = [answerable() for _ in range(6)]
     for request in requests:
         request.outputs = make_request(inputs={"y": np.zeros((1, 250), np.float32)}).inputs

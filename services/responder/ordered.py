@@ -20,7 +20,7 @@ from headrace.delivery.ordering import Order
 from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.byte_semaphore import Room
 from headrace.protocol.messages import Request
-from headrace.services.responder.composing import Addressed, answer_bytes
+from headrace.services.responder.encoder import Addressed, answer_bytes
 from headrace.telemetry.metrics import Metrics
 
 QUEUED_BYTES = 64 * 1024 * 1024

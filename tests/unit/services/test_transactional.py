@@ -23,11 +23,11 @@ from headrace.log.memory.faults import SealFault
 from headrace.log.port import Committed, TopicInfo, TopicPartition
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Failure, Request
-from headrace.services.responder import sealed, turns
+from headrace.services.responder import ordered, transactional
+from headrace.services.responder.ordered import OrderBy
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.services.responder.step_size import StepSizing
-from headrace.services.responder.turns import OrderBy
 from headrace.transport.channels import Channel, ChannelWriter
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
@@ -45,7 +45,7 @@ LIMIT_BYTES = 3000
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(sealed, "RETRY_S", 0.01)
+    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 class Bench:
@@ -290,8 +290,8 @@ async def test_only_a_transaction_that_follows_another_tells_how_quickly_request
         told.append((answers, under_way))
         return 0.0
 
-    monkeypatch.setattr(sealed, "pause_s", pause_s)
-    monkeypatch.setattr(sealed, "FOLLOWS_WITHIN_S", 60.0)
+    monkeypatch.setattr(transactional, "pause_s", pause_s)
+    monkeypatch.setattr(transactional, "FOLLOWS_WITHIN_S", 60.0)
     async with running() as bench:
         requests = [bench.request() for _ in range(12)]
         bench.log.faults.hold_seals()
@@ -343,7 +343,7 @@ async def test_a_step_takes_no_more_than_is_encoded_in_one_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is left goes with the next one, and the offsets tell how far it has come."""
-    monkeypatch.setattr(turns, "STEP_ANSWERS", 5)
+    monkeypatch.setattr(ordered, "STEP_ANSWERS", 5)
     async with running() as bench:
         bench.log.faults.hold_seals()
         await bench.inlet.send([bench.request() for _ in range(12)])

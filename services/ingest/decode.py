@@ -26,8 +26,8 @@ from headrace.protocol.headers import (
     parse_envelope,
 )
 from headrace.protocol.messages import Envelope, Failure, InputTensor, Request, Tensor
-from headrace.services.ingest.layouts import DecodeCache, DecodeTemplate
-from headrace.services.ingest.transforming import Payload
+from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
+from headrace.services.ingest.transforms import Payload
 from headrace.topics import Stage
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}

@@ -8,7 +8,7 @@ import pytest
 from headrace.config import LimitSettings
 from headrace.protocol.codec import decode_request, encode_request
 from headrace.protocol.messages import Envelope
-from headrace.services.ingest.layouts import DOUBT, MAX_AROUND_BYTES, MAX_LAYOUTS, DecodeCache
+from headrace.services.ingest.decode_cache import DOUBT, MAX_AROUND_BYTES, MAX_LAYOUTS, DecodeCache
 
 
 def request(

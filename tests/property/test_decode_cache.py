@@ -14,7 +14,7 @@ from headrace.models.binding import Binder, Bound
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.codec import decode_request, encode_request
 from headrace.protocol.messages import Envelope, Tensor
-from headrace.services.ingest.layouts import DecodeCache, DecodeTemplate
+from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
 
 LIMITS = LimitSettings()
 SIGNATURE: Signature = make_signature(

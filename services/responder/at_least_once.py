@@ -21,7 +21,7 @@ from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, TopicPartition
 from headrace.primitives.byte_semaphore import Room
 from headrace.protocol.messages import Request
-from headrace.services.responder.composing import Addressed, AnswerEncoder, answer_bytes
+from headrace.services.responder.encoder import Addressed, AnswerEncoder, answer_bytes
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering

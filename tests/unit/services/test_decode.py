@@ -14,7 +14,7 @@ from headrace.log.port import Record
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Request
-from headrace.services.ingest.reading import Rules, read_request, read_requests
+from headrace.services.ingest.decode import Rules, read_request, read_requests
 from tests.support.services import REQUESTS, digits_models, digits_value, make_assignment
 from tests.support.work import NOW_US
 

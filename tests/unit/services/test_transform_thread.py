@@ -11,8 +11,8 @@ from headrace.config import LimitSettings
 from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, InFlightAck, beside_bytes
 from headrace.errors import Code, Fatal
 from headrace.protocol.messages import Request
-from headrace.services.ingest import transforming
-from headrace.services.ingest.reading import Rules
+from headrace.services.ingest import transforms
+from headrace.services.ingest.decode import Rules
 from headrace.services.ingest.service import IngestService
 from tests.support.services import (
     RecordSource,
@@ -132,7 +132,7 @@ async def test_one_that_cannot_be_interrupted_ends_the_process(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Native code hears of nothing; what it is at is found by the next owner."""
-    monkeypatch.setattr(transforming, "INTERRUPT_GRACE_S", 0.1)
+    monkeypatch.setattr(transforms, "INTERRUPT_GRACE_S", 0.1)
 
     with pytest.raises(Fatal, match="did not end"):
         await ingest(repository, b"native")

@@ -34,8 +34,8 @@ from headrace.log.errors import (
     UnknownPartition,
 )
 from headrace.log.port import TopicPartition
-from headrace.services.responder.composing import AnswerEncoder
 from headrace.services.responder.draft import Draft, sizes_of
+from headrace.services.responder.encoder import AnswerEncoder
 from headrace.services.responder.gathering import pause_s
 from headrace.services.responder.step_size import StepSize, StepSizing
 from headrace.telemetry.logs import Event
