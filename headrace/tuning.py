@@ -65,6 +65,93 @@ class ResponderTuning:
 class RuntimeTuning:
     """Tuning values of `headrace.runtime` and `headrace.telemetry`."""
 
+    unload_check_interval_s: float = 1.0
+    """Interval between two searches for replaced model versions that are no longer used."""
+    reload_notice_after_s: float = 5.0
+    """A reload of the models that takes longer is logged while it runs: it may be waiting for an
+    import.
+    """
+    last_commit_timeout_s: float = 1.0
+    """Time for committing what is acknowledged when the drain times out. If the commit is not
+    answered, that work is repeated by another process.
+    """
+    thread_switch_interval_s: float = 0.0005
+    """How long a thread keeps the interpreter while another one waits for it. With Python's 5 ms, a
+    busy event loop delays the dispatcher that long for each completed run.
+    """
+    gc_thresholds: tuple[int, int, int] = (50_000, 20, 50)
+    """Python's (700, 10, 10) repeatedly traverses all requests in flight: half the time at a deep
+    backlog. The path of a request creates no reference cycles (tests/flow/test_guards.py); cycles
+    from a user's model are still collected, later.
+    """
+
+    heap_check_interval_s: float = 5.0
+    """Interval between two checks of whether to return free memory to the system."""
+    heap_growth_bytes: int = 32 * 1024 * 1024
+    """Growth of the resident size since the last trim that makes a trim due."""
+    heap_idle_bytes: int = 1024 * 1024
+    """A process with no more bytes than this in flight counts as idle."""
+    heap_busy_interval_s: float = 60.0
+    """Shortest interval between two trims of a process that is not idle."""
+
+    record_overhead_bytes: int = 64 * 1024
+    """Room for key, headers and record framing, besides a request of the largest size."""
+    segments_per_retention: int = 8
+    """Segments that a topic between two stages is divided into, so that retention can delete."""
+
+    broker_silence_s: float = 10.0
+    """After this long without a response from the broker, a process is not ready."""
+    loop_stall_s: float = 10.0
+    """The event loop is stuck after this long without an iteration."""
+    loop_check_interval_s: float = 1.0
+    """How often the watchdog posts a call to the event loop."""
+    loop_lag_interval_s: float = 0.1
+    """How often the lag of the event loop is measured."""
+    stall_stack_frames: int = 12
+    """How many of the innermost frames of a stuck event loop are logged."""
+    stall_rearms_per_limit: int = 10
+    """How often the event loop re-arms the faulthandler watchdog within its limit."""
+
+    log_burst_lines: int = 20
+    """How many log lines of one kind are written at once."""
+    log_lines_per_s: float = 2.0
+    """How many log lines of one kind are written per second in the long run."""
+    log_max_kinds: int = 1000
+    """Further kinds of log lines share one rate limit: libraries make up any number of them."""
+    failure_lines_per_chunk: int = 8
+    """Most log lines for failed requests in one chunk; the last one counts the others in `more`."""
+    recent_errors: int = 50
+    """How many of the last errors `/status` shows."""
+    recent_error_characters: int = 500
+    """Length at which the reason of such an error is cut off."""
+
+    request_times_buffered: int = 4096
+    """After this many requests of a model, their times are sorted into the histograms' buckets."""
+
+    trace_queue_spans: int = 2048
+    """Spans that wait for the collector, unless `OTEL_BSP_MAX_QUEUE_SIZE` is set."""
+    trace_close_timeout_s: float = 1.5
+    """How long sending the queued spans may take when the process ends."""
+    trace_abort_timeout_s: float = 0.3
+    """How long the exporter may take to end after that, once it was shut down."""
+    trace_failure_log_interval_s: float = 60.0
+    """Shortest interval between two log lines about spans that no collector took."""
+
+    http_max_connections: int = 100
+    """A further connection replaces the one that has waited for a request longest, or is closed at
+    once if all of them are being answered.
+    """
+    http_head_timeout_s: float = 10.0
+    """Time from the connection to the end of its first request's head."""
+    http_idle_timeout_s: float = 75.0
+    """Time from an answer to the end of the next request's head."""
+    http_request_timeout_s: float = 10.0
+    """Time from a request's head to its answer, its body included."""
+    http_body_bytes: int = 64 * 1024
+    """Largest body of a request."""
+    http_stop_timeout_s: float = 1.0
+    """Time for open requests to end when the server stops."""
+
 
 @dataclass(frozen=True)
 class Tuning:

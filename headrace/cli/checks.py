@@ -22,8 +22,9 @@ from headrace.log.port import Log, TopicInfo
 from headrace.models.onnx_backend import find_runtime
 from headrace.models.user_code import describe
 from headrace.runtime.log_factory import open_log
-from headrace.runtime.topic_plan import RECORD_OVERHEAD_BYTES, compare, plan_topics
+from headrace.runtime.topic_plan import compare, plan_topics
 from headrace.topics import Topic
+from headrace.tuning import TUNING
 
 if TYPE_CHECKING:
     from headrace.models.repository import FoundModel
@@ -37,14 +38,15 @@ SLACK_S = 10.0
 def check_settings(settings: Settings) -> Iterator[Finding]:
     """Check for values that are allowed individually, but not together."""
     faulty = False
-    needed = settings.limits.max_request_bytes + RECORD_OVERHEAD_BYTES
+    overhead_bytes = TUNING.runtime.record_overhead_bytes
+    needed = settings.limits.max_request_bytes + overhead_bytes
     if settings.topics.max_message_bytes < needed:
         faulty = True
         yield Finding(
             "configuration",
             Health.ERROR,
             f"topics.max_message_bytes: expected at least {needed} "
-            f"(limits.max_request_bytes and {RECORD_OVERHEAD_BYTES} for headers), "
+            f"(limits.max_request_bytes and {overhead_bytes} for headers), "
             f"got {settings.topics.max_message_bytes}",
             "raise topics.max_message_bytes or lower limits.max_request_bytes",
         )

@@ -31,10 +31,10 @@ def command(kafka: bool, seconds: float) -> None:
     log and models of its own and leaves nothing behind. Exit code 1 when an answer is missing or
     too many are wrong, 2 when ONNX Runtime is not installed.
     """
-    from headrace.cli.run import SWITCH_INTERVAL_S
     from headrace.telemetry.logs import configure_logging
     from headrace.tools.demo.demo import run_demo
     from headrace.tools.demo.report import report
+    from headrace.tuning import TUNING
 
     def say(line: str) -> None:
         click.echo(f"headrace: {line}", err=True)
@@ -43,7 +43,7 @@ def command(kafka: bool, seconds: float) -> None:
     # A broker that has just started causes logged errors for requests that are then retried; real
     # failures show as missing answers.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(TUNING.runtime.thread_switch_interval_s)
     outcome = run(run_demo(seconds, say, kafka=kafka))
     for line in report(outcome.result, outcome.reasons):
         click.echo(line)

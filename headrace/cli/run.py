@@ -17,20 +17,9 @@ from headrace.cli.stages import parse_stages
 from headrace.config import Option, Settings
 from headrace.telemetry.logs import Event, configure_logging
 from headrace.topics import STAGES, Stage
+from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
-
-SWITCH_INTERVAL_S = 0.0005
-"""How long a thread keeps the interpreter while another one waits for it. With Python's 5 ms, a
-busy event loop delays the dispatcher that long for each completed run.
-"""
-
-GC_THRESHOLD = (50_000, 20, 50)
-"""Python's (700, 10, 10) repeatedly traverses all requests in flight: half the time at a deep
-backlog. The path of a request creates no reference cycles (tests/flow/test_guards.py); cycles from
-a user's model are still collected, later.
-"""
-
 
 ANY_ADDRESS = ("", str(IPv4Address(0)), str(IPv6Address(0)))
 
@@ -118,9 +107,9 @@ def _announce(settings: Settings, http_port: int) -> None:
     say(f"headrace: page       http://{host}:{http_port}/", err=True)
 
 
-def tune_interpreter() -> None:
+def tune_interpreter(tuning: RuntimeTuning = TUNING.runtime) -> None:
     """Set the interpreter's switch interval and garbage collection for serving."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(tuning.thread_switch_interval_s)
     gc.collect()
     gc.freeze()  # imported objects live as long as the process
-    gc.set_threshold(*GC_THRESHOLD)
+    gc.set_threshold(*tuning.gc_thresholds)

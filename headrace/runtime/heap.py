@@ -15,13 +15,13 @@ import ctypes
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
+from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
 
@@ -29,43 +29,25 @@ _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True, slots=True)
-class TrimSettings:
-    """Settings of trimming.
-
-    Attributes:
-        look_s: interval between two checks.
-        growth_bytes: growth of the resident size since the last trim that makes a trim due.
-        idle_bytes: a process with no more bytes than this in flight counts as idle.
-        busy_s: shortest interval between two trims of a process that is not idle.
-    """
-
-    look_s: float = 5.0
-    growth_bytes: int = 32 * 1024 * 1024
-    idle_bytes: int = 1024 * 1024
-    busy_s: float = 60.0
-
-
 class TrimRule:
     """Decide when to trim."""
 
-    def __init__(self, settings: TrimSettings) -> None:
-        self._settings = settings
+    def __init__(self, tuning: RuntimeTuning) -> None:
+        self._tuning = tuning
         self._floor_bytes = 0
         self._trimmed_s = 0.0
 
     def is_due(self, now_s: float, resident_bytes: int, in_flight_bytes: int) -> bool:
         """True if a trim is due. The first call only records the resident size."""
-        settings = self._settings
         if not self._floor_bytes:
             self.trimmed(now_s, resident_bytes)
             return False
         # Measure growth from the smallest size since the last trim.
         self._floor_bytes = min(self._floor_bytes, resident_bytes)
-        if resident_bytes - self._floor_bytes < settings.growth_bytes:
+        if resident_bytes - self._floor_bytes < self._tuning.heap_growth_bytes:
             return False
-        is_idle = in_flight_bytes <= settings.idle_bytes
-        return is_idle or now_s - self._trimmed_s >= settings.busy_s
+        is_idle = in_flight_bytes <= self._tuning.heap_idle_bytes
+        return is_idle or now_s - self._trimmed_s >= self._tuning.heap_busy_interval_s
 
     def trimmed(self, now_s: float, resident_bytes: int) -> None:
         """Record a trim and the resident size after it."""
@@ -94,16 +76,16 @@ def find_trim() -> Callable[[], object] | None:
 async def trim_now_and_then(
     in_flight_bytes: Callable[[], int],
     metrics: Metrics,
-    settings: TrimSettings = TrimSettings(),
+    tuning: RuntimeTuning = TUNING.runtime,
 ) -> None:
     """Trim the heap whenever it is due, until cancelled.
 
     Args:
         in_flight_bytes: returns the bytes that the process has in flight.
         metrics: counts the bytes returned.
-        settings: decide when a trim is due.
+        tuning: decides when a trim is due.
     """
-    trim, rule = find_trim(), TrimRule(settings)
+    trim, rule = find_trim(), TrimRule(tuning)
     if trim is None or resident_bytes() is None:
         return
     loop = asyncio.get_running_loop()
@@ -116,13 +98,17 @@ async def trim_now_and_then(
             released_bytes = max(0, before_bytes - after_bytes)
             metrics.heap_trimmed.inc(released_bytes)
             log.debug(Event.HEAP_TRIMMED, bytes=released_bytes, resident_bytes=after_bytes)
-        await asyncio.sleep(settings.look_s)
+        await asyncio.sleep(tuning.heap_check_interval_s)
 
 
 @asynccontextmanager
-async def trimming(in_flight_bytes: Callable[[], int], metrics: Metrics) -> AsyncIterator[None]:
+async def trimming(
+    in_flight_bytes: Callable[[], int], metrics: Metrics, tuning: RuntimeTuning = TUNING.runtime
+) -> AsyncIterator[None]:
     """Trim the heap whenever it is due while the context lasts."""
-    task = asyncio.create_task(trim_now_and_then(in_flight_bytes, metrics), name="trim-heap")
+    task = asyncio.create_task(
+        trim_now_and_then(in_flight_bytes, metrics, tuning), name="trim-heap"
+    )
     try:
         yield
     finally:

@@ -38,22 +38,13 @@ from headrace.tuning import TUNING, Tuning
 
 log = structlog.get_logger(__name__)
 
-LAST_COMMIT_S = 1.0
-"""Time for committing what is acknowledged when the drain times out. If the commit is not
-answered, that work is repeated by another process.
-"""
-UNLOAD_CHECK_S = 1.0
-
-
-RELOAD_NOTICE_S = 5.0
-"""A reload that takes longer is logged while it runs: it may be waiting for an import."""
-
 
 class Pipeline:
     """The stages of one process.
 
     Attributes:
         ready: set when models are loaded and partitions assigned.
+        tuning: tuning values of its objects.
     """
 
     def __init__(
@@ -68,7 +59,8 @@ class Pipeline:
         self._settings = settings
         self._log = log_
         self._stages = tuple(stages)
-        instruments = instruments or Instruments(Metrics(CollectorRegistry()))
+        self.tuning = tuning
+        instruments = instruments or Instruments(Metrics(CollectorRegistry(), tuning.runtime))
         self.metrics = instruments.metrics
         self.models = Models(
             settings,
@@ -82,7 +74,9 @@ class Pipeline:
             for part in segments(stages)
         ]
         limit_s = settings.limits.max_unanswered_s
-        self.state = ProcessState(stages, self.health, self.metrics, self.models.status, limit_s)
+        self.state = ProcessState(
+            stages, self.health, self.metrics, self.models.status, limit_s, tuning.runtime
+        )
         broker = settings.kafka.bootstrap_servers if settings.kafka else ""
         self.state.place = Place(settings.namespace, socket.gethostname(), broker)
         for segment in self._segments:
@@ -157,7 +151,7 @@ class Pipeline:
     async def _unload_unused(self) -> None:
         """Unload replaced versions once they have been unused for a while; never returns."""
         while True:
-            await asyncio.sleep(UNLOAD_CHECK_S)
+            await asyncio.sleep(self.tuning.runtime.unload_check_interval_s)
             self.models.unload_unused()
 
     async def _drain(self, running: Sequence[asyncio.Task[None]]) -> None:
@@ -172,7 +166,7 @@ class Pipeline:
         if late:
             try:
                 # Commit before cancelling: what is acknowledged by now need not be repeated.
-                async with asyncio.timeout(LAST_COMMIT_S):
+                async with asyncio.timeout(self.tuning.runtime.last_commit_timeout_s):
                     for segment in self._segments:
                         await segment.abandon()
             except TimeoutError:
@@ -226,6 +220,7 @@ async def run(
     stages: Sequence[Stage],
     flood: LogRateLimiter,
     announce: Callable[[int], None] | None = None,
+    tuning: Tuning = TUNING,
 ) -> int:
     """Run `headrace run`: serve until SIGTERM or SIGINT, and return the exit code.
 
@@ -234,17 +229,23 @@ async def run(
         stages: adjacent stages.
         flood: the log rate limiter from `configure_logging`.
         announce: called with the HTTP port once it is bound.
+        tuning: tuning values of the process.
     """
     stop = Stop()
     async with AsyncExitStack() as stack:
         log_ = await stack.enter_async_context(open_log(settings))
-        metrics = Metrics(CollectorRegistry())
-        tracing = await stack.enter_async_context(open_tracing(settings, stages, metrics))
-        pipeline = Pipeline(settings, log_, stages, instruments=Instruments(metrics, tracing))
+        metrics = Metrics(CollectorRegistry(), tuning.runtime)
+        tracing = await stack.enter_async_context(
+            open_tracing(settings, stages, metrics, tuning.runtime)
+        )
+        instruments = Instruments(metrics, tracing)
+        pipeline = Pipeline(settings, log_, stages, instruments=instruments, tuning=tuning)
         pipeline.state.log_lines_suppressed = flood.suppressed
         show_interpreter(metrics.registry)
         stack.enter_context(stop_on_signals(stop))
-        stack.enter_context(StallWatchdog(settings.limits.max_stall_s))
+        stack.enter_context(
+            StallWatchdog(settings.limits.max_stall_s, tuning.runtime.stall_rearms_per_limit)
+        )
         telemetry = settings.telemetry
         server = HttpServer(
             (telemetry.http_host, telemetry.http_port),
@@ -252,6 +253,7 @@ async def run(
             pipeline.models,
             pipeline.metrics.registry,
             pipeline.state.status,
+            tuning.runtime,
         )
         await stack.enter_async_context(server)
         log.info(Event.STARTING, stages=list(stages), http_port=server.port)
@@ -259,7 +261,7 @@ async def run(
             announce(server.port)
         await stack.enter_async_context(_reloading(pipeline))
         in_flight_bytes = partial(_in_flight_bytes, pipeline.state)
-        await stack.enter_async_context(trimming(in_flight_bytes, metrics))
+        await stack.enter_async_context(trimming(in_flight_bytes, metrics, tuning.runtime))
         await pipeline.run(stop)
     return 0
 
@@ -290,7 +292,8 @@ async def _reload(pipeline: Pipeline) -> None:
             Event.MODELS_RELOAD_REFUSED, reason="the models are being read for the first time"
         )
         return
-    notice = asyncio.get_running_loop().call_later(RELOAD_NOTICE_S, _notice_slow_reload)
+    after_s = pipeline.tuning.runtime.reload_notice_after_s
+    notice = asyncio.get_running_loop().call_later(after_s, _log_slow_reload, after_s)
     try:
         reloaded = await pipeline.models.reload()
     except ConfigurationError as error:
@@ -301,9 +304,9 @@ async def _reload(pipeline: Pipeline) -> None:
     log.info(Event.MODELS_RELOADED, **reloaded._asdict())
 
 
-def _notice_slow_reload() -> None:
+def _log_slow_reload(after_s: float) -> None:
     log.warning(
         Event.MODELS_RELOAD_SLOW,
-        reason=f"the repository has been read for {RELOAD_NOTICE_S:g} s; importing model.py and "
+        reason=f"the repository has been read for {after_s:g} s; importing model.py and "
         "transform.py may take max_load_s each, and other reloads wait meanwhile",
     )

@@ -14,17 +14,13 @@ from typing import NamedTuple
 from headrace.config import Settings
 from headrace.log.port import Log, TopicInfo
 from headrace.topics import TOPICS, Stage, Topic, TopicSpec
+from headrace.tuning import TUNING, RuntimeTuning
 
 CLEANUP_POLICY = "cleanup.policy"
 MAX_MESSAGE_BYTES = "max.message.bytes"
 MIN_INSYNC_REPLICAS = "min.insync.replicas"
 RETENTION_MS = "retention.ms"
 SEGMENT_MS = "segment.ms"
-
-RECORD_OVERHEAD_BYTES = 64 * 1024
-"""Room for key, headers and record framing, besides a request of the largest size."""
-
-_SEGMENTS_PER_RETENTION = 8
 
 
 class Fault(NamedTuple):
@@ -43,17 +39,25 @@ class Fault(NamedTuple):
         return f"{self.topic}: {self.problem}; {self.mend}"
 
 
-def plan_topics(settings: Settings, requests: TopicInfo | None = None) -> dict[Topic, TopicInfo]:
+def plan_topics(
+    settings: Settings,
+    requests: TopicInfo | None = None,
+    tuning: RuntimeTuning = TUNING.runtime,
+) -> dict[Topic, TopicInfo]:
     """Return all topics as `headrace topics create` creates them.
 
     Args:
         settings: give partitions, retention and sizes.
         requests: the topic of requests, if it exists: others take its number of partitions.
+        tuning: gives the size of segments.
     """
-    return {topic: _plan(spec, settings, requests) for topic, spec in TOPICS.items()}
+    segments = tuning.segments_per_retention
+    return {topic: _plan(spec, settings, requests, segments) for topic, spec in TOPICS.items()}
 
 
-def _plan(spec: TopicSpec, settings: Settings, requests: TopicInfo | None) -> TopicInfo:
+def _plan(
+    spec: TopicSpec, settings: Settings, requests: TopicInfo | None, segments_per_retention: int
+) -> TopicInfo:
     wanted = settings.topics
     internal = bool(spec.writers and spec.readers)
     retention_ms = wanted.internal_retention_ms if internal else wanted.retention_ms
@@ -68,7 +72,7 @@ def _plan(spec: TopicSpec, settings: Settings, requests: TopicInfo | None) -> To
     }
     if internal:
         # Retention deletes whole closed segments, and by default one stays open for a week.
-        config[SEGMENT_MS] = str(max(1, retention_ms // _SEGMENTS_PER_RETENTION))
+        config[SEGMENT_MS] = str(max(1, retention_ms // segments_per_retention))
     if wanted.replication_factor >= 3:
         # An acknowledged record is then on at least two brokers.
         config[MIN_INSYNC_REPLICAS] = "2"

@@ -17,6 +17,7 @@ from headrace.errors import ConfigurationError
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import STAGES, Stage
+from headrace.tuning import TUNING, RuntimeTuning
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -72,7 +73,10 @@ def find_collector(settings: Settings) -> Collector | None:
 
 @asynccontextmanager
 async def open_tracing(
-    settings: Settings, stages: Sequence[Stage], metrics: Metrics
+    settings: Settings,
+    stages: Sequence[Stage],
+    metrics: Metrics,
+    tuning: RuntimeTuning = TUNING.runtime,
 ) -> AsyncIterator[Tracing | None]:
     """Provide tracing while the context lasts; None if no traces are exported.
 
@@ -87,7 +91,9 @@ async def open_tracing(
         return
     from headrace.telemetry.trace_export import TraceExport
 
-    export = TraceExport(_exporter(collector), service_name(stages), settings.namespace, metrics)
+    export = TraceExport(
+        _exporter(collector), service_name(stages), settings.namespace, metrics, tuning
+    )
     try:
         yield Tracing(export.write, settings, metrics)
     finally:

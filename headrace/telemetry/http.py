@@ -28,11 +28,10 @@ from headrace.models.signature import TensorSpec
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.telemetry.health import Health
-from headrace.telemetry.http_connections import Connections, HttpLimits
+from headrace.telemetry.http_connections import Connections
 from headrace.telemetry.page import load_page
+from headrace.tuning import TUNING, RuntimeTuning
 
-_MAX_BODY_BYTES = 64 * 1024
-_STOP_TIMEOUT_S = 1.0
 _PLATFORMS = {"onnx": "onnxruntime_onnx", "python": "headrace_python"}
 _HTTP_STATUS = {
     Code.INVALID_REQUEST: 400,
@@ -64,7 +63,7 @@ class HttpServer:
         models: of this process.
         metrics: shown by `/metrics`, in OpenMetrics to clients that accept it.
         status: shown by `/status`.
-        limits: of connections.
+        tuning: limits of connections and requests.
 
     On a loopback address, requests are answered only if their `Host` is a loopback address as well:
     another site's page, whose name was made to resolve to this machine, must not read local data.
@@ -77,15 +76,15 @@ class HttpServer:
         models: Catalogue,
         metrics: CollectorRegistry,
         status: Callable[[], dict[str, Any]] = dict,
-        limits: HttpLimits | None = None,
+        tuning: RuntimeTuning = TUNING.runtime,
     ) -> None:
         self._host, self._port = address
         self._health = health
         self._models = models
         self._metrics = metrics
         self._status = status
-        self._limits = limits or HttpLimits()
-        self._connections = Connections(self._limits)
+        self._tuning = tuning
+        self._connections = Connections(tuning)
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
 
@@ -101,7 +100,9 @@ class HttpServer:
             Fatal: the address is taken, or is not this machine's.
         """
         runner = web.AppRunner(
-            self._application(), access_log=None, shutdown_timeout=_STOP_TIMEOUT_S
+            self._application(),
+            access_log=None,
+            shutdown_timeout=self._tuning.http_stop_timeout_s,
         )
         await runner.setup()
         make = runner.server
@@ -134,7 +135,8 @@ class HttpServer:
 
     def _application(self) -> web.Application:
         application = web.Application(
-            client_max_size=_MAX_BODY_BYTES, middlewares=[self._bounded, _errors_as_json]
+            client_max_size=self._tuning.http_body_bytes,
+            middlewares=[self._bounded, _errors_as_json],
         )
         if _is_loopback(self._host):
             application.middlewares.append(_refuse_other_hosts)
@@ -155,7 +157,7 @@ class HttpServer:
     @web.middleware
     async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer within the time limit of a request."""
-        timeout_s = self._limits.request_timeout_s
+        timeout_s = self._tuning.http_request_timeout_s
         with self._connections.answering(request.transport):
             try:
                 async with asyncio.timeout(timeout_s):

@@ -9,31 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import cast
 
-
-class HttpLimits(NamedTuple):
-    """Limits for clients.
-
-    Attributes:
-        most_connections: a further connection replaces the one that has waited for a request
-            longest, or is closed at once if all of them are being answered.
-        head_timeout_s: from the connection to the end of its first request's head.
-        idle_timeout_s: from an answer to the end of the next request's head.
-        request_timeout_s: from a request's head to its answer, its body included.
-    """
-
-    most_connections: int = 100
-    head_timeout_s: float = 10.0
-    idle_timeout_s: float = 75.0
-    request_timeout_s: float = 10.0
+from headrace.tuning import RuntimeTuning
 
 
 class Connections:
     """The open connections of a server."""
 
-    def __init__(self, limits: HttpLimits) -> None:
-        self._limits = limits
+    def __init__(self, tuning: RuntimeTuning) -> None:
+        self._tuning = tuning
         self._open: dict[asyncio.BaseTransport, asyncio.Transport] = {}
         self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
         """Timers of the connections that wait for a request, longest-waiting first."""
@@ -44,14 +29,14 @@ class Connections:
 
     def opened(self, transport: asyncio.Transport) -> bool:
         """Count a new connection; False if there were too many, and it was closed."""
-        if len(self._open) >= self._limits.most_connections:
+        if len(self._open) >= self._tuning.http_max_connections:
             longest_waiting = next(iter(self._timers), None)
             if longest_waiting is None:
                 transport.abort()
                 return False
             self._close(longest_waiting)
         self._open[transport] = transport
-        self._wait(transport, self._limits.head_timeout_s)
+        self._wait(transport, self._tuning.http_head_timeout_s)
         return True
 
     def closed(self, transport: asyncio.BaseTransport) -> None:
@@ -76,7 +61,7 @@ class Connections:
             yield
         finally:
             if transport in self._open:
-                self._wait(transport, self._limits.idle_timeout_s)
+                self._wait(transport, self._tuning.http_idle_timeout_s)
 
     def _wait(self, transport: asyncio.BaseTransport, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()

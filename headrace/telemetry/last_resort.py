@@ -15,8 +15,9 @@ import faulthandler
 from types import TracebackType
 from typing import Self
 
-WINDS_PER_LIMIT = 10
-STDERR = 2
+from headrace.tuning import TUNING
+
+_STDERR = 2
 
 
 class StallWatchdog:
@@ -24,15 +25,19 @@ class StallWatchdog:
 
     Args:
         limit_s: in seconds; 0 disables it.
+        rearms_per_limit: how often the event loop re-arms the watchdog within the limit.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(
+        self, limit_s: float, rearms_per_limit: int = TUNING.runtime.stall_rearms_per_limit
+    ) -> None:
         self._limit_s = limit_s
+        self._interval_s = limit_s / rearms_per_limit
         self._next: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
         if self._limit_s:
-            self._wind_up()
+            self._rearm()
         return self
 
     def __exit__(
@@ -45,7 +50,7 @@ class StallWatchdog:
             self._next.cancel()
             faulthandler.cancel_dump_traceback_later()
 
-    def _wind_up(self) -> None:
-        faulthandler.dump_traceback_later(self._limit_s, exit=True, file=STDERR)
+    def _rearm(self) -> None:
+        faulthandler.dump_traceback_later(self._limit_s, exit=True, file=_STDERR)
         loop = asyncio.get_running_loop()
-        self._next = loop.call_later(self._limit_s / WINDS_PER_LIMIT, self._wind_up)
+        self._next = loop.call_later(self._interval_s, self._rearm)

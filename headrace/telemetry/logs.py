@@ -19,6 +19,7 @@ import structlog
 
 from headrace.printable import printable
 from headrace.telemetry.flood import LogRateLimiter
+from headrace.tuning import TUNING, RuntimeTuning
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor
@@ -108,7 +109,9 @@ _SECRETIVE = "aiokafka"
 """A logger whose debug lines hold what a client logs in with: the bytes of SASL exchanges."""
 
 
-def configure_logging(level: str, stream: TextIO | None = None) -> LogRateLimiter:
+def configure_logging(
+    level: str, stream: TextIO | None = None, tuning: RuntimeTuning = TUNING.runtime
+) -> LogRateLimiter:
     """Set up logging for the process; call it once, where the process starts.
 
     Returns:
@@ -117,13 +120,14 @@ def configure_logging(level: str, stream: TextIO | None = None) -> LogRateLimite
     Args:
         level: `debug`, `info`, `warning` or `error`.
         stream: where the lines go; standard error if not given.
+        tuning: the rate limit.
 
     Raises:
         KeyError: on any other level.
     """
     stream = stream if stream is not None else sys.stderr
     threshold = _LEVELS[level]
-    flood = LogRateLimiter()
+    flood = LogRateLimiter(tuning)
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

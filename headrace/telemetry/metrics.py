@@ -21,6 +21,7 @@ from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.bulk import BatchedCounter, BatchedHistogram
 from headrace.telemetry.catalogue import CATALOGUE, ROWS, SECONDS
 from headrace.telemetry.request_times import RequestTimes
+from headrace.tuning import TUNING, RuntimeTuning
 
 _FAILED = frozenset({Code.MODEL_FAILED, Code.INTERNAL})
 
@@ -44,6 +45,7 @@ class Metrics:
 
     Args:
         registry: the registry of the counters; one for a process, and one for each test.
+        tuning: tuning values.
 
     Attributes:
         duplicates, revoked, bisections, unkept, unanswered, skipped, heap_trimmed: counters without
@@ -55,7 +57,7 @@ class Metrics:
         loop_lag: see `headrace.telemetry.loop_lag`.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, tuning: RuntimeTuning = TUNING.runtime) -> None:
         self.registry = registry
         self._requests = self._bulk_counter("requests")
         self._batches = self._bulk_counter("batches")
@@ -67,6 +69,7 @@ class Metrics:
             self._durations["log_wait"],
             self._durations["queue_wait"],
             self._bulk("answer_slack_seconds", SECONDS),
+            tuning.request_times_buffered,
         )
         self._batch_rows = self._bulk("batch_rows", ROWS)
         self._commit = self._bulk("commit_duration_seconds", SECONDS)

@@ -10,9 +10,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING, RuntimeTuning
 
-MAX_KEPT = 50
-MAX_REASON_LENGTH = 500
 _ANSWERED_WITH_ERRORS = frozenset({Event.REQUEST_EXPIRED, Event.REQUEST_REFUSED})
 _TOLD = ("topic", "partition", "offset", "model", "version", "code", "stage", "suppressed", "more")
 
@@ -23,9 +22,10 @@ class RecentErrors(logging.Handler):
     Repetitions of a line share one entry, with `times`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: RuntimeTuning = TUNING.runtime) -> None:
         super().__init__(logging.INFO)
-        self._ring: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT)
+        self._ring: deque[dict[str, Any]] = deque(maxlen=tuning.recent_errors)
+        self._reason_characters = tuning.recent_error_characters
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -56,7 +56,7 @@ class RecentErrors(logging.Handler):
             "time": _utc(record.created),
             "level": record.levelname.lower(),
             "event": event,
-            "reason": str(reason)[:MAX_REASON_LENGTH],
+            "reason": str(reason)[: self._reason_characters],
             "trace_id": line.get("trace_id"),
             **{name: line[name] for name in _TOLD if name in line},
         }

@@ -19,12 +19,10 @@ import structlog
 from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import outcome_of
+from headrace.tuning import TUNING
 
 log = structlog.get_logger(__name__)
 _level = logging.getLogger(__name__)
-
-MAX_LINES = 8
-"""Most lines for failures in one chunk; the last one says how many `more` there are."""
 
 _EVENTS = {
     "expired": (logging.INFO, Event.REQUEST_EXPIRED),
@@ -33,19 +31,28 @@ _EVENTS = {
 }
 
 
-def log_answered(requests: Sequence[Request], now_us: int) -> None:
+def log_answered(
+    requests: Sequence[Request],
+    now_us: int,
+    max_failures: int = TUNING.runtime.failure_lines_per_chunk,
+) -> None:
     """Log requests whose answers are acknowledged. Without debug and failures this is nearly
     free.
+
+    Args:
+        requests: a chunk.
+        now_us: when they were acknowledged.
+        max_failures: most lines for failed ones; the last line says how many `more` there are.
     """
     debugging = _level.isEnabledFor(logging.DEBUG)
     if debugging:
         for request in requests:
             log.debug(Event.REQUEST, **_canonical(request, now_us))
     failed = [request for request in requests if request.failure is not None]
-    for place, request in enumerate(failed[:MAX_LINES], start=1):
+    for place, request in enumerate(failed[:max_failures], start=1):
         failure = request.failure
         assert failure is not None
-        more = len(failed) - MAX_LINES if place == MAX_LINES else 0
+        more = len(failed) - max_failures if place == max_failures else 0
         level, event = _EVENTS[outcome_of(failure.code)]
         log.log(
             level,

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from headrace.protocol.messages import Request
 from headrace.telemetry.bulk import BatchedHistogram
 
-MAX_NOTED = 4096
-
 
 class _Noted(NamedTuple):
     """Columns; a row of the first three is a request.
@@ -41,6 +39,7 @@ class RequestTimes:
         in_log: from the record's timestamp until ingest.
         queued: from ingest until the batch closed, for requests that joined one.
         slack: from the answer until the deadline, for requests that have one.
+        max_buffered: after this many requests of a model, their times are counted.
     """
 
     def __init__(
@@ -49,11 +48,13 @@ class RequestTimes:
         in_log: BatchedHistogram,
         queued: BatchedHistogram,
         slack: BatchedHistogram,
+        max_buffered: int,
     ) -> None:
         self._total = total
         self._in_log = in_log
         self._queued = queued
         self._slack = slack
+        self._max_buffered = max_buffered
         self._noted: dict[str, _Noted] = {}
         for histogram in (total, in_log, queued, slack):
             histogram.before_reading(self.count)
@@ -73,7 +74,7 @@ class RequestTimes:
             for request in requests
             if (deadline_ms := request.envelope.deadline_ms)
         ]
-        if len(timestamps_ms) >= MAX_NOTED:
+        if len(timestamps_ms) >= self._max_buffered:
             self.count()
 
     def count(self) -> None:

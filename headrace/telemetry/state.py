@@ -24,9 +24,7 @@ from headrace.telemetry.snapshots import (
     WaitingSnapshot,
 )
 from headrace.telemetry.watchdog import Activity, LoopWatchdog
-
-BROKER_SILENCE_S = 10.0
-"""After this long without a response from the broker, a process is not ready."""
+from headrace.tuning import TUNING, RuntimeTuning
 
 
 class Place(NamedTuple):
@@ -65,6 +63,7 @@ class ProcessState:
         metrics: Metrics,
         models: Callable[[], list[dict[str, Any]]],
         max_unanswered_s: float = 0.0,
+        tuning: RuntimeTuning = TUNING.runtime,
     ) -> None:
         self.stages = tuple(str(stage) for stage in stages)
         self.health = health
@@ -74,11 +73,12 @@ class ProcessState:
         self.activities: list[Callable[[], Sequence[Activity]]] = []
         self.devices: list[Callable[[], Sequence[DeviceSnapshot]]] = []
         self.waiting: Callable[[], WaitingSnapshot | None] = lambda: None
-        self.recent_errors = RecentErrors()
-        self.loop_lag = LoopLag(metrics.loop_lag)
+        self.recent_errors = RecentErrors(tuning)
+        self.loop_lag = LoopLag(metrics.loop_lag, tuning.loop_lag_interval_s)
         self.place = Place()
         self.log_lines_suppressed: dict[str, int] = {}
         self._max_unanswered_s = max_unanswered_s
+        self._tuning = tuning
         self._started_at = datetime.now(UTC)
         self._started_s = time.monotonic()
         health.watch_live(self._stuck)
@@ -90,7 +90,7 @@ class ProcessState:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Watch the event loop and the log while the context lasts."""
-        with LoopWatchdog() as watch, self.recent_errors.listening():
+        with LoopWatchdog(self._tuning) as watch, self.recent_errors.listening():
             self.activities.append(lambda: [watch.turns])
             lag = asyncio.create_task(self.loop_lag.run(), name="loop-lag")
             try:
@@ -106,7 +106,7 @@ class ProcessState:
     def _silence(self) -> str:
         for asked in self.sources:
             source = asked()
-            if source.last_contact_s > BROKER_SILENCE_S:
+            if source.last_contact_s > self._tuning.broker_silence_s:
                 return f"the broker was last heard of {source.last_contact_s:.0f} s ago"
         return ""
 

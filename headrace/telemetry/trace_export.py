@@ -36,14 +36,9 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import ERROR_TYPE, SCHEMA_URL
 from headrace.telemetry.tracing import FinishedSpan
+from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
-
-DEFAULT_QUEUE_SIZE = 2048
-CLOSE_S = 1.5
-"""How long sending the queued spans may take when the process ends."""
-CUT_OFF_S = 0.3
-SAY_SO_EVERY_S = 60.0
 
 _SAMPLED = TraceFlags(SAMPLED)
 _SCOPE = InstrumentationScope("headrace", headrace.__version__, SCHEMA_URL)
@@ -63,14 +58,20 @@ class TraceExport:
     """
 
     def __init__(
-        self, exporter: SpanExporter, service_name: str, namespace: str, metrics: Metrics
+        self,
+        exporter: SpanExporter,
+        service_name: str,
+        namespace: str,
+        metrics: Metrics,
+        tuning: RuntimeTuning = TUNING.runtime,
     ) -> None:
         self._metrics = metrics
+        self._tuning = tuning
         self._resource = _resource(service_name, namespace)
         self._link_limit = _number(OTEL_SPAN_LINK_COUNT_LIMIT)
         queue_size = _number(OTEL_BSP_MAX_QUEUE_SIZE)
-        self._queue_size = DEFAULT_QUEUE_SIZE if queue_size is None else queue_size
-        self._exporter = _CountingExporter(exporter, metrics)
+        self._queue_size = tuning.trace_queue_spans if queue_size is None else queue_size
+        self._exporter = _CountingExporter(exporter, metrics, tuning.trace_failure_log_interval_s)
         self._queued = 0
         try:
             self._processor = BatchSpanProcessor(self._exporter, max_queue_size=self._queue_size)
@@ -88,16 +89,16 @@ class TraceExport:
             self._metrics.trace_links_dropped.inc(len(span.links) - self._link_limit)
         self._processor.on_end(readable_span(span, self._resource, self._link_limit))
 
-    def close(self, within_s: float = CLOSE_S) -> None:
-        """Send the queued spans within the given time; drop the rest. Blocks."""
+    def close(self) -> None:
+        """Send the queued spans; drop those that take too long. Blocks."""
         closing = threading.Thread(
             target=self._processor.shutdown, name="trace-export-close", daemon=True
         )
         closing.start()
-        closing.join(within_s)
+        closing.join(self._tuning.trace_close_timeout_s)
         if closing.is_alive():
             self._exporter.shutdown()  # ends a wait between two retries
-            closing.join(CUT_OFF_S)
+            closing.join(self._tuning.trace_abort_timeout_s)
         self._metrics.trace_spans_dropped.inc(self._waiting())
 
     def _waiting(self) -> int:
@@ -167,11 +168,12 @@ def _valid_text(text: str) -> str:
 class _CountingExporter(SpanExporter):
     """Counts the spans sent and lost; `taken` is the number that has left the queue."""
 
-    def __init__(self, exporter: SpanExporter, metrics: Metrics) -> None:
+    def __init__(self, exporter: SpanExporter, metrics: Metrics, log_interval_s: float) -> None:
         self._exporter = exporter
         self._metrics = metrics
         self._complaints = _Complaints()
-        self._said_at_s = -SAY_SO_EVERY_S
+        self._log_interval_s = log_interval_s
+        self._logged_at_s = -log_interval_s
         self.taken = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -187,13 +189,13 @@ class _CountingExporter(SpanExporter):
         else:
             self._metrics.trace_export_failures.inc()
             self._metrics.trace_spans_dropped.inc(len(spans))
-            self._say_so(len(spans))
+            self._log_failure(len(spans))
         return result
 
-    def _say_so(self, spans: int) -> None:
+    def _log_failure(self, spans: int) -> None:
         now_s = time.monotonic()
-        if now_s - self._said_at_s >= SAY_SO_EVERY_S:
-            self._said_at_s = now_s
+        if now_s - self._logged_at_s >= self._log_interval_s:
+            self._logged_at_s = now_s
             log.warning(Event.TRACE_EXPORT_FAILED, spans=spans, reason=self._complaints.last)
 
     def shutdown(self) -> None:

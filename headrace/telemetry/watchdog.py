@@ -18,14 +18,12 @@ from typing import Self
 import structlog
 
 from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
 
-LOOP_LIMIT_S = 10.0
-LOOP_PERIOD_S = 1.0
 READER_LIMIT_S = 60.0
 RUN_GRACE_S = 10.0
-_STACK_LINES = 12
 
 
 class Activity:
@@ -72,17 +70,13 @@ class Activity:
 class LoopWatchdog:
     """A thread that watches an event loop. Enter it on the loop to watch.
 
-    Args:
-        limit_s: the loop is stuck after this long without an iteration.
-        period_s: how often a call is posted.
-
     Attributes:
         turns: the loop's activity; safe to read from any thread.
     """
 
-    def __init__(self, limit_s: float = LOOP_LIMIT_S, period_s: float = LOOP_PERIOD_S) -> None:
-        self._period_s = period_s
-        self.turns = Activity("event loop", limit_s)
+    def __init__(self, tuning: RuntimeTuning = TUNING.runtime) -> None:
+        self._tuning = tuning
+        self.turns = Activity("event loop", tuning.loop_stall_s)
         self._answered = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,7 +104,7 @@ class LoopWatchdog:
             self._thread.join()
 
     def _watch(self, loop: asyncio.AbstractEventLoop, loop_thread: int) -> None:
-        while not self._closing.wait(self._period_s):
+        while not self._closing.wait(self._tuning.loop_check_interval_s):
             self._answered.clear()
             if self._closing.is_set():
                 return
@@ -123,16 +117,16 @@ class LoopWatchdog:
                 log.error(
                     Event.STUCK,
                     reason=f"the event loop has not turned for {self.turns.limit_s:g} s",
-                    loop_is_at=_calls(loop_thread),
+                    loop_is_at=_calls(loop_thread, self._tuning.stall_stack_frames),
                 )
                 self._answered.wait()
             self.turns.end()
 
 
-def _calls(thread: int) -> list[str]:
-    """Return a thread's stack, outermost call first; without values of variables."""
+def _calls(thread: int, most: int) -> list[str]:
+    """Return a thread's innermost calls, outermost first; without values of variables."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return []
-    calls = traceback.extract_stack(frame)[-_STACK_LINES:]
+    calls = traceback.extract_stack(frame)[-most:]
     return [f"{call.filename}:{call.lineno} {call.name}" for call in calls]

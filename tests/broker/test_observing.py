@@ -13,12 +13,13 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from headrace.telemetry.catalogue import CATALOGUE
-from headrace.telemetry.state import BROKER_SILENCE_S
 from headrace.tools.local_kafka import LocalKafka
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
 from tests.support.scrapes import OPENMETRICS, parse_openmetrics, parse_text, strangers
 
+BROKER_SILENCE_S = TUNING.runtime.broker_silence_s
 MODELS = Path(__file__).parents[2] / "headrace" / "tools" / "demo" / "models"
 ALL = "ingest,batcher,executor,responder"
 REQUESTS = 20_000

@@ -8,6 +8,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +23,13 @@ from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
-from headrace.telemetry import state as state_module
 from headrace.telemetry.catalogue import CATALOGUE
 from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import configure_logging
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.tracing import Tracing
+from headrace.tuning import TUNING, Tuning
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 from tests.support.scrapes import OPENMETRICS, parse_openmetrics, parse_text, strangers
@@ -102,14 +103,14 @@ def _logging() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def serving(settings: Settings) -> AsyncIterator[Served]:
+async def serving(settings: Settings, tuning: Tuning = TUNING) -> AsyncIterator[Served]:
     """The services with their HTTP server; no span leaves the process."""
     metrics = Metrics(CollectorRegistry())
     tracing = Tracing(lambda spans: None, settings, metrics)
     instruments = Instruments(metrics, tracing)
     async with MemoryLog() as log:
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
-        pipeline = Pipeline(settings, log, instruments=instruments)
+        pipeline = Pipeline(settings, log, instruments=instruments, tuning=tuning)
         server = HttpServer(
             (HOST, 0),
             pipeline.health,
@@ -212,11 +213,11 @@ async def test_a_failed_request_is_among_the_last_errors(settings: Settings) -> 
 
 
 async def test_a_broker_that_is_away_makes_the_process_unready_but_not_unlive(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+    settings: Settings,
 ) -> None:
     """For as long as it is away, and from the stated silence on."""
-    monkeypatch.setattr(state_module, "BROKER_SILENCE_S", 0.2)
-    async with serving(settings) as served:
+    tuning = replace(TUNING, runtime=replace(TUNING.runtime, broker_silence_s=0.2))
+    async with serving(settings, tuning) as served:
         assert (await served.get("/health/ready"))[0] == 200
         served.log.faults.take_down()
         await eventually(lambda: not served.pipeline.health.ready, deadline_s=2.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -19,6 +20,7 @@ from headrace.telemetry.span_attributes import Answering, Run
 from headrace.telemetry.trace_export import TraceExport
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import Stage
+from headrace.tuning import TUNING
 from tests.support.ack_handles import NO_RECEIPT
 
 T = 1_700_000_000_000_000
@@ -89,12 +91,13 @@ def tracing_spans(
     """Tracing into memory; the spans are there when the context is left."""
     exporter, spans = InMemorySpanExporter(), Spans()
     metrics = metrics or Metrics(CollectorRegistry())
-    export = TraceExport(exporter, "headrace", "headrace", metrics)
+    # A machine may stand still for longer than a process that ends would wait.
+    tuning = replace(TUNING.runtime, trace_close_timeout_s=30.0)
+    export = TraceExport(exporter, "headrace", "headrace", metrics, tuning)
     try:
         yield Tracing(export.write, settings or tracing_settings(), metrics), spans
     finally:
-        # A machine may stand still for longer than a process that ends would wait.
-        export.close(within_s=30)
+        export.close()
         spans.all = exporter.get_finished_spans()
 
 

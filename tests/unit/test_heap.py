@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.runtime.heap import (
     TrimRule,
-    TrimSettings,
     find_trim,
     resident_bytes,
     trim_now_and_then,
 )
 from headrace.telemetry.metrics import Metrics
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 
 MIB = 1024 * 1024
-SETTINGS = TrimSettings(look_s=0.01, growth_bytes=32 * MIB, idle_bytes=MIB, busy_s=60.0)
+TUNED = replace(
+    TUNING.runtime,
+    heap_check_interval_s=0.01,
+    heap_growth_bytes=32 * MIB,
+    heap_idle_bytes=MIB,
+    heap_busy_interval_s=60.0,
+)
 
 
 def rule_at(resident: int) -> TrimRule:
     """A rule that has seen the process this large, at 0 s."""
-    rule = TrimRule(SETTINGS)
+    rule = TrimRule(TUNED)
     assert not rule.is_due(0.0, resident, 0)
     return rule
 
@@ -60,7 +67,7 @@ def test_memory_in_use_is_not_trimmed_for_again() -> None:
 async def test_fragmented_heap_is_given_back() -> None:
     """Blocks that stay keep the allocator from giving back all that lies between them."""
     metrics = Metrics(CollectorRegistry())
-    trimming = asyncio.create_task(trim_now_and_then(lambda: 0, metrics, SETTINGS))
+    trimming = asyncio.create_task(trim_now_and_then(lambda: 0, metrics, TUNED))
     await asyncio.sleep(0)  # the first look
     blocks = [bytes(64 * 1024 + place % 999) for place in range(3000)]
     kept = blocks[::50]

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from headrace.telemetry.flood import BURST
 from headrace.telemetry.logs import Event, configure_logging
+from headrace.tuning import TUNING
+
+BURST = TUNING.runtime.log_burst_lines
 
 
 class Terminal(io.StringIO):

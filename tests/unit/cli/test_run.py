@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.outcome import Exit
-from headrace.cli.run import SWITCH_INTERVAL_S
 from headrace.cli.stages import parse_stages
 from headrace.config import Settings
 from headrace.telemetry.flood import LogRateLimiter
 from headrace.topics import STAGES, Stage
+from headrace.tuning import TUNING
 from tests.support.command_line import Call
 
 
@@ -86,7 +86,7 @@ def test_threads_get_the_interpreter_soon(call: Call, started: Started) -> None:
     """The dispatcher's thread does not wait Python's 5 ms for a busy event loop."""
     call("run", "executor")
     assert started == [(Stage.EXECUTOR,)]
-    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    assert sys.getswitchinterval() == pytest.approx(TUNING.runtime.thread_switch_interval_s)
 
 
 def test_exit_code_is_that_of_the_services(

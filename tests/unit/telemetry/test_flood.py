@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from headrace.telemetry.flood import BURST, MAX_KINDS, PER_S, LogRateLimiter
+from dataclasses import replace
+
+from headrace.telemetry.flood import LogRateLimiter
+from headrace.tuning import TUNING
+
+BURST = 20
+PER_S = 2.0
+MAX_KINDS = 100
+TUNED = replace(
+    TUNING.runtime, log_burst_lines=BURST, log_lines_per_s=PER_S, log_max_kinds=MAX_KINDS
+)
 
 
 def test_a_burst_passes_and_no_more() -> None:
     """What is held back is counted."""
-    flood = LogRateLimiter()
+    flood = LogRateLimiter(TUNED)
     passed = [flood.admit("event", 0.0) for _ in range(BURST + 30)]
     assert passed == [0] * BURST + [None] * 30
     assert flood.suppressed == {"event": 30}
@@ -15,7 +25,7 @@ def test_a_burst_passes_and_no_more() -> None:
 
 def test_the_next_one_says_how_many_were_held_back() -> None:
     """And the one after that says none."""
-    flood = LogRateLimiter()
+    flood = LogRateLimiter(TUNED)
     for _ in range(BURST + 5):
         flood.admit("event", 0.0)
     assert [flood.admit("event", 2 / PER_S) for _ in range(2)] == [5, 0]
@@ -23,7 +33,7 @@ def test_the_next_one_says_how_many_were_held_back() -> None:
 
 def test_kinds_do_not_hold_each_other_back() -> None:
     """A flood of one hides no other."""
-    flood = LogRateLimiter()
+    flood = LogRateLimiter(TUNED)
     for _ in range(BURST + 1):
         flood.admit("often", 0.0)
     assert flood.admit("rare", 0.0) == 0
@@ -31,6 +41,6 @@ def test_kinds_do_not_hold_each_other_back() -> None:
 
 def test_made_up_kinds_share_one_bucket() -> None:
     """Memory is bounded, whatever libraries write."""
-    flood = LogRateLimiter()
+    flood = LogRateLimiter(TUNED)
     passed = [flood.admit(f"kind {number}", 0.0) for number in range(MAX_KINDS + BURST + 10)]
     assert passed.count(None) == 10

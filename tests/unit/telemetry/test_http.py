@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from headrace.errors import Fatal
 from headrace.models.registry import Models
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.http import HttpServer
-from headrace.telemetry.http_connections import HttpLimits
+from headrace.tuning import TUNING, RuntimeTuning
 from tests.support.models import add_version, digits, settings_for
 
 HOST = "127.0.0.1"
@@ -221,15 +222,17 @@ async def test_taken_port_is_refused(tmp_path: Path, health: Health) -> None:
             await second.__aenter__()
 
 
-LIMITS = HttpLimits(most_connections=3, head_timeout_s=0.05, request_timeout_s=0.05)
+LIMITS = replace(
+    TUNING.runtime, http_max_connections=3, http_head_timeout_s=0.05, http_request_timeout_s=0.05
+)
 HALF_A_HEAD = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @asynccontextmanager
-async def limited(tmp_path: Path, health: Health, limits: HttpLimits) -> AsyncIterator[int]:
+async def limited(tmp_path: Path, health: Health, tuning: RuntimeTuning) -> AsyncIterator[int]:
     """A server with these limits; its port."""
     models = Models(settings_for(tmp_path))
-    async with HttpServer((HOST, 0), health, models, CollectorRegistry(), limits=limits) as server:
+    async with HttpServer((HOST, 0), health, models, CollectorRegistry(), tuning=tuning) as server:
         yield server.port
 
 
@@ -257,16 +260,16 @@ async def test_half_open_connections_do_not_keep_health_checks_out(
     tmp_path: Path, health: Health
 ) -> None:
     """The one that has waited longest gives way, so that a new one always has a place."""
-    limits = LIMITS._replace(head_timeout_s=3600.0, request_timeout_s=3600.0)
+    limits = replace(LIMITS, http_head_timeout_s=3600.0, http_request_timeout_s=3600.0)
     async with limited(tmp_path, health, limits) as port, AsyncExitStack() as stack:
         half_open = []
-        for _ in range(limits.most_connections * 3):
+        for _ in range(limits.http_max_connections * 3):
             reader, writer = await asyncio.open_connection(HOST, port)
             stack.callback(writer.close)
             writer.write(HALF_A_HEAD)
             half_open.append(reader)
         async with ClientSession(f"http://{HOST}:{port}") as client:
             assert (await get(client, "/health/live"))[0] == 200
-        for reader in half_open[: -limits.most_connections]:
+        for reader in half_open[: -limits.http_max_connections]:
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""

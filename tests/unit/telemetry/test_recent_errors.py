@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import structlog
 
 from headrace.telemetry.logs import Event, configure_logging
-from headrace.telemetry.recent_errors import MAX_KEPT, RecentErrors
+from headrace.telemetry.recent_errors import RecentErrors
+from headrace.tuning import TUNING
 
 
 @pytest.fixture
@@ -69,11 +71,11 @@ def test_the_same_again_takes_one_place(errors: RecentErrors) -> None:
 
 def test_the_oldest_go_first() -> None:
     """Memory is bounded."""
-    ring = RecentErrors()
-    for number in range(MAX_KEPT + 5):
+    ring = RecentErrors(replace(TUNING.runtime, recent_errors=10))
+    for number in range(10 + 5):
         ring.emit(logging.LogRecord("t", logging.ERROR, "", 0, {"event": f"e{number}"}, None, None))
     names = [entry["event"] for entry in ring.entries()]
-    assert names == [f"e{number}" for number in range(5, MAX_KEPT + 5)]
+    assert names == [f"e{number}" for number in range(5, 10 + 5)]
 
 
 def test_it_stops_listening() -> None:

@@ -12,12 +12,13 @@ from structlog.testing import capture_logs
 from headrace.errors import Code
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.protocol.trace_context import Trace, new_trace
-from headrace.telemetry.request_log import MAX_LINES, log_answered
+from headrace.telemetry.request_log import log_answered
 from headrace.topics import Stage
 from tests.support.ack_handles import NO_RECEIPT
 
 NOW_US = 1_700_000_000_500_000
 SECRET = b"a caller's secret"
+MAX_LINES = 5
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +118,7 @@ def test_a_chunk_of_failures_is_told_in_few_lines() -> None:
     """The last line says how many more there are."""
     failed = [request(Code.INTERNAL, offset=offset) for offset in range(MAX_LINES + 12)]
     with capture_logs() as lines:
-        log_answered(failed, NOW_US)
+        log_answered(failed, NOW_US, MAX_LINES)
     assert [line["offset"] for line in lines] == list(range(MAX_LINES))
     assert [line.get("more") for line in lines] == [None] * (MAX_LINES - 1) + [12]
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -19,8 +20,9 @@ from headrace.protocol.messages import Failure
 from headrace.protocol.trace_context import SAMPLED, SpanId
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.trace_export import CLOSE_S, CUT_OFF_S, TraceExport
+from headrace.telemetry.trace_export import TraceExport
 from headrace.telemetry.tracing import FinishedSpan
+from headrace.tuning import TUNING
 from tests.support.spans import T, make_run, make_traced, traceparent, tracing_spans
 
 Export = Callable[[Sequence[ReadableSpan]], SpanExportResult]
@@ -144,14 +146,15 @@ def test_closing_does_not_wait_for_a_collector_that_hangs(
         stuck.wait()
         return SpanExportResult.SUCCESS
 
-    export = TraceExport(_Exporter(hold), "s", "n", metrics)
+    tuning = replace(TUNING.runtime, trace_close_timeout_s=0.2, trace_abort_timeout_s=0.1)
+    export = TraceExport(_Exporter(hold), "s", "n", metrics, tuning)
     export.write(_span(1))
     assert busy.wait(10)
     export.write(_span(2))
     began_s = time.monotonic()
     export.close()
 
-    assert time.monotonic() - began_s < CLOSE_S + CUT_OFF_S + 5
+    assert time.monotonic() - began_s < 0.3 + 5
     assert _count(metrics, "trace_spans_dropped") == 1
 
 

@@ -6,13 +6,16 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from structlog.testing import capture_logs
 
 from headrace.telemetry.watchdog import Activity, LoopWatchdog
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 
 LIMIT_S = 0.2
+TUNED = replace(TUNING.runtime, loop_stall_s=LIMIT_S, loop_check_interval_s=0.02)
 TOLD_WITHIN_S = 2.0
 """The limit, the period, and what a busy machine adds."""
 
@@ -21,7 +24,7 @@ TOLD_WITHIN_S = 2.0
 def watched_loop() -> Iterator[tuple[Callable[[Callable[[], None]], object], LoopWatchdog]]:
     """A loop in a thread of its own, with its watch; the first gives it something to call."""
     ready, stopping, loops = threading.Event(), asyncio.Event(), []
-    watch = LoopWatchdog(LIMIT_S, period_s=0.02)
+    watch = LoopWatchdog(TUNED)
 
     async def live() -> None:
         with watch:
@@ -66,7 +69,7 @@ async def test_a_loop_that_turns_is_not_stuck() -> None:
 
 async def test_a_watch_that_is_left_leaves_no_thread() -> None:
     """Leaving waits for nothing but the thread's end."""
-    with LoopWatchdog(LIMIT_S, period_s=0.01) as watch:
+    with LoopWatchdog(replace(TUNED, loop_check_interval_s=0.01)) as watch:
         await eventually(lambda: watch.turns.begun, deadline_s=TOLD_WITHIN_S)
     assert "loop-watch" not in {thread.name for thread in threading.enumerate()}
 
