@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import uvloop
 
 from benchmarks.stages import Scrape
-from headrace.client.replies import CORRELATION_ID
+from headrace.client.rpc import CORRELATION_ID
 from headrace.config import KafkaSettings
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import NewRecord, Record, Run, TopicPartition

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.ticking import TICK_BYTES
-from headrace.client.replies import last_header
+from headrace.client.rpc import last_header
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Log, NewRecord, Record, TopicPartition

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.config import ModelSettings, Settings
-from headrace.log.port import Producer
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
-from headrace.tools.replay.answers import OnAnswer, into_pipeline
 from headrace.tools.replay.jobs import Source, Watch, now_ms
 from headrace.tools.replay.marking import Marking
 from headrace.tools.replay.opening import open_recording
 from headrace.tools.replay.pacing import Pace
 from headrace.tools.replay.replay import Outcome, Replay
-from headrace.tools.replay.sinks import TopicSink
+from headrace.tools.replay.sinks import into_pipeline
 
 
 class PipelineJob(NamedTuple):
@@ -35,7 +33,6 @@ async def replay_into_models(
     source: Source,
     job: PipelineJob,
     watch: Watch,
-    on_answer: OnAnswer | None = None,
 ) -> tuple[Outcome, Counter[str]]:
     """Replay into the four services with the models of a directory; no broker is written to.
 
@@ -50,9 +47,6 @@ async def replay_into_models(
         update={"kafka": None, "models": ModelSettings(repository=job.models)}
     )
 
-    def make_sink(producer: Producer, target: tuple[str, int]) -> TopicSink:
-        return TopicSink(producer, target, job.marking, now_ms, by_key=job.by_key)
-
     async with AsyncExitStack() as stack:
         log = await stack.enter_async_context(open_log(settings))
         recording = await stack.enter_async_context(
@@ -61,7 +55,7 @@ async def replay_into_models(
         memory = await stack.enter_async_context(open_log(embedded))
         await stack.enter_async_context(running(Pipeline(embedded, memory)))
         sink = await stack.enter_async_context(
-            into_pipeline(memory, embedded, make_sink, on_answer)
+            into_pipeline(memory, embedded, job.marking, now_ms, by_key=job.by_key)
         )
         outcome = await Replay(recording, job.pace, sink, advanced=watch(recording)).run()
     return outcome, sink.statuses

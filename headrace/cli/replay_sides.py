@@ -137,6 +137,6 @@ async def ask_pipeline(settings: Settings, models: Path) -> AsyncIterator[Pipeli
     async with (
         open_log(embedded) as log,
         running(Pipeline(embedded, log)),
-        RpcClient(log, embedded) as exchange,
+        RpcClient(log, embedded) as rpc,
     ):
-        yield PipelineSubject(exchange)
+        yield PipelineSubject(rpc)

@@ -15,7 +15,7 @@ from headrace.client.client import (
     InferenceTimeout,
     Response,
 )
-from headrace.client.replies import ClientClosed
+from headrace.client.rpc import ClientClosed
 from headrace.client.sync import SyncClient
 
 __all__ = [

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headrace.client.replies import ClientClosed
-from headrace.client.rpc import RpcClient
+from headrace.client.rpc import ClientClosed, RpcClient
 from headrace.config import KafkaSettings, Settings, check_namespace, make_settings
 from headrace.errors import ConfigurationError, HeadraceError, Rejected, Retriable
 from headrace.log.port import Log, NewRecord, Record
@@ -119,18 +118,18 @@ class Client:
         self._reply_partition = reply_partition
         self._content_type = content_type
         self._permits = asyncio.Semaphore(max_in_flight)
-        self._exchange: RpcClient | None = None
+        self._rpc: RpcClient | None = None
         self._stack = AsyncExitStack()
 
     @property
     def late_answers(self) -> int:
         """Number of answers to this client whose caller had gone, including second copies."""
-        return self._exchange.late if self._exchange else 0
+        return self._rpc.late if self._rpc else 0
 
     @property
     def foreign_answers(self) -> int:
         """Number of answers to other clients on this client's reply partition."""
-        return self._exchange.foreign if self._exchange else 0
+        return self._rpc.foreign if self._rpc else 0
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -142,8 +141,8 @@ class Client:
                         "kafka.bootstrap_servers, or pass an embedded log"
                     )
                 log = await stack.enter_async_context(open_log(self._settings))
-            exchange = RpcClient(log, self._settings, self._reply_partition)
-            self._exchange = await stack.enter_async_context(exchange)
+            rpc = RpcClient(log, self._settings, self._reply_partition)
+            self._rpc = await stack.enter_async_context(rpc)
             self._stack = stack.pop_all()
         return self
 
@@ -239,12 +238,12 @@ class Client:
             ("content-type", content_type.encode()),
             ("x-deadline-ms", b"%d" % deadline_ms),
         ]
-        if self._exchange is None:
+        if self._rpc is None:
             raise ClientClosed("the client is not open: use it within `async with`")
         with _refusals_as_inference_errors():
             try:
                 async with asyncio.timeout(timeout_s) as within, self._permits:
-                    answer = await self._exchange.ask(request._replace(headers=about), until_s)
+                    answer = await self._rpc.call(request._replace(headers=about), until_s)
             except TimeoutError:
                 if not within.expired():
                     raise

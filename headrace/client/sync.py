@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from headrace.client.client import DEFAULT_MAX_IN_FLIGHT, Client
-from headrace.client.replies import ClientClosed
+from headrace.client.rpc import ClientClosed
 from headrace.config import Settings
 from headrace.protocol import headers
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from headrace.client.replies import last_header
+from headrace.client.rpc import last_header
 from headrace.config import KafkaSettings
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Committed, Log, Record, TopicInfo, TopicPartition

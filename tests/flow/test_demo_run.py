@@ -8,10 +8,10 @@ import pytest
 
 from headrace.tools.demo import demo
 from headrace.tools.demo.demo import ask_all, demo_settings, run_demo
-from headrace.tools.demo.load import Due
 from headrace.tools.demo.magika_model import find_magika
 from headrace.tools.demo.questions import FILES, Questions, load_digits
 from headrace.tools.demo.samples import Sample, kinds, make_samples
+from headrace.tools.demo.traffic import Due
 
 
 async def test_every_request_is_answered_and_nothing_is_amiss(

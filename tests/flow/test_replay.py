@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.replay_pipeline import PipelineJob, replay_into_models
-from headrace.client.replies import last_header
+from headrace.client.rpc import last_header
 from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
@@ -168,25 +168,17 @@ async def test_a_target_that_is_not_there_is_refused(log: MemoryLog) -> None:
 
 
 async def test_a_pipeline_in_this_process_answers_a_capture(tmp_path: Path) -> None:
-    """Each original is answered once, by status, and told with its answer."""
+    """Each original is answered once; answers are counted by status."""
     add_version(tmp_path, "digits", 1, digits())
     records = [recorded(number, 5) for number in range(500)]
     records[7] = records[7]._replace(value=b"not a request")
     file = tmp_path / "capture"
     with CaptureWriter(file, "recorded") as writer:
         writer.add(records)
-    answered: list[str] = []
-
-    def on_answer(original: Record, answer: Record, seconds: float) -> None:
-        assert last_header(answer.headers, "kafka_correlationId") == original.headers[0][1]
-        assert seconds > 0
-        answered.append(identity(original))
-
     job = PipelineJob(tmp_path, Unpaced(), Marking("run"))
     outcome, statuses = await replay_into_models(
-        make_settings({}), Source(file, Selection()), job, unwatched, on_answer
+        make_settings({}), Source(file, Selection()), job, unwatched
     )
 
     assert outcome.records == 500
     assert statuses == {"ok": 499, "INVALID_REQUEST": 1}
-    assert sorted(answered) == sorted(map(identity, records))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from headrace.client.replies import CORRELATION_ID
+from headrace.client.rpc import CORRELATION_ID
 from headrace.config import Settings
 from headrace.log.port import Headers, Log, NewRecord, Record, TopicPartition
 from headrace.protocol.headers import answer_content_type, travels

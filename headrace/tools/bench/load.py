@@ -1,35 +1,29 @@
-"""Sends requests and reads their answers.
+"""Send requests at a rate or at a number in flight, and measure their answers.
 
 In an open loop, requests are due at given times, whether earlier ones are answered or not, and
 latency counts from the due time: if a pipeline stops for a second, every request due in that second
 has the delay in its latency. In a closed loop, a fixed number of requests is in flight, which
 measures the capacity of the pipeline.
-
-Each request carries a correlation id of 16 bytes: eight that identify the load, and its number.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 import time
-from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from headrace.client.replies import CORRELATION_ID
-from headrace.log.errors import OffsetOutOfRange
-from headrace.log.port import Consumer, Log, NewRecord, Producer, Record, Run, TopicPartition
+from headrace.client.rpc import CORRELATION_ID, ReplyReader, last_header
+from headrace.log.port import Log, NewRecord, Producer, Record, Run, TopicPartition
 from headrace.tools.bench.arrivals import PoissonArrivals
 from headrace.tools.bench.measured import Measured
 
-POLL_S = 0.05
-POLL_RECORDS = 2000
 SEND_CHUNK = 256
-LOOKED_INTO = 8
-"""Number of answers per partition and poll that are decoded for their timings."""
-UNACKNOWLEDGED = 4096
+DECODED_PER_ROUND = 8
+"""Number of answers per round of reading that are decoded for their timings."""
+MAX_UNACKNOWLEDGED_RUNS = 4096
 LONGEST_SLEEP_S = 0.05
 
 
@@ -64,58 +58,57 @@ class Load:
 
     Args:
         log: an open log.
-        course: target and duration.
+        plan: target and duration.
         payloads: sent in rotation.
     """
 
-    def __init__(self, log: Log, course: LoadPlan, payloads: Sequence[Payload]) -> None:
+    def __init__(self, log: Log, plan: LoadPlan, payloads: Sequence[Payload]) -> None:
         if not payloads:
             raise ValueError("payloads: expected at least one, got none")
         self.measured = Measured()
-        self._log = log
-        self._course = course
+        self._plan = plan
         self._payloads: Iterator[Payload] = itertools.cycle(payloads)
-        self._prefix = secrets.token_bytes(8)
-        self._dues_s = array("d")
-        self._answered = bytearray()
+        self._log = log
+        topic, count = plan.responses
+        self._replies = ReplyReader(log, [TopicPartition(topic, each) for each in range(count)])
+        self._latencies_s: list[float] = []
+        self._to_decode: list[tuple[Record, float]] = []
         self._began_s = 0.0
         self._closed = False
-        self._sending = True
         self._progress = asyncio.Event()
-        self._runs: asyncio.Queue[Run | None] = asyncio.Queue(UNACKNOWLEDGED)
+        self._runs: asyncio.Queue[Run | None] = asyncio.Queue(MAX_UNACKNOWLEDGED_RUNS)
 
     async def open_loop(self, per_s: float, seed: int = 0) -> Measured:
         """Send requests as a Poisson process of this rate. Raises the log's errors."""
-        return await self._run(PoissonArrivals(per_s, self._course.seconds, seed), 0)
+        return await self._run(PoissonArrivals(per_s, self._plan.seconds, seed), 0)
 
-    async def closed_loop(self, under_way: int) -> Measured:
+    async def closed_loop(self, in_flight: int) -> Measured:
         """Keep this many requests in flight. Raises the log's errors."""
-        if under_way < 1:
-            raise ValueError(f"under_way: expected 1 or more, got {under_way}")
+        if in_flight < 1:
+            raise ValueError(f"in_flight: expected 1 or more, got {in_flight}")
         self._closed = True
-        return await self._run(None, under_way)
+        return await self._run(None, in_flight)
 
-    async def _run(self, arrivals: PoissonArrivals | None, under_way: int) -> Measured:
-        topic, count = self._course.responses
-        partitions = [TopicPartition(topic, number) for number in range(count)]
-        async with self._log.producer() as producer, self._log.reader(partitions) as reader:
+    async def _run(self, arrivals: PoissonArrivals | None, in_flight: int) -> Measured:
+        async with self._log.producer() as producer, self._replies:
             await self._prepare(producer)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._acknowledge(), name="bench-acknowledgements")
-                reading = tasks.create_task(self._read(reader), name="bench-answers")
+                counting = tasks.create_task(self._count_replies(), name="bench-answers")
                 self._began_s = time.monotonic()
                 if arrivals is not None:
                     await self._send_open(producer, arrivals)
                 else:
-                    await self._send_closed(producer, under_way)
+                    await self._send_closed(producer, in_flight)
                 await self._runs.put(None)
-                self._sending = False
-                await reading
+                await self._wait_for_last_answers()
+                counting.cancel()
+        self._add_up()
         return self.measured
 
     async def _prepare(self, producer: Producer) -> None:
         """Let the producer fetch its metadata, so that no request waits for it."""
-        topic, count = self._course.requests
+        topic, count = self._plan.requests
         for number in range(count):
             await producer.send(TopicPartition(topic, number), ())
 
@@ -133,13 +126,13 @@ class Load:
             self.measured.lateness.add([handed_over_s - due_s for due_s in dues_s])
             await asyncio.sleep(0)
 
-    async def _send_closed(self, producer: Producer, under_way: int) -> None:
-        chunk = min(under_way, SEND_CHUNK)
-        while (now_s := time.monotonic() - self._began_s) < self._course.seconds:
-            if self.measured.unanswered + chunk > under_way:
+    async def _send_closed(self, producer: Producer, in_flight: int) -> None:
+        chunk = min(in_flight, SEND_CHUNK)
+        while (now_s := time.monotonic() - self._began_s) < self._plan.seconds:
+            if self.measured.unanswered + chunk > in_flight:
                 self._progress.clear()
                 try:
-                    async with asyncio.timeout(self._course.seconds - now_s):
+                    async with asyncio.timeout(self._plan.seconds - now_s):
                         await self._progress.wait()
                 except TimeoutError:
                     return
@@ -147,19 +140,16 @@ class Load:
                 await self._send(producer, [now_s] * chunk)
 
     async def _send(self, producer: Producer, dues_s: Sequence[float]) -> None:
-        topic, count = self._course.requests
-        shares: list[list[NewRecord]] = [[] for _ in range(count)]
+        topic, count = self._plan.requests
+        by_partition: list[list[NewRecord]] = [[] for _ in range(count)]
         number = self.measured.sent
-        for payload in itertools.islice(self._payloads, len(dues_s)):
-            correlation = (CORRELATION_ID, self._prefix + number.to_bytes(8, "big"))
-            shares[number % count].append(
-                NewRecord(payload.key, payload.value, [*payload.headers, correlation])
-            )
+        for due_s, payload in zip(dues_s, self._payloads, strict=False):
+            correlation_id = self._replies.expect(partial(self._answered, due_s))
+            headers = [*payload.headers, (CORRELATION_ID, correlation_id)]
+            by_partition[number % count].append(NewRecord(payload.key, payload.value, headers))
             number += 1
-        self._dues_s.extend(dues_s)
-        self._answered.extend(bytes(len(dues_s)))
         self.measured.sent = number
-        for partition, records in enumerate(shares):
+        for partition, records in enumerate(by_partition):
             if records:
                 for run in await producer.send(TopicPartition(topic, partition), records):
                     await self._runs.put(run)
@@ -170,63 +160,37 @@ class Load:
 
     # --- answers -----------------------------------------------------------------------------
 
-    async def _read(self, reader: Consumer) -> None:
-        give_up_s = float("inf")
-        while self._sending or self.measured.unanswered:
-            try:
-                polled = await reader.poll(POLL_S, POLL_RECORDS)
-            except OffsetOutOfRange as error:  # retention is shorter than we are slow
-                for partition, begin in (
-                    await reader.beginning_offsets(list(error.positions))
-                ).items():
-                    reader.seek(partition, begin)
-                continue
-            now_s = time.monotonic() - self._began_s
-            for records in polled.values():
-                self._take(records, now_s)
-            if polled:
-                self._progress.set()
-            if not self._sending and give_up_s == float("inf"):
-                give_up_s = now_s + self._course.wait_s
-            if now_s > give_up_s:
-                return
+    def _answered(self, due_s: float, answer: Record) -> None:
+        measured = self.measured
+        now_s = time.monotonic() - self._began_s
+        measured.answered += 1
+        measured.statuses[(last_header(answer.headers, "x-status") or b"").decode()] += 1
+        if (now_s if self._closed else due_s) >= self._plan.skip_s:
+            self._latencies_s.append(now_s - due_s)
+            measured.seconds = now_s - self._plan.skip_s
+            if len(self._to_decode) < DECODED_PER_ROUND:
+                self._to_decode.append((answer, now_s - due_s))
 
-    def _take(self, records: Sequence[Record], now_s: float) -> None:
-        measured, prefix, answered = self.measured, self._prefix, self._answered
-        latencies_s: list[float] = []
-        seen: list[tuple[Record, float]] = []
-        for record in records:
-            number = _number(record, prefix)
-            if number is None or number >= len(answered):
-                continue
-            if answered[number]:
-                measured.duplicates += 1
-                continue
-            answered[number] = 1
-            measured.answered += 1
-            due_s = self._dues_s[number]
-            measured.statuses[_status(record)] += 1
-            if (now_s if self._closed else due_s) >= self._course.skip_s:
-                latencies_s.append(now_s - due_s)
-                if len(seen) < LOOKED_INTO:
-                    seen.append((record, now_s - due_s))
-        if latencies_s:
-            measured.latency.add(latencies_s)
-            measured.counted += len(latencies_s)
-            measured.seconds = now_s - self._course.skip_s
-        measured.look_into(seen)
+    async def _count_replies(self) -> None:
+        while True:
+            await self._replies.wait_for_replies()
+            self._add_up()
+            self._progress.set()
 
+    def _add_up(self) -> None:
+        """Add the answers since the last call to the histograms, which is cheaper in bulk."""
+        measured = self.measured
+        measured.latency.add(self._latencies_s)
+        measured.counted += len(self._latencies_s)
+        measured.decode_timings(self._to_decode)
+        measured.duplicates = self._replies.late
+        self._latencies_s, self._to_decode = [], []
 
-def _number(record: Record, prefix: bytes) -> int | None:
-    """Return the number of our request that a record answers."""
-    for name, value in record.headers:
-        if name == CORRELATION_ID and value is not None and value.startswith(prefix):
-            return int.from_bytes(value[8:], "big")
-    return None
-
-
-def _status(record: Record) -> str:
-    for name, value in record.headers:
-        if name == "x-status" and value is not None:
-            return value.decode(errors="replace")
-    return ""
+    async def _wait_for_last_answers(self) -> None:
+        try:
+            async with asyncio.timeout(self._plan.wait_s):
+                while self.measured.unanswered:
+                    self._progress.clear()
+                    await self._progress.wait()
+        except TimeoutError:
+            pass  # the totals show what is missing

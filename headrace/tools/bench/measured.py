@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.client.replies import last_header
+from headrace.client.rpc import last_header
 from headrace.log.port import Record
 from headrace.tools.bench.histogram import Histogram
 
@@ -75,7 +75,7 @@ class Measured:
         batches = sum(count / size for size, count in self.batch_sizes.items() if size)
         return sum(self.batch_sizes.values()) / batches if batches else 0.0
 
-    def look_into(self, answers: Sequence[tuple[Record, float]]) -> None:
+    def decode_timings(self, answers: Sequence[tuple[Record, float]]) -> None:
         """Decode the timings of a few answers, each with its latency in seconds."""
         found: list[tuple[_Timings, float]] = []
         for record, latency_s in answers:

@@ -19,14 +19,12 @@ from headrace.models.onnx_backend import require_onnx_runtime
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
-from headrace.tools.demo.load import Due, plan_load
 from headrace.tools.demo.magika_model import MagikaModel, find_magika
 from headrace.tools.demo.questions import Questions, load_digits
-from headrace.tools.demo.report import Reasons, closing_reasons
+from headrace.tools.demo.report import Reasons, View, closing_reasons, open_view
 from headrace.tools.demo.samples import Sample, kinds, make_samples
 from headrace.tools.demo.tally import Result, Tally
-from headrace.tools.demo.traffic import Traffic
-from headrace.tools.demo.view import View, open_view
+from headrace.tools.demo.traffic import Due, Traffic, plan_load
 from headrace.tools.local_kafka import LocalKafka
 
 SEED = 1
@@ -123,4 +121,4 @@ async def _show(view: View, tally: Tally) -> None:
     started_s = time.monotonic()
     while True:
         await asyncio.sleep(view.period_s)
-        view.show(tally.glance(time.monotonic(), started_s))
+        view.show(tally.live_stats(time.monotonic(), started_s))

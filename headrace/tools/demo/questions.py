@@ -1,16 +1,16 @@
-"""Questions of the demo, and their expected answers.
+"""Questions of the demo with their expected answers, and the parsing of the actual answers.
 
-The records are made from plain maps, as a producer in another language would do. Their form is
-defined by `headrace.protocol.messages.InferenceRequest` and the headers in
+Records are made from plain maps and parsed into them, as a program in another language would do.
+Their form is defined by `headrace.protocol.messages` and the headers in
 `headrace.protocol.headers`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from itertools import count, cycle
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,19 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import Code
-from headrace.log.port import NewRecord
+from headrace.log.port import NewRecord, Record
 from headrace.tools.demo.samples import Sample
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
 RAW = "application/octet-stream"
-CORRELATION_ID = "kafka_correlationId"
 
 DIGITS_MSGPACK = "digits, MessagePack"
 DIGITS_JSON = "digits, JSON"
 FILES = "files"
 WRONG = "wrong on purpose"
 
+OK = "ok"
 LATE_MS = 1000
 
 
@@ -38,7 +38,6 @@ class Question(NamedTuple):
     """A request and its expected answer.
 
     Attributes:
-        correlation_id: identifies its answer.
         group: its category in the totals.
         model: the requested model.
         subject: description for people.
@@ -46,7 +45,6 @@ class Question(NamedTuple):
         code: the expected error; empty for a good request.
     """
 
-    correlation_id: bytes
     group: str
     model: str
     subject: str
@@ -75,10 +73,9 @@ def load_digits() -> Digits:
 
 
 class Questions:
-    """Generates questions without end, each with its own correlation id."""
+    """Generate questions without end."""
 
     def __init__(self, digits: Digits, samples: Sequence[Sample]) -> None:
-        self._numbers = count(1)
         self._digits = digits
         self._images = cycle(range(len(digits.labels)))
         self._samples = cycle(samples)
@@ -146,13 +143,12 @@ class Questions:
         code: str = "",
         headers: dict[str, bytes] | None = None,
     ) -> Question:
-        correlation_id = b"demo-%d" % next(self._numbers)
-        about = {"content-type": content_type.encode(), CORRELATION_ID: correlation_id}
+        about = {"content-type": content_type.encode()}
         if content_type == RAW:
             about["x-model"] = model.encode()
         about |= headers or {}
         record = NewRecord(None, value, tuple(about.items()))
-        return Question(correlation_id, group, model, subject, record, labels, code)
+        return Question(group, model, subject, record, labels, code)
 
 
 MakeQuestion = Callable[[], Question]
@@ -161,3 +157,72 @@ MakeQuestion = Callable[[], Question]
 def _digits_body(pixels: Any, shape: list[int], model: str = "digits") -> dict[str, Any]:
     tensor = {"name": "pixels", "datatype": "FP32", "shape": shape, "data": pixels}
     return {"model_name": model, "inputs": [tensor]}
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """An answer.
+
+    Attributes:
+        request: `topic/partition/offset` of the request record.
+        status: `ok`, or the error's code.
+        message: error message for people.
+        labels: one per row.
+        queue_us, batch_us, compute_us, batch_size: the response's parameters of these names.
+    """
+
+    request: str
+    status: str
+    message: str = ""
+    labels: tuple[str, ...] = ()
+    queue_us: int = 0
+    batch_us: int = 0
+    compute_us: int = 0
+    batch_size: int = 0
+
+
+def read_answer(record: Record, file_labels: Sequence[str]) -> Answer:
+    """Parse a response record.
+
+    `file_labels` are the names of the magika model's outputs, in their order.
+
+    Raises:
+        KeyError, ValueError: the record violates the protocol.
+    """
+    headers = {name: value for name, value in record.headers if value is not None}
+    body = _body(record.value or b"", headers.get("content-type", b"").decode())
+    common = headers["x-request"].decode(), headers["x-status"].decode()
+    if "error" in body:
+        return Answer(*common, message=body["error"])
+    timings = body["parameters"]
+    return Answer(
+        *common,
+        labels=_labels(body["outputs"], file_labels),
+        queue_us=timings["queue_us"],
+        batch_us=timings["batch_us"],
+        compute_us=timings["compute_us"],
+        batch_size=timings["batch_size"],
+    )
+
+
+def _body(value: bytes, content_type: str) -> dict[str, Any]:
+    decode = msgspec.json.decode if content_type == JSON else msgspec.msgpack.decode
+    return decode(value, type=dict[str, Any])
+
+
+def _labels(outputs: Sequence[Mapping[str, Any]], file_labels: Sequence[str]) -> tuple[str, ...]:
+    by_name = {output["name"]: output for output in outputs}
+    if "label" in by_name:
+        return tuple(str(label) for label in _array(by_name["label"]))
+    scores = _array(by_name["target_label"])
+    return tuple(file_labels[best] for best in scores.argmax(axis=1))
+
+
+def _array(output: Mapping[str, Any]) -> Any:
+    values = output["data"]
+    if isinstance(values, bytes):
+        dtypes = {"FP32": "<f4", "INT64": "<i8"}
+        return np.frombuffer(values, dtypes[output["datatype"]]).reshape(output["shape"])
+    return np.asarray(values).reshape(output["shape"])

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.tools.demo.answers import OK, Answer
-from headrace.tools.demo.questions import WRONG, Question
+from headrace.tools.demo.questions import OK, WRONG, Answer, Question
 
 WINDOW_S = 1.0
 KEPT_TRACES = 500
@@ -107,46 +106,39 @@ class _Recent(NamedTuple):
 
 
 class Tally:
-    """Counts questions, answers and dead letters."""
+    """Counts questions, answers and dead letters.
+
+    Attributes:
+        surplus_answers: answers besides one to each question.
+        surplus_dead_letters: dead letters of questions that must not have one.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[bytes, tuple[Question, float]] = {}
         self._groups: dict[str, _Group] = {}
         self._recent: deque[_Recent] = deque()
         self._rows_by_size: dict[str, Counter[int]] = {}
         self._errors: dict[str, ErrorResult] = {}
-        self._unkept: dict[bytes, Question] = {}
+        self._missing_dead_letters = 0
         self._traces: deque[Trace] = deque(maxlen=KEPT_TRACES)
         self._asked = 0
         self._answered = 0
-        self._unknown = 0
+        self.surplus_answers = 0
+        self.surplus_dead_letters = 0
         self._unexpected: list[str] = []
 
     @property
     def in_flight(self) -> int:
         """Number of questions without an answer."""
-        return len(self._waiting)
+        return self._asked - self._answered
 
-    @property
-    def is_complete(self) -> bool:
-        """Return whether every question is answered, and every dead letter was read."""
-        return not self._waiting and not self._unkept
-
-    def ask(self, question: Question, due_s: float) -> None:
-        """Count a question that is about to be sent; its latency counts from its due time."""
+    def ask(self, question: Question) -> None:
+        """Count a question that is about to be sent."""
         self._asked += 1
-        self._waiting[question.correlation_id] = question, due_s
         self._groups.setdefault(question.group, _Group(question.model)).asked += 1
-        if question.dead_letter:
-            self._unkept[question.correlation_id] = question
+        self._missing_dead_letters += question.dead_letter
 
-    def answer(self, answer: Answer, now_s: float) -> None:
-        """Count an answer that was read."""
-        waiting = self._waiting.pop(answer.correlation_id, None)
-        if waiting is None:
-            self._unknown += 1
-            return
-        question, due_s = waiting
+    def answer(self, question: Question, answer: Answer, due_s: float, now_s: float) -> None:
+        """Count an answer that was read; its latency counts from the question's due time."""
         latency_ms = (now_s - due_s) * 1000
         self._answered += 1
         group = self._groups[question.group]
@@ -162,16 +154,16 @@ class Tally:
             queue_ms = answer.queue_us / 1000
             self._recent.append(_Recent(now_s, latency_ms, queue_ms, answer.batch_size))
 
-    def dead_letter(self, correlation_id: bytes, code: str) -> None:
+    def dead_letter(self, question: Question, code: str) -> None:
         """Count a dead letter that was read; `code` is its `kafka_dlt-exception-fqcn`."""
-        question = self._unkept.pop(correlation_id, None)
-        if question is None or question.code != code:
-            self._unexpected.append(f"a dead letter {correlation_id!r} with code {code}")
+        self._missing_dead_letters -= 1
+        if question.code != code:
+            self._unexpected.append(f"{question.subject}: a dead letter with code {code}")
             return
         seen = self._error(question)
         self._errors[question.subject] = seen._replace(dead_letters=seen.dead_letters + 1)
 
-    def glance(self, now_s: float, started_s: float) -> LiveStats:
+    def live_stats(self, now_s: float, started_s: float) -> LiveStats:
         """Return the state at `now_s`, and forget data older than the window."""
         recent = self._recent
         while recent and recent[0].at_s < now_s - WINDOW_S:
@@ -245,12 +237,13 @@ class Tally:
 
     def _faults(self) -> list[str]:
         faults = list(self._unexpected)
-        if self._waiting:
-            faults.append(f"requests without an answer: {len(self._waiting)}")
-        if self._unkept:
-            faults.append(f"dead letters that are missing: {len(self._unkept)}")
-        if self._unknown:
-            faults.append(f"answers beyond one to a request: {self._unknown}")
+        counts = {
+            "requests without an answer": self.in_flight,
+            "dead letters that are missing": self._missing_dead_letters,
+            "answers besides one to each request": self.surplus_answers,
+            "dead letters of requests that must not have one": self.surplus_dead_letters,
+        }
+        faults += [f"{name}: {count}" for name, count in counts.items() if count]
         for name, group in self._groups.items():
             least = MIN_RIGHT[group.model] if name != WRONG else 1.0
             if group.rows and group.right < least * group.rows:

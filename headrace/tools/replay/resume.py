@@ -12,7 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.client.replies import last_header
+from headrace.client.rpc import last_header
 from headrace.log.port import Consumer, Log, TopicPartition
 from headrace.tools.replay.checkpoint import Checkpoint, write_checkpoint
 from headrace.tools.replay.marking import REPLAY_OF, REPLAY_RUN

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.client.replies import last_header
+from headrace.client.rpc import last_header
 from headrace.log.port import Record, TopicPartition
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.headers import JSON, MSGPACK_TYPES

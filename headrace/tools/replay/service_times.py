@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from headrace.client.replies import last_header
+from headrace.client.rpc import last_header
 from headrace.errors import ConfigurationError
 from headrace.log.port import Record
 from headrace.protocol.codec.faults import DECODE_ERRORS

@@ -1,17 +1,36 @@
-"""Destinations of copies: a topic, or a capture file. A pipeline in this process is
-in `answers`.
-"""
+"""Destinations of a replay: a topic, a capture file, or a pipeline in this process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
+from headrace.client.rpc import CORRELATION_ID, ReplyReader, last_header, topic_partitions
+from headrace.config import Settings
+from headrace.errors import Retriable
 from headrace.log.partitioner import partition_for_key
-from headrace.log.port import NewRecord, Producer, Record, Run, TopicPartition
+from headrace.log.port import Log, NewRecord, Producer, Record, Run, TopicPartition
 from headrace.tools.replay.capture import CaptureWriter
 from headrace.tools.replay.marking import Marking
+from headrace.tools.replay.recording import record_bytes
+from headrace.topics import Topic
+
+MAX_PENDING_RECORDS = 8192
+MAX_PENDING_BYTES = 16 * 1024 * 1024
+"""Limit of unanswered bytes. The embedded log drops the oldest records beyond its retention, 64 MiB
+per partition, whether they have been read or not.
+"""
+
+ANSWER_TIMEOUT_S = 60.0
+"""How long to wait for the next answer before giving up the rest."""
+
+
+class Unanswered(Retriable):
+    """The pipeline has not answered for a while."""
 
 
 class Sink(Protocol):
@@ -58,7 +77,7 @@ class TopicSink:
         for number in range(self._partitions):
             await self._producer.send(TopicPartition(self.topic, number), ())
 
-    def partition_of(self, record: Record) -> TopicPartition:
+    def _partition_of(self, record: Record) -> TopicPartition:
         """Return the partition of the record's copy."""
         if self._by_key and record.key is not None:
             return TopicPartition(self.topic, partition_for_key(record.key, self._partitions))
@@ -67,14 +86,17 @@ class TopicSink:
     async def send(self, records: Sequence[Record]) -> Sequence[Run]:
         """See `Sink`."""
         now_ms = self._now_ms()
-        shares: dict[TopicPartition, list[NewRecord]] = {}
+        by_partition: dict[TopicPartition, list[NewRecord]] = {}
         for record in records:
-            copy = self._marking.copy_of(record, now_ms)
-            shares.setdefault(self.partition_of(record), []).append(copy)
+            copies = by_partition.setdefault(self._partition_of(record), [])
+            copies.append(self._copy_of(record, now_ms))
         runs: list[Run] = []
-        for partition, copies in shares.items():
+        for partition, copies in by_partition.items():
             runs += await self._producer.send(partition, copies)
         return runs
+
+    def _copy_of(self, record: Record, now_ms: int) -> NewRecord:
+        return self._marking.copy_of(record, now_ms)
 
     async def finish(self) -> None:
         """Do nothing: records in a topic have no results to wait for."""
@@ -93,3 +115,79 @@ class CaptureSink:
 
     async def finish(self) -> None:
         """Do nothing: leaving the writer writes the index."""
+
+
+class PipelineSink(TopicSink):
+    """Sends copies as requests to a pipeline, and counts its answers; made by `into_pipeline`.
+
+    Attributes:
+        statuses: number of answers by `x-status`.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        target: tuple[str, int],
+        marking: Marking,
+        now_ms: Callable[[], int],
+        *,
+        by_key: bool,
+        replies: ReplyReader,
+    ) -> None:
+        super().__init__(producer, target, marking, now_ms, by_key=by_key)
+        self.statuses: Counter[str] = Counter()
+        self._replies = replies
+        self._pending_bytes = 0
+
+    async def send(self, records: Sequence[Record]) -> Sequence[Run]:
+        """See `Sink`. Waits while too much is unanswered, whatever the pace."""
+        while self._replies.pending and (
+            self._replies.pending > MAX_PENDING_RECORDS or self._pending_bytes > MAX_PENDING_BYTES
+        ):
+            await self._wait_for_answers()
+        return await super().send(records)
+
+    async def finish(self) -> None:
+        """Wait until all requests are answered. Raises `Unanswered`."""
+        while self._replies.pending:
+            await self._wait_for_answers()
+
+    def _copy_of(self, record: Record, now_ms: int) -> NewRecord:
+        """Return a copy with a correlation id of its own instead of the original's."""
+        copy = super()._copy_of(record, now_ms)
+        size = record_bytes(record)
+        self._pending_bytes += size
+        correlation_id = self._replies.expect(partial(self._answered, size))
+        headers = [header for header in copy.headers if header[0] != CORRELATION_ID]
+        return copy._replace(headers=[*headers, (CORRELATION_ID, correlation_id)])
+
+    def _answered(self, size: int, answer: Record) -> None:
+        self._pending_bytes -= size
+        self.statuses[(last_header(answer.headers, "x-status") or b"").decode()] += 1
+
+    async def _wait_for_answers(self) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await self._replies.wait_for_replies()
+        except TimeoutError:
+            raise Unanswered(
+                f"{self._replies.pending} requests are not answered, "
+                f"the last answer came {ANSWER_TIMEOUT_S:g} s ago"
+            ) from None
+
+
+@asynccontextmanager
+async def into_pipeline(
+    log: Log,
+    settings: Settings,
+    marking: Marking,
+    now_ms: Callable[[], int],
+    *,
+    by_key: bool = False,
+) -> AsyncIterator[PipelineSink]:
+    """Yield a sink for the pipeline on this log, and read the answers meanwhile."""
+    requests = await topic_partitions(log, settings.topic(Topic.REQUESTS))
+    responses = await topic_partitions(log, settings.topic(Topic.RESPONSES))
+    async with log.producer() as producer, ReplyReader(log, responses) as replies:
+        target = requests[0].topic, len(requests)
+        yield PipelineSink(producer, target, marking, now_ms, by_key=by_key, replies=replies)

@@ -12,7 +12,7 @@ from headrace.tools.demo import demo
 from headrace.tools.demo.demo import Outcome
 from headrace.tools.demo.tally import Tally
 from tests.support.command_line import Call
-from tests.unit.demo.examples import answer, question
+from tests.unit.demo.examples import answer, count, question
 
 
 @pytest.fixture
@@ -32,8 +32,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
 
 def test_a_demo_that_went_well_exits_with_0(call: Call, asked: Tally) -> None:
     """The summary is on stdout, words about the run on stderr."""
-    asked.ask(question(1), 0.0)
-    asked.answer(answer(1), 0.1)
+    count(asked, question(), answer())
     ended = call("demo", "--seconds", "3")
     assert (ended.exit_code, ended.stderr) == (0, "headrace: 3 s, {'kafka': False}\n")
     assert "Every request was answered once" in ended.stdout
@@ -41,7 +40,7 @@ def test_a_demo_that_went_well_exits_with_0(call: Call, asked: Tally) -> None:
 
 def test_a_demo_with_a_missing_answer_exits_with_1(call: Call, asked: Tally) -> None:
     """What is wrong is in the summary."""
-    asked.ask(question(1), 0.0)
+    asked.ask(question())
     ended = call("demo", "--kafka")
     assert (ended.exit_code, ended.stderr) == (1, "headrace: 10 s, {'kafka': True}\n")
     assert "requests without an answer: 1" in ended.stdout

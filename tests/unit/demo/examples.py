@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from headrace.log.port import NewRecord
-from headrace.tools.demo.answers import OK, Answer
-from headrace.tools.demo.questions import DIGITS_MSGPACK, WRONG, Question
+from headrace.tools.demo.questions import DIGITS_MSGPACK, OK, WRONG, Answer, Question
+from headrace.tools.demo.tally import Tally
 
 RECORD = NewRecord(None, b"")
 
 
-def question(number: int, *labels: str) -> Question:
+def question(*labels: str) -> Question:
     """Images with these labels."""
     subject = f"{len(labels)} images"
-    return Question(b"%d" % number, DIGITS_MSGPACK, "digits", subject, RECORD, labels or ("7",))
+    return Question(DIGITS_MSGPACK, "digits", subject, RECORD, labels or ("7",))
 
 
-def wrong_question(number: int, code: str) -> Question:
+def wrong_question(code: str) -> Question:
     """A request that must get this error."""
-    return Question(b"%d" % number, WRONG, "digits", "a broken one", RECORD, code=code)
+    return Question(WRONG, "digits", "a broken one", RECORD, code=code)
 
 
-def answer(
-    number: int, *labels: str, status: str = OK, batch_size: int = 1, queue_us: int = 0
-) -> Answer:
+def answer(*labels: str, status: str = OK, batch_size: int = 1, queue_us: int = 0) -> Answer:
     """An answer with these labels, or an error."""
     return Answer(
-        b"%d" % number,
-        f"headrace.requests/0/{number}",
+        "headrace.requests/0/1",
         status,
         message="" if status == OK else "what was wrong",
         labels=labels or ("7",),
@@ -35,3 +32,11 @@ def answer(
         compute_us=300,
         batch_size=batch_size,
     )
+
+
+def count(
+    tally: Tally, question: Question, answer: Answer, latency_s: float = 0.1, at_s: float = 0.0
+) -> None:
+    """Count a question that is due at `at_s`, and its answer."""
+    tally.ask(question)
+    tally.answer(question, answer, at_s, at_s + latency_s)

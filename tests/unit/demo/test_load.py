@@ -7,7 +7,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from headrace.tools.demo.load import DIGITS_BURSTS, FILE_BURSTS, Due, plan_load
 from headrace.tools.demo.questions import (
     DIGITS_JSON,
     DIGITS_MSGPACK,
@@ -17,6 +16,7 @@ from headrace.tools.demo.questions import (
     Questions,
 )
 from headrace.tools.demo.samples import Sample
+from headrace.tools.demo.traffic import DIGITS_BURSTS, FILE_BURSTS, Due, plan_load
 
 SECONDS = 20.0
 
@@ -36,12 +36,6 @@ def test_what_is_due_comes_in_the_order_of_time(questions: Questions) -> None:
     times_s = [due.at_s for due in _plan(questions)]
     assert times_s == sorted(times_s)
     assert times_s[-1] < SECONDS
-
-
-def test_every_question_has_an_id_of_its_own(questions: Questions) -> None:
-    """No correlation id comes twice."""
-    ids = [each.correlation_id for due in _plan(questions) for each in due.questions]
-    assert len(ids) == len(set(ids))
 
 
 def test_requests_come_singly_and_in_bursts_of_every_size(questions: Questions) -> None:

@@ -6,22 +6,20 @@ import io
 
 from prometheus_client import CollectorRegistry, Counter
 
-from headrace.tools.demo.report import closing_reasons, report
+from headrace.tools.demo.report import Lines, closing_reasons, open_view, report
 from headrace.tools.demo.tally import LiveStats, Tally
-from headrace.tools.demo.view import Lines, open_view
-from tests.unit.demo.examples import answer, question, wrong_question
+from tests.unit.demo.examples import answer, count, question, wrong_question
 
-GLANCE = LiveStats(3.0, 1234, 1230, 4, 410.4, 5.25, 32, 1.5, 2.25, 9.75)
+STATS = LiveStats(3.0, 1234, 1230, 4, 410.4, 5.25, 32, 1.5, 2.25, 9.75)
 
 
 def _counted() -> Tally:
     tally = Tally()
-    for number in range(4):
-        tally.ask(question(number), 0.0)
-        tally.answer(answer(number, batch_size=4, queue_us=1500), 0.010)
-    tally.ask(wrong_question(9, "UNKNOWN_MODEL"), 0.0)
-    tally.answer(answer(9, status="UNKNOWN_MODEL"), 0.010)
-    tally.dead_letter(b"9", "UNKNOWN_MODEL")
+    for _ in range(4):
+        count(tally, question(), answer(batch_size=4, queue_us=1500), 0.010)
+    wrong = wrong_question("UNKNOWN_MODEL")
+    count(tally, wrong, answer(status="UNKNOWN_MODEL"), 0.010)
+    tally.dead_letter(wrong, "UNKNOWN_MODEL")
     return tally
 
 
@@ -35,7 +33,7 @@ def test_the_report_ends_with_the_verdict() -> None:
 def test_the_report_ends_with_what_is_wrong() -> None:
     """Each fault has a line."""
     tally = _counted()
-    tally.ask(question(5), 0.0)
+    tally.ask(question())
     assert report(tally.result(), {})[-2:] == [
         "Not as it should be",
         "  requests without an answer: 1",
@@ -82,12 +80,12 @@ def test_reasons_are_read_from_the_metrics() -> None:
     assert closing_reasons(registry) == {"digits": {"full": 3}, "magika": {"idle": 1}}
 
 
-def test_without_a_terminal_each_glance_is_a_line() -> None:
+def test_output_without_a_terminal_is_a_line_each_second() -> None:
     """Plain text, nothing drawn over."""
     out = io.StringIO()
     with open_view(out) as view:
         assert isinstance(view, Lines)
-        view.show(GLANCE)
+        view.show(STATS)
     assert " ".join(out.getvalue().split()) == (
         "time 3.0 s asked 1,234 answered 1,230 in flight 4 answers/s 410 batch mean 5.2 max 32 "
         "queue 1.50 ms p50 2.25 ms p99 9.75 ms"
@@ -104,5 +102,5 @@ def test_on_a_terminal_the_table_is_drawn_in_place() -> None:
     out = Terminal()
     with open_view(out) as view:
         assert not isinstance(view, Lines)
-        view.show(GLANCE)
+        view.show(STATS)
     assert "1,234" in out.getvalue()

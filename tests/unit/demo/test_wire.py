@@ -10,8 +10,7 @@ import pytest
 
 from headrace.errors import Code
 from headrace.log.port import Record
-from headrace.tools.demo.answers import Answer, read_answer
-from headrace.tools.demo.questions import Digits, Question, Questions
+from headrace.tools.demo.questions import Answer, Digits, Question, Questions, read_answer
 from headrace.tools.demo.samples import Sample
 
 PIXELS = (np.arange(5 * 64) % 17).astype(np.uint8).reshape(5, 64)
@@ -23,7 +22,6 @@ def _reply(value: bytes, content_type: bytes, status: bytes = b"ok") -> Record:
         *("headrace.responses", 0, 0, 0, None, value),
         (
             ("content-type", content_type),
-            ("kafka_correlationId", b"demo-1"),
             ("x-status", status),
             ("x-request", b"headrace.requests/2/17"),
         ),
@@ -88,7 +86,7 @@ def test_labels_in_messagepack_are_read() -> None:
         "parameters": {"queue_us": 5, "batch_us": 6, "compute_us": 7, "batch_size": 32},
     }
     reply = _reply(msgspec.msgpack.encode(body), b"application/msgpack")
-    expected = Answer(b"demo-1", "headrace.requests/2/17", "ok", "", ("3", "8"), 5, 6, 7, 32)
+    expected = Answer("headrace.requests/2/17", "ok", "", ("3", "8"), 5, 6, 7, 32)
     assert read_answer(reply, ()) == expected
 
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
-from headrace.client.replies import last_header
-from headrace.client.rpc import RpcClient
+from headrace.client.rpc import RpcClient, last_header
 from headrace.errors import ConfigurationError, Retriable
 from headrace.log.port import NewRecord, Record
 from headrace.tools.replay.compare.answers import MISSING, Measured, measured
@@ -58,8 +57,8 @@ class PipelineSubject:
     would make the outcome depend on timing.
     """
 
-    def __init__(self, exchange: RpcClient) -> None:
-        self._exchange = exchange
+    def __init__(self, rpc: RpcClient) -> None:
+        self._rpc = rpc
 
     async def answer(self, request: Record) -> Measured:
         """See `Subject`. Raises `Unanswered`."""
@@ -67,7 +66,7 @@ class PipelineSubject:
         started = time.perf_counter_ns()
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                answer = await self._exchange.ask(NewRecord(request.key, request.value, headers))
+                answer = await self._rpc.call(NewRecord(request.key, request.value, headers))
         except TimeoutError:
             raise Unanswered(
                 f"{identity(request)}: no answer within {ANSWER_TIMEOUT_S:g} s"
