@@ -40,6 +40,103 @@ class MemoryTuning:
 class ModelTuning:
     """Tuning values of `headrace.models` and `headrace.device`."""
 
+    window_runs: int = 15
+    """Number of runs per batch size that the median duration is taken over."""
+    forget_after_runs: int = 1024
+    """Age, in runs of the shape class, after which a run is dropped when its size is seen again."""
+    weight_half_life_runs: int = 256
+    """Number of runs of other sizes after which the weight of a size halves."""
+    least_weight: float = 1e-6
+    """Lower bound of a size's weight, so that the weights never underflow to a sum of 0."""
+    refit_after_runs: int = 16
+    """Runs between two fits of the curve; a class with fewer runs is fitted after each."""
+    exact_rows: int = 64
+    """Sizes up to this one are kept apart; larger ones share sixteen buckets per doubling."""
+    shape_classes: int = 64
+    """Maximum number of shape classes per version; the least recently seen one is evicted."""
+    shown_shape_classes: int = 8
+    """Number of shape classes that `/status` shows."""
+    margin_batches: int = 64
+    """Number of batches that the safety margin of predictions is computed from."""
+    margin_quantile: float = 31 / 32
+    """Share of the batches whose lateness the margin covers."""
+    neighbour_runs: int = 3
+    """Number of runs before, and of runs after, a run that measure how slow the machine was during
+    it. In simulated minutes of magika on a machine whose speed changes by a fifth every two
+    seconds, 97 % of the best throughput was missed in 3 % of 200 seeds; without normalization it
+    was 66 %.
+    """
+    max_slowness: float = 2.0
+    """Above this, or below its inverse, the stored durations are rescaled; otherwise many small
+    errors of durations and slowness would make both drift without bound.
+    """
+    batch_overhead_us: float = 100.0
+    """Approximate overhead of a batch beside its run: closing, dispatching and splitting it. For
+    runs that are shorter than this, it makes large batches win, however noisy the durations are.
+    """
+    sufficient_throughput: float = 0.99
+    """Share of the best throughput that is good enough: the smallest size that reaches it is
+    chosen, because its requests wait for fewer others and its buffers are smaller.
+    """
+
+    probe_rows: int = 4
+    """Number of rows in the batches of the probe; the first and the last one stay in place."""
+    probe_budget_s: float = 5.0
+    """Time limit of the probe; no run starts after it, and the verdict is `undecided`."""
+    probe_magnification: float = 10_000.0
+    """Factor of the values in the rows that must not influence their neighbours."""
+    probe_text_bytes: int = 1000
+    """Length of the `BYTES` elements that stand for large values."""
+    undecided_rows: int = 4
+    """Batch size limit while requests themselves decide on batch safety."""
+    fp32_tolerance: float = 1e-4
+    """Allowed difference of batched from unbatched answers, relative to the output's scale."""
+    tf32_tolerance: float = 1e-2
+    """The same, on a GPU that multiplies fp32 as TF32."""
+    fp16_tolerance: float = 1e-2
+    """The same, for models with fp16 weights, inputs or outputs."""
+    bf16_tolerance: float = 3e-2
+    """The same, for models with bfloat16 weights, inputs or outputs."""
+
+    free_sizes: tuple[int, ...] = (8, 1, 64, 224)
+    """Sizes of made-up free dimensions other than the batch, tried in this order."""
+    max_made_up_row_bytes: int = 64 * 1024 * 1024
+    """Limit of a made-up row. No request can be that large, and half a dozen rows are made."""
+    made_up_text_bytes: int = 64
+    """Assumed size of a made-up `BYTES` element."""
+    seed: int = 20_180_706
+    """Seed of made-up values, so that a model gets the same verdict at each load."""
+    timed_runs: int = 3
+    """Timed runs per size at load: more than one, so that a single delayed run changes nothing."""
+    timing_budget_s: float = 1.0
+    """Time limit of all timed runs; a slow model gets fewer, or none of the large sizes."""
+
+    cached_layouts: int = 1024
+    """Maximum number of input shapes per version whose check is cached."""
+    max_bound_output_bytes: int = 65_536
+    """Outputs of a run up to this size are bound; for larger ones the copy out of the bound memory
+    costs more than the binding saves.
+    """
+    loading_retry_after_ms: int = 1000
+    """`retry-after` of a request that was refused because its model is loading."""
+    listed_names: int = 20
+    """Maximum number of names that an error text lists."""
+    max_error_text_chars: int = 2000
+    """Maximum length of the text of an exception that user code raised."""
+    checksum_chunk_bytes: int = 1024 * 1024
+    """Bytes that are read at once for a checksum."""
+
+    device_reserve_bytes: int = 512 * 1024 * 1024
+    """Device memory that is not requested explicitly: the context, cuDNN's workspaces, arena
+    rounding.
+    """
+    kernel_block_threads: int = 256
+    """Threads in a block of a CUDA kernel."""
+    kernel_max_blocks: int = 4096
+    """Maximum number of blocks of a CUDA kernel: more than enough to fill any GPU; each thread then
+    handles several elements.
+    """
+
 
 @dataclass(frozen=True)
 class IngestTuning:

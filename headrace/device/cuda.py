@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.device.kernels import MOST_GROUPS, NAME, THREADS, layout_of, source_of
+from headrace.device.kernels import NAME, layout_of, source_of
 from headrace.device.port import Block, Event, Memory, Stream, Widen
 from headrace.device.widening import Widening
 from headrace.errors import ConfigurationError, Fatal
+from headrace.tuning import TUNING, ModelTuning
 
 
 class CudaDevice:
@@ -27,6 +28,7 @@ class CudaDevice:
 
     Args:
         number: the GPU's number in CUDA.
+        tuning: sizes of the kernels' grids.
 
     Raises:
         ConfigurationError: CuPy is not installed, or there is no such GPU.
@@ -34,7 +36,8 @@ class CudaDevice:
 
     shares_memory = False
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, tuning: ModelTuning = TUNING.models) -> None:
+        self._tuning = tuning
         self.name = f"cuda:{number}"
         try:
             import cupy
@@ -96,6 +99,7 @@ class CudaDevice:
 
     def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
         cupy = self._cupy
+        threads, max_blocks = self._tuning.kernel_block_threads, self._tuning.kernel_max_blocks
         layout = layout_of(widening, row_shape)
         per_channel = max(len(widening.scale), len(widening.offset)) > 1
         size = layout.channels if per_channel else 1
@@ -112,11 +116,11 @@ class CudaDevice:
 
         def run(source: Block, target: Block, rows: int) -> None:
             count = rows * layout.channels * layout.pixels
-            groups = min(MOST_GROUPS, -(-count // THREADS))
+            blocks = min(max_blocks, -(-count // threads))
             numbers = (np.int64(count), np.int64(layout.channels), np.int64(layout.pixels))
             flags = (layout.source_last, layout.target_last, per_channel)
             arguments = (source.memory, target.memory, scale, offset, *numbers)
-            kernel((groups,), (THREADS,), (*arguments, *(np.int32(flag) for flag in flags)))
+            kernel((blocks,), (threads,), (*arguments, *(np.int32(flag) for flag in flags)))
 
         return run
 

@@ -6,25 +6,29 @@ from collections.abc import Mapping
 
 from headrace.device.port import Memory
 from headrace.errors import ConfigurationError
-
-RESERVE_BYTES = 512 * 1024 * 1024
-"""For memory that is not requested explicitly: the context, cuDNN's workspaces, arena rounding."""
+from headrace.tuning import TUNING
 
 _MIB = 1024 * 1024
 
 
-def require(device: str, memory: Memory, needs: Mapping[str, int]) -> None:
+def require(
+    device: str,
+    memory: Memory,
+    needs: Mapping[str, int],
+    reserve_bytes: int = TUNING.models.device_reserve_bytes,
+) -> None:
     """Raise if a model does not fit, before it is loaded: running out would end other models too.
 
     Args:
         device: its name.
         memory: its memory.
         needs: bytes, by purpose.
+        reserve_bytes: free memory that is left over for what is not requested explicitly.
 
     Raises:
         ConfigurationError: with all figures.
     """
-    needed = {**needs, "reserve": RESERVE_BYTES}
+    needed = {**needs, "reserve": reserve_bytes}
     total = sum(needed.values())
     if total <= memory.free_bytes:
         return

@@ -17,9 +17,6 @@ from typing import NamedTuple
 from headrace.device.widening import Widening
 
 NAME = "widen"
-THREADS = 256
-MOST_GROUPS = 4096
-"""More than enough to fill any GPU; each thread then handles several elements."""
 
 _LOADS = {
     "UINT8": ("unsigned char", "return (float)value;"),

@@ -11,10 +11,10 @@ from headrace.models.ranges import FiniteCheck, Range, RangeCheck, finite_checks
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.messages import InputTensor, RequestedOutput, Tensor
 from headrace.protocol.tensors import DATATYPES, check_shape, check_tensor, split_elements
+from headrace.tuning import TUNING, ModelTuning
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
-_REMEMBERED_LAYOUTS = 1024
 _BY_CONTENT = -1
 _ROWS = "\0rows"  # no dimension of a model can have this name
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
@@ -56,6 +56,7 @@ class Binder:
         signature: of the model.
         ranges: lowest and highest allowed value, by input name.
         finite: refuse NaN and infinities.
+        tuning: bound of the cache.
 
     Raises:
         ConfigurationError: a range is for an unknown input, or for one that is not numeric.
@@ -67,7 +68,9 @@ class Binder:
         ranges: Mapping[str, Range] | None = None,
         *,
         finite: bool = False,
+        tuning: ModelTuning = TUNING.models,
     ) -> None:
+        self._tuning = tuning
         self._signature = signature
         self._expected = tuple((spec.name, spec.datatype) for spec in signature.inputs)
         self._outputs = {spec.name for spec in signature.outputs}
@@ -168,7 +171,7 @@ class Binder:
             sizes.append(_BY_CONTENT if by_content else count * DATATYPES[spec.datatype].itemsize)
         rows = shapes[0][0] if batched else 1
         layout = _Layout(rows, tuple(shape_class), tuple(sizes))
-        if len(self._layouts) >= _REMEMBERED_LAYOUTS:
+        if len(self._layouts) >= self._tuning.cached_layouts:
             self._layouts.clear()
         self._layouts[shapes] = layout
         return layout

@@ -11,14 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
-BESIDE_US = 100
-"""Approximate overhead of a batch beside its run: closing, dispatching and splitting it. For runs
-that are shorter than this, it makes large batches win, however noisy the durations are.
-"""
-NEARLY_BEST = 0.99
-"""Share of the best throughput that is good enough: the smallest size that reaches it is chosen,
-because its requests wait for fewer others and its buffers are smaller.
-"""
+from headrace.tuning import TUNING, ModelTuning
 
 
 class Point(NamedTuple):
@@ -34,11 +27,13 @@ class Curve:
 
     Args:
         points: at least one, in ascending order of rows.
+        tuning: the overhead of a batch, and the throughput that is good enough.
     """
 
-    __slots__ = ("rows", "slope_us", "t0_us", "us")
+    __slots__ = ("_tuning", "rows", "slope_us", "t0_us", "us")
 
-    def __init__(self, points: Sequence[Point]) -> None:
+    def __init__(self, points: Sequence[Point], tuning: ModelTuning = TUNING.models) -> None:
+        self._tuning = tuning
         self.rows = [each.rows for each in points]
         self.us = isotonic(points)
         self.t0_us, self.slope_us = _line(points, self.us)
@@ -77,10 +72,9 @@ class Curve:
         if len(self.rows) == 1:
             return limit
         sizes = [*self.rows[: bisect_left(self.rows, limit)], limit]
-        rates = [rows / (self(rows) + BESIDE_US) for rows in sizes]
-        most = max(rates)
-        good = [rows for rows, rate in zip(sizes, rates, strict=True) if rate >= NEARLY_BEST * most]
-        return min(good)
+        rates = [rows / (self(rows) + self._tuning.batch_overhead_us) for rows in sizes]
+        least = self._tuning.sufficient_throughput * max(rates)
+        return min(rows for rows, rate in zip(sizes, rates, strict=True) if rate >= least)
 
 
 def isotonic(points: Sequence[Point]) -> list[float]:

@@ -19,39 +19,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from headrace.models.curve import Curve, Point
+from headrace.tuning import TUNING, ModelTuning
 
 ShapeClass = tuple[int, ...]
 
-WINDOW = 15
-"""Number of runs per size that the median is taken over."""
-FORGET_AFTER = 1024
-"""Age, in runs of the class, after which a run is dropped when its size is seen again."""
-HALVE_AFTER = 256
-"""Number of runs of other sizes after which the weight of a size halves."""
-REFIT_AFTER = 16
-"""Runs between two fits of the curve; a class with fewer runs is fitted after each."""
-EXACT_ROWS = 64
-"""Sizes up to this one are kept apart; larger ones share sixteen buckets per doubling."""
-MAX_CLASSES = 64
-"""Maximum number of classes; the least recently seen one is evicted."""
-_LEAST_WEIGHT = 1e-6
-SHOWN_CLASSES = 8
-SLIPS = 64
-"""Number of batches that the margin is computed from."""
-NEIGHBOURS = 3
-"""Number of runs before, and of runs after, a run that measure how slow the machine was during it.
-In simulated minutes of magika on a machine whose speed changes by a fifth every two seconds, 97 %
-of the best throughput was missed in 3 % of 200 seeds; without normalization it was 66 %.
-"""
-MOST_SLOWNESS = 2.0
-"""Above this, or below its inverse, the stored durations are rescaled; otherwise many small errors
-of durations and slowness would make both drift without bound.
-"""
 
-
-def bucket_of(rows: int) -> int:
+def bucket_of(rows: int, exact_rows: int) -> int:
     """Return the size under which a run of `rows` rows is stored; large ones are rounded up."""
-    if rows <= EXACT_ROWS:
+    if rows <= exact_rows:
         return rows
     step = 1 << ((rows - 1).bit_length() - 5)
     return -(-rows // step) * step
@@ -60,15 +35,16 @@ def bucket_of(rows: int) -> int:
 class _Size:
     """Last runs of one size: their numbers within the class, and their durations."""
 
-    __slots__ = ("ordered_us", "runs")
+    __slots__ = ("_tuning", "ordered_us", "runs")
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: ModelTuning) -> None:
+        self._tuning = tuning
         self.runs: deque[tuple[int, float]] = deque()
         self.ordered_us: list[float] = []
 
     def add(self, number: int, us: float) -> None:
-        runs = self.runs
-        while runs and (len(runs) >= WINDOW or runs[0][0] < number - FORGET_AFTER):
+        runs, oldest = self.runs, number - self._tuning.forget_after_runs
+        while runs and (len(runs) >= self._tuning.window_runs or runs[0][0] < oldest):
             _, old_us = runs.popleft()
             del self.ordered_us[bisect_left(self.ordered_us, old_us)]
         runs.append((number, us))
@@ -83,7 +59,8 @@ class _Size:
         """Return the lower median and its weight: outliers are slow runs, never fast ones."""
         median_us = self.ordered_us[(len(self.ordered_us) - 1) // 2]
         age = number - self.runs[-1][0]
-        weight = max(_LEAST_WEIGHT, len(self.runs) * 0.5 ** (age / HALVE_AFTER))
+        weight = len(self.runs) * 0.5 ** (age / self._tuning.weight_half_life_runs)
+        weight = max(self._tuning.least_weight, weight)
         return Point(rows, median_us, weight)
 
 
@@ -106,14 +83,25 @@ class _Class:
         slowness: ratio of current durations to the stored, normalized ones.
     """
 
-    __slots__ = ("_best", "_curve", "_drawn", "_last", "runs", "sizes", "slowness", "volume")
+    __slots__ = (
+        "_best",
+        "_curve",
+        "_drawn",
+        "_last",
+        "_tuning",
+        "runs",
+        "sizes",
+        "slowness",
+        "volume",
+    )
 
-    def __init__(self, shape_class: ShapeClass) -> None:
+    def __init__(self, shape_class: ShapeClass, tuning: ModelTuning) -> None:
+        self._tuning = tuning
         self.volume = _volume(shape_class)
         self.sizes: dict[int, _Size] = {}
         self.runs = 0
         self.slowness = 1.0
-        self._last: deque[_Run] = deque(maxlen=2 * NEIGHBOURS + 1)
+        self._last: deque[_Run] = deque(maxlen=2 * tuning.neighbour_runs + 1)
         self._drawn = 0
         self._curve: Curve | None = None
         self._best: dict[int, int] = {}
@@ -121,26 +109,27 @@ class _Class:
     def observe(self, rows: int, us: int) -> None:
         """Record a run. The first of a size is stored at once, others after their successors."""
         self.runs += 1
-        bucket = bucket_of(rows)
+        bucket = bucket_of(rows, self._tuning.exact_rows)
         if bucket in self.sizes:
             self._last.append(_Run(bucket, us, us / self.curve()(bucket)))
             self.slowness = _middle(run.slowness for run in self._last) or 1.0
         else:
             self._last.append(_Run(bucket, us, 0.0))
-            self.sizes[bucket] = _Size()
+            self.sizes[bucket] = _Size(self._tuning)
             self.sizes[bucket].add(self.runs, us / self.slowness)
             self._curve = None
         self._keep()
-        if self.runs - self._drawn >= REFIT_AFTER or self.runs < REFIT_AFTER:
+        refit_after_runs = self._tuning.refit_after_runs
+        if self.runs - self._drawn >= refit_after_runs or self.runs < refit_after_runs:
             self._curve = None
 
     def _keep(self) -> None:
         """Store the middle one of the last runs, normalized by the runs around it."""
-        last = self._last
-        if len(last) < 2 * NEIGHBOURS + 1 or not last[NEIGHBOURS].slowness:
+        last, middle = self._last, self._tuning.neighbour_runs
+        if len(last) < 2 * middle + 1 or not last[middle].slowness:
             return
-        bucket, us, _ = last[NEIGHBOURS]
-        beside = (run.slowness for place, run in enumerate(last) if place != NEIGHBOURS)
+        bucket, us, _ = last[middle]
+        beside = (run.slowness for place, run in enumerate(last) if place != middle)
         self.sizes[bucket].add(self.runs, us / (_middle(beside) or self.slowness))
 
     def _rescale(self) -> None:
@@ -153,15 +142,16 @@ class _Class:
 
     def predict_us(self, rows: int) -> float:
         """Return the predicted duration at the current slowness."""
-        return self.curve()(bucket_of(rows)) * self.slowness
+        return self.curve()(bucket_of(rows, self._tuning.exact_rows)) * self.slowness
 
     def curve(self) -> Curve:
         """Return the curve of the stored durations; it may lag by a few runs."""
         if self._curve is None:
-            if not 1 / MOST_SLOWNESS <= self.slowness <= MOST_SLOWNESS:
+            max_slowness = self._tuning.max_slowness
+            if not 1 / max_slowness <= self.slowness <= max_slowness:
                 self._rescale()
             points = [size.point(rows, self.runs) for rows, size in self.sizes.items()]
-            self._curve = Curve(sorted(points))
+            self._curve = Curve(sorted(points), self._tuning)
             self._drawn = self.runs
             self._best.clear()
         return self._curve
@@ -177,12 +167,16 @@ class _Class:
 class Latency:
     """Learned run durations of one model version.
 
+    Args:
+        tuning: sizes of the windows and caches.
+
     Attributes:
         margin_us: by how much nearly all of the last batches ended later than predicted, at least
             0. It covers what is not part of a run: dispatch, and a busy machine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: ModelTuning = TUNING.models) -> None:
+        self._tuning = tuning
         self.margin_us = 0
         self._slips: deque[int] = deque()
         self._ordered_slips: list[int] = []
@@ -192,20 +186,20 @@ class Latency:
         """Record the duration of a run; warm-up runs count as well."""
         known = self._classes.get(shape_class)
         if known is None:
-            while len(self._classes) >= MAX_CLASSES:
+            while len(self._classes) >= self._tuning.shape_classes:
                 self._classes.popitem(last=False)
-            known = self._classes[shape_class] = _Class(shape_class)
+            known = self._classes[shape_class] = _Class(shape_class, self._tuning)
         self._classes.move_to_end(shape_class)
         known.observe(rows, max(1, compute_us))
 
     def slipped(self, late_us: int) -> None:
         """Record by how much a batch ended later than predicted when it closed; may be negative."""
         slips, ordered = self._slips, self._ordered_slips
-        if len(slips) >= SLIPS:
+        if len(slips) >= self._tuning.margin_batches:
             del ordered[bisect_left(ordered, slips.popleft())]
         slips.append(late_us)
         insort(ordered, late_us)
-        self.margin_us = max(0, ordered[len(ordered) * 31 // 32])
+        self.margin_us = max(0, ordered[int(len(ordered) * self._tuning.margin_quantile)])
 
     def predict_us(self, shape_class: ShapeClass, rows: int) -> int | None:
         """Predict the duration of a run in microseconds; None as long as no run is known.
@@ -244,7 +238,7 @@ class Latency:
         """Return a table for display: for each of the most recent classes the line t0 + a b, the
         known size with the best throughput, and S in microseconds for each known size.
         """
-        latest = list(self._classes.items())[: -SHOWN_CLASSES - 1 : -1]
+        latest = list(self._classes.items())[: -self._tuning.shown_shape_classes - 1 : -1]
         return [
             {
                 "shape_class": list(shape_class),

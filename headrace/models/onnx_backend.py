@@ -30,6 +30,7 @@ from headrace.models.outputs import check_outputs
 from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
 from headrace.models.warmup import warm_up
 from headrace.protocol.tensors import DATATYPES
+from headrace.tuning import TUNING, ModelTuning
 
 
 class OnnxBackend:
@@ -39,9 +40,17 @@ class OnnxBackend:
         directory: of the version, with `model.onnx` in it.
         config: of the model.
         signature: of the version.
+        tuning: for the warm-up and the bindings.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig, signature: Signature) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        signature: Signature,
+        tuning: ModelTuning = TUNING.models,
+    ) -> None:
+        self._tuning = tuning
         self._directory = directory
         self._config = config
         self._signature = signature
@@ -110,7 +119,7 @@ class OnnxBackend:
         self._texts = [spec for spec in specs if spec.datatype == "BYTES"]
         self._bound = any(spec.datatype == "BF16" for spec in specs)
         if config.io_binding and config.execution_providers == (CPU,):
-            self._outlets = Outlets(own)
+            self._outlets = Outlets(own, self._tuning.max_bound_output_bytes)
 
     def _open(self, path: Path, providers: tuple[str, ...]) -> Any:
         import onnxruntime
@@ -193,7 +202,7 @@ class OnnxBackend:
         self._signature = signature
 
     def warm_up(self) -> WarmUp:
-        return warm_up(self.run, self._signature, self._config, self._directory)
+        return warm_up(self.run, self._signature, self._config, self._directory, self._tuning)
 
     def run(self, inputs: Arrays) -> Arrays:
         if self._options.terminate:

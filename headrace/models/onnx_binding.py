@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from headrace.models.backend import Arrays, Placed
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.tensors import DATATYPES
-
-LARGEST_OUTPUTS_BYTES = 65536
+from headrace.tuning import TUNING
 
 UNBOUND: Final = "not bound"
 """Stored instead of a binding if binding is not possible."""
@@ -36,10 +35,14 @@ class Outlets:
 
     Args:
         signature: of the model.
+        max_bytes: outputs of a run that are larger in total are not bound.
     """
 
-    def __init__(self, signature: Signature) -> None:
+    def __init__(
+        self, signature: Signature, max_bytes: int = TUNING.models.max_bound_output_bytes
+    ) -> None:
         self._signature = signature
+        self._max_bytes = max_bytes
         self._memory = [np.empty(0, np.uint8) for _ in signature.outputs]
 
     def bind(self, session: Any, inputs: Placed, outputs: Arrays) -> Binding | str:
@@ -52,7 +55,7 @@ class Outlets:
         """
         specs = self._signature.outputs
         fixed = all(_is_fixed(spec, outputs[spec.name]) for spec in specs)
-        if not fixed or sum(array.nbytes for array in outputs.values()) > LARGEST_OUTPUTS_BYTES:
+        if not fixed or sum(array.nbytes for array in outputs.values()) > self._max_bytes:
             return UNBOUND
         binding = session.io_binding()
         for spec in self._signature.inputs:

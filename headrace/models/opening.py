@@ -11,6 +11,7 @@ from headrace.errors import ConfigurationError
 from headrace.models.repository import FoundModel, Repository
 from headrace.models.user_code import StillImporting, describe
 from headrace.models.version import ModelVersion, State
+from headrace.tuning import TUNING, ModelTuning
 
 Known: TypeAlias = Mapping[tuple[str, str], ModelVersion]
 """Versions that are already open, by model and number."""
@@ -45,13 +46,19 @@ class Opened(NamedTuple):
     faults: dict[str, str]
 
 
-def look(repository: Repository, known: Known, importings: Importings) -> list[Opened]:
+def look(
+    repository: Repository,
+    known: Known,
+    importings: Importings,
+    tuning: ModelTuning = TUNING.models,
+) -> list[Opened]:
     """Scan the repository and open new or changed versions. Blocks; any thread may call it.
 
     Args:
         repository: the repository to scan.
         known: open versions, which are kept if they have not changed.
         importings: unfinished imports of earlier scans; changed in place.
+        tuning: passed on to the versions.
 
     Raises:
         ConfigurationError: the repository is missing. Faults of single models are returned.
@@ -61,7 +68,7 @@ def look(repository: Repository, known: Known, importings: Importings) -> list[O
         if found.fault:
             opened.append(Opened(found.name, {}, {"": relative(found.fault, repository.path)}))
         else:
-            opened.append(_open(found, known, importings, repository.path))
+            opened.append(_open(found, known, importings, repository.path, tuning))
     return opened
 
 
@@ -76,7 +83,13 @@ def relative(fault: str, repository: Path) -> str:
     return fault.replace(f"{repository}{os.sep}", "")
 
 
-def _open(found: FoundModel, known: Known, importings: Importings, repository: Path) -> Opened:
+def _open(
+    found: FoundModel,
+    known: Known,
+    importings: Importings,
+    repository: Path,
+    tuning: ModelTuning,
+) -> Opened:
     versions: dict[str, ModelVersion] = {}
     faults: dict[str, str] = {}
     for each in found.versions:
@@ -90,7 +103,7 @@ def _open(found: FoundModel, known: Known, importings: Importings, repository: P
             continue
         importings.pop(key, None)
         try:
-            versions[each.version] = ModelVersion(found, each)
+            versions[each.version] = ModelVersion(found, each, tuning)
         except ConfigurationError as error:
             faults[each.version] = relative(str(error), repository)
             if isinstance(error, StillImporting):

@@ -15,12 +15,6 @@ from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import ModelVersion
 from headrace.models.warmup import all_sizes
 
-TIMED_RUNS = 3
-"""Timed runs per size: more than one, so that a single delayed run changes nothing."""
-
-TIMING_S = 1.0
-"""Time limit of all timed runs; a slow model gets fewer, or none of the large sizes."""
-
 
 class Preparation:
     """Prepares the backends of one version, one after the other; only the first is probed.
@@ -82,7 +76,9 @@ class Preparation:
     def _try_out(self, backend: Backend) -> None:
         version = self._version
         try:
-            verdict = probe(backend.run, backend.signature, version.config, version.directory)
+            verdict = probe(
+                backend.run, backend.signature, version.config, version.directory, version.tuning
+            )
         except HeadraceError:
             raise
         except Exception as error:  # noqa: BLE001 - outputs may be anything, and prove nothing then
@@ -94,14 +90,14 @@ class Preparation:
 
     def _time(self, backend: Backend) -> None:
         """Measure run durations as initial data of the version's `latency`."""
-        version = self._version
-        end_s = time.monotonic() + TIMING_S
+        version, tuning = self._version, self._version.tuning
+        end_s = time.monotonic() + tuning.timing_budget_s
         signature = backend.signature
         try:
-            sizes = list(all_sizes(signature, version.config, version.directory))
+            sizes = list(all_sizes(signature, version.config, version.directory, tuning))
         except NotMadeUpError:
             return
-        for rows, inputs in sizes * TIMED_RUNS:
+        for rows, inputs in sizes * tuning.timed_runs:
             began_s = time.monotonic()
             if began_s >= end_s:
                 return

@@ -29,14 +29,7 @@ from headrace.models.samples import Inputs, NotMadeUpError, distinct_rows, still
 from headrace.models.signature import Signature
 from headrace.models.user_code import describe, first_line, is_of_user_code
 from headrace.models.verdict import Batching, Verdict, tolerance_of
-
-ROWS = 4
-BUDGET_S = 5.0
-"""Time limit of the probe; no run starts after it, and the verdict is `undecided`."""
-_MATES = slice(1, ROWS - 1)
-_STAYING = (0, ROWS - 1)
-_LARGE = 1e4
-_LONG_TEXT = b"z" * 1000
+from headrace.tuning import TUNING, ModelTuning
 
 Run = Callable[[Arrays], Arrays]
 
@@ -53,7 +46,15 @@ class _RunFailedError(HeadraceError):
     """The model raised an exception."""
 
 
-def probe(run: Run, signature: Signature, config: ModelConfig, directory: Path) -> Verdict:
+def probe(
+    run: Run,
+    signature: Signature,
+    config: ModelConfig,
+    directory: Path,
+    tuning: ModelTuning = TUNING.models,
+    *,
+    clock_s: Callable[[], float] = time.monotonic,
+) -> Verdict:
     """Test whether a loaded model's rows may share runs. Blocks for about a dozen runs.
 
     Args:
@@ -61,13 +62,15 @@ def probe(run: Run, signature: Signature, config: ModelConfig, directory: Path) 
         signature: of the version.
         config: of the model; with a `max_batch_size` of 1 only the first question is tested.
         directory: of the version, for its recorded inputs.
+        tuning: number of rows, time limit and tolerances.
+        clock_s: monotonic.
 
     Raises:
         ConfigurationError: a recorded input does not fit the signature.
     """
     if not signature.batched:
         return Verdict(Batching.NOT_BATCHABLE, signature.unbatched_reason)
-    asking = _Asking(run, signature, config)
+    asking = _Asking(run, signature, config, tuning, clock_s)
     try:
         asking.find_rows(directory)
         asking.ask_for_two_rows()
@@ -89,25 +92,36 @@ def probe(run: Run, signature: Signature, config: ModelConfig, directory: Path) 
 class _Asking:
     """Runs of one probe and their results."""
 
-    def __init__(self, run: Run, signature: Signature, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        run: Run,
+        signature: Signature,
+        config: ModelConfig,
+        tuning: ModelTuning,
+        clock_s: Callable[[], float],
+    ) -> None:
         self._run_model = run
         self._signature = signature
         self._config = config
         self._names = [spec.name for spec in signature.outputs]
-        self._end_s = time.monotonic() + BUDGET_S
+        self._tuning = tuning
+        self._clock_s = clock_s
+        self._end_s = clock_s() + tuning.probe_budget_s
+        self._staying = (0, tuning.probe_rows - 1)
         self._rows: Inputs = {}
         self._spare: Inputs = {}
         self._alone: list[dict[str, Array]] = []
         self._batched: dict[str, Array] = {}
         self._scales: dict[str, float] = {}
-        self.tolerance = tolerance_of(config, signature)
+        self.tolerance = tolerance_of(config, signature, tuning)
         self.rounding: float | None = None
         self.seen_with = ""
 
     def _run(self, inputs: Inputs) -> dict[str, Array]:
-        if time.monotonic() >= self._end_s:
+        if self._clock_s() >= self._end_s:
+            budget_s = self._tuning.probe_budget_s
             raise _DecidedError(
-                Batching.UNDECIDED, f"{BUDGET_S:.0f} s were not enough to try the model out"
+                Batching.UNDECIDED, f"{budget_s:.0f} s were not enough to try the model out"
             )
         try:
             outputs = self._run_model(inputs)
@@ -123,14 +137,21 @@ class _Asking:
     def find_rows(self, directory: Path) -> None:
         """Find rows that the model accepts, and run each of them alone."""
         fault = ""
-        candidates = distinct_rows(self._signature, self._config, directory, ROWS + len(_STAYING))
+        rows_per_batch = self._tuning.probe_rows
+        candidates = distinct_rows(
+            self._signature,
+            self._config,
+            directory,
+            rows_per_batch + len(self._staying),
+            self._tuning,
+        )
         for self.seen_with, rows in candidates:
-            self._rows = {name: array[:ROWS] for name, array in rows.items()}
-            self._spare = {name: array[ROWS:] for name, array in rows.items()}
+            self._rows = {name: array[:rows_per_batch] for name, array in rows.items()}
+            self._spare = {name: array[rows_per_batch:] for name, array in rows.items()}
             try:
                 self._alone = [
                     self._run({name: array[place : place + 1] for name, array in rows.items()})
-                    for place in range(ROWS)
+                    for place in range(rows_per_batch)
                 ]
             except RowsMismatch as error:
                 raise _no_batch(error) from error
@@ -169,7 +190,7 @@ class _Asking:
         for kind, mates in self._mates():
             batch = {name: array.copy() for name, array in self._rows.items()}
             for name, array in batch.items():
-                array[_MATES] = mates[name]
+                array[1:-1] = mates[name]
             try:
                 outputs = self._run(batch)
             except _RunFailedError:  # the model does not accept this kind
@@ -178,7 +199,7 @@ class _Asking:
 
     def _judge_leak(self, kind: str, outputs: dict[str, Array], *, allowed: float) -> None:
         for name in self._names:
-            for place in _STAYING:
+            for place in self._staying:
                 before, after = self._batched[name], outputs[name]
                 before, after = before[place : place + 1], after[place : place + 1]
                 if identical(before, after):
@@ -202,7 +223,8 @@ class _Asking:
             "zeros",
             {name: np.full_like(self._spare[name], still[name]) for name in still},
         )
-        yield "10,000 times as large", {name: self._enlarged(name) for name in self._rows}
+        factor = self._tuning.probe_magnification
+        yield f"{factor:,.0f} times as large", {name: self._enlarged(name) for name in self._rows}
         yield (
             "half empty",
             {name: _half_empty(self._spare[name], still[name]) for name in still},
@@ -219,12 +241,12 @@ class _Asking:
     def _enlarged(self, name: str) -> Array:
         array, limits = self._spare[name], self._config.range.get(name)
         if array.dtype == object:
-            return np.full_like(array, _LONG_TEXT)
+            return np.full_like(array, b"z" * self._tuning.probe_text_bytes)
         if array.dtype.kind in "iub":
             return array if limits is None else np.full_like(array, limits[1])
         with np.errstate(over="ignore"):  # fp16 ends at 65,504
-            large = (array.astype(np.float64) * _LARGE).clip(*(limits or (None, None)))
-            return large.astype(array.dtype)
+            large = array.astype(np.float64) * self._tuning.probe_magnification
+            return large.clip(*(limits or (None, None))).astype(array.dtype)
 
     def judge_rounding(self) -> None:
         """Compare the outputs of each row alone with those of the same row in the batch."""

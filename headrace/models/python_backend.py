@@ -30,6 +30,7 @@ from headrace.models.outputs import check_outputs, check_shapes, check_texts
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.models.user_code import describe, is_of_user_code, load_attribute, run_bounded
 from headrace.models.warmup import warm_up
+from headrace.tuning import TUNING, ModelTuning
 
 
 def python_signature(path: Path, config: ModelConfig) -> Signature:
@@ -84,9 +85,17 @@ class PythonBackend:
         directory: of the version.
         config: of the model.
         signature: of the version.
+        tuning: for the warm-up and the bindings.
     """
 
-    def __init__(self, directory: Path, config: ModelConfig, signature: Signature) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        signature: Signature,
+        tuning: ModelTuning = TUNING.models,
+    ) -> None:
+        self._tuning = tuning
         self._directory = directory
         self._config = config
         self._signature = signature
@@ -118,7 +127,7 @@ class PythonBackend:
 
     def warm_up(self) -> WarmUp:
         if not hasattr(self._model, "warm_up"):
-            return warm_up(self.run, self._signature, self._config, self._directory)
+            return warm_up(self.run, self._signature, self._config, self._directory, self._tuning)
         try:
             self._model.warm_up()
         except BaseException as error:  # a user's code may raise anything

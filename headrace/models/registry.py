@@ -27,9 +27,7 @@ from headrace.models.user_code import on_daemon_thread
 from headrace.models.verdict import Verdict
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.events import ExecutorEvent
-
-LOADING_RETRY_AFTER_MS = 1000
-_NAMES_TOLD = 20
+from headrace.tuning import TUNING, ModelTuning
 
 
 class Change(NamedTuple):
@@ -95,6 +93,7 @@ class Models:
         keeps_replaced: another process binds requests to versions, so a replaced version is kept
             for `models.keep_replaced_s` after its last use.
         clock_s: monotonic.
+        tuning: passed on to the versions.
     """
 
     def __init__(
@@ -104,8 +103,10 @@ class Models:
         executes: bool = False,
         keeps_replaced: bool = False,
         clock_s: Callable[[], float] = time.monotonic,
+        tuning: ModelTuning = TUNING.models,
     ) -> None:
         self._settings = settings
+        self._tuning = tuning
         self._executes = executes
         keep_s = settings.models.keep_replaced_s if keeps_replaced else 0.0
         self._replaced = ReplacedVersions(keep_s, clock_s)
@@ -199,7 +200,7 @@ class Models:
         Raises:
             ConfigurationError: the repository is missing. Faults of single models are recorded.
         """
-        return self._apply(look(self._repository, {}, self._importings))
+        return self._apply(look(self._repository, {}, self._importings, self._tuning))
 
     async def reload(self) -> Reloaded:
         """Scan the repository again; failed versions are retried.
@@ -220,7 +221,9 @@ class Models:
 
     async def _look(self, known: Known) -> list[Opened]:
         # On a daemon thread: an import that hangs must not keep the process from ending.
-        return await on_daemon_thread(lambda: look(self._repository, known, self._importings))
+        return await on_daemon_thread(
+            lambda: look(self._repository, known, self._importings, self._tuning)
+        )
 
     def _apply(self, opened: list[Opened]) -> Reloaded:
         before = {name: dict(model.selected) for name, model in self._models.items()}
@@ -400,37 +403,37 @@ class Models:
         model = self._models.get(name)
         if model is None:
             raise Rejected.mismatch(
-                Code.UNKNOWN_MODEL, "model_name", expected=_one_of(self.names()), got=f'"{name}"'
+                Code.UNKNOWN_MODEL,
+                "model_name",
+                expected=self._one_of(self.names()),
+                got=f'"{name}"',
             )
         there = model.selected.keys() | model.serving.keys() | model.faults.keys()
         if number and number not in there and "" not in model.faults:
             raise Rejected.mismatch(
                 Code.UNKNOWN_MODEL,
                 "model_version",
-                expected=f"{_one_of(sorted(there, key=int))} of {name}",
+                expected=f"{self._one_of(sorted(there, key=int))} of {name}",
                 got=f'"{number}"',
             )
-        _refuse_unready(model, name, number)
+        _refuse_unready(model, name, number, self._tuning.loading_retry_after_ms)
+
+    def _one_of(self, names: list[str]) -> str:
+        if not names:
+            return "a model, of which there is none"
+        listed = ", ".join(names[: self._tuning.listed_names])
+        more = len(names) - self._tuning.listed_names
+        return f"one of {listed}" + (f" and {more} more" if more > 0 else "")
 
 
-def _refuse_unready(model: _Model, name: str, number: str) -> NoReturn:
+def _refuse_unready(model: _Model, name: str, number: str, retry_after_ms: int) -> NoReturn:
     """Reject with the reason, and with a retry time if waiting may help."""
     asked = f"model {name}/{number}" if number else f"model {name}"
     wanted = model.selected.get(number)
     candidates = [wanted] if wanted else list(model.selected.values())
     if any(version.state is State.LOADING for version in candidates):
-        raise Rejected(
-            Code.MODEL_NOT_READY, f"{asked} is loading", retry_after_ms=LOADING_RETRY_AFTER_MS
-        )
+        raise Rejected(Code.MODEL_NOT_READY, f"{asked} is loading", retry_after_ms=retry_after_ms)
     reasons = [version.reason for version in candidates if version.reason]
     reasons += [fault for key, fault in model.faults.items() if key in ("", number) or not number]
     told = "; ".join(reason.splitlines()[0] for reason in reasons)
     raise Rejected(Code.MODEL_NOT_READY, f"{asked}: {told}")
-
-
-def _one_of(names: list[str]) -> str:
-    if not names:
-        return "a model, of which there is none"
-    told = ", ".join(names[:_NAMES_TOLD])
-    more = len(names) - _NAMES_TOLD
-    return f"one of {told}" + (f" and {more} more" if more > 0 else "")

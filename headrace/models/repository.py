@@ -20,12 +20,12 @@ from headrace.models.config import ModelConfig, read_model_config
 from headrace.models.python_backend import python_signature
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.models.user_code import describe
+from headrace.tuning import TUNING
 
 MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,255}")
 _VERSION = re.compile(r"[1-9][0-9]{0,17}")
-_CHUNK_BYTES = 1024 * 1024
 
 
 class FoundVersion(NamedTuple):
@@ -143,7 +143,7 @@ def _stamp(files: Iterator[Path]) -> str:
     return digest.hexdigest()
 
 
-def checksum_of(directory: Path) -> str:
+def checksum_of(directory: Path, chunk_bytes: int = TUNING.models.checksum_chunk_bytes) -> str:
     """Return the checksum of a version, in the form of `checksum` in `model.toml`.
 
     It is SHA-256 over, for each file below the directory in the order of its relative name (with
@@ -155,7 +155,7 @@ def checksum_of(directory: Path) -> str:
     for name, path in sorted(files.items()):
         digest.update(name + b"\0" + path.stat().st_size.to_bytes(8, "big"))
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
+            while chunk := file.read(chunk_bytes):
                 digest.update(chunk)
     return f"sha256:{digest.hexdigest()}"
 

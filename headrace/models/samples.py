@@ -19,17 +19,11 @@ from headrace.models.ranges import limits_of
 from headrace.models.signature import Signature, TensorSpec
 from headrace.models.user_code import describe
 from headrace.protocol.tensors import DATATYPES
+from headrace.tuning import TUNING, ModelTuning
 
 Inputs = dict[str, NDArray[Any]]
 
 MADE_UP = "made-up inputs"
-_FREE_SIZES = (8, 1, 64, 224)
-"""Sizes of free dimensions other than the batch, tried in this order."""
-LARGEST_ROW_BYTES = 64 * 1024 * 1024
-"""Limit of a made-up row. No request can be that large, and rows are made by the half dozen."""
-_TEXT_BYTES = 64
-"""Assumed size of a `BYTES` element."""
-_SEED = 20_180_706
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8)
 
 
@@ -47,13 +41,15 @@ def recorded(signature: Signature, directory: Path) -> Iterator[tuple[str, Input
         yield f"warmup/{path.name}", _read(path, signature)
 
 
-def still_row(signature: Signature, config: ModelConfig) -> Inputs:
+def still_row(
+    signature: Signature, config: ModelConfig, tuning: ModelTuning = TUNING.models
+) -> Inputs:
     """Return a row of zeros, or lowest allowed values, with 1 for each free dimension.
 
     Raises:
         NotMadeUpError: it would be too large.
     """
-    _check_size(signature, 1)
+    _check_size(signature, 1, tuning)
     return {
         spec.name: np.full(_sized_as(spec, 1), still_value(spec, config), _dtype(spec))
         for spec in signature.inputs
@@ -69,7 +65,11 @@ def still_value(spec: TensorSpec, config: ModelConfig) -> Any:
 
 
 def distinct_rows(
-    signature: Signature, config: ModelConfig, directory: Path, rows: int
+    signature: Signature,
+    config: ModelConfig,
+    directory: Path,
+    rows: int,
+    tuning: ModelTuning = TUNING.models,
 ) -> Iterator[tuple[str, Inputs]]:
     """Yield candidates of `rows` different rows of one shape class, best first.
 
@@ -87,9 +87,9 @@ def distinct_rows(
         alike = [sample for _, sample in samples if _row_shapes(sample) == _row_shapes(first)]
         yield where, _spread(alike, rows)
         return
-    for size in _FREE_SIZES:
-        _check_size(signature, size)
-        random = np.random.default_rng(_SEED)
+    for size in tuning.free_sizes:
+        _check_size(signature, size, tuning)
+        random = np.random.default_rng(tuning.seed)
         yield (
             MADE_UP,
             {spec.name: _random(spec, config, (rows, size), random) for spec in signature.inputs},
@@ -147,15 +147,16 @@ def _sized_as(spec: TensorSpec, free: int) -> tuple[int, ...]:
     return rows + tuple(free if size == -1 else size for size in spec.shape[1:])
 
 
-def _check_size(signature: Signature, free: int) -> None:
+def _check_size(signature: Signature, free: int, tuning: ModelTuning) -> None:
     """Refuse to make up arrays that do not fit into memory: a file may declare any dimension."""
     for spec in signature.inputs:
         shape = _sized_as(spec, free)
-        size_bytes = math.prod(shape) * (DATATYPES[spec.datatype].itemsize or _TEXT_BYTES)
-        if size_bytes > LARGEST_ROW_BYTES:
+        itemsize = DATATYPES[spec.datatype].itemsize or tuning.made_up_text_bytes
+        size_bytes = math.prod(shape) * itemsize
+        if size_bytes > tuning.max_made_up_row_bytes:
             raise NotMadeUpError(
-                f"input {spec.name}: expected a row of at most {LARGEST_ROW_BYTES} bytes to make "
-                f"up, got {size_bytes} bytes of {spec.datatype} {list(shape)}"
+                f"input {spec.name}: expected a row of at most {tuning.max_made_up_row_bytes} "
+                f"bytes to make up, got {size_bytes} bytes of {spec.datatype} {list(shape)}"
             )
 
 

@@ -17,11 +17,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from headrace.errors import ConfigurationError, HeadraceError
+from headrace.tuning import TUNING
 
 T = TypeVar("T")
-
-LONGEST_TEXT = 2000
-"""Maximum length of an exception's text, in characters."""
 
 
 class Interrupted(BaseException):
@@ -149,14 +147,14 @@ def load_attribute(path: Path, name: str) -> Any:
     return found
 
 
-def describe(error: BaseException) -> str:
-    """Describe an exception in one printable line: its class and its text."""
+def describe(error: BaseException, max_chars: int = TUNING.models.max_error_text_chars) -> str:
+    """Describe an exception in one printable line: its class and its text, cut at `max_chars`."""
     try:
         text = str(error)
     except BaseException:  # noqa: BLE001 - an error may even fail to say what it is
         text = ""
-    if len(text) > LONGEST_TEXT:
-        text = f"{text[:LONGEST_TEXT]}..."
+    if len(text) > max_chars:
+        text = f"{text[:max_chars]}..."
     text = text.encode("utf-8", "replace").decode()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -8,14 +8,7 @@ from typing import Any, NamedTuple
 
 from headrace.models.config import CPU, CUDA, ModelConfig
 from headrace.models.signature import Signature
-
-_TOLERANCES = {"BF16": 3e-2, "FP16": 1e-2}
-_TF32 = 1e-2
-_FP32 = 1e-4
-
-
-UNDECIDED_ROWS = 4
-"""Batch size limit while requests themselves decide on batch safety."""
+from headrace.tuning import TUNING, ModelTuning
 
 
 class Batching(StrEnum):
@@ -61,21 +54,24 @@ class Verdict(NamedTuple):
         }
 
 
-def tolerance_of(config: ModelConfig, signature: Signature) -> float:
+def tolerance_of(
+    config: ModelConfig, signature: Signature, tuning: ModelTuning = TUNING.models
+) -> float:
     """Return the allowed difference of batched from unbatched answers, relative to the output's
     scale.
 
     It is `batch_tolerance` of the model's configuration. "auto" follows the precision that the
-    model computes in: 3e-2 for bfloat16, 1e-2 for fp16 and for TF32, in which a GPU multiplies fp32
-    unless that is disabled, 1e-4 otherwise.
+    model computes in; a GPU multiplies fp32 as TF32 unless that is disabled.
     """
     if config.batch_tolerance != "auto":
         return config.batch_tolerance
     datatypes = {spec.datatype for spec in signature.inputs + signature.outputs}
     datatypes.add(signature.precision)
-    tolerances = [value for name, value in _TOLERANCES.items() if name in datatypes]
+    known = {"BF16": tuning.bf16_tolerance, "FP16": tuning.fp16_tolerance}
+    tolerances = [value for name, value in known.items() if name in datatypes]
     if config.execution_providers[0] != CPU:
         options = config.provider_options.get("CUDAExecutionProvider") or {}
         tf32 = str(options.get("use_tf32", 1)) in ("1", "True")
-        tolerances += [_TF32] if tf32 or config.execution_providers[0] != CUDA else []
-    return max(tolerances, default=_FP32)
+        if tf32 or config.execution_providers[0] != CUDA:
+            tolerances.append(tuning.tf32_tolerance)
+    return max(tolerances, default=tuning.fp32_tolerance)

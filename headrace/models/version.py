@@ -15,7 +15,8 @@ from headrace.models.python_backend import PythonBackend
 from headrace.models.repository import FoundModel, FoundVersion, open_version
 from headrace.models.signature import Signature, unbatched
 from headrace.models.transforms import make_transform
-from headrace.models.verdict import UNDECIDED_ROWS, Batching, Verdict
+from headrace.models.verdict import Batching, Verdict
+from headrace.tuning import TUNING, ModelTuning
 
 
 class State(StrEnum):
@@ -31,6 +32,11 @@ class ModelVersion:
     """One version of a model: its signature, its limits, its state.
 
     Only the registry changes the state.
+
+    Args:
+        model: the model on disk, with its configuration.
+        found: the version on disk.
+        tuning: for this version and its backends.
 
     Attributes:
         config: of the model.
@@ -49,8 +55,11 @@ class ModelVersion:
         ConfigurationError: the version cannot be served; the message says why.
     """
 
-    def __init__(self, model: FoundModel, found: FoundVersion) -> None:
+    def __init__(
+        self, model: FoundModel, found: FoundVersion, tuning: ModelTuning = TUNING.models
+    ) -> None:
         assert model.config is not None
+        self.tuning = tuning
         self.name = model.name
         self.version = found.version
         self.directory: Path = found.directory
@@ -62,7 +71,7 @@ class ModelVersion:
         self.max_batch_size = model.config.max_batch_size
         self.max_batch_bytes = model.config.max_batch_bytes
         self.max_queue_delay_ms = model.config.max_queue_delay_ms
-        self.latency = Latency()
+        self.latency = Latency(tuning)
         self.batching_off = ""
         self.contradiction = ""
         self.verdict: Verdict | None = None
@@ -76,7 +85,7 @@ class ModelVersion:
 
     def _binder(self) -> Binder:
         config = self.config
-        return Binder(self.signature, config.range, finite=config.finite_inputs)
+        return Binder(self.signature, config.range, finite=config.finite_inputs, tuning=self.tuning)
 
     def __repr__(self) -> str:
         return f"<ModelVersion {self.name}/{self.version} {self.state}>"
@@ -124,7 +133,7 @@ class ModelVersion:
             if verdict.batching is Batching.NOT_BATCHABLE:
                 self.contradiction = f"max_batch_size is declared as {declared}; {verdict.told}"
         elif verdict.batching is Batching.UNDECIDED:
-            self.max_batch_size = min(declared, UNDECIDED_ROWS)
+            self.max_batch_size = min(declared, self.tuning.undecided_rows)
             self.batching_off = verdict.told
         else:
             self.max_batch_size, self.batching_off = 1, verdict.reason
@@ -132,4 +141,4 @@ class ModelVersion:
     def new_backend(self, signature: Signature | None = None) -> Backend:
         """Return an unloaded instance with the version's signature, or with a corrected one."""
         backend = PythonBackend if self.config.backend == "python" else OnnxBackend
-        return backend(self.directory, self.config, signature or self.signature)
+        return backend(self.directory, self.config, signature or self.signature, self.tuning)

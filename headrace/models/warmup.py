@@ -13,12 +13,17 @@ from headrace.models.config import ModelConfig
 from headrace.models.samples import MADE_UP, Inputs, NotMadeUpError, recorded, still_row
 from headrace.models.signature import Signature
 from headrace.models.user_code import describe, first_line, is_of_user_code
+from headrace.tuning import TUNING, ModelTuning
 
 HOW_TO_GIVE_ROWS = "put real rows into warmup/rows.npz of the version, an array for each input"
 
 
 def warm_up(
-    run: Callable[[Arrays], object], signature: Signature, config: ModelConfig, directory: Path
+    run: Callable[[Arrays], object],
+    signature: Signature,
+    config: ModelConfig,
+    directory: Path,
+    tuning: ModelTuning = TUNING.models,
 ) -> WarmUp:
     """Run 1, 2, 4, … rows up to the largest batch.
 
@@ -31,7 +36,7 @@ def warm_up(
         Fatal: the device failed.
     """
     try:
-        samples = list(_samples(signature, config, directory))
+        samples = list(_samples(signature, config, directory, tuning))
     except NotMadeUpError as error:
         return WarmUp(omitted=f"{error}; {HOW_TO_GIVE_ROWS}")
     for where, sample in samples:
@@ -54,19 +59,28 @@ def warm_up(
     return WarmUp()
 
 
-def sized_inputs(signature: Signature, config: ModelConfig, directory: Path, rows: int) -> Inputs:
+def sized_inputs(
+    signature: Signature,
+    config: ModelConfig,
+    directory: Path,
+    rows: int,
+    tuning: ModelTuning = TUNING.models,
+) -> Inputs:
     """Return the first sample, recorded or made up, with `rows` rows.
 
     Raises:
         ConfigurationError: the sample does not fit the signature.
         NotMadeUpError: there is no sample, and none can be made up.
     """
-    _, sample = next(_samples(signature, config, directory))
+    _, sample = next(_samples(signature, config, directory, tuning))
     return _repeat(sample, rows) if signature.batched else sample
 
 
 def all_sizes(
-    signature: Signature, config: ModelConfig, directory: Path
+    signature: Signature,
+    config: ModelConfig,
+    directory: Path,
+    tuning: ModelTuning = TUNING.models,
 ) -> Iterator[tuple[int, Inputs]]:
     """Yield the row counts of a warm-up, each with inputs from the first sample.
 
@@ -74,16 +88,16 @@ def all_sizes(
         ConfigurationError: the sample does not fit the signature.
         NotMadeUpError: there is no sample, and none can be made up.
     """
-    _, sample = next(_samples(signature, config, directory))
+    _, sample = next(_samples(signature, config, directory, tuning))
     return _sized(sample, signature, config)
 
 
 def _samples(
-    signature: Signature, config: ModelConfig, directory: Path
+    signature: Signature, config: ModelConfig, directory: Path, tuning: ModelTuning
 ) -> Iterator[tuple[str, Inputs]]:
     samples = recorded(signature, directory)
     first = next(samples, None)
-    yield (MADE_UP, still_row(signature, config)) if first is None else first
+    yield (MADE_UP, still_row(signature, config, tuning)) if first is None else first
     yield from samples
 
 

@@ -66,6 +66,7 @@ class Pipeline:
             settings,
             executes=Stage.EXECUTOR in stages,
             keeps_replaced=Stage.INGEST not in stages,
+            tuning=tuning.models,
         )
         self.health = Health()
         self.ready = asyncio.Event()

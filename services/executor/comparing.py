@@ -48,7 +48,7 @@ class Comparison:
     def __init__(self, version: ModelVersion) -> None:
         self._version = version
         self._names = [spec.name for spec in version.signature.outputs]
-        self._tolerance = tolerance_of(version.config, version.signature)
+        self._tolerance = tolerance_of(version.config, version.signature, version.tuning)
         self._offered = 0
         self._agreed = 0
         self._rounding = 0.0

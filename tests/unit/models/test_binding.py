@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -10,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.models import binding
 from headrace.models.binding import Binder
 from headrace.models.signature import make_signature
 from headrace.protocol.messages import RequestedOutput
+from headrace.tuning import TUNING
 from tests.unit.models.requests import refusal, spec, tensor, zeros
 
 SCORES = spec("scores", "FP32", [-1, 10])
@@ -186,10 +187,9 @@ def test_remembered_shapes_do_not_let_wrong_bytes_through() -> None:
     assert code == Code.INVALID_TENSOR
 
 
-def test_remembered_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_shapes_are_bounded() -> None:
     """Callers cannot fill the memory with ever new shapes."""
-    monkeypatch.setattr(binding, "_REMEMBERED_LAYOUTS", 4)
-    binder = Binder(FIXED)
+    binder = Binder(FIXED, tuning=replace(TUNING.models, cached_layouts=4))
     for length in range(20):
         binder.bind([zeros("x", 4, length)])
     assert len(binder._layouts) <= 4

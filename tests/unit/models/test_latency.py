@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.models.curve import Point, isotonic
-from headrace.models.latency import MAX_CLASSES, SHOWN_CLASSES, SLIPS, Latency, bucket_of
+from headrace.models.latency import Latency, bucket_of
+from headrace.tuning import TUNING
 
 CLASS = (64,)
 
@@ -182,13 +183,13 @@ def test_an_unknown_shape_is_taken_for_the_nearest_smaller_one() -> None:
 def test_shapes_without_end_take_bounded_memory() -> None:
     """The class that was seen longest ago makes room."""
     latency = Latency()
-    for size in range(10 * MAX_CLASSES):
+    for size in range(10 * TUNING.models.shape_classes):
         latency.observe((size,), 1, 100)
         latency.observe((7,), 1, 100)
 
-    assert len(latency._classes) == MAX_CLASSES
+    assert len(latency._classes) == TUNING.models.shape_classes
     assert [7] in [entry["shape_class"] for entry in latency.table()]
-    assert len(latency.table()) == SHOWN_CLASSES
+    assert len(latency.table()) == TUNING.models.shown_shape_classes
 
 
 def test_the_table_is_for_people() -> None:
@@ -208,10 +209,10 @@ def test_the_table_is_for_people() -> None:
 @given(st.integers(1, 100_000))
 def test_a_bucket_is_little_larger_than_what_it_holds(rows: int) -> None:
     """Sizes up to 64 are exact, and others rounded up by less than a sixteenth."""
-    bucket = bucket_of(rows)
+    bucket = bucket_of(rows, 64)
 
     assert rows <= bucket <= rows * 17 / 16
-    assert bucket_of(bucket) == bucket
+    assert bucket_of(bucket, 64) == bucket
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(0.01, 100)), min_size=1, max_size=40))
@@ -234,10 +235,10 @@ def test_the_margin_is_what_nearly_all_batches_kept_to() -> None:
     """Of the last batches all but the latest two ended within it; early ones are no credit."""
     latency = Latency()
     assert latency.margin_us == 0
-    for late_us in [*range(-500, 0), *range(SLIPS)]:
+    for late_us in [*range(-500, 0), *range(TUNING.models.margin_batches)]:
         latency.slipped(late_us)
-    assert latency.margin_us == SLIPS - 2
+    assert latency.margin_us == TUNING.models.margin_batches - 2
 
-    for _ in range(SLIPS):
+    for _ in range(TUNING.models.margin_batches):
         latency.slipped(-10)
     assert latency.margin_us == 0

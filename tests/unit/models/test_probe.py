@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from headrace.models import probe as probing
 from headrace.models.backend import Arrays
 from headrace.models.config import make_model_config
 from headrace.models.onnx_backend import OnnxBackend
@@ -20,6 +18,7 @@ from headrace.models.outputs import check_outputs
 from headrace.models.probe import probe
 from headrace.models.signature import Signature, TensorSpec, make_signature, read_onnx_signature
 from headrace.models.verdict import Batching, Verdict, tolerance_of
+from headrace.tuning import TUNING
 from tests.support import models
 from tests.support.models import settings_for
 from tests.support.transformer import quantised, transformer
@@ -223,15 +222,20 @@ def test_values_stay_within_their_range(tmp_path: Path) -> None:
     assert np.nanmax(seen) <= 3
 
 
-def test_a_slow_model_is_left_undecided_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No run is begun when the probe's time is over."""
+def test_slow_model_is_undecided_after_the_time_limit(tmp_path: Path) -> None:
+    """No run starts after the probe's time limit."""
     now_s = iter(range(1000))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(now_s)))
-    verdict = ask(lambda x: x, tmp_path)
+    config = make_model_config({}, settings_for(tmp_path))
+    signature = make_signature([X], [Y])
+    verdict = probe(
+        lambda inputs: {"y": inputs["x"]},
+        signature,
+        config,
+        tmp_path,
+        clock_s=lambda: float(next(now_s)),
+    )
     assert verdict.batching is Batching.UNDECIDED
-    assert f"{probing.BUDGET_S:.0f} s were not enough" in verdict.reason
+    assert f"{TUNING.models.probe_budget_s:.0f} s were not enough" in verdict.reason
 
 
 def test_with_batching_off_only_the_dimension_is_asked_about(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from headrace.errors import Code, ConfigurationError
 from headrace.models.opening import Importings, Known, Opened, look
 from headrace.models.repository import Repository
 from headrace.models.version import State
+from headrace.tuning import ModelTuning
 from tests.support.models import add_version, digits
 from tests.unit.models.executor import Executor, refusal
 
@@ -189,10 +190,10 @@ async def test_version_put_aside_during_a_look_is_opened_anew(
     shutil.rmtree(second_directory)
 
     def look_while_the_second_becomes_ready(
-        repository: Repository, known: Known, importings: Importings
+        repository: Repository, known: Known, importings: Importings, tuning: ModelTuning
     ) -> list[Opened]:
         monkeypatch.undo()
-        opened = look(repository, known, importings)
+        opened = look(repository, known, importings, tuning)
         executor.load()
         return opened
 
