@@ -157,6 +157,66 @@ class ExecutorTuning:
 class ResponderTuning:
     """Tuning values of `services.responder`."""
 
+    reply_topic_cache_s: float = 60.0
+    """How long the partition count of a reply topic is cached."""
+    max_cached_reply_topics: int = 10_000
+    """Reply topics in the cache; callers choose the names."""
+    max_reply_topic_lookups: int = 64
+    """Reply topics that are looked up at the same time."""
+    reply_topic_retry_s: float = 0.5
+    """Pause before a look-up that failed is retried."""
+
+    max_unacknowledged_chunks: int = 16
+    """Chunks of answers that wait for acknowledgements, at least once and in no order."""
+    max_unacknowledged_bytes: int = 64 * 1024 * 1024
+    """Outputs of these chunks, together."""
+    target_stalled_after_s: float = 1.0
+    """A target that has not acknowledged for this long no longer delays other targets."""
+
+    max_queued_answer_bytes: int = 64 * 1024 * 1024
+    """Outputs that are queued for the steps of all source partitions."""
+    max_step_answers: int = 2048
+    """Answers in one step: they are encoded without yielding, which blocks the event loop."""
+    waiting_answers_retry_s: float = 1.0
+    """Answers that had to wait are retried after this time, or with the next answers."""
+
+    transaction_timeout_s: float = 10.0
+    """Timeout of a transaction on the embedded log, which has no `transaction_timeout_ms`."""
+    transaction_retry_s: float = 0.1
+    """Pause before a failed transaction is retried; doubled for each further failure."""
+    max_transaction_retry_s: float = 5.0
+    """Longest of these pauses."""
+    stalled_target_retry_s: float = 2.0
+    """Pause before answers for a stalled reply partition are retried; doubled if they fail."""
+    max_stalled_target_retry_s: float = 60.0
+    """Longest of these pauses."""
+    forbidden_topic_retry_s: float = 30.0
+    """How long answers for a topic without write permission go to `responses` untried."""
+    max_forbidden_topics: int = 10_000
+    """Forbidden topics that are remembered."""
+    answer_overhead_bytes: int = 256
+    """Approximate size of an answer without its outputs and its key."""
+
+    quick_transaction_share: float = 0.25
+    """A transaction is quick if it took no more than this share of its timeout."""
+    transaction_size_patience: int = 32
+    """Quick transactions before a size that timed out is tried again; doubled if that fails."""
+    max_transaction_size_patience: int = 4096
+    """Most quick transactions before such a try."""
+    unlimited_transaction_bytes: int = 64 * 1024 * 1024
+    """From this size on a transaction has no limit, since the queue itself is bounded."""
+
+    consecutive_steps_within_s: float = 0.01
+    """A step that begins later than this after the last one follows a silence."""
+    linger_share: float = 0.1
+    """Longest linger, as a share of the time in which the requests in flight are answered."""
+    linger_answers: int = 1024
+    """With this many answers, the cost of the transaction itself is small."""
+    max_linger_s: float = 0.1
+    """Longest linger."""
+    min_linger_s: float = 0.005
+    """A shorter linger means that there is no backlog, so there is none."""
+
 
 @dataclass(frozen=True)
 class RuntimeTuning:

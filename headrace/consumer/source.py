@@ -159,7 +159,7 @@ class Source:
         finally:
             self.reading.end()
             self._reading = False
-            self._acked.give()
+            self._acked.set()
 
     def _beside(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
         group = self._settings.progress_group
@@ -373,7 +373,7 @@ class Source:
                 self._consumer.seek(partition, progresses[partition].base)
                 self._begin(self.tracker.assign(partition, progresses[partition]))
         # Commit at once: with time, more new records take the offsets of the lost ones.
-        self._acked.give()
+        self._acked.set()
 
     def _skip(self, assignment: AssignedPartition, first: int, beginning: int) -> None:
         """Skip the offsets from `first` to `beginning`, which were deleted unread."""
@@ -498,7 +498,7 @@ class Source:
 
     def _on_settled(self) -> None:
         self._backlog.acked = self.tracker.budget.acked
-        self._acked.give()
+        self._acked.set()
         if self.deferral is not None:
             self.deferral.freed()
 

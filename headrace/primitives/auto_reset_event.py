@@ -6,17 +6,17 @@ import asyncio
 
 
 class AutoResetEvent:
-    """Event that each `wait` resets first: only a later `give` wakes the waiting task."""
+    """Event that each `wait` resets first: only a later `set` wakes the waiting task."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def give(self) -> None:
+    def set(self) -> None:
         """Wake the waiting task."""
         self._event.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Reset the event, then wait until it is given or `timeout_s` has passed."""
+        """Reset the event, then wait until it is set or `timeout_s` has passed."""
         self._event.clear()
         try:
             async with asyncio.timeout(timeout_s):

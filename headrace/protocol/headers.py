@@ -273,6 +273,11 @@ OWN_HEADERS = frozenset(
 )
 """The `x-*` headers that Headrace defines, besides `x-replay-*`; all others are copied."""
 
+OWN_ANSWER_HEADERS = 3
+"""Number of Headrace's own headers, which come first in an answer: content-type, x-status and
+x-request.
+"""
+
 _STAY = OWN_HEADERS | {"spring_json_header_types"} | _RULES.keys()
 _STAYING_PREFIXES = ("content-", "ce_", "kafka_", "retry_topic-", "x-replay-")
 

@@ -40,7 +40,6 @@ from headrace.services.ingest.decode import Rules
 from headrace.services.ingest.service import IngestService
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
-from headrace.services.responder.step_size import StepSizing
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import DeviceSnapshot, WaitingSnapshot
 from headrace.telemetry.watchdog import Activity
@@ -308,9 +307,11 @@ class StageGroup:
             lambda: self._models.versions(State.READY),
         )
 
-    def _step_sizing(self) -> StepSizing:
-        kafka = self._settings.kafka  # None for the embedded log
-        return StepSizing() if kafka is None else StepSizing(kafka.transaction_timeout_ms / 1000)
+    def _transaction_timeout_s(self) -> float:
+        kafka = self._settings.kafka
+        if kafka is None:
+            return self._tuning.responder.transaction_timeout_s
+        return kafka.transaction_timeout_ms / 1000
 
     async def _wire_responder(self, producer: Producer) -> _Edge:
         """Wire the responder; return the channel or topic to which others send ended requests."""
@@ -329,9 +330,10 @@ class StageGroup:
                 self._origins,
                 self.source.sealing,
                 self._settings.delivery.order,
-                self._step_sizing(),
+                self._transaction_timeout_s(),
             ),
             self._instruments,
+            self._tuning.responder,
         )
         self.source.when_revoked(responder.revoked)
         self._runs["responder"] = responder.run

@@ -1,4 +1,4 @@
-"""At-least-once answers in no order: chunks overlap.
+"""Write answers at least once and in no order: chunks overlap.
 
 While one chunk waits for its acknowledgements, the next ones are encoded and sent, up to a limit.
 A target that does not acknowledge for a while, such as a partition without a leader, is *stalled*:
@@ -19,55 +19,58 @@ from headrace.delivery.offset_store import OffsetStore
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, TopicPartition
-from headrace.primitives.byte_semaphore import Room
+from headrace.primitives.byte_semaphore import ByteSemaphore
 from headrace.protocol.messages import Request
-from headrace.services.responder.encoder import Addressed, AnswerEncoder, answer_bytes
+from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.span_attributes import Answering
+from headrace.tuning import TUNING, ResponderTuning
 
 log = structlog.get_logger(__name__)
 
-UNACKNOWLEDGED_CHUNKS = 16
-UNACKNOWLEDGED_BYTES = 64 * 1024 * 1024
-STALLED_S = 1.0
+RefusedAnswer = tuple[Request, TopicPartition, Rejected, bool]
+"""A request, the target that refused its answer, the error, and whether the answer was minimal."""
 
 
-Refusal = tuple[Request, TopicPartition, Rejected, bool]
-"""A request, the target that refused its answer, the error, and whether the answer was bare."""
-
-
-class _Pass:
+class _ChunkPermit:
     """A chunk's permit and bytes, released once: when it is answered or when it stalls."""
 
-    def __init__(self, permits: asyncio.Semaphore, room: Room, size_bytes: int) -> None:
+    def __init__(
+        self, permits: asyncio.Semaphore, free_bytes: ByteSemaphore, size_bytes: int
+    ) -> None:
         self._permits = permits
-        self._room = room
+        self._free_bytes = free_bytes
         self._size_bytes = size_bytes
         self._held = True
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         if self._held:
             self._held = False
             self._permits.release()
-            self._room.leave(self._size_bytes)
+            self._free_bytes.release(self._size_bytes)
 
 
 class AtLeastOnce:
     """Answer chunk by chunk; the context exits when everything is acknowledged."""
 
     def __init__(
-        self, producer: Producer, composer: AnswerEncoder, books: OffsetStore, metrics: Metrics
+        self,
+        producer: Producer,
+        encoder: AnswerEncoder,
+        offset_store: OffsetStore,
+        metrics: Metrics,
+        tuning: ResponderTuning = TUNING.responder,
     ) -> None:
         self._producer = producer
-        self._composer = composer
-        self._books = books
+        self._encoder = encoder
+        self._offset_store = offset_store
         self._metrics = metrics
-        self._permits = asyncio.Semaphore(UNACKNOWLEDGED_CHUNKS)
-        self._room = Room(UNACKNOWLEDGED_BYTES)
+        self._stalled_after_s = tuning.target_stalled_after_s
+        self._permits = asyncio.Semaphore(tuning.max_unacknowledged_chunks)
+        self._free_bytes = ByteSemaphore(tuning.max_unacknowledged_bytes)
         self._tasks = asyncio.TaskGroup()
         self._stalled: dict[TopicPartition, list[Request]] = {}
-        self._writing: dict[int, Sequence[Request]] = {}
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -81,36 +84,37 @@ class AtLeastOnce:
     ) -> None:
         await self._tasks.__aexit__(kind, error, trace)
 
-    async def take(self, addressed: Addressed) -> None:
+    async def submit(self, addressed: RequestsByTarget) -> None:
         """Start to answer a chunk once a permit and bytes are free."""
         for target in addressed.keys() & self._stalled.keys():
             self._stalled[target] += addressed.pop(target)
         if not addressed:
             return
-        size_bytes = sum(map(answer_bytes, addressed.values()))
-        await self._room.enter(size_bytes)
+        size_bytes = sum(map(output_bytes, addressed.values()))
+        await self._free_bytes.acquire(size_bytes)
         await self._permits.acquire()
-        permit = _Pass(self._permits, self._room, size_bytes)
+        permit = _ChunkPermit(self._permits, self._free_bytes, size_bytes)
         self._tasks.create_task(self._answer(addressed, permit), name="responder-answer")
 
-    def revoked(self) -> None:
+    def drop_revoked(self) -> None:
         """Drop stalled requests whose ack handles have been revoked."""
         for target, waiting in self._stalled.items():
-            self._stalled[target] = self._still_ours(waiting)
+            self._stalled[target] = self._keep_assigned(waiting)
 
-    def _still_ours(self, requests: list[Request]) -> list[Request]:
+    def _keep_assigned(self, requests: list[Request]) -> list[Request]:
+        """Return the requests whose partition is still assigned; acknowledge the others."""
         if not any_void(requests):
             return requests
-        ours: list[Request] = []
+        assigned: list[Request] = []
         for request in requests:
             if request.ack_handle.revoked:
                 self._metrics.revoked.inc()
                 request.ack_handle.ack()
             else:
-                ours.append(request)
-        return ours
+                assigned.append(request)
+        return assigned
 
-    async def _answer(self, addressed: Addressed, permit: _Pass) -> None:
+    async def _answer(self, addressed: RequestsByTarget, permit: _ChunkPermit) -> None:
         """Write a chunk's answers, wait for the brokers, and acknowledge the requests."""
         left = set(addressed)
 
@@ -118,9 +122,9 @@ class AtLeastOnce:
             for target in left:
                 log.warning(Event.ANSWERS_STALLED, topic=str(target))
                 self._stalled.setdefault(target, [])
-            permit.give_back()
+            permit.release()
 
-        timer = asyncio.get_running_loop().call_later(STALLED_S, stall)
+        timer = asyncio.get_running_loop().call_later(self._stalled_after_s, stall)
         try:
             # All partitions are written concurrently. The first needs no task of its own, and
             # often there is only one.
@@ -132,28 +136,21 @@ class AtLeastOnce:
                 await self._answer_target(here, these, left)
         finally:
             timer.cancel()
-            permit.give_back()
+            permit.release()
 
     async def _answer_target(
         self, target: TopicPartition, requests: list[Request], left: set[TopicPartition]
     ) -> None:
-        await self._write(target, requests)
+        await self._answer_partition(target, requests)
         left.discard(target)
         while waiting := self._stalled.pop(target, None):
-            await self._write(target, waiting)
-
-    async def _write(self, target: TopicPartition, requests: list[Request]) -> None:
-        self._writing[id(requests)] = requests
-        try:
-            await self._answer_partition(target, requests)
-        finally:
-            del self._writing[id(requests)]
+            await self._answer_partition(target, waiting)
 
     async def _answer_partition(self, target: TopicPartition, requests: list[Request]) -> None:
-        composer = self._composer
-        clock = composer.anchored()
+        encoder = self._encoder
+        clock = encoder.anchored()
         began_us = clock()
-        records = composer.answers(requests, began_us)
+        records = encoder.encode_answers(requests, began_us)
         encoded_us = clock()
         refused = await deliver(
             self._producer,
@@ -172,33 +169,37 @@ class AtLeastOnce:
             )
         acknowledged_us = clock()
         # Dead letters are written before the ack: an acknowledged request is not read again.
-        requests = self._still_ours(requests)
+        requests = self._keep_assigned(requests)
         failed = [request for request in requests if request.failure is not None]
         if failed:
-            await self._keep(composer.letters(failed))
+            await self._write_dead_letters(encoder.encode_dead_letters(failed))
         times = Answering(began_us, encoded_us, acknowledged_us, clock())
-        composer.answered({target: requests}, times)
+        encoder.record_answered({target: requests}, times)
         # Ack last: a crash before this line repeats answers, but loses none.
-        self._books.ack(requests)
+        self._offset_store.ack(requests)
 
-    async def _answer_refused(self, refused: Sequence[Refusal]) -> None:
+    async def _answer_refused(self, refused: Sequence[RefusedAnswer]) -> None:
         """Replace refused answers by fallbacks until each is accepted or given up."""
         while refused:
-            ways: dict[tuple[TopicPartition, bool], list[Request]] = {}
-            for request, target, error, bare in refused:
-                way = self._composer.give_way(request, target, error, bare=bare)
-                if way is not None:
-                    ways.setdefault(way, []).append(request)
-            again: list[Refusal] = []
-            for (target, bare), requests in ways.items():
-                now_us = self._composer.clock()
-                records = self._composer.answers(requests, now_us, bare=bare)
-                still = await deliver(self._producer, target, records, self._metrics)
-                again += [(requests[index], target, still[index], bare) for index in still]
-            refused = again
+            fallbacks: dict[tuple[TopicPartition, bool], list[Request]] = {}
+            for request, target, error, minimal in refused:
+                fallback = self._encoder.choose_fallback(request, target, error, minimal=minimal)
+                if fallback is not None:
+                    fallbacks.setdefault(fallback, []).append(request)
+            refused_again: list[RefusedAnswer] = []
+            for (target, minimal), requests in fallbacks.items():
+                now_us = self._encoder.clock()
+                records = self._encoder.encode_answers(requests, now_us, minimal=minimal)
+                errors = await deliver(self._producer, target, records, self._metrics)
+                refused_again += [
+                    (requests[index], target, error, minimal) for index, error in errors.items()
+                ]
+            refused = refused_again
 
-    async def _keep(self, letters: Mapping[TopicPartition, Sequence[NewRecord]]) -> None:
-        for target, records in letters.items():
+    async def _write_dead_letters(
+        self, dead_letters: Mapping[TopicPartition, Sequence[NewRecord]]
+    ) -> None:
+        for target, records in dead_letters.items():
             refused = await deliver(self._producer, target, records, self._metrics)
-            if unkept := too_large(target, refused):
-                self._composer.unkept(target, len(unkept))
+            if dropped := too_large(target, refused):
+                self._encoder.record_dropped_dead_letters(target, len(dropped))

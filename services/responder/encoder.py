@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import structlog
 
 from headrace.delivery.failures import deadline_passed
+from headrace.delivery.offset_store import Outgoing
+from headrace.delivery.producing import too_large
+from headrace.delivery.transactions import Records
 from headrace.errors import Code, Rejected
-from headrace.log.errors import LogRefused, RecordTooLarge
+from headrace.log.errors import LogRefused, RecordsRefused, RecordTooLarge
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.codec import encode_error, encode_responses
-from headrace.protocol.headers import answer_headers, answers_headers, dead_letter_headers
+from headrace.protocol.headers import (
+    OWN_ANSWER_HEADERS,
+    answer_headers,
+    answers_headers,
+    dead_letter_headers,
+)
 from headrace.protocol.messages import Failure, Head, Request
-from headrace.services.responder.routing import Routes, misrouted
+from headrace.services.responder.routing import Routes, wrong_reply_topic
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.request_log import log_answered
@@ -22,10 +32,8 @@ from headrace.topics import Stage
 
 log = structlog.get_logger(__name__)
 
-BARE_HEADERS = 3
-"""Number of Headrace's own headers, which come first: content-type, x-status, x-request."""
-
-Addressed = dict[TopicPartition, list[Request]]
+RequestsByTarget = dict[TopicPartition, list[Request]]
+"""Ended requests by the partition that their answers are written to."""
 
 
 class AnswerEncoder:
@@ -36,15 +44,15 @@ class AnswerEncoder:
         self._metrics, self._tracing = instruments.metrics, instruments.tracing
         self.clock, self.anchored = instruments.clock, instruments.anchored
 
-    def answers(
-        self, requests: Sequence[Request], now_us: int, *, bare: bool = False
+    def encode_answers(
+        self, requests: Sequence[Request], now_us: int, *, minimal: bool = False
     ) -> list[NewRecord]:
         """Return an answer for each request, in order; requests that are late by now fail first.
 
         Args:
             requests: ended requests.
             now_us: epoch microseconds.
-            bare: encode errors without the caller's key and headers.
+            minimal: encode errors without the caller's key and headers.
         """
         for request in [each for each in requests if each.envelope.deadline_ms]:
             late = deadline_passed(request, now_us, Stage.RESPONDER)
@@ -62,37 +70,41 @@ class AnswerEncoder:
             return records
         answered = iter(records)
         return [
-            next(answered) if request.failure is None else self._error(request, now_us, bare=bare)
+            next(answered)
+            if request.failure is None
+            else self._encode_error(request, now_us, minimal=minimal)
             for request in requests
         ]
 
-    def _error(self, request: Request, now_us: int, *, bare: bool) -> NewRecord:
+    def _encode_error(self, request: Request, now_us: int, *, minimal: bool) -> NewRecord:
         failure = request.failure
         assert failure is not None
         if self._tracing is not None:
             self._tracing.keep(request, now_us)
         headers = answer_headers(request, failure.code, self._routes.requests)
         value = encode_error(request, failure)
-        if bare:
-            return NewRecord(None, value, headers[:BARE_HEADERS])
+        if minimal:
+            return NewRecord(None, value, headers[:OWN_ANSWER_HEADERS])
         return NewRecord(request.key, value, headers)
 
-    def letters(self, requests: Iterable[Request]) -> dict[TopicPartition, list[NewRecord]]:
+    def encode_dead_letters(
+        self, requests: Iterable[Request]
+    ) -> dict[TopicPartition, list[NewRecord]]:
         """Return the dead letters, by target, of requests that can never succeed as they are."""
         found: dict[TopicPartition, list[NewRecord]] = {}
         for request in requests:
-            if (target := self.letter_target(request)) is not None:
-                found.setdefault(target, []).append(self.letter(request))
+            if (target := self.dead_letter_target(request)) is not None:
+                found.setdefault(target, []).append(self.encode_dead_letter(request))
         return found
 
-    def letter_target(self, request: Request) -> TopicPartition | None:
-        """Return where a request's dead letter is kept; None if it has none."""
+    def dead_letter_target(self, request: Request) -> TopicPartition | None:
+        """Return the partition of a request's dead letter; None if it has none."""
         failure = request.failure
         if failure is None or not Code(failure.code).is_dead_letter:
             return None
-        return self._routes.dead_letter(request)
+        return self._routes.dead_letter_target(request)
 
-    def letter(self, request: Request) -> NewRecord:
+    def encode_dead_letter(self, request: Request) -> NewRecord:
         """Return the dead letter of a request that has one."""
         failure = request.failure
         assert failure is not None
@@ -102,23 +114,23 @@ class AnswerEncoder:
             dead_letter_headers(request, failure, self._routes.requests),
         )
 
-    def misroute(self, request: Request, reason: str) -> TopicPartition:
+    def redirect_to_responses(self, request: Request, reason: str) -> TopicPartition:
         """Fail a request whose reply topic is refused; return its target on `responses`."""
         request.outputs = None
-        request.fail(misrouted(reason))
-        return self._routes.default(request)
+        request.fail(wrong_reply_topic(reason))
+        return self._routes.default_target(request)
 
-    def give_way(
-        self, request: Request, target: TopicPartition, error: Rejected, *, bare: bool
+    def choose_fallback(
+        self, request: Request, target: TopicPartition, error: Rejected, *, minimal: bool
     ) -> tuple[TopicPartition, bool] | None:
         """Choose the fallback for an answer that the log refused.
 
-        An answer that is too large becomes a `TOO_LARGE` error, then a bare one. An answer that
+        An answer that is too large becomes a `TOO_LARGE` error, then a minimal one. An answer that
         its reply topic refuses for another reason (topic deleted, no write permission, or
         compacted and without a key) goes to `responses` as an error.
 
         Returns:
-            The target, and whether the answer is bare; None if there is no fallback left.
+            The target, and whether the answer is minimal; None if there is no fallback left.
 
         Raises:
             LogRefused: `responses` refused the answer for another reason than its size.
@@ -126,28 +138,28 @@ class AnswerEncoder:
         if not isinstance(error, RecordTooLarge):
             if target.topic == self._routes.responses:
                 raise LogRefused(f"{target}: {error.message}") from error
-            return self.misroute(request, f"kafka_replyTopic: {error.message}"), False
+            return self.redirect_to_responses(request, f"kafka_replyTopic: {error.message}"), False
         if request.failure is None:
             request.outputs = None
-            request.fail(_unfitting(target))
+            request.fail(_answer_too_large(target))
             return target, False
-        if not bare:
+        if not minimal:
             return target, True
         self._metrics.unanswered.inc()
         log.error(Event.ANSWER_TOO_LARGE, topic=str(target), count=1)
         return None
 
-    def unkept(self, target: TopicPartition, count: int) -> None:
+    def record_dropped_dead_letters(self, target: TopicPartition, count: int) -> None:
         """Count and log dead letters that were dropped because they are too large."""
         self._metrics.unkept.inc(count)
         log.error(Event.DEAD_LETTER_TOO_LARGE, topic=str(target), count=count)
 
-    def answered(
-        self, addressed: Mapping[TopicPartition, Sequence[Request]], times: Answering
+    def record_answered(
+        self, answered: Mapping[TopicPartition, Sequence[Request]], times: Answering
     ) -> None:
         """Record in metrics, logs and traces that these answers and dead letters are written."""
         now_us = times.kept_us
-        for target, requests in addressed.items():
+        for target, requests in answered.items():
             self._metrics.answered(requests, times.began_us, now_us)
             log_answered(requests, now_us)
             for failure in [one for each in requests if (one := each.failure) is not None]:
@@ -157,7 +169,145 @@ class AnswerEncoder:
                 self._tracing.answered(requests, target, times)
 
 
-def _unfitting(target: TopicPartition) -> Failure:
+class TransactionRecords:
+    """The records of one partition's transactions, for exactly once.
+
+    An answer that its topic refuses before the transaction begins is replaced by a fallback; only
+    that answer is encoded again. It keeps its fallback from one transaction to the next: it may be
+    minimal or omitted, and its dead letter may be omitted.
+    """
+
+    def __init__(self, encoder: AnswerEncoder) -> None:
+        self._encoder = encoder
+        self._minimal: set[Request] = set()
+        self._omitted: set[Request] = set()
+        self._without_dead_letter: set[Request] = set()
+        self._encoded: dict[Request, NewRecord] = {}  # answers that need not be encoded again
+        self._records: dict[TopicPartition, list[NewRecord]] = {}
+        self._answered: RequestsByTarget = {}
+        self._answers: RequestsByTarget = {}
+        self._dead_letters: RequestsByTarget = {}
+        self._clock = encoder.anchored()
+        self._began_us = 0
+        self._encoded_us = 0
+
+    def encode(self, outgoing: Sequence[Outgoing]) -> Records:
+        """Return the answers and dead letters of one transaction; see
+        `headrace.delivery.transactions`.
+        """
+        encoder = self._encoder
+        self._clock = encoder.anchored()
+        self._began_us = self._clock()
+        self._answered, self._dead_letters = {}, {}
+        for request, target in outgoing:
+            if not request.skipped:
+                self._answered.setdefault(target, []).append(request)
+        self._answers = self._answered
+        if self._omitted:
+            self._answers = {
+                target: [each for each in requests if each not in self._omitted]
+                for target, requests in self._answered.items()
+            }
+        self._records = {
+            target: self._encode_answers(requests) for target, requests in self._answers.items()
+        }
+        self._encoded_us = self._clock()
+        for request, _ in outgoing:
+            if request.failure is not None and request not in self._without_dead_letter:
+                where = encoder.dead_letter_target(request)
+                if where is not None:
+                    self._dead_letters.setdefault(where, []).append(request)
+        for where, requests in self._dead_letters.items():
+            self._records[where] = list(map(encoder.encode_dead_letter, requests))
+        return self._records
+
+    def _encode_answers(self, requests: Sequence[Request]) -> list[NewRecord]:
+        encode, encoded = self._encoder.encode_answers, self._encoded
+        if not (self._minimal or encoded):
+            return encode(requests, self._began_us)
+        missing = [each for each in requests if each not in encoded]
+        for minimal in (False, True):
+            part = [each for each in missing if (each in self._minimal) is minimal]
+            encoded.update(zip(part, encode(part, self._began_us, minimal=minimal), strict=True))
+        return [encoded[each] for each in requests]
+
+    def replace_refused(
+        self, outgoing: Sequence[Outgoing], error: RecordsRefused
+    ) -> list[Outgoing]:
+        """Choose fallbacks for refused records; return all answers with the targets to try next.
+
+        Raises:
+            LogRefused: one of Headrace's topics refused a record for a reason other than size.
+        """
+        for target, requests in self._answers.items():
+            self._encoded.update(zip(requests, self._records[target], strict=True))
+        targets: dict[Request, TopicPartition] = {}
+        for where, refused in error.refused.items():
+            if where in self._dead_letters:
+                too_large(where, refused)
+                self._without_dead_letter.update(
+                    self._dead_letters[where][index] for index in refused
+                )
+                continue
+            for index, refusal in refused.items():
+                request = self._answers[where][index]
+                targets[request] = self.choose_fallback(request, where, refusal)
+        return [(request, targets.get(request, target)) for request, target in outgoing]
+
+    def choose_fallback(
+        self, request: Request, target: TopicPartition, refusal: Rejected
+    ) -> TopicPartition:
+        """Choose an answer's fallback, return its target; see `AnswerEncoder.choose_fallback`."""
+        self._encoded.pop(request, None)
+        fallback = self._encoder.choose_fallback(
+            request, target, refusal, minimal=request in self._minimal
+        )
+        if fallback is None:
+            self._omitted.add(request)
+            return target
+        target, minimal = fallback
+        (self._minimal.add if minimal else self._minimal.discard)(request)
+        return target
+
+    def omit_dead_letter(self, request: Request) -> bool:
+        """Omit a dead letter; return False if there is none, or it is omitted already."""
+        if request in self._without_dead_letter:
+            return False
+        if self._encoder.dead_letter_target(request) is None:
+            return False
+        self._without_dead_letter.add(request)
+        return True
+
+    def restore_dead_letter(self, request: Request) -> None:
+        """Undo `omit_dead_letter`."""
+        self._without_dead_letter.discard(request)
+
+    def record_committed(self) -> None:
+        """Count and log what the last transaction has committed."""
+        if not self._answered:
+            return
+        if self._without_dead_letter:
+            self._record_omitted_dead_letters()
+        now_us = self._clock()
+        times = Answering(self._began_us, self._encoded_us, now_us, now_us)
+        self._encoder.record_answered(self._answered, times)
+
+    def _record_omitted_dead_letters(self) -> None:
+        counts = Counter[TopicPartition]()
+        for request in chain.from_iterable(self._answered.values()):
+            where = self._encoder.dead_letter_target(request)
+            if where is not None and request in self._without_dead_letter:
+                counts[where] += 1
+        for where, count in counts.items():
+            self._encoder.record_dropped_dead_letters(where, count)
+
+    def release(self) -> None:
+        """Free the encoded records after their transaction."""
+        self._encoded, self._records = {}, {}
+        self._answered, self._answers, self._dead_letters = {}, {}, {}
+
+
+def _answer_too_large(target: TopicPartition) -> Failure:
     return Failure(
         Code.TOO_LARGE,
         f"answer: expected one that fits a record of {target.topic}, got a larger one",
@@ -165,7 +315,7 @@ def _unfitting(target: TopicPartition) -> Failure:
     )
 
 
-def answer_bytes(requests: Iterable[Request]) -> int:
+def output_bytes(requests: Iterable[Request]) -> int:
     """Return the size in bytes of the requests' outputs; shared outputs count for each request."""
     total = size_bytes = 0
     heads: tuple[Head, ...] = ()
@@ -176,3 +326,18 @@ def answer_bytes(requests: Iterable[Request]) -> int:
                 heads, size_bytes = request.heads, sum(map(len, contents))
             total += size_bytes
     return total
+
+
+def record_sizes(outgoing: Iterable[Outgoing], overhead_bytes: int) -> Iterator[int]:
+    """Yield the approximate bytes of each answer, its dead letter included.
+
+    Args:
+        outgoing: ended requests.
+        overhead_bytes: bytes of an answer besides its outputs and its key.
+    """
+    for request, _ in outgoing:
+        size_bytes = overhead_bytes + len(request.key or b"")
+        size_bytes += sum(map(len, request.contents or ()))
+        if request.failure is not None:
+            size_bytes += len(request.value or b"")
+        yield size_bytes

@@ -1,9 +1,8 @@
-"""Partition sequencer: one answering step at a time for each source partition.
+"""Answer the requests of each source partition one step at a time: in order, or exactly once.
 
-Used for exactly once and for ordered answers. An ended request waits for its predecessor, if an
-order is configured, and then for its partition's next step. A step takes all queued answers:
-thousands at saturation, one when idle. For exactly once a step is a transaction (see `sealed`);
-otherwise it writes and waits for acknowledgements (see `in_order`).
+An ended request waits for its predecessor, if an order is configured, and then for its partition's
+next step. A step answers all queued requests: thousands at saturation, one when idle. For exactly
+once a step is a transaction (see `transactional`); otherwise it is an `OrderedStep`.
 """
 
 from __future__ import annotations
@@ -17,28 +16,24 @@ from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.inflight import InFlightAck
 from headrace.delivery.offset_store import OffsetStore, Outgoing
 from headrace.delivery.ordering import Order
+from headrace.delivery.producing import deliver, deliver_in_order, too_large
+from headrace.errors import Rejected
+from headrace.log.port import Producer, TopicPartition
 from headrace.primitives.auto_reset_event import AutoResetEvent
-from headrace.primitives.byte_semaphore import Room
+from headrace.primitives.byte_semaphore import ByteSemaphore
 from headrace.protocol.messages import Request
-from headrace.services.responder.encoder import Addressed, answer_bytes
+from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
 from headrace.telemetry.metrics import Metrics
-
-QUEUED_BYTES = 64 * 1024 * 1024
-"""Limit on queued outputs; those that wait for an earlier answer are not counted."""
-
-STEP_ANSWERS = 2048
-"""Most answers in one step: they are encoded without yielding, which blocks the event loop."""
-
-WAITING_S = 1.0
-"""Answers that had to wait are retried after this time, or with the next answers."""
+from headrace.telemetry.span_attributes import Answering
+from headrace.tuning import TUNING, ResponderTuning
 
 OrderBy = Literal["none", "key", "partition"]
-Step = Callable[[int, list[Outgoing]], Awaitable[Sequence[Outgoing]]]
+AnswerStep = Callable[[int, list[Outgoing]], Awaitable[Sequence[Outgoing]]]
 """Answer requests of one source partition and acknowledge them; return those that must wait."""
 
 
-class _Lane:
-    """Queue of one source partition, for one assignment."""
+class _PartitionQueue:
+    """Ended requests of one source partition, for one assignment."""
 
     def __init__(self, number: int, progress: Progress) -> None:
         self.number = number
@@ -46,16 +41,16 @@ class _Lane:
         self.order: Order[Outgoing] = Order(progress)
         self.queue: list[Outgoing] = []
         self.waiting: list[Outgoing] = []
-        self.more = AutoResetEvent()
+        self.changed = AutoResetEvent()
         self.task: asyncio.Task[None] | None = None
 
 
-class Turns:
+class PartitionSequencer:
     """Run one step at a time per source partition; the context exits when all is acknowledged.
 
     Args:
         step: answers and acknowledges a list of requests.
-        books: offset store of answered requests.
+        offset_store: offset store of answered requests.
         order_by: the scope in which answers keep their order.
         charges_held: whether held answers count against the read budget. They must not if an
             earlier request may still have to be read: the budget would then keep it out.
@@ -63,20 +58,24 @@ class Turns:
 
     def __init__(
         self,
-        step: Step,
-        books: OffsetStore,
+        step: AnswerStep,
+        offset_store: OffsetStore,
         order_by: OrderBy,
         metrics: Metrics,
         *,
         charges_held: bool = True,
+        tuning: ResponderTuning = TUNING.responder,
     ) -> None:
         self._step = step
-        self._books = books
+        self._offset_store = offset_store
         self._order_by = order_by
         self._charges_held = charges_held
         self._metrics = metrics
-        self._lanes: dict[int, _Lane] = {}
-        self._room = Room(QUEUED_BYTES)
+        self._tuning = tuning
+        self._queues: dict[int, _PartitionQueue] = {}
+        # Answers that wait for an earlier one are not counted: they could fill the limit, and the
+        # earlier one would then never be queued.
+        self._queued_bytes = ByteSemaphore(tuning.max_queued_answer_bytes)
         self._tasks = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
@@ -91,111 +90,199 @@ class Turns:
     ) -> None:
         await self._tasks.__aexit__(kind, error, trace)
 
-    async def take(self, addressed: Addressed) -> None:
-        """Queue a chunk; wait while more than `QUEUED_BYTES` are queued."""
-        lanes: dict[int, _Lane | None] = {}
-        free: dict[int, list[Outgoing]] = {}
+    async def submit(self, addressed: RequestsByTarget) -> None:
+        """Queue a chunk; wait while more than `max_queued_answer_bytes` are queued."""
+        queues: dict[int, _PartitionQueue | None] = {}
+        ready: dict[int, list[Outgoing]] = {}
         for target, requests in addressed.items():
             for request in requests:
                 number = request.partition
-                if number not in lanes:
-                    lanes[number], free[number] = self._lane(number), []
-                lane = lanes[number]
-                if lane is None or request.ack_handle.revoked:
-                    self._revoked(request)
+                if number not in queues:
+                    queues[number], ready[number] = self._queue_of(number), []
+                queue = queues[number]
+                if queue is None or request.ack_handle.revoked:
+                    self._drop(request)
                 elif self._order_by == "none":
-                    free[number].append((request, target))
+                    ready[number].append((request, target))
                 else:
-                    free[number] += self._in_order(lane, (request, target))
-        for number, lane in lanes.items():
-            if lane is not None:
-                self._queue(lane, free[number])
-                self._start(lane)
-        await self._room.enough()
+                    ready[number] += self._follow_order(queue, (request, target))
+        for number, queue in queues.items():
+            if queue is not None:
+                self._enqueue(queue, ready[number])
+                self._start(queue)
+        await self._queued_bytes.wait_within_limit()
 
-    def revoked(self) -> None:
+    def drop_revoked(self) -> None:
         """Drop answers of revoked partitions, so that their bytes are freed."""
-        for number, lane in list(self._lanes.items()):
-            if lane.progress is not self._books.progress(number):
-                self._end(lane)
+        for number, queue in list(self._queues.items()):
+            if queue.progress is not self._offset_store.progress(number):
+                self._close(queue)
 
     # --- partitions --------------------------------------------------------------------------
 
-    def _lane(self, number: int) -> _Lane | None:
+    def _queue_of(self, number: int) -> _PartitionQueue | None:
         """Return the queue of a source partition; None if this process no longer owns it."""
-        progress = self._books.progress(number)
+        progress = self._offset_store.progress(number)
         if progress is None:
             return None
-        lane = self._lanes.get(number)
-        if lane is None or lane.progress is not progress:
-            if lane is not None:
-                self._end(lane)
-            lane = self._lanes[number] = _Lane(number, progress)
-        return lane
+        queue = self._queues.get(number)
+        if queue is None or queue.progress is not progress:
+            if queue is not None:
+                self._close(queue)
+            queue = self._queues[number] = _PartitionQueue(number, progress)
+        return queue
 
-    def _in_order(self, lane: _Lane, outgoing: Outgoing) -> list[Outgoing]:
+    def _follow_order(self, queue: _PartitionQueue, outgoing: Outgoing) -> list[Outgoing]:
+        """Return the answers that may be written now that this request has ended."""
         request = outgoing[0]
         before: int | None = request.previous
         if self._order_by == "key":
             before = request.after if request.after >= 0 else None
-        free = lane.order.ended(request.offset, before, outgoing)
+        ready = queue.order.ended(request.offset, before, outgoing)
         ack_handle = request.ack_handle
-        if not (free or self._charges_held) and isinstance(ack_handle, InFlightAck):
+        if not (ready or self._charges_held) and isinstance(ack_handle, InFlightAck):
             ack_handle.resize(0)
-        return free
+        return ready
 
-    def _queue(self, lane: _Lane, outgoing: list[Outgoing]) -> None:
-        lane.queue += outgoing
-        self._room.take(_size(outgoing))
+    def _enqueue(self, queue: _PartitionQueue, outgoing: list[Outgoing]) -> None:
+        queue.queue += outgoing
+        self._queued_bytes.acquire_now(_size_bytes(outgoing))
 
-    def _start(self, lane: _Lane) -> None:
-        lane.more.give()
-        if lane.queue and lane.task is None:
-            lane.task = self._tasks.create_task(self._turn(lane), name=f"answer-{lane.number}")
+    def _start(self, queue: _PartitionQueue) -> None:
+        queue.changed.set()
+        if queue.queue and queue.task is None:
+            queue.task = self._tasks.create_task(
+                self._run_steps(queue), name=f"answer-{queue.number}"
+            )
 
-    async def _turn(self, lane: _Lane) -> None:
-        """Run steps until no answer is left; retry waiting answers every `WAITING_S`."""
+    async def _run_steps(self, queue: _PartitionQueue) -> None:
+        """Run steps until no answer is left; retry waiting answers at an interval, or with the
+        next answers.
+        """
         try:
-            while lane.queue or (lane.waiting and self._is_current(lane)):
-                if not lane.queue:
-                    await lane.more.wait(WAITING_S)
-                await self._take_turn(lane)
+            while queue.queue or (queue.waiting and self._is_current(queue)):
+                if not queue.queue:
+                    await queue.changed.wait(self._tuning.waiting_answers_retry_s)
+                await self._run_step(queue)
         finally:
-            lane.task = None
-        if not self._is_current(lane):
-            self._end(lane)
+            queue.task = None
+        if not self._is_current(queue):
+            self._close(queue)
 
-    async def _take_turn(self, lane: _Lane) -> None:
-        taken, lane.queue = lane.queue[:STEP_ANSWERS], lane.queue[STEP_ANSWERS:]
-        in_hand, lane.waiting = lane.waiting + taken, []
-        size_bytes = _size(taken)
+    async def _run_step(self, queue: _PartitionQueue) -> None:
+        most = self._tuning.max_step_answers
+        taken, queue.queue = queue.queue[:most], queue.queue[most:]
+        step, queue.waiting = queue.waiting + taken, []
+        size_bytes = _size_bytes(taken)
         try:
-            lane.waiting += await self._step(lane.number, in_hand)
+            queue.waiting += await self._step(queue.number, step)
         finally:
-            self._room.leave(size_bytes)
+            self._queued_bytes.release(size_bytes)
         # A recovery within the step may have found answers written by another owner.
-        self._queue(lane, lane.order.look_again())
+        self._enqueue(queue, queue.order.look_again())
 
-    def _is_current(self, lane: _Lane) -> bool:
-        return self._lanes.get(lane.number) is lane
+    def _is_current(self, queue: _PartitionQueue) -> bool:
+        return self._queues.get(queue.number) is queue
 
-    def _end(self, lane: _Lane) -> None:
+    def _close(self, queue: _PartitionQueue) -> None:
         """End an assignment; a running step finds its own requests revoked by itself."""
-        if self._is_current(lane):
-            del self._lanes[lane.number]
-        lane.more.give()
-        left, lane.queue = lane.queue, []
-        self._room.leave(_size(left))
-        if lane.task is None:
-            left += lane.waiting
-            lane.waiting = []
-        for request, _ in left + lane.order.drop():
-            self._revoked(request)
+        if self._is_current(queue):
+            del self._queues[queue.number]
+        queue.changed.set()
+        left, queue.queue = queue.queue, []
+        self._queued_bytes.release(_size_bytes(left))
+        if queue.task is None:
+            left += queue.waiting
+            queue.waiting = []
+        for request, _ in left + queue.order.drop():
+            self._drop(request)
 
-    def _revoked(self, request: Request) -> None:
+    def _drop(self, request: Request) -> None:
         self._metrics.revoked.inc()
         request.ack_handle.ack()
 
 
-def _size(outgoing: Sequence[Outgoing]) -> int:
-    return answer_bytes([request for request, _ in outgoing])
+def _size_bytes(outgoing: Sequence[Outgoing]) -> int:
+    return output_bytes([request for request, _ in outgoing])
+
+
+class OrderedStep:
+    """Answer requests of one source partition in order, at least once; see `AnswerStep`.
+
+    All answers of a step are acknowledged together. If one were acknowledged before an earlier one
+    on another topic, later answers would overtake the earlier one after a restart.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        encoder: AnswerEncoder,
+        offset_store: OffsetStore,
+        metrics: Metrics,
+    ) -> None:
+        self._producer = producer
+        self._encoder = encoder
+        self._offset_store = offset_store
+        self._metrics = metrics
+
+    async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
+        addressed: RequestsByTarget = {}
+        for request, target in outgoing:
+            if not (request.ack_handle.revoked or request.skipped):
+                addressed.setdefault(target, []).append(request)
+        # Answers for different targets have no order between them.
+        async with asyncio.TaskGroup() as tasks:
+            for target, requests in addressed.items():
+                tasks.create_task(self._answer(target, requests), name=f"to-{target}")
+        # Ack all at once, after every target is written: see the class's docstring.
+        assigned: list[Request] = []
+        for request, _ in outgoing:
+            if request.ack_handle.revoked:
+                self._metrics.revoked.inc()
+                request.ack_handle.ack()
+            else:
+                assigned.append(request)
+        self._offset_store.ack(assigned)
+        return ()
+
+    async def _answer(self, target: TopicPartition, requests: list[Request]) -> None:
+        encoder = self._encoder
+        clock = encoder.anchored()
+        began_us = clock()
+        records = encoder.encode_answers(requests, began_us)
+        encoded_us = clock()
+        start = 0
+
+        def is_assigned() -> bool:
+            return not requests[0].ack_handle.revoked  # all are of one assignment
+
+        while start < len(records):
+            refused = await deliver_in_order(
+                self._producer, target, records[start:], self._metrics, is_assigned
+            )
+            if refused is None:
+                break
+            index, error = refused
+            await self._answer_refused(requests[start + index], target, error)
+            start += index + 1
+        if not is_assigned():
+            return
+        acknowledged_us = clock()
+        for where, dead_letters in encoder.encode_dead_letters(requests).items():
+            refused_letters = await deliver(self._producer, where, dead_letters, self._metrics)
+            if dropped := too_large(where, refused_letters):
+                encoder.record_dropped_dead_letters(where, len(dropped))
+        times = Answering(began_us, encoded_us, acknowledged_us, clock())
+        encoder.record_answered({target: requests}, times)
+
+    async def _answer_refused(
+        self, request: Request, target: TopicPartition, error: Rejected
+    ) -> None:
+        encoder, minimal = self._encoder, False
+        while fallback := encoder.choose_fallback(request, target, error, minimal=minimal):
+            target, minimal = fallback
+            records = encoder.encode_answers([request], encoder.clock(), minimal=minimal)
+            refused = await deliver_in_order(self._producer, target, records, self._metrics)
+            if refused is None:
+                return
+            error = refused[1]

@@ -1,15 +1,27 @@
-"""Choose the target of an answer, and refuse reply topics that are not allowed; no I/O."""
+"""Choose the target of an answer, and refuse reply topics that are not allowed.
+
+Only `ReplyTopics` does I/O: it looks up the partition counts of callers' topics.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
 
 from headrace.config import Settings
-from headrace.errors import Code
+from headrace.errors import Code, Retriable
 from headrace.log.errors import TopicForbidden
-from headrace.log.port import TopicPartition
+from headrace.log.port import Producer, TopicPartition
 from headrace.protocol.messages import Envelope, Failure, Request
+from headrace.telemetry.logs import Event
 from headrace.topics import Stage, Topic
+from headrace.tuning import TUNING, ResponderTuning
+
+log = structlog.get_logger(__name__)
 
 
 class Routes:
@@ -39,11 +51,11 @@ class Routes:
             for pattern in settings.topics.reply_allowed
         ]
 
-    def default(self, request: Request) -> TopicPartition:
+    def default_target(self, request: Request) -> TopicPartition:
         """Return the partition of `responses` for an answer without a reply topic."""
         return self._defaults[request.partition % self.responses_partitions]
 
-    def dead_letter(self, request: Request) -> TopicPartition:
+    def dead_letter_target(self, request: Request) -> TopicPartition:
         """Return the partition for the request's dead letter."""
         return TopicPartition(self._dead_letters, request.partition % self._dead_letter_partitions)
 
@@ -80,6 +92,68 @@ def choose_partition(
     return TopicPartition(topic, wanted)
 
 
-def misrouted(reason: str) -> Failure:
+def wrong_reply_topic(reason: str) -> Failure:
     """Return the failure of a request whose reply topic or partition is refused."""
     return Failure(Code.INVALID_REQUEST, reason, Stage.RESPONDER)
+
+
+Resolved = Callable[[list[Request], int | TopicForbidden | None], Awaitable[None]]
+"""Called with the waiting requests and the number of partitions; None if there is no such topic."""
+
+
+class ReplyTopics:
+    """Cache of the partition counts of callers' topics.
+
+    An unknown topic is looked up in its own task, at most once at a time; only the requests for
+    that topic wait.
+
+    Args:
+        on_resolved: continues with the requests that waited.
+    """
+
+    def __init__(
+        self, producer: Producer, on_resolved: Resolved, tuning: ResponderTuning = TUNING.responder
+    ) -> None:
+        self._producer = producer
+        self._on_resolved = on_resolved
+        self._tuning = tuning
+        self._cached: dict[str, tuple[int, float]] = {}
+        self._waiting: dict[str, list[Request]] = {}
+        self._permits = asyncio.Semaphore(tuning.max_reply_topic_lookups)
+
+    def cached_partitions(self, topic: str) -> int | None:
+        """Return the number of partitions; None if it is not cached."""
+        entry = self._cached.get(topic)
+        if entry is None or entry[1] < time.monotonic():
+            return None
+        return entry[0]
+
+    def look_up(self, topic: str, request: Request, tasks: asyncio.TaskGroup) -> None:
+        """Look up the topic, then continue with the request through `on_resolved`."""
+        waiting = self._waiting.get(topic)
+        if waiting is not None:
+            waiting.append(request)
+            return
+        self._waiting[topic] = [request]
+        tasks.create_task(self._look_up(topic), name="responder-lookup")
+
+    async def _look_up(self, topic: str) -> None:
+        async with self._permits:
+            partitions = await self._describe(topic)
+        if isinstance(partitions, int):
+            if len(self._cached) >= self._tuning.max_cached_reply_topics:
+                self._cached.clear()
+            expires_s = time.monotonic() + self._tuning.reply_topic_cache_s
+            self._cached[topic] = (partitions, expires_s)
+        await self._on_resolved(self._waiting.pop(topic), partitions)
+
+    async def _describe(self, topic: str) -> int | TopicForbidden | None:
+        while True:
+            try:
+                return await self._producer.partitions_for(topic)
+            except TopicForbidden as error:
+                return error
+            except Retriable as error:
+                # Retry forever: without a broker, a refusal cannot be sent either.
+                log.warning(Event.REPLY_TOPIC_UNKNOWN, topic=topic, reason=str(error))
+                await asyncio.sleep(self._tuning.reply_topic_retry_s)

@@ -1,9 +1,9 @@
 """The responder stage: ended requests → reply partitions → answers written → acknowledged.
 
 Every request of the process comes through here, however it ended: `_ours` drops revoked and
-repeated requests, `_address` finds each answer's partition, and `take` writes and acknowledges
-the answers. Chunks overlap (`overlapping`) unless answers are committed in transactions or kept
-in order; then each source partition runs one step at a time (`turns`).
+repeated requests, `_address` finds each answer's partition, and `submit` writes and acknowledges
+the answers. Chunks overlap (`at_least_once`) unless answers are committed in transactions or kept
+in order; then each source partition runs one step at a time (`ordered`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer
 from headrace.protocol.messages import Head, Request
 from headrace.services.responder.at_least_once import AtLeastOnce
-from headrace.services.responder.directory import TopicDirectory
-from headrace.services.responder.encoder import Addressed, AnswerEncoder, answer_bytes
-from headrace.services.responder.in_order import OrderedStep
-from headrace.services.responder.ordered import OrderBy, Turns
-from headrace.services.responder.routing import Routes, choose_partition
-from headrace.services.responder.step_size import StepSizing
+from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
+from headrace.services.responder.ordered import OrderBy, OrderedStep, PartitionSequencer
+from headrace.services.responder.routing import ReplyTopics, Routes, choose_partition
 from headrace.services.responder.transactional import TransactionalStep
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Inlet
+from headrace.tuning import TUNING, ResponderTuning
 
 CHARGED_FROM_BYTES = 1024
 """Smaller outputs are covered by the fixed overhead charged for each request."""
@@ -45,14 +43,14 @@ class Delivery(NamedTuple):
         origins: source offsets if another process reads the source topic; None otherwise.
         sealing: partition transactions, for exactly once.
         order_by: the scope in which answers keep their order.
-        step_sizing: the bounds of a transaction's size, for exactly once.
+        transaction_timeout_s: timeout of a transaction, for exactly once.
     """
 
     books: OffsetStore
     origins: SourceOffsets | None = None
     sealing: PartitionTransactions | None = None
     order_by: OrderBy = "none"
-    step_sizing: StepSizing = StepSizing()
+    transaction_timeout_s: float = TUNING.responder.transaction_timeout_s
 
 
 class ResponderService:
@@ -69,35 +67,42 @@ class ResponderService:
         routes: Routes,
         delivery: Delivery,
         instruments: Instruments,
+        tuning: ResponderTuning = TUNING.responder,
     ) -> None:
+        self._tuning = tuning
         self._inlet = inlet
         self._routes = routes
         self._books = delivery.books
         self._origins = delivery.origins
         self._metrics = instruments.metrics
-        self._composer = AnswerEncoder(routes, instruments)
-        self._directory = TopicDirectory(producer, self._resolved)
-        self._turns: Turns | None = None
+        self._encoder = AnswerEncoder(routes, instruments)
+        self._reply_topics = ReplyTopics(producer, self._resolved, tuning)
+        self._sequencer: PartitionSequencer | None = None
         self._answers = self._make_answers(producer, delivery)
 
-    def _make_answers(self, producer: Producer, delivery: Delivery) -> AtLeastOnce | Turns:
+    def _make_answers(
+        self, producer: Producer, delivery: Delivery
+    ) -> AtLeastOnce | PartitionSequencer:
         books, sealing, metrics = delivery.books, delivery.sealing, self._metrics
         if sealing is not None:
             step: TransactionalStep | OrderedStep = TransactionalStep(
                 sealing,
-                self._composer,
+                self._encoder,
                 metrics,
                 self._routes.responses,
                 in_order=delivery.order_by != "none",
-                sizing=delivery.step_sizing,
+                timeout_s=delivery.transaction_timeout_s,
+                tuning=self._tuning,
             )
         elif delivery.order_by != "none":
-            step = OrderedStep(producer, self._composer, books, metrics)
+            step = OrderedStep(producer, self._encoder, books, metrics)
         else:
-            return AtLeastOnce(producer, self._composer, books, metrics)
+            return AtLeastOnce(producer, self._encoder, books, metrics, self._tuning)
         fused = delivery.origins is None
-        self._turns = Turns(step, books, delivery.order_by, metrics, charges_held=fused)
-        return self._turns
+        self._sequencer = PartitionSequencer(
+            step, books, delivery.order_by, metrics, charges_held=fused, tuning=self._tuning
+        )
+        return self._sequencer
 
     async def run(self) -> None:
         """Run until the inlet ends and every request is acknowledged."""
@@ -105,11 +110,11 @@ class ResponderService:
             while (chunk := await self._inlet.receive()) is not None:
                 addressed = self._address(await self._ours(chunk), lookups)
                 if addressed:
-                    await self._answers.take(addressed)
+                    await self._answers.submit(addressed)
 
     def revoked(self) -> None:
         """Drop waiting requests whose ack handles have been revoked."""
-        self._answers.revoked()
+        self._answers.drop_revoked()
 
     async def _ours(self, chunk: list[Request]) -> list[Request]:
         """Drop requests of revoked partitions and those answered already; return the others."""
@@ -133,12 +138,12 @@ class ResponderService:
             if ack_handle.assignment.revoked:
                 self._metrics.revoked.inc()
                 ack_handle.ack()
-            elif request.contents is None and request.skipped and self._turns is None:
+            elif request.contents is None and request.skipped and self._sequencer is None:
                 self._books.ack([request])
             elif self._origins is None:
                 ours.append(request)
                 if request.heads is not heads:
-                    heads, size_bytes = request.heads, answer_bytes([request])
+                    heads, size_bytes = request.heads, output_bytes([request])
                 if size_bytes > CHARGED_FROM_BYTES and isinstance(ack_handle, InFlightAck):
                     ack_handle.resize(ack_handle.size_bytes + size_bytes)
             elif self._origins.claim(request.partition, request.offset):
@@ -149,9 +154,9 @@ class ResponderService:
                 repeated.append(request)
         return ours, repeated
 
-    def _address(self, requests: Iterable[Request], lookups: asyncio.TaskGroup) -> Addressed:
+    def _address(self, requests: Iterable[Request], lookups: asyncio.TaskGroup) -> RequestsByTarget:
         """Group requests by target partition; leave out those whose topic is being looked up."""
-        addressed: Addressed = {}
+        addressed: RequestsByTarget = {}
         alike: dict[_Wish, list[Request]] = {}
         last: list[Request] = []
         topic: str | None = None
@@ -170,50 +175,54 @@ class ResponderService:
             last.append(request)
         for (topic, number, _), some in alike.items():
             if topic is None and number is None:
-                addressed.setdefault(self._routes.default(some[0]), []).extend(some)
+                addressed.setdefault(self._routes.default_target(some[0]), []).extend(some)
             else:
                 self._address_wish(addressed, topic or self._routes.responses, some, lookups)
         return addressed
 
     def _address_wish(
-        self, addressed: Addressed, topic: str, alike: list[Request], lookups: asyncio.TaskGroup
+        self,
+        addressed: RequestsByTarget,
+        topic: str,
+        alike: list[Request],
+        lookups: asyncio.TaskGroup,
     ) -> None:
         """Address requests that name the same reply topic and partition."""
         refusal = self._routes.refusal(topic)
         if refusal is not None:
             for request in alike:
-                target = self._composer.misroute(request, refusal)
+                target = self._encoder.redirect_to_responses(request, refusal)
                 addressed.setdefault(target, []).append(request)
             return
         partitions = (
             self._routes.responses_partitions
             if topic == self._routes.responses
-            else self._directory.known(topic)
+            else self._reply_topics.cached_partitions(topic)
         )
         for request in alike:
             if partitions is None:
-                self._directory.wait_for(topic, request, lookups)
+                self._reply_topics.look_up(topic, request, lookups)
             else:
                 self._add(addressed, request, partitions)
 
     def _add(
-        self, addressed: Addressed, request: Request, partitions: int | TopicForbidden | None
+        self, addressed: RequestsByTarget, request: Request, partitions: int | TopicForbidden | None
     ) -> None:
         """Address a request after its topic's partitions were looked up (None: no such topic)."""
         topic = request.envelope.reply_topic or self._routes.responses
         target = choose_partition(request.envelope, request.partition, topic, partitions)
         if isinstance(target, str):
-            target = self._composer.misroute(request, target)
+            target = self._encoder.redirect_to_responses(request, target)
         addressed.setdefault(target, []).append(request)
 
     async def _resolved(
         self, requests: list[Request], partitions: int | TopicForbidden | None
     ) -> None:
-        addressed: Addressed = {}
+        addressed: RequestsByTarget = {}
         for request in requests:
             if request.ack_handle.revoked:  # during the lookup
                 self._metrics.revoked.inc()
                 request.ack_handle.ack()
             else:
                 self._add(addressed, request, partitions)
-        await self._answers.take(addressed)
+        await self._answers.submit(addressed)

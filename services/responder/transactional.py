@@ -1,11 +1,11 @@
-"""The answering step for exactly once: answers, dead letters and offsets in one transaction.
+"""Answer exactly once: answers, dead letters and offsets in one transaction.
 
 Records that their topics are known to refuse are found while encoding, before the transaction
 begins, and replaced by a fallback, by the same rules as without transactions. If the brokers
 refuse a transaction all the same, it is halved until the refused answer is alone; only that
 answer gets a fallback.
 
-A transaction that times out is halved as well; see `step_size`.
+A transaction that times out is halved as well; see `TransactionSize`.
 
 Answers for a partition without a leader are *stalled*: they are retried every few seconds, and
 the other answers are committed without them. A transaction that does not end in time may have hit
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -34,133 +35,241 @@ from headrace.log.errors import (
     UnknownPartition,
 )
 from headrace.log.port import TopicPartition
-from headrace.services.responder.draft import Draft, sizes_of
-from headrace.services.responder.encoder import AnswerEncoder
-from headrace.services.responder.gathering import pause_s
-from headrace.services.responder.step_size import StepSize, StepSizing
+from headrace.primitives.backoff import Backoff
+from headrace.services.responder.encoder import AnswerEncoder, TransactionRecords, record_sizes
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
+from headrace.tuning import TUNING, ResponderTuning
 
 log = structlog.get_logger(__name__)
 
-RETRY_S = 0.1
-MAX_RETRY_S = 5.0
-STALLED_S = 2.0
-MAX_STALLED_S = 60.0
-FORBIDDEN_S = 30.0
-"""How long answers for a topic without write permission go to `responses` without a new try."""
-MAX_FORBIDDEN = 10_000
-FOLLOWS_WITHIN_S = 0.01
-"""A step measures how quickly requests are answered only if it begins this soon after the last
-one; a burst after a silence does not.
-"""
+
+class TransactionSize:
+    """The size of the next transactions of one partition; no I/O.
+
+    A transaction that does not end within `transaction_timeout_ms` is aborted, and all of its
+    answers must be written again. If a producer quota or a slow network is the cause, the same
+    transaction would time out forever. So the next one is half as large; the size that worked is
+    kept, and grows while transactions of that size end well within the timeout.
+
+    Attributes:
+        limit_bytes: largest size of one transaction; None if there is no limit.
+    """
+
+    def __init__(self, timeout_s: float, tuning: ResponderTuning = TUNING.responder) -> None:
+        self._tuning = tuning
+        self._quick_s = tuning.quick_transaction_share * timeout_s
+        self._timed_out_bytes: int | None = None  # the ceiling: the smallest that has timed out
+        self._worked_bytes = 0  # the largest below the ceiling that was committed
+        self._quick = 0  # quick transactions since the last time-out
+        self._patience = tuning.transaction_size_patience
+        self.limit_bytes: int | None = None
+
+    def count(self, sizes: Iterable[int]) -> int:
+        """Return how many answers of these sizes, in order, fit into one transaction.
+
+        At least 1, since an answer cannot be divided.
+        """
+        total = count = 0
+        for size_bytes in sizes:
+            total += size_bytes
+            if count and self.limit_bytes is not None and total > self.limit_bytes:
+                break
+            count += 1
+        return count
+
+    def timed_out(self, size_bytes: int, answers: int) -> None:
+        """Halve the size, or return to the last size that worked; keep it for a single answer."""
+        if answers <= 1:
+            return
+        self._quick = 0
+        if self._timed_out_bytes is not None and size_bytes >= self._timed_out_bytes:
+            # A failed try costs a whole timeout, so the next one waits twice as long.
+            self._patience = min(2 * self._patience, self._tuning.max_transaction_size_patience)
+            self.limit_bytes = max(size_bytes // 2, self._worked_bytes)
+        else:
+            self._patience = self._tuning.transaction_size_patience
+            self._timed_out_bytes, self._worked_bytes = size_bytes, 0
+            self.limit_bytes = size_bytes // 2
+
+    def committed(self, size_bytes: int, took_s: float) -> None:
+        """Grow if the transaction was quick and the limit kept it small.
+
+        Near the size that has timed out the limit grows by an eighth, elsewhere it doubles.
+        """
+        limit, ceiling = self.limit_bytes, self._timed_out_bytes
+        if limit is None:
+            return
+        if ceiling is not None and size_bytes >= ceiling:
+            self._timed_out_bytes = ceiling = None
+        self._worked_bytes = max(self._worked_bytes, size_bytes)
+        if took_s > self._quick_s or 2 * size_bytes < limit:
+            return
+        self._quick += 1
+        is_near = ceiling is not None and limit >= ceiling // 2
+        grown = limit + (limit // 8 if is_near else limit) + 1
+        if ceiling is not None and grown >= ceiling and self._quick < self._patience:
+            return
+        # From some size on there is no limit, since the queue itself is bounded.
+        self.limit_bytes = grown if grown < self._tuning.unlimited_transaction_bytes else None
+
+
+class TransactionLinger:
+    """How long a partition's next transaction waits for more answers; no I/O.
+
+    A transaction costs some milliseconds of processor time, most of it the broker's, for one
+    answer or a thousand. While many requests are in flight, answers that end soon share a
+    transaction. This lengthens the wait of each request by less than a tenth.
+    """
+
+    def __init__(self, tuning: ResponderTuning = TUNING.responder) -> None:
+        self._tuning = tuning
+        self._ended_s = float("-inf")
+        self._linger_ended_s = float("-inf")
+
+    def ended(self, began_s: float, ended_s: float, answers: int, in_flight: int) -> float:
+        """Record a step's transactions, and return how long to linger; 0 without a backlog.
+
+        A step measures how quickly requests are answered only if it begins soon after the last
+        one; a burst after a silence does not.
+
+        Args:
+            began_s: when the step began.
+            ended_s: when its transactions had ended.
+            answers: how many requests they answered.
+            in_flight: requests of the partition that were read and are not answered.
+        """
+        linger_s = 0.0
+        if began_s - self._linger_ended_s < self._tuning.consecutive_steps_within_s:
+            linger_s = linger_after(answers, ended_s - self._ended_s, in_flight, self._tuning)
+        self._ended_s, self._linger_ended_s = ended_s, ended_s + linger_s
+        return linger_s
+
+
+def linger_after(answers: int, elapsed_s: float, in_flight: int, tuning: ResponderTuning) -> float:
+    """Return the linger after so many answers in this time, in seconds; 0 without a backlog."""
+    if answers <= 0 or elapsed_s <= 0.0:
+        return 0.0
+    each_s = elapsed_s / answers
+    linger_s = min(
+        tuning.linger_share * in_flight * each_s,
+        tuning.linger_answers * each_s,
+        tuning.max_linger_s,
+    )
+    # A short linger means that there is no backlog.
+    return linger_s if linger_s >= tuning.min_linger_s else 0.0
 
 
 class _Stall(NamedTuple):
     until_s: float
-    pause_s: float
+    retry_s: float
 
 
-class _Ended(NamedTuple):
-    """When the transactions of a partition's last step ended, and the pause after them."""
+class UnavailableTargets:
+    """Reply partitions that are not tried for now: stalled ones, and forbidden topics."""
 
-    ended_s: float
-    pause_ended_s: float
+    def __init__(self, tuning: ResponderTuning) -> None:
+        self._tuning = tuning
+        self._stalls: dict[TopicPartition, _Stall] = {}
+        self._forbidden: dict[str, float] = {}  # until when, in monotonic seconds
+
+    def stall(self, target: TopicPartition) -> None:
+        """Stall a partition that is known to have no leader."""
+        self._stall(target, self._tuning.stalled_target_retry_s)
+
+    def stall_longer(self, target: TopicPartition) -> None:
+        """Stall a partition; twice as long as the last time."""
+        before = self._stalls.get(target)
+        retry_s = self._tuning.stalled_target_retry_s if before is None else 2 * before.retry_s
+        self._stall(target, min(retry_s, self._tuning.max_stalled_target_retry_s))
+
+    def _stall(self, target: TopicPartition, retry_s: float) -> None:
+        self._stalls[target] = _Stall(time.monotonic() + retry_s, retry_s)
+        log.warning(Event.ANSWERS_STALLED, topic=str(target), again_in_s=retry_s)
+
+    def recovered(self, target: TopicPartition) -> None:
+        """Forget the stalls of a partition that has taken its answers."""
+        self._stalls.pop(target, None)
+
+    def is_stalled(self, target: TopicPartition, now_s: float) -> bool:
+        """True if the partition is stalled now."""
+        stall = self._stalls.get(target)
+        return stall is not None and now_s < stall.until_s
+
+    def forbid(self, topic: str) -> None:
+        """Remember a forbidden topic: each attempt to write to it costs a producer."""
+        if len(self._forbidden) >= self._tuning.max_forbidden_topics:
+            self._forbidden.clear()
+        self._forbidden[topic] = time.monotonic() + self._tuning.forbidden_topic_retry_s
+
+    def forbidden(self, outgoing: Sequence[Outgoing], now_s: float) -> list[str]:
+        """Return the topics of these answers that are forbidden now."""
+        if not self._forbidden:
+            return []
+        topics = {target.topic for _, target in outgoing} & self._forbidden.keys()
+        for topic in topics:
+            if now_s >= self._forbidden[topic]:
+                del self._forbidden[topic]
+        return sorted(topics & self._forbidden.keys())
 
 
-_NEVER = _Ended(float("-inf"), float("-inf"))
-
-
-class TransactionalStep:
-    """Answer requests of one source partition in transactions; see `turns.Step`.
+class _PartitionCommitter:
+    """Commit the answers of one source partition in transactions that end in time.
 
     Args:
+        number: number of the source partition.
         responses: the topic of default answers; they are stalled only if their partition has no
             leader.
         in_order: never stall answers, because later answers must not overtake them.
-        sizing: the bounds of a transaction's size.
+        timeout_s: timeout of a transaction.
+        unavailable: shared by all source partitions.
+
+    Attributes:
+        linger: how long to wait after a step.
     """
 
     def __init__(
         self,
-        sealing: PartitionTransactions,
-        composer: AnswerEncoder,
+        number: int,
+        transactions: PartitionTransactions,
         metrics: Metrics,
         responses: str,
         *,
         in_order: bool,
-        sizing: StepSizing,
+        timeout_s: float,
+        unavailable: UnavailableTargets,
+        tuning: ResponderTuning,
     ) -> None:
-        self._sealing = sealing
-        self._composer = composer
+        self._number = number
+        self._transactions = transactions
         self._metrics = metrics
         self._responses = responses
         self._in_order = in_order
-        self._sizing = sizing
-        self._sizes: dict[int, StepSize] = {}
-        self._stalls: dict[TopicPartition, _Stall] = {}
-        self._forbidden: dict[str, float] = {}  # until when, in monotonic seconds
-        self._last: dict[int, _Ended] = {}
+        self._unavailable = unavailable
+        self._tuning = tuning
+        self._size = TransactionSize(timeout_s, tuning)
+        self._backoff = Backoff(tuning.transaction_retry_s, tuning.max_transaction_retry_s)
+        self.linger = TransactionLinger(tuning)
 
-    async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
-        began_s = time.monotonic()
-        first = outgoing[0][0].ack_handle if outgoing else None
-        left = await self._answer_now(number, outgoing)
-        last, ended_s = self._last.get(number, _NEVER), time.monotonic()
-        follows = began_s - last.pause_ended_s < FOLLOWS_WITHIN_S
-        found_s = 0.0
-        if follows and isinstance(first, InFlightAck) and not first.revoked:
-            answers, under_way = len(outgoing) - len(left), first.assignment.in_flight
-            found_s = pause_s(answers, ended_s - last.ended_s, under_way)
-            await asyncio.sleep(found_s)
-        self._last[number] = _Ended(ended_s, ended_s + found_s)
-        return left
-
-    async def _answer_now(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
-        now_s = time.monotonic()
-        aside = [each for each in outgoing if self._is_stalled(each[1], now_s)]
-        if aside:
-            outgoing = [each for each in outgoing if not self._is_stalled(each[1], now_s)]
-        if self._forbidden:
-            outgoing = self._reroute_forbidden(outgoing, now_s)
-        return [*aside, *await self._answer(number, by_offset(outgoing))]
-
-    async def _answer(self, number: int, left: list[Outgoing]) -> Sequence[Outgoing]:
-        draft = Draft(self._composer)
-        while left:
-            refusal = await self._seal(number, left, draft)
-            if refusal is None:
-                return left
-            if isinstance(refusal, UnknownPartition | TopicForbidden):
-                left = self._reroute(left, refusal)
-                if isinstance(refusal, TopicForbidden):
-                    self._remember(refusal)
-            elif len(left) == 1:
-                await self._answer_refused(number, left, draft, refusal)
-                return left
-            else:
-                middle = len(left) // 2
-                waiting = await self._answer(number, left[:middle])
-                left = left[middle:]
-                if waiting:  # no room in the commit's metadata, so none for higher offsets either
-                    return [*waiting, *left]
-        return []
-
-    async def _seal(self, number: int, outgoing: list[Outgoing], draft: Draft) -> Rejected | None:
+    async def commit_all(
+        self, outgoing: list[Outgoing], records: TransactionRecords
+    ) -> Rejected | None:
         """Commit until all answers are committed or revoked; those that must wait stay listed.
 
         Returns:
             Why the log refuses a record of the answers left in the list; None if it does not.
         """
-        size = self._size(number)
-        pause_s = RETRY_S
+        size = self._size
+        attempt = 0
         while outgoing:
-            count = len(outgoing) if size.limit_bytes is None else size.count(sizes_of(outgoing))
+            count = len(outgoing)
+            if size.limit_bytes is not None:
+                count = size.count(self._record_sizes(outgoing))
             part = outgoing[:count]
             try:
-                done = await self._try(number, part, draft)
-                if not done and self._may_isolate(part):
-                    done = await self._isolate(number, part, draft)
+                done = await self._try_commit(part, records)
+                if not done and self._may_blame_target(part):
+                    done = await self._commit_by_target(part, records)
             except Rejected as error:
                 drop_tracebacks(error)
                 return error
@@ -169,27 +278,27 @@ class TransactionalStep:
             if done and part:
                 return None
             if done:
-                pause_s = RETRY_S
+                attempt = 0
             elif part:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_RETRY_S)
+                await asyncio.sleep(self._backoff.pause_s(attempt))
+                attempt += 1
         return None
 
-    async def _try(self, number: int, outgoing: list[Outgoing], draft: Draft) -> bool:
+    async def _try_commit(self, outgoing: list[Outgoing], records: TransactionRecords) -> bool:
         """Try one transaction; return False if it failed. Revoked answers are acknowledged
         without it; answers for partitions without leaders stay in the list.
         """
-        size = self._size(number)
-        size_bytes = 0 if size.limit_bytes is None else sum(sizes_of(outgoing))
+        size = self._size
+        size_bytes = 0 if size.limit_bytes is None else sum(self._record_sizes(outgoing))
         leaderless: list[Outgoing] = []
         began_s = time.monotonic()
         try:
-            if not await self._commit(number, outgoing, draft, leaderless):
+            if not await self._commit_accepted(outgoing, records, leaderless):
                 return False
         except TransactionAborted as error:
             self._metrics.retried("send", len(outgoing))
             if error.timed_out:
-                self._halve(number, outgoing)
+                self._shrink(outgoing)
             return False
         except PartitionLost:
             self._metrics.revoked.inc(len(outgoing))
@@ -197,14 +306,17 @@ class TransactionalStep:
                 request.ack_handle.ack()
             outgoing.clear()
         finally:
-            draft.release()
+            records.release()
             outgoing += leaderless
         if size_bytes:
             size.committed(size_bytes, time.monotonic() - began_s)
         return True
 
-    async def _commit(
-        self, number: int, outgoing: list[Outgoing], draft: Draft, leaderless: list[Outgoing]
+    async def _commit_accepted(
+        self,
+        outgoing: list[Outgoing],
+        records: TransactionRecords,
+        leaderless: list[Outgoing],
     ) -> bool:
         """Commit one transaction, after replacing answers that are refused before it begins.
 
@@ -215,121 +327,186 @@ class TransactionalStep:
         """
         while outgoing:
             try:
-                await self._sealing.seal(number, outgoing, draft.compose)
+                await self._transactions.seal(self._number, outgoing, records.encode)
             # Both refusals come before the transaction begins: the producer stays usable.
             except RecordsRefused as error:
-                outgoing[:] = draft.replace_refused(outgoing, error)
+                outgoing[:] = records.replace_refused(outgoing, error)
             except NoLeader as error:
-                here = [each for each in outgoing if each[1] == error.partition]
-                if self._in_order or not here:
+                refused = [each for each in outgoing if each[1] == error.partition]
+                if self._in_order or not refused:
                     return False
-                self._stall(error.partition, STALLED_S)
-                leaderless += here
+                self._unavailable.stall(error.partition)
+                leaderless += refused
                 outgoing[:] = [each for each in outgoing if each[1] != error.partition]
             else:
-                draft.note()  # after the commit: an aborted transaction answers nothing
+                records.record_committed()  # after the commit: an aborted one answers nothing
                 return True
         return True
 
-    def _size(self, number: int) -> StepSize:
-        size = self._sizes.get(number)
-        if size is None:
-            size = self._sizes[number] = StepSize(self._sizing)
-        return size
+    def _record_sizes(self, outgoing: Iterable[Outgoing]) -> Iterable[int]:
+        return record_sizes(outgoing, self._tuning.answer_overhead_bytes)
 
-    def _halve(self, number: int, outgoing: Sequence[Outgoing]) -> None:
+    def _shrink(self, outgoing: Sequence[Outgoing]) -> None:
         """Make a partition's next transactions smaller than this one, which timed out."""
-        size, size_bytes = self._size(number), sum(sizes_of(outgoing))
+        size, size_bytes = self._size, sum(self._record_sizes(outgoing))
         size.timed_out(size_bytes, len(outgoing))
         self._metrics.transaction_timeouts.inc()
         log.warning(
             Event.TRANSACTION_TIMED_OUT,
-            partition=number,
+            partition=self._number,
             answers=len(outgoing),
             size_bytes=size_bytes,
             next_bytes=size.limit_bytes,
         )
 
-    def _may_isolate(self, outgoing: Sequence[Outgoing]) -> bool:
-        away = any(target.topic != self._responses for _, target in outgoing)
-        return away and not self._in_order
+    def _may_blame_target(self, outgoing: Sequence[Outgoing]) -> bool:
+        has_reply_topics = any(target.topic != self._responses for _, target in outgoing)
+        return has_reply_topics and not self._in_order
 
-    async def _isolate(self, number: int, outgoing: list[Outgoing], draft: Draft) -> bool:
+    async def _commit_by_target(
+        self, outgoing: list[Outgoing], records: TransactionRecords
+    ) -> bool:
         """Commit the answers of each reply partition separately; stall those that fail again.
 
         Returns:
             False if the answers for `responses` fail too: then no reply partition is at fault.
         """
         targets = {target for _, target in outgoing if target.topic != self._responses}
-        home = [each for each in outgoing if each[1] not in targets]
+        default = [each for each in outgoing if each[1] not in targets]
         # `responses` first: only if it works can a failure be blamed on a reply partition.
-        done = await self._try(number, home, draft)
-        outgoing[:] = [*home, *(each for each in outgoing if each[1] in targets)]
+        done = await self._try_commit(default, records)
+        outgoing[:] = [*default, *(each for each in outgoing if each[1] in targets)]
         if not done:
             return False
         for target in sorted(targets):
-            theirs = [each for each in outgoing if each[1] == target]
-            count = self._size(number).count(sizes_of(theirs))
-            part, rest = theirs[:count], theirs[count:]
-            if not await self._try(number, part, draft):
-                before = self._stalls.get(target)
-                pause_s = STALLED_S if before is None else 2 * before.pause_s
-                self._stall(target, min(pause_s, MAX_STALLED_S))
+            of_target = [each for each in outgoing if each[1] == target]
+            count = self._size.count(self._record_sizes(of_target))
+            part, rest = of_target[:count], of_target[count:]
+            if not await self._try_commit(part, records):
+                self._unavailable.stall_longer(target)
             elif not part:
-                self._stalls.pop(target, None)
+                self._unavailable.recovered(target)
             outgoing[:] = [*part, *rest, *(each for each in outgoing if each[1] != target)]
         return True
 
-    def _stall(self, target: TopicPartition, pause_s: float) -> None:
-        self._stalls[target] = _Stall(time.monotonic() + pause_s, pause_s)
-        log.warning(Event.ANSWERS_STALLED, topic=str(target), again_in_s=pause_s)
 
-    def _is_stalled(self, target: TopicPartition, now_s: float) -> bool:
-        stall = self._stalls.get(target)
-        return stall is not None and now_s < stall.until_s
+class TransactionalStep:
+    """Answer requests of one source partition in transactions; see `ordered.AnswerStep`.
 
-    def _remember(self, refusal: TopicForbidden) -> None:
-        """Remember a forbidden topic: each attempt to write to it costs a producer."""
-        if len(self._forbidden) >= MAX_FORBIDDEN:
-            self._forbidden.clear()
-        self._forbidden[refusal.topic] = time.monotonic() + FORBIDDEN_S
+    Args:
+        responses: the topic of default answers.
+        in_order: whether answers keep an order.
+        timeout_s: timeout of a transaction.
+    """
 
-    def _reroute_forbidden(self, outgoing: list[Outgoing], now_s: float) -> list[Outgoing]:
-        for topic in {target.topic for _, target in outgoing} & self._forbidden.keys():
-            if now_s < self._forbidden[topic]:
-                outgoing = self._reroute(outgoing, TopicForbidden(topic))
+    def __init__(
+        self,
+        transactions: PartitionTransactions,
+        encoder: AnswerEncoder,
+        metrics: Metrics,
+        responses: str,
+        *,
+        in_order: bool,
+        timeout_s: float,
+        tuning: ResponderTuning = TUNING.responder,
+    ) -> None:
+        self._encoder = encoder
+        self._unavailable = UnavailableTargets(tuning)
+        self._new_committer = partial(
+            _PartitionCommitter,
+            transactions=transactions,
+            metrics=metrics,
+            responses=responses,
+            in_order=in_order,
+            timeout_s=timeout_s,
+            unavailable=self._unavailable,
+            tuning=tuning,
+        )
+        self._committers: dict[int, _PartitionCommitter] = {}
+
+    async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
+        began_s = time.monotonic()
+        first = outgoing[0][0].ack_handle if outgoing else None
+        committer = self._committers.get(number)
+        if committer is None:
+            committer = self._committers[number] = self._new_committer(number)
+        left = await self._answer_available(committer, outgoing)
+        in_flight = 0
+        if isinstance(first, InFlightAck) and not first.revoked:
+            in_flight = first.assignment.in_flight
+        answers = len(outgoing) - len(left)
+        if linger_s := committer.linger.ended(began_s, time.monotonic(), answers, in_flight):
+            await asyncio.sleep(linger_s)
+        return left
+
+    async def _answer_available(
+        self, committer: _PartitionCommitter, outgoing: list[Outgoing]
+    ) -> Sequence[Outgoing]:
+        """Answer requests except those of stalled targets; return those that must wait."""
+        now_s, unavailable = time.monotonic(), self._unavailable
+        stalled = [each for each in outgoing if unavailable.is_stalled(each[1], now_s)]
+        if stalled:
+            outgoing = [each for each in outgoing if not unavailable.is_stalled(each[1], now_s)]
+        for topic in unavailable.forbidden(outgoing, now_s):
+            outgoing = self._redirect(outgoing, TopicForbidden(topic))
+        return [*stalled, *await self._answer(committer, by_offset(outgoing))]
+
+    async def _answer(
+        self, committer: _PartitionCommitter, left: list[Outgoing]
+    ) -> Sequence[Outgoing]:
+        """Answer requests; halve them while the brokers refuse them together."""
+        records = TransactionRecords(self._encoder)
+        while left:
+            refusal = await committer.commit_all(left, records)
+            if refusal is None:
+                return left
+            if isinstance(refusal, UnknownPartition | TopicForbidden):
+                left = self._redirect(left, refusal)
+                if isinstance(refusal, TopicForbidden):
+                    self._unavailable.forbid(refusal.topic)
+            elif len(left) == 1:
+                await self._answer_refused(committer, left, records, refusal)
+                return left
             else:
-                del self._forbidden[topic]
-        return outgoing
+                middle = len(left) // 2
+                waiting = await self._answer(committer, left[:middle])
+                left = left[middle:]
+                if waiting:  # no room in the commit's metadata, so none for higher offsets either
+                    return [*waiting, *left]
+        return []
 
-    def _reroute(
+    def _redirect(
         self, outgoing: Sequence[Outgoing], error: UnknownPartition | TopicForbidden
     ) -> list[Outgoing]:
         """Redirect answers that their topic does not accept to `responses`, as failures."""
         if isinstance(error, UnknownPartition):
-            astray = [each for each in outgoing if each[1] == error.partition]
+            refused = [each for each in outgoing if each[1] == error.partition]
         else:
-            astray = [each for each in outgoing if each[1].topic == error.topic]
-        if not astray:
+            refused = [each for each in outgoing if each[1].topic == error.topic]
+        if not refused:
             raise LogRefused(error.message) from error
-        way = {}
-        for request, target in astray:
-            found = self._composer.give_way(request, target, error, bare=False)
-            assert found is not None, "only what is too large is given up"
-            way[request] = found[0]
-        return [(request, way.get(request, target)) for request, target in outgoing]
+        targets = {}
+        for request, target in refused:
+            fallback = self._encoder.choose_fallback(request, target, error, minimal=False)
+            assert fallback is not None, "only answers that are too large are given up"
+            targets[request] = fallback[0]
+        return [(request, targets.get(request, target)) for request, target in outgoing]
 
     async def _answer_refused(
-        self, number: int, outgoing: list[Outgoing], draft: Draft, refusal: Rejected | None
+        self,
+        committer: _PartitionCommitter,
+        outgoing: list[Outgoing],
+        records: TransactionRecords,
+        refusal: Rejected | None,
     ) -> None:
         """Replace one answer that the brokers refused by fallbacks until one is accepted.
 
         A refusal does not say whether the answer or its dead letter is at fault. So each form of
-        the answer is tried with the letter, and then without it.
+        the answer is tried with the dead letter, and then without it.
         """
         while refusal is not None:
             request, target = outgoing[0]
-            if not draft.leave_letter_out(request):
-                draft.keep_letter(request)
-                outgoing[:] = [(request, draft.next_form(request, target, refusal))]
-            refusal = await self._seal(number, outgoing, draft)
+            if not records.omit_dead_letter(request):
+                records.restore_dead_letter(request)
+                outgoing[:] = [(request, records.choose_fallback(request, target, refusal))]
+            refusal = await committer.commit_all(outgoing, records)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from headrace.config import make_settings
 from headrace.consumer import backpressure
 from headrace.delivery import acked_offsets, transactions
 from headrace.log.memory.faults import SealFault
-from headrace.services.responder import ordered, transactional
 from headrace.topics import STAGES, Stage
 from tests.support.mixed import Mixed
 from tests.support.models import add_version, embedding
 from tests.support.pipelines import PARTITIONS, Grouping, log_for, serving
+from tests.support.tuning import QUICK
 from tests.support.visible import source_of
 
 FUSED: Grouping = [STAGES]
@@ -31,8 +32,6 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backpressure, "SAFE_SPAN_OFFSETS", 40)
     monkeypatch.setattr(backpressure, "LOOK_S", 0.01)
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
-    monkeypatch.setattr(ordered, "WAITING_S", 0.05)
 
 
 @pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"])
@@ -48,9 +47,10 @@ async def test_answers_that_overtake_are_given_once_all_the_same(
             "delivery": {"guarantee": "exactly_once"},
         }
     )
+    tuning = replace(QUICK, responder=replace(QUICK.responder, waiting_answers_retry_s=0.05))
     log = await log_for(settings)
     caller = Mixed(settings, log)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, tuning):
         await caller.send(600)
         log.faults.spoil_seals(*[SealFault.UNKNOWN_BUT_COMMITTED, SealFault.UNKNOWN_AND_OPEN] * 2)
         log.faults.force_rebalance("headrace")

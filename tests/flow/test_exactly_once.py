@@ -17,10 +17,10 @@ from headrace.log.memory.faults import SealFault
 from headrace.log.port import TopicPartition
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
-from headrace.services.responder import transactional
 from headrace.topics import STAGES, Stage
 from tests.support.conditions import eventually
 from tests.support.pipelines import PARTITIONS, Caller, Grouping, log_for, serving, settings_of
+from tests.support.tuning import QUICK
 from tests.support.visible import answered
 
 FUSED: Grouping = [STAGES]
@@ -33,7 +33,6 @@ FORMS = pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"])
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ async def test_each_request_has_one_visible_answer(settings: Settings, form: Gro
     """And its offset is committed with it."""
     log = await log_for(settings)
     caller = Caller(settings, log)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         await caller.send(500)
         await all_visible(log, settings, 500)
 
@@ -93,7 +92,7 @@ async def test_an_unknown_outcome_is_found_out(
     """Whether the transaction was sealed or not: its successor learns it, and doubles nothing."""
     log = await log_for(settings)
     caller = Caller(settings, log)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         for _ in range(5):
             log.faults.spoil_seals(fault, fault)
             await caller.send(40)
@@ -108,7 +107,7 @@ async def test_offsets_that_show_late_double_nothing(settings: Settings, form: G
     log = await log_for(settings)
     caller = Caller(settings, log)
     log.faults.let_offsets_lag()
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         await caller.send(100)
         await all_visible(log, settings, 100)
         log.faults.force_rebalance("headrace")
@@ -124,13 +123,13 @@ async def test_a_zombie_shows_nothing(settings: Settings, form: Grouping) -> Non
     """Evicted between computing and sealing, without knowing: its successor's answers count."""
     log = await log_for(settings)
     caller = Caller(settings, log)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         (zombie,) = log.faults.members("headrace")
         log.faults.hold_seals()
         await caller.send(200)
         await eventually(lambda: is_open(log))
         log.faults.expire_session("headrace", zombie, noticed=False)
-        async with serving(settings, log, form):
+        async with serving(settings, log, form, QUICK):
             log.faults.release_seals()
             await caller.send(200)
             await all_visible(log, settings, 400)
@@ -148,7 +147,7 @@ async def test_a_fence_by_the_broker_alone_is_got_over(settings: Settings, form:
     """The group still counts us in, so that there is no other owner: we go on."""
     log = await log_for(settings)
     caller = Caller(settings, log)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         await caller.send(40)
         await all_visible(log, settings, 40)
         for number in range(PARTITIONS):
@@ -164,13 +163,13 @@ async def test_a_process_that_is_killed_doubles_nothing(settings: Settings) -> N
     """What it had sealed is not done again, and what it had not, is."""
     log = await log_for(settings)
     caller = Caller(settings, log)
-    killed = asyncio.create_task(Pipeline(settings, log).run(Stop()))
+    killed = asyncio.create_task(Pipeline(settings, log, tuning=QUICK).run(Stop()))
     await caller.send(500)
     await all_visible(log, settings, 50)
     killed.cancel()
     await asyncio.wait([killed])
 
-    async with serving(settings, log, FUSED):
+    async with serving(settings, log, FUSED, QUICK):
         await caller.send(100)
         await all_visible(log, settings, 600)
 
@@ -184,9 +183,9 @@ async def test_processes_that_come_and_go_double_nothing(
     """Partitions change hands under load."""
     log = await log_for(settings)
     caller = Caller(settings, log)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         await caller.send(300)
-        async with serving(settings, log, form):
+        async with serving(settings, log, form, QUICK):
             await caller.send(300)
             await all_visible(log, settings, 400)
         await caller.send(300)
@@ -208,11 +207,11 @@ async def test_another_form_takes_over(
     log = await log_for(settings)
     caller = Caller(settings, log)
     for form in (first, second, first):
-        async with serving(settings, log, form):
+        async with serving(settings, log, form, QUICK):
             await caller.send(200)
             await all_visible(log, settings, caller.sent - 150)
 
-    async with serving(settings, log, second):
+    async with serving(settings, log, second, QUICK):
         await all_visible(log, settings, 600)
 
     assert await answered(log, settings) == each_once(600)
@@ -222,7 +221,7 @@ async def test_an_outage_is_waited_for(settings: Settings) -> None:
     """No broker answers for a while, in the middle of the work."""
     log = await log_for(settings)
     caller = Caller(settings, log)
-    async with serving(settings, log, FUSED) as [pipeline]:
+    async with serving(settings, log, FUSED, QUICK) as [pipeline]:
         log.faults.hold_seals()
         await caller.send(200)
         await eventually(lambda: is_open(log))
@@ -249,7 +248,7 @@ async def test_two_forms_or_guarantees_do_not_run_side_by_side(
     """They would overwrite each other's commits: who comes second is refused, and says why."""
     log = await log_for(settings)
     caller = Caller(settings, log)
-    async with serving(settings, log, FUSED):
+    async with serving(settings, log, FUSED, QUICK):
         mine = settings if other != FUSED else settings_of(tmp_path)
         with pytest.raises(ExceptionGroup) as refused:
             await Pipeline(mine, log, other[0]).run(Stop())
@@ -269,14 +268,14 @@ async def test_a_range_that_was_never_read_does_not_stop_the_base(
     log = await log_for(settings)
     caller = Caller(settings, log)
     ingest, executor, responder = THREE
-    async with serving(settings, log, [executor, responder]):
-        async with serving(settings, log, [ingest]):
+    async with serving(settings, log, [executor, responder], QUICK):
+        async with serving(settings, log, [ingest], QUICK):
             await caller.send(40)
             await all_visible(log, settings, 40)
         await caller.send(40)
         for number in range(PARTITIONS):
             log.faults.trim(TopicPartition("headrace.requests", number), 20)
-        async with serving(settings, log, [ingest]) as [reading]:
+        async with serving(settings, log, [ingest], QUICK) as [reading]:
             await eventually(lambda: is_committed(log, 20))
             await caller.send(40)
             await all_visible(log, settings, 80)

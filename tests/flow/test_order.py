@@ -12,12 +12,12 @@ from headrace.delivery import transactions
 from headrace.log.memory.faults import SealFault
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
-from headrace.services.responder import transactional
 from headrace.topics import STAGES, Stage
 from tests.support.conditions import eventually
 from tests.support.mixed import Mixed
 from tests.support.models import add_version, embedding
 from tests.support.pipelines import PARTITIONS, Grouping, log_for, serving
+from tests.support.tuning import QUICK
 
 FUSED: Grouping = [STAGES]
 THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
@@ -33,7 +33,6 @@ pytestmark = [
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ async def test_none_overtakes_another(settings: Settings, form: Grouping) -> Non
     """What is refused or late ends at once, and a failed batch runs in halves."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         await caller.send(400)
         await caller.all_answered()
 
@@ -64,9 +63,9 @@ async def test_nor_when_partitions_change_hands(settings: Settings, form: Groupi
     """Another process comes and goes, under load."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         await caller.send(150)
-        async with serving(settings, log, form):
+        async with serving(settings, log, form, QUICK):
             await caller.send(150)
         await caller.send(150)
         log.faults.force_rebalance("headrace")
@@ -79,13 +78,16 @@ async def test_nor_when_a_process_dies(settings: Settings, form: Grouping) -> No
     """Whoever follows goes on in order, from what is committed."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
-    dying = [asyncio.create_task(Pipeline(settings, log, each).run(Stop())) for each in form]
+    dying = [
+        asyncio.create_task(Pipeline(settings, log, each, tuning=QUICK).run(Stop()))
+        for each in form
+    ]
     await caller.send(300)
     await eventually(caller.answers)
     for each in dying:
         each.cancel()
     await asyncio.wait(dying)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         await caller.send(100)
         await caller.all_answered()
 
@@ -96,7 +98,7 @@ async def test_nor_when_sealing_or_sending_fails(settings: Settings, form: Group
     """What is tried again goes before what comes after it."""
     log = await log_for(settings)
     caller = Mixed(settings, log)
-    async with serving(settings, log, form):
+    async with serving(settings, log, form, QUICK):
         await caller.send(100)
         log.faults.spoil_seals(*[SealFault.UNKNOWN_AND_OPEN, SealFault.UNKNOWN_BUT_COMMITTED] * 3)
         await caller.send(100)

@@ -23,6 +23,7 @@ from headrace.services.responder.ordered import OrderBy
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.transport.channels import Channel, ChannelWriter
+from headrace.tuning import TUNING, ResponderTuning
 from tests.support.conditions import eventually
 from tests.support.logs import read
 from tests.support.services import StillClock, make_instruments
@@ -94,6 +95,7 @@ async def running(
     log: MemoryLog | None = None,
     order_by: OrderBy = "none",
     tracker: InFlightTracker | None = None,
+    tuning: ResponderTuning = TUNING.responder,
 ) -> AsyncIterator[Bench]:
     """Until the end of the context, when its inlet is closed."""
     log = log or MemoryLog()
@@ -115,7 +117,7 @@ async def running(
         tracker = tracker or InFlightTracker(Budget(1), lambda: None)
         books = OffsetStore(tracker, origins, "headrace.requests", "headrace.requests")
         delivery = Delivery(books, origins, order_by=order_by)
-        responder = ResponderService(inlet, producer, routes, delivery, bench.instruments)
+        responder = ResponderService(inlet, producer, routes, delivery, bench.instruments, tuning)
         tasks.create_task(responder.run())
         yield bench
         bench.inlet.close()

@@ -18,6 +18,7 @@ from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
 from headrace.topics import STAGES, Stage, Topic
+from headrace.tuning import TUNING, Tuning
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 
@@ -66,14 +67,14 @@ async def log_for(settings: Settings) -> MemoryLog:
 
 @asynccontextmanager
 async def serving(
-    settings: Settings, log: Log, grouping: Grouping
+    settings: Settings, log: Log, grouping: Grouping, tuning: Tuning = TUNING
 ) -> AsyncIterator[list[Pipeline]]:
     """A pipeline for each group of stages, ready; drained when the context is left.
 
     They end all at once, as processes do that an operator stops together.
     """
     async with AsyncExitStack() as stack:
-        contexts = [running(Pipeline(settings, log, stages)) for stages in grouping]
+        contexts = [running(Pipeline(settings, log, stages, tuning=tuning)) for stages in grouping]
         pipelines = await asyncio.gather(*[context.__aenter__() for context in contexts])
 
         async def end(*error: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import InFlightTracker
 from headrace.log.port import TopicPartition
 from headrace.protocol.messages import Request
-from headrace.services.responder import at_least_once
 from headrace.services.responder.ordered import OrderBy
+from headrace.tuning import TUNING
 from tests.support.answering import (
     MINE,
     RESPONSES,
@@ -31,9 +32,9 @@ async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """However many chunks wait for it: its answers stand aside, and go when it is back."""
-    monkeypatch.setattr(at_least_once, "STALLED_S", 0.02)
+    tuning = replace(TUNING.responder, target_stalled_after_s=0.02)
     monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
-    async with running() as bench:
+    async with running(tuning=tuning) as bench:
         bench.log.faults.take_leaders(MINE.topic)
         stuck = [answerable(kafka_replyTopic=b"headrace.mine") for _ in range(40)]
         for request in stuck:
@@ -115,13 +116,13 @@ async def test_outputs_that_wait_are_charged_to_the_budget() -> None:
         await eventually(lambda: not tracker.budget.used_bytes)
 
 
-async def test_chunks_with_large_outputs_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunks_with_large_outputs_wait_for_room() -> None:
     """So many bytes are unacknowledged at most, and then the stages before are held up."""
-    monkeypatch.setattr(at_least_once, "UNACKNOWLEDGED_BYTES", 3000)
+    tuning = replace(TUNING.responder, max_unacknowledged_bytes=3000)
     requests = [answerable() for _ in range(6)]
     for request in requests:
         request.outputs = make_request(inputs={"y": np.zeros((1, 250), np.float32)}).inputs
-    async with running() as bench:
+    async with running(tuning=tuning) as bench:
         bench.log.faults.hold_acknowledgements()
         async with asyncio.TaskGroup() as tasks:
             sending_all = tasks.create_task(send_singly(bench, requests))

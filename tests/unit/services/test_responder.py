@@ -15,7 +15,6 @@ from headrace.errors import Code
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.protocol.codec import Answer, decode_response
-from headrace.services.responder import directory
 from headrace.services.responder.ordered import OrderBy
 from tests.support.answering import (
     DEAD_LETTERS,
@@ -31,6 +30,7 @@ from tests.support.answering import (
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
 from tests.support.services import counted
+from tests.support.tuning import QUICK
 from tests.support.work import NOW_US, make_request, receipt_of
 
 
@@ -94,7 +94,7 @@ async def test_an_answer_that_cannot_go_there_says_so_on_responses(
     assert len(letters) == 1
 
 
-async def test_a_reply_topic_that_is_deleted_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reply_topic_that_is_deleted_ends_nothing() -> None:
     """While its partitions are remembered the log refuses it: the answer goes to `responses`."""
     async with running() as bench:
         await bench.answer(answerable(kafka_replyTopic=b"headrace.mine"))
@@ -135,13 +135,10 @@ async def test_looking_for_a_reply_topic_delays_nobody() -> None:
     assert [status(record) for record in records] == ["ok"]
 
 
-async def test_what_becomes_void_while_its_reply_topic_is_looked_up_gets_no_answer_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_becomes_void_while_its_reply_topic_is_looked_up_gets_no_answer_here() -> None:
     """Its partition's new owner gives it, and knows nothing of this one."""
-    monkeypatch.setattr(directory, "RETRY_S", 0.01)
     request = answerable(kafka_replyTopic=MINE.topic.encode())
-    async with running() as bench:
+    async with running(tuning=QUICK.responder) as bench:
         bench.log.faults.take_down()
         await bench.inlet.send([request])
         for _ in range(5):

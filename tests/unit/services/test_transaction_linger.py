@@ -6,17 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.services.responder.gathering import (
-    ENOUGH_ANSWERS,
-    MAX_PAUSE_S,
-    MIN_PAUSE_S,
-    SHARE,
-    pause_s,
-)
+from headrace.services.responder.transactional import TransactionLinger, linger_after
+from headrace.tuning import TUNING
+
+TUNED = TUNING.responder
 
 
 @pytest.mark.parametrize(
-    ("answers", "elapsed_s", "under_way"),
+    ("answers", "elapsed_s", "in_flight"),
     [
         (1, 0.002, 0),  # one request at a time
         (2, 0.010, 4),  # 200 a second
@@ -26,25 +23,42 @@ from headrace.services.responder.gathering import (
     ],
 )
 def test_without_a_backlog_the_next_transaction_begins_at_once(
-    answers: int, elapsed_s: float, under_way: int
+    answers: int, elapsed_s: float, in_flight: int
 ) -> None:
     """There is nothing to wait for, or its callers would wait."""
-    assert pause_s(answers, elapsed_s, under_way) == 0.0
+    assert linger_after(answers, elapsed_s, in_flight, TUNED) == 0.0
 
 
 def test_with_a_backlog_a_thousand_answers_gather() -> None:
     """At 20,000 a second they take 51 ms."""
-    assert pause_s(400, 0.020, 100_000) == pytest.approx(ENOUGH_ANSWERS / 20_000)
+    assert linger_after(400, 0.020, 100_000, TUNED) == pytest.approx(TUNED.linger_answers / 20_000)
 
 
 def test_where_answers_are_slow_the_pause_is_bounded() -> None:
     """A transaction does not wait a second for the next answer."""
-    assert pause_s(10, 1.0, 100_000) == MAX_PAUSE_S
+    assert linger_after(10, 1.0, 100_000, TUNED) == TUNED.max_linger_s
 
 
 @given(st.integers(1, 5000), st.floats(1e-4, 60.0), st.integers(0, 1_000_000))
-def test_nobody_waits_a_tenth_longer(answers: int, elapsed_s: float, under_way: int) -> None:
+def test_nobody_waits_a_tenth_longer(answers: int, elapsed_s: float, in_flight: int) -> None:
     """The pause is a tenth of the time that the last of those under way takes, at most."""
-    found_s = pause_s(answers, elapsed_s, under_way)
-    assert found_s == 0.0 or MIN_PAUSE_S <= found_s <= MAX_PAUSE_S
-    assert found_s <= SHARE * under_way * elapsed_s / answers * (1 + 1e-9)
+    linger_s = linger_after(answers, elapsed_s, in_flight, TUNED)
+    assert linger_s == 0.0 or TUNED.min_linger_s <= linger_s <= TUNED.max_linger_s
+    assert linger_s <= TUNED.linger_share * in_flight * elapsed_s / answers * (1 + 1e-9)
+
+
+def test_step_after_a_silence_does_not_linger() -> None:
+    """Only a step that follows another measures how quickly requests are answered."""
+    linger = TransactionLinger(TUNED)
+    assert linger.ended(10.0, 10.02, answers=400, in_flight=100_000) == 0.0
+    assert linger.ended(10.5, 10.52, answers=400, in_flight=100_000) == 0.0
+
+
+def test_step_that_follows_another_lingers_under_a_backlog() -> None:
+    """The time since the last step's end counts, and the linger itself is no silence."""
+    linger = TransactionLinger(TUNED)
+    linger.ended(10.0, 10.02, answers=400, in_flight=100_000)
+    first_s = linger.ended(10.021, 10.04, answers=400, in_flight=100_000)
+    assert first_s == pytest.approx(TUNED.linger_answers / 20_000)
+    began_s = 10.04 + first_s
+    assert linger.ended(began_s, began_s + 0.02, answers=1000, in_flight=100_000) > 0.0

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.services.responder.step_size import StepSize, StepSizing
+from headrace.services.responder.transactional import TransactionSize
+from headrace.tuning import TUNING
 
-SIZING = StepSizing(timeout_s=10.0, quick_share=0.25, max_bytes=100_000)
+TIMEOUT_S = 10.0
+SIZING = replace(
+    TUNING.responder, quick_transaction_share=0.25, unlimited_transaction_bytes=100_000
+)
 QUICK_S, SLOW_S = 1.0, 3.0
 ANSWER = 200
 
 
-def after_timeout(size_bytes: int) -> StepSize:
+def after_timeout(size_bytes: int) -> TransactionSize:
     """A size of which a transaction of many answers has timed out."""
-    size = StepSize(SIZING)
+    size = TransactionSize(TIMEOUT_S, SIZING)
     size.timed_out(size_bytes, answers=100)
     return size
 
 
-def quick_transactions_until(size: StepSize, limit_bytes: int | None) -> int:
+def quick_transactions_until(size: TransactionSize, limit_bytes: int | None) -> int:
     """How many quick transactions it takes to grow to a limit; None is no limit at all."""
     for transactions in range(10_000):
         if size.limit_bytes is None or (limit_bytes and size.limit_bytes >= limit_bytes):
@@ -30,7 +36,9 @@ def quick_transactions_until(size: StepSize, limit_bytes: int | None) -> int:
 
 def test_size_that_timed_out_is_tried_again_after_patience() -> None:
     """What kept it from ending may have passed."""
-    assert quick_transactions_until(after_timeout(20_000), 20_000) == SIZING.patience
+    assert (
+        quick_transactions_until(after_timeout(20_000), 20_000) == SIZING.transaction_size_patience
+    )
 
 
 def test_size_that_timed_out_again_is_tried_half_as_often() -> None:
@@ -39,7 +47,7 @@ def test_size_that_timed_out_again_is_tried_half_as_often() -> None:
     quick_transactions_until(size, 20_000)
     size.timed_out(20_500, answers=100)
     assert 15_000 < (size.limit_bytes or 0) < 20_000
-    assert quick_transactions_until(size, 20_000) == 2 * SIZING.patience
+    assert quick_transactions_until(size, 20_000) == 2 * SIZING.transaction_size_patience
 
 
 def test_what_worked_is_halved_when_it_times_out_itself() -> None:
@@ -52,7 +60,7 @@ def test_what_worked_is_halved_when_it_times_out_itself() -> None:
 
 def test_size_before_any_timeout_is_unlimited() -> None:
     """Nothing is known that would speak for less."""
-    size = StepSize(SIZING)
+    size = TransactionSize(TIMEOUT_S, SIZING)
     size.committed(10, SLOW_S)
     assert size.limit_bytes is None
     assert size.count([10**9] * 50) == 50
@@ -100,7 +108,7 @@ def test_size_far_below_the_one_that_timed_out_doubles() -> None:
     size = after_timeout(20_000)
     size.timed_out(800, answers=4)
     size.timed_out(400, answers=2)
-    assert quick_transactions_until(size, None) < SIZING.patience + 20
+    assert quick_transactions_until(size, None) < SIZING.transaction_size_patience + 20
 
 
 @given(
@@ -114,7 +122,7 @@ def test_size_stays_within_its_bounds(
     steps: list[tuple[list[int], float]], capacity_bytes: int
 ) -> None:
     """Whatever comes, a step has an answer, keeps to the limit, and shrinks with each time-out."""
-    size = StepSize(SIZING)
+    size = TransactionSize(TIMEOUT_S, SIZING)
     for sizes, took_s in steps:
         limit, count = size.limit_bytes, size.count(sizes)
         step_bytes = sum(sizes[:count])
@@ -133,7 +141,7 @@ def test_size_stays_within_its_bounds(
 @given(st.lists(st.integers(1, 5_000), min_size=1, max_size=200), st.integers(5_000, 50_000))
 def test_backlog_is_finished_where_each_answer_fits(sizes: list[int], capacity_bytes: int) -> None:
     """With a time-out for each halving, and no more after that while transactions are slow."""
-    size = StepSize(SIZING)
+    size = TransactionSize(TIMEOUT_S, SIZING)
     left, timeouts = list(sizes), 0
     while left:
         step = left[: size.count(left)]

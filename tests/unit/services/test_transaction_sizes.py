@@ -6,15 +6,15 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from headrace.delivery import transactions
 from headrace.log.port import NewRecord, TopicInfo
-from headrace.services.responder import ordered, transactional
-from headrace.services.responder.step_size import StepSizing
 from tests.support.conditions import eventually
 from tests.support.services import counted
+from tests.support.tuning import QUICK
 from tests.support.visible import visible
 from tests.unit.services.test_transactional import LIMIT_BYTES, RESPONSES, SOURCE, running
 
@@ -27,7 +27,6 @@ ANSWER_BYTES = 1100
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 @pytest.mark.parametrize("place", [0, 7, 15])
@@ -124,7 +123,7 @@ async def test_step_that_does_not_end_in_time_is_halved() -> None:
 
 async def test_size_that_worked_is_kept_for_the_next_step() -> None:
     """A second burst costs no time-out that the first one has paid for."""
-    async with running(sizing=StepSizing(quick_share=0.0)) as bench:
+    async with running(tuning=replace(QUICK.responder, quick_transaction_share=0.0)) as bench:
         bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)
         for _ in range(2):
             await bench.inlet.send([bench.request(size=200) for _ in range(64)])
@@ -148,14 +147,15 @@ async def test_size_grows_again_once_transactions_are_quick() -> None:
         assert counted(bench.instruments, "commit_duration_seconds_count") == sealed_before + 1
 
 
-async def test_slow_reply_topic_is_answered_in_smaller_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_slow_reply_topic_is_answered_in_smaller_steps() -> None:
     """A time-out could as well be that of a lost partition: both give all of their answers."""
-    monkeypatch.setattr(transactional, "STALLED_S", 0.01)
-    monkeypatch.setattr(transactional, "MAX_STALLED_S", 0.02)
-    monkeypatch.setattr(ordered, "WAITING_S", 0.01)
-    async with running() as bench:
+    tuning = replace(
+        QUICK.responder,
+        stalled_target_retry_s=0.01,
+        max_stalled_target_retry_s=0.02,
+        waiting_answers_retry_s=0.01,
+    )
+    async with running(tuning=tuning) as bench:
         for name in ("headrace.mine", "headrace.yours"):
             await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)
         bench.log.faults.slow_down_transactions(3 * ANSWER_BYTES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,15 +24,15 @@ from headrace.log.memory.faults import SealFault
 from headrace.log.port import Committed, TopicInfo, TopicPartition
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Failure, Request
-from headrace.services.responder import ordered, transactional
 from headrace.services.responder.ordered import OrderBy
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
-from headrace.services.responder.step_size import StepSizing
 from headrace.transport.channels import Channel, ChannelWriter
+from headrace.tuning import ResponderTuning
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
 from tests.support.services import StillClock, counted, make_instruments
+from tests.support.tuning import QUICK
 from tests.support.visible import source_of, status_of, visible
 from tests.support.work import NOW_US, make_request
 
@@ -45,7 +46,6 @@ LIMIT_BYTES = 3000
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 class Bench:
@@ -101,7 +101,7 @@ async def running(
     log: MemoryLog | None = None,
     *,
     exactly_once: bool = True,
-    sizing: StepSizing = StepSizing(),  # noqa: B008  # it is frozen
+    tuning: ResponderTuning = QUICK.responder,
 ) -> AsyncIterator[Bench]:
     """Until the end of the context, when everything must be acknowledged."""
     log = log or MemoryLog()
@@ -126,8 +126,8 @@ async def running(
     async with log.member("headrace", [SOURCE.topic], listener) as member, log.producer() as plain:
         await eventually(lambda: listener.held)
         await seals.fence(member, [0])
-        delivery = Delivery(books, None, seals if exactly_once else None, order_by, sizing)
-        responder = ResponderService(channel, plain, routes, delivery, bench.instruments)
+        delivery = Delivery(books, None, seals if exactly_once else None, order_by)
+        responder = ResponderService(channel, plain, routes, delivery, bench.instruments, tuning)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(responder.run())
             yield bench
@@ -280,31 +280,6 @@ async def test_answers_whose_offsets_have_no_room_wait(monkeypatch: pytest.Monke
         assert await bench.committed() == Progress(80)
 
 
-async def test_only_a_transaction_that_follows_another_tells_how_quickly_requests_are_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first one after some silence is followed at once, whatever is under way."""
-    told: list[tuple[int, int]] = []
-
-    def pause_s(answers: int, elapsed_s: float, under_way: int) -> float:
-        told.append((answers, under_way))
-        return 0.0
-
-    monkeypatch.setattr(transactional, "pause_s", pause_s)
-    monkeypatch.setattr(transactional, "FOLLOWS_WITHIN_S", 60.0)
-    async with running() as bench:
-        requests = [bench.request() for _ in range(12)]
-        bench.log.faults.hold_seals()
-        await bench.inlet.send(requests[:1])
-        await eventually(lambda: bench.log._transactions._open)
-        await bench.inlet.send(requests[1:8])
-        bench.log.faults.release_seals()
-        await eventually(lambda: told)
-        assert told == [(7, 4)]
-        await bench.inlet.send(requests[8:])
-        await bench.acked()
-
-
 async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
     """What waited for its turn is revoked, and charged no more."""
     async with running() as bench:
@@ -339,12 +314,9 @@ async def test_in_order_of_the_partition_nothing_overtakes(exactly_once: bool) -
         assert await offsets_in_order(bench) == list(range(20))
 
 
-async def test_a_step_takes_no_more_than_is_encoded_in_one_go(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_step_takes_no_more_than_is_encoded_in_one_go() -> None:
     """What is left goes with the next one, and the offsets tell how far it has come."""
-    monkeypatch.setattr(ordered, "STEP_ANSWERS", 5)
-    async with running() as bench:
+    async with running(tuning=replace(QUICK.responder, max_step_answers=5)) as bench:
         bench.log.faults.hold_seals()
         await bench.inlet.send([bench.request() for _ in range(12)])
         await eventually(lambda: bench.log._transactions._open)

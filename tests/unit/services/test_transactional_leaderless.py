@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -13,17 +14,18 @@ from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.sealing import MemoryTransactionalProducer
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
-from headrace.services.responder import ordered, transactional
 from tests.support.conditions import eventually
 from tests.support.services import counted
+from tests.support.tuning import QUICK
 from tests.unit.services.test_transactional import RESPONSES, offsets_in_order, running
+
+SOON = replace(QUICK.responder, stalled_target_retry_s=0.02, waiting_answers_retry_s=0.02)
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow at once."""
     monkeypatch.setattr(transactions, "RETRY_S", 0.01)
-    monkeypatch.setattr(transactional, "RETRY_S", 0.01)
 
 
 class LeaderlessLog(MemoryLog):
@@ -53,15 +55,11 @@ class LeaderlessLog(MemoryLog):
         return producer
 
 
-async def test_a_reply_partition_without_a_leader_holds_up_nobody_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_reply_partition_without_a_leader_holds_up_nobody_else() -> None:
     """Its answers are put aside, and are given once it has a leader again."""
-    monkeypatch.setattr(transactional, "STALLED_S", 0.02)
-    monkeypatch.setattr(ordered, "WAITING_S", 0.02)
     log = LeaderlessLog()
     log.leaderless = "headrace.mine"
-    async with running(log=log) as bench:
+    async with running(log=log, tuning=SOON) as bench:
         await log.create_topics([TopicInfo("headrace.mine", 1, {})], replication_factor=1)
         stuck = [bench.request(kafka_replyTopic=b"headrace.mine") for _ in range(3)]
         await bench.inlet.send([*stuck, bench.request()])
@@ -78,12 +76,10 @@ async def test_a_reply_partition_without_a_leader_holds_up_nobody_else(
 
 @pytest.mark.parametrize("topic", ["headrace.mine", RESPONSES.topic])
 async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
-    monkeypatch: pytest.MonkeyPatch, topic: str
+    topic: str,
 ) -> None:
     """What goes elsewhere is sealed at once, by the same producer."""
-    monkeypatch.setattr(transactional, "STALLED_S", 0.02)
-    monkeypatch.setattr(ordered, "WAITING_S", 0.02)
-    async with running() as bench:
+    async with running(tuning=SOON) as bench:
         for name in ("headrace.mine", "headrace.yours"):
             await bench.log.create_topics([TopicInfo(name, 1, {})], replication_factor=1)
         bench.log.faults.take_leaders(topic)
