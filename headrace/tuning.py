@@ -15,6 +15,11 @@ from dataclasses import dataclass
 class ConsumerTuning:
     """Tuning values of `headrace.consumer`."""
 
+    throughput_rise: float = 0.5
+    """Share of the difference by which a higher rate raises the learned throughput."""
+    throughput_fall: float = 0.1
+    """Share of the difference by which a lower rate with work left lowers it."""
+
 
 @dataclass(frozen=True)
 class DeliveryTuning:

@@ -74,7 +74,9 @@ def command(
         Option("--http-port", ("telemetry", "http_port"), http_port),
     ]
     settings = invocation.settings_with([each for each in options if each.value is not None])
-    flood = configure_logging("debug" if invocation.debug else settings.telemetry.log_level)
+    log_rate_limiter = configure_logging(
+        "debug" if invocation.debug else settings.telemetry.log_level
+    )
     tune_interpreter()
     if settings.kafka is None:
         log.warning(
@@ -83,7 +85,7 @@ def command(
             "process's memory, and no producer outside of it can reach it",
         )
     announce = partial(_announce, settings) if on_terminal() else None
-    raise click.exceptions.Exit(run(pipeline.run(settings, stages, flood, announce)))
+    raise click.exceptions.Exit(run(pipeline.run(settings, stages, log_rate_limiter, announce)))
 
 
 def on_terminal() -> bool:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from headrace.consumer.throughput import Throughput
 from headrace.errors import Rejected, Retriable
 from headrace.log.port import Consumer, TopicPartition
 from headrace.telemetry.logs import Event
-from headrace.telemetry.throughput import Throughput
 
 log = structlog.get_logger(__name__)
 

@@ -23,16 +23,19 @@ from headrace.runtime.shutdown import Stop, stop_on_signals
 from headrace.runtime.stage_group import StageGroup, segments
 from headrace.runtime.topic_plan import check_topics
 from headrace.telemetry.collector import open_tracing
-from headrace.telemetry.flood import LogRateLimiter
-from headrace.telemetry.gauges import show, show_interpreter
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
-from headrace.telemetry.last_resort import StallWatchdog
-from headrace.telemetry.logs import Event
+from headrace.telemetry.logs import Event, LogRateLimiter
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.snapshots import WaitingSnapshot
-from headrace.telemetry.state import Place, ProcessState
+from headrace.telemetry.snapshots import QueueSnapshot
+from headrace.telemetry.status import (
+    ProcessIdentity,
+    ProcessState,
+    register_gauges,
+    register_interpreter_metrics,
+)
+from headrace.telemetry.watchdog import FaulthandlerWatchdog
 from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING, Tuning
 
@@ -70,7 +73,7 @@ class Pipeline:
         )
         self.health = Health()
         self.ready = asyncio.Event()
-        self._segments = [
+        self._groups = [
             StageGroup(settings, log_, part, self.models, instruments, tuning)
             for part in segments(stages)
         ]
@@ -79,16 +82,16 @@ class Pipeline:
             stages, self.health, self.metrics, self.models.status, limit_s, tuning.runtime
         )
         broker = settings.kafka.bootstrap_servers if settings.kafka else ""
-        self.state.place = Place(settings.namespace, socket.gethostname(), broker)
-        for segment in self._segments:
-            self.state.sources.append(segment.source.snapshot)
-            self.state.activities.append(segment.activities)
-            self.state.devices.append(segment.devices)
-        self.state.waiting = self._waiting
-        show(self.state)
+        self.state.identity = ProcessIdentity(settings.namespace, socket.gethostname(), broker)
+        for group in self._groups:
+            self.state.sources.append(group.source.snapshot)
+            self.state.activities.append(group.activities)
+            self.state.devices.append(group.devices)
+        self.state.queue = self._queue
+        register_gauges(self.state)
 
-    def _waiting(self) -> WaitingSnapshot | None:
-        return next(filter(None, (segment.waiting() for segment in self._segments)), None)
+    def _queue(self) -> QueueSnapshot | None:
+        return next(filter(None, (group.waiting() for group in self._groups)), None)
 
     async def run(self, stop: Stop) -> None:
         """Serve until a stop is requested, then drain; a second request ends it immediately.
@@ -109,9 +112,9 @@ class Pipeline:
             forced.cancel()
             if not serving.done():
                 serving.cancel()
-            await _ended(serving)
+            await _wait_until_done(serving)
             error = None if serving.cancelled() else serving.exception()
-            self.health.enter(Phase.STOPPED, "" if error is None else _told(error))
+            self.health.enter(Phase.STOPPED, "" if error is None else _describe_error(error))
         if error is not None:
             if not isinstance(error, ConfigurationError):  # the command line prints that one
                 log.error(Event.FAILED, reason=self.health.reason)
@@ -125,7 +128,7 @@ class Pipeline:
         if self._stages != (Stage.RESPONDER,):
             await on_daemon_thread(self.models.open)
         self.health.explain("loading the models and joining the group")
-        joining = len(self._segments)
+        joining = len(self._groups)
 
         def joined() -> None:
             nonlocal joining
@@ -137,7 +140,7 @@ class Pipeline:
 
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(segment.run(joined), name="segment") for segment in self._segments
+                tasks.create_task(group.run(joined), name="stage-group") for group in self._groups
             ]
             stopping = tasks.create_task(stop.requested.wait(), name="stop")
             unloading = tasks.create_task(self._unload_unused(), name="unload-unused")
@@ -161,22 +164,22 @@ class Pipeline:
             for task in running:
                 task.cancel()
             return
-        for segment in self._segments:
-            segment.source.stop_reading()
+        for group in self._groups:
+            group.source.stop_reading()
         _, late = await asyncio.wait(running, timeout=self._settings.limits.drain_timeout_s)
         if late:
             try:
                 # Commit before cancelling: what is acknowledged by now need not be repeated.
                 async with asyncio.timeout(self.tuning.runtime.last_commit_timeout_s):
-                    for segment in self._segments:
-                        await segment.abandon()
+                    for group in self._groups:
+                        await group.abandon()
             except TimeoutError:
                 log.warning(Event.DRAIN_INCOMPLETE, reason="the last commit was not answered")
             for task in late:
                 task.cancel()
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
+async def _wait_until_done(task: asyncio.Task[None]) -> None:
     """Wait until a task has ended. If the caller is cancelled meanwhile, cancel the task again."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -189,10 +192,10 @@ async def _ended(task: asyncio.Task[None]) -> None:
         raise cancelled
 
 
-def _told(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return the error that ended the process, in one line."""
     if isinstance(error, BaseExceptionGroup):
-        return "; ".join(map(_told, error.exceptions))
+        return "; ".join(map(_describe_error, error.exceptions))
     return f"{type(error).__name__}: {error}"
 
 
@@ -219,7 +222,7 @@ async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
 async def run(
     settings: Settings,
     stages: Sequence[Stage],
-    flood: LogRateLimiter,
+    log_rate_limiter: LogRateLimiter,
     announce: Callable[[int], None] | None = None,
     tuning: Tuning = TUNING,
 ) -> int:
@@ -228,7 +231,7 @@ async def run(
     Args:
         settings: settings of the process.
         stages: adjacent stages.
-        flood: the log rate limiter from `configure_logging`.
+        log_rate_limiter: from `configure_logging`.
         announce: called with the HTTP port once it is bound.
         tuning: tuning values of the process.
     """
@@ -241,11 +244,11 @@ async def run(
         )
         instruments = Instruments(metrics, tracing)
         pipeline = Pipeline(settings, log_, stages, instruments=instruments, tuning=tuning)
-        pipeline.state.log_lines_suppressed = flood.suppressed
-        show_interpreter(metrics.registry)
+        pipeline.state.log_lines_suppressed = log_rate_limiter.suppressed
+        register_interpreter_metrics(metrics.registry)
         stack.enter_context(stop_on_signals(stop))
         stack.enter_context(
-            StallWatchdog(settings.limits.max_stall_s, tuning.runtime.stall_rearms_per_limit)
+            FaulthandlerWatchdog(settings.limits.max_stall_s, tuning.runtime.stall_rearms_per_limit)
         )
         telemetry = settings.telemetry
         server = HttpServer(
@@ -268,7 +271,7 @@ async def run(
 
 
 def _in_flight_bytes(state: ProcessState) -> int:
-    return sum(asked().in_flight_bytes for asked in state.sources)
+    return sum(snapshot().in_flight_bytes for snapshot in state.sources)
 
 
 @asynccontextmanager

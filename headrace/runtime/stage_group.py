@@ -41,7 +41,7 @@ from headrace.services.ingest.service import IngestService
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.telemetry.instruments import Instruments
-from headrace.telemetry.snapshots import DeviceSnapshot, WaitingSnapshot
+from headrace.telemetry.snapshots import DeviceSnapshot, QueueSnapshot
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage, Topic
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
@@ -189,7 +189,7 @@ class StageGroup:
         """Return the memory of the devices that models run on, without the host."""
         return [] if self._executor is None else self._executor.devices()
 
-    def waiting(self) -> WaitingSnapshot | None:
+    def waiting(self) -> QueueSnapshot | None:
         """Return what waits for a batch; None without a batcher."""
         return None if self._batcher is None else self._batcher.waiting()
 

@@ -10,10 +10,16 @@ Kubernetes, `/metrics` is for Prometheus, `/status` is the full state for people
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import ipaddress
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,8 +34,6 @@ from headrace.models.signature import TensorSpec
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.telemetry.health import Health
-from headrace.telemetry.http_connections import Connections
-from headrace.telemetry.page import load_page
 from headrace.tuning import TUNING, RuntimeTuning
 
 _PLATFORMS = {"onnx": "onnxruntime_onnx", "python": "headrace_python"}
@@ -46,7 +50,7 @@ _INDEX_STATES = {
 }
 
 
-class Catalogue(Protocol):
+class ServedModels(Protocol):
     """The models to show; implemented by `headrace.models.registry.Models`."""
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
@@ -73,7 +77,7 @@ class HttpServer:
         self,
         address: tuple[str, int],
         health: Health,
-        models: Catalogue,
+        models: ServedModels,
         metrics: CollectorRegistry,
         status: Callable[[], dict[str, Any]] = dict,
         tuning: RuntimeTuning = TUNING.runtime,
@@ -100,7 +104,7 @@ class HttpServer:
             Fatal: the address is taken, or is not this machine's.
         """
         runner = web.AppRunner(
-            self._application(),
+            self._make_application(),
             access_log=None,
             shutdown_timeout=self._tuning.http_stop_timeout_s,
         )
@@ -109,7 +113,7 @@ class HttpServer:
         assert make is not None
         try:
             listening = await asyncio.get_running_loop().create_server(
-                self._connections.bounded(make), self._host, self._port
+                self._connections.limit(make), self._host, self._port
             )
         except OSError as error:
             await runner.cleanup()
@@ -133,29 +137,29 @@ class HttpServer:
             await self._runner.cleanup()
             self._runner = None
 
-    def _application(self) -> web.Application:
+    def _make_application(self) -> web.Application:
         application = web.Application(
             client_max_size=self._tuning.http_body_bytes,
-            middlewares=[self._bounded, _errors_as_json],
+            middlewares=[self._limit_time, _format_errors],
         )
         if _is_loopback(self._host):
             application.middlewares.append(_refuse_other_hosts)
         router = application.router
         for prefix in ("/health", "/v2/health"):
-            router.add_get(f"{prefix}/live", self._live)
-            router.add_get(f"{prefix}/ready", self._ready)
-        router.add_get("/v2", self._server)
-        router.add_post("/v2/repository/index", self._index)
+            router.add_get(f"{prefix}/live", self._show_live)
+            router.add_get(f"{prefix}/ready", self._show_ready)
+        router.add_get("/v2", self._show_server)
+        router.add_post("/v2/repository/index", self._show_index)
         for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            router.add_get(path, self._model)
-            router.add_get(f"{path}/ready", self._model_ready)
+            router.add_get(path, self._show_model)
+            router.add_get(f"{path}/ready", self._show_model_ready)
         router.add_get("/metrics", self._show_metrics)
         router.add_get("/status", self._show_status)
         router.add_get("/", self._show_page)
         return application
 
     @web.middleware
-    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _limit_time(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer within the time limit of a request."""
         timeout_s = self._tuning.http_request_timeout_s
         with self._connections.answering(request.transport):
@@ -166,24 +170,24 @@ class HttpServer:
                 body = {"error": f"request: expected all of it within {timeout_s:g} s, got a part"}
                 return web.json_response(body, status=408, headers={"Connection": "close"})
 
-    async def _live(self, request: web.Request) -> web.Response:
+    async def _show_live(self, request: web.Request) -> web.Response:
         health = self._health
-        return self._condition("live", health.live, health.live_fault() or health.reason)
+        return self._health_response("live", health.live, health.live_fault() or health.reason)
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _show_ready(self, request: web.Request) -> web.Response:
         health = self._health
-        return self._condition("ready", health.ready, health.ready_fault())
+        return self._health_response("ready", health.ready, health.ready_fault())
 
-    def _condition(self, name: str, holds: bool, reason: str) -> web.Response:
+    def _health_response(self, name: str, holds: bool, reason: str) -> web.Response:
         body = {name: holds, "state": self._health.phase, "reason": reason}
         return web.json_response(body, status=200 if holds else 503)
 
-    async def _server(self, request: web.Request) -> web.Response:
+    async def _show_server(self, request: web.Request) -> web.Response:
         return web.json_response(
             {"name": "headrace", "version": __version__, "extensions": ["model_repository"]}
         )
 
-    async def _index(self, request: web.Request) -> web.Response:
+    async def _show_index(self, request: web.Request) -> web.Response:
         """Return the versions and their states; `{"ready": true}` selects only the ready ones."""
         only_ready = await _wants_only_ready(request)
         entries = [
@@ -198,8 +202,8 @@ class HttpServer:
         ]
         return web.json_response(entries)
 
-    async def _model(self, request: web.Request) -> web.Response:
-        version = self._lookup(request)
+    async def _show_model(self, request: web.Request) -> web.Response:
+        version = self._find_version(request)
         ready = [
             each.version for each in self._models.versions(State.READY) if each.name == version.name
         ]
@@ -208,17 +212,17 @@ class HttpServer:
                 "name": version.name,
                 "versions": ready,
                 "platform": _PLATFORMS[version.config.backend],
-                "inputs": [_described(spec) for spec in version.signature.inputs],
-                "outputs": [_described(spec) for spec in version.signature.outputs],
-                "batching": _batching(version),
+                "inputs": [_tensor_metadata(spec) for spec in version.signature.inputs],
+                "outputs": [_tensor_metadata(spec) for spec in version.signature.outputs],
+                "batching": _batching_metadata(version),
             }
         )
 
-    async def _model_ready(self, request: web.Request) -> web.Response:
-        version = self._lookup(request)
+    async def _show_model_ready(self, request: web.Request) -> web.Response:
+        version = self._find_version(request)
         return web.json_response({"name": version.name, "ready": True})
 
-    def _lookup(self, request: web.Request) -> ModelVersion:
+    def _find_version(self, request: web.Request) -> ModelVersion:
         path = request.match_info
         return self._models.lookup(path["model"], path.get("version"))
 
@@ -235,7 +239,7 @@ class HttpServer:
 
 
 @web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _format_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Format every error as the protocol does, `{"error": message}`."""
     try:
         return await handler(request)
@@ -254,13 +258,13 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 @web.middleware
 async def _refuse_other_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
     host = request.headers.get("Host")
-    if host is None or _is_loopback(_name_of(host)):
+    if host is None or _is_loopback(_host_name(host)):
         return await handler(request)
     error = f"header Host: expected a loopback name or address, got {host!r}"
     return web.json_response({"error": error}, status=421)
 
 
-def _name_of(host: str) -> str:
+def _host_name(host: str) -> str:
     """Return the name or address in a `Host` header, without the port; empty if it is malformed."""
     try:
         return urlsplit(f"//{host}").hostname or ""
@@ -292,11 +296,169 @@ async def _wants_only_ready(request: web.Request) -> bool:
         ) from error
 
 
-def _batching(version: ModelVersion) -> dict[str, Any]:
+def _batching_metadata(version: ModelVersion) -> dict[str, Any]:
     """Return batch limits and batch-safety results, which the protocol does not have."""
     found = version.verdict.entry() if version.verdict else {}
     return {"max_batch_size": version.max_batch_size, **found}
 
 
-def _described(spec: TensorSpec) -> dict[str, Any]:
+def _tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
+
+
+# --- limits on connections -----------------------------------------------------------------------
+#
+# aiohttp waits for a request's head without limit, and accepts any number of connections, so that
+# clients which open connections and send nothing would block health checks.
+
+
+class Connections:
+    """The open connections of a server."""
+
+    def __init__(self, tuning: RuntimeTuning) -> None:
+        self._tuning = tuning
+        self._open: dict[asyncio.BaseTransport, asyncio.Transport] = {}
+        self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
+        """Timers of the connections that wait for a request, longest-waiting first."""
+
+    def limit(self, make: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
+        """Return a protocol factory that wraps another one and enforces the limits."""
+        return lambda: _LimitedConnection(self, make())
+
+    def opened(self, transport: asyncio.Transport) -> bool:
+        """Count a new connection; False if there were too many, and it was closed."""
+        if len(self._open) >= self._tuning.http_max_connections:
+            longest_waiting = next(iter(self._timers), None)
+            if longest_waiting is None:
+                transport.abort()
+                return False
+            self._close(longest_waiting)
+        self._open[transport] = transport
+        self._wait(transport, self._tuning.http_head_timeout_s)
+        return True
+
+    def closed(self, transport: asyncio.BaseTransport) -> None:
+        """Forget a connection."""
+        self._open.pop(transport, None)
+        timer = self._timers.pop(transport, None)
+        if timer is not None:
+            timer.cancel()
+
+    @contextmanager
+    def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+        """Suspend a connection's timer while the context lasts: a whole request head has
+        arrived.
+        """
+        if transport is None or transport not in self._open:
+            yield  # closed meanwhile
+            return
+        timer = self._timers.pop(transport, None)
+        if timer is not None:
+            timer.cancel()
+        try:
+            yield
+        finally:
+            if transport in self._open:
+                self._wait(transport, self._tuning.http_idle_timeout_s)
+
+    def _wait(self, transport: asyncio.BaseTransport, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._timers[transport] = loop.call_later(timeout_s, self._close, transport)
+
+    def _close(self, transport: asyncio.BaseTransport) -> None:
+        open_one = self._open.get(transport)
+        self.closed(transport)
+        if open_one is not None:
+            open_one.abort()
+
+
+class _LimitedConnection(asyncio.Protocol):
+    """Forwards the events of a connection, unless it exceeds the limit."""
+
+    def __init__(self, connections: Connections, inner: asyncio.Protocol) -> None:
+        self._connections = connections
+        self._inner: asyncio.Protocol | None = inner
+        self._transport: asyncio.BaseTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        # uvloop's transports have the methods of asyncio.Transport without deriving from it.
+        if not self._connections.opened(cast("asyncio.Transport", transport)):
+            self._inner = None
+        if self._inner is not None:
+            self._inner.connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._transport is not None:
+            self._connections.closed(self._transport)
+        if self._inner is not None:
+            self._inner.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self._inner is not None:
+            self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return None if self._inner is None else self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+
+# --- the page at / -------------------------------------------------------------------------------
+
+
+class Page(NamedTuple):
+    """`page.html`, which polls `/status` every second and shows the result, and its headers.
+
+    Its content security policy lets the browser run this file's own script and style and request
+    this server, and nothing else: markup in a producer's error message cannot load, run or send
+    anything.
+    """
+
+    body: bytes
+    headers: dict[str, str]
+
+
+@cache
+def load_page() -> Page:
+    """Read the page and compute the hashes that allow its script and style; blocks the first
+    time.
+    """
+    text = (files("headrace.telemetry") / "page.html").read_text(encoding="utf-8")
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_hash_element(text, 'script')}",
+            f"style-src {_hash_element(text, 'style')}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+    return Page(
+        text.encode(),
+        {
+            "Content-Type": "text/html; charset=utf-8",
+            "Content-Security-Policy": policy,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-cache",
+        },
+    )
+
+
+def _hash_element(text: str, element: str) -> str:
+    """Return the hash source of the only such element:
+    https://www.w3.org/TR/CSP3/#grammardef-hash-source.
+    """
+    (content,) = re.findall(f"<{element}>(.*?)</{element}>", text, flags=re.DOTALL)
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"

@@ -2,7 +2,7 @@
 
 Lines of other libraries (aiokafka, asyncio) take the same form. An event's name is a constant here,
 so that one can search for it and set alerts on it; variable parts are fields. Lines above debug are
-rate-limited (`headrace.telemetry.flood`); the next one of the kind says how many were `suppressed`.
+rate-limited; the next one of the kind says how many were `suppressed`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import io
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 
+from headrace.primitives.token_bucket import TokenBucket
 from headrace.printable import printable
-from headrace.telemetry.flood import LogRateLimiter
 from headrace.tuning import TUNING, RuntimeTuning
 
 if TYPE_CHECKING:
@@ -127,7 +130,7 @@ def configure_logging(
     """
     stream = stream if stream is not None else sys.stderr
     threshold = _LEVELS[level]
-    flood = LogRateLimiter(tuning)
+    rate_limiter = LogRateLimiter(tuning)
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -137,7 +140,7 @@ def configure_logging(
     ]
     structlog.configure(
         processors=[
-            _Sieve(flood).sift,
+            _RateLimitFilter(rate_limiter).limit_event,
             *shared,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
@@ -149,7 +152,7 @@ def configure_logging(
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
-    root.addHandler(_output(stream, flood, shared))
+    root.addHandler(_make_output(stream, rate_limiter, shared))
     root.setLevel(threshold)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(
@@ -157,35 +160,37 @@ def configure_logging(
         )
     if threshold < logging.INFO:
         logging.getLogger(_SECRETIVE).setLevel(logging.INFO)
-    return flood
+    return rate_limiter
 
 
-def _output(stream: TextIO, flood: LogRateLimiter, shared: list[Processor]) -> logging.Handler:
+def _make_output(
+    stream: TextIO, rate_limiter: LogRateLimiter, shared: list[Processor]
+) -> logging.Handler:
     lines = logging.StreamHandler(stream)
-    lines.addFilter(_Sieve(flood))
+    lines.addFilter(_RateLimitFilter(rate_limiter))
     lines.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_rendering(for_people=stream.isatty()),
+                *_renderers(for_people=stream.isatty()),
             ],
         )
     )
     return lines
 
 
-class _Sieve(logging.Filter):
+class _RateLimitFilter(logging.Filter):
     """Rate-limits log lines: our own before they are formatted, others' when they arrive."""
 
-    def __init__(self, flood: LogRateLimiter) -> None:
+    def __init__(self, rate_limiter: LogRateLimiter) -> None:
         super().__init__()
-        self._flood = flood
+        self._rate_limiter = rate_limiter
 
-    def sift(self, logger: Any, method: str, line: EventDict) -> EventDict:
+    def limit_event(self, logger: Any, method: str, line: EventDict) -> EventDict:
         """Rate-limit our own lines; a processor of structlog."""
         if method != "debug":
-            suppressed = self._flood.admit(str(line["event"]), time.monotonic())
+            suppressed = self._rate_limiter.admit(str(line["event"]), time.monotonic())
             if suppressed is None:
                 raise structlog.DropEvent
             if suppressed:
@@ -196,7 +201,7 @@ class _Sieve(logging.Filter):
         """Rate-limit lines of libraries; their kind is the text before arguments are inserted."""
         if isinstance(record.msg, dict) or record.levelno < logging.INFO:
             return True
-        suppressed = self._flood.admit(f"{record.name}: {record.msg}", time.monotonic())
+        suppressed = self._rate_limiter.admit(f"{record.name}: {record.msg}", time.monotonic())
         if suppressed:
             record.suppressed = suppressed
         return suppressed is not None
@@ -209,18 +214,134 @@ def _escape(logger: Any, method: str, line: EventDict) -> EventDict:
     }
 
 
-def _escaped_traceback(stream: TextIO, exc_info: Any) -> None:
+def _write_escaped_traceback(stream: TextIO, exc_info: Any) -> None:
     text = io.StringIO()
     structlog.dev.plain_traceback(text, exc_info)
     stream.write("\n".join(map(printable, text.getvalue().splitlines())))
 
 
-def _rendering(*, for_people: bool) -> list[Processor]:
+def _renderers(*, for_people: bool) -> list[Processor]:
     if for_people:
-        return [_escape, structlog.dev.ConsoleRenderer(exception_formatter=_escaped_traceback)]
+        return [
+            _escape,
+            structlog.dev.ConsoleRenderer(exception_formatter=_write_escaped_traceback),
+        ]
     # Local variables would put payloads and credentials into the log.
     transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return [
         structlog.processors.ExceptionRenderer(transformer),
         structlog.processors.JSONRenderer(),
     ]
+
+
+# --- rate limit ----------------------------------------------------------------------------------
+
+
+class LogRateLimiter:
+    """Admits a burst of events of each kind at once, and a steady rate after that.
+
+    Attributes:
+        suppressed: how many were not admitted, by kind, since the start.
+    """
+
+    def __init__(self, tuning: RuntimeTuning = TUNING.runtime) -> None:
+        self._tuning = tuning
+        self._buckets: dict[str, TokenBucket] = {}
+        self._since_last: dict[str, int] = {}
+        self.suppressed: dict[str, int] = {}
+
+    def admit(self, kind: str, now_s: float) -> int | None:
+        """Return how many of the kind were suppressed since the last admitted one; None if this one
+        is suppressed too.
+
+        Args:
+            kind: the kind of event; beyond `log_max_kinds` further kinds share one bucket.
+            now_s: monotonic seconds.
+        """
+        if kind not in self._buckets and len(self._buckets) >= self._tuning.log_max_kinds:
+            kind = ""
+        bucket = self._buckets.get(kind)
+        if bucket is None:
+            bucket = self._buckets[kind] = TokenBucket(
+                self._tuning.log_burst_lines, self._tuning.log_lines_per_s
+            )
+        if bucket.take(now_s):
+            return self._since_last.pop(kind, 0)
+        self._since_last[kind] = self._since_last.get(kind, 0) + 1
+        self.suppressed[kind] = self.suppressed.get(kind, 0) + 1
+        return None
+
+
+# --- the last errors -----------------------------------------------------------------------------
+
+
+_ANSWERED_WITH_ERRORS = frozenset({Event.REQUEST_EXPIRED, Event.REQUEST_REFUSED})
+_SHOWN_FIELDS = (
+    "topic",
+    "partition",
+    "offset",
+    "model",
+    "version",
+    "code",
+    "stage",
+    "suppressed",
+    "more",
+)
+
+
+class RecentErrors(logging.Handler):
+    """A ring of lines at `warning` and above, and of requests without outputs; few of their fields.
+
+    Repetitions of a line share one entry, with `times`.
+    """
+
+    def __init__(self, tuning: RuntimeTuning = TUNING.runtime) -> None:
+        super().__init__(logging.INFO)
+        self._ring: deque[dict[str, Any]] = deque(maxlen=tuning.recent_errors)
+        self._reason_characters = tuning.recent_error_characters
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Record log lines while the context lasts."""
+        root = logging.getLogger()
+        root.addHandler(self)
+        try:
+            yield
+        finally:
+            root.removeHandler(self)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries, newest last. `time` is in UTC."""
+        return list(self._ring)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by `logging`, from any thread."""
+        line: Mapping[str, Any]
+        if isinstance(record.msg, dict):
+            line = record.msg
+            reason = line.get("reason", "")
+        else:
+            line, reason = {"event": record.name}, record.getMessage()
+        event = str(line.get("event", ""))
+        if record.levelno < logging.WARNING and event not in _ANSWERED_WITH_ERRORS:
+            return
+        entry = {
+            "time": _format_utc(record.created),
+            "level": record.levelname.lower(),
+            "event": event,
+            "reason": str(reason)[: self._reason_characters],
+            "trace_id": line.get("trace_id"),
+            **{name: line[name] for name in _SHOWN_FIELDS if name in line},
+        }
+        if self._ring and _is_same(self._ring[-1], entry):
+            entry["times"] = self._ring.pop().get("times", 1) + 1
+        self._ring.append(entry)
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("event", "reason", *_SHOWN_FIELDS[:3]))
+
+
+def _format_utc(seconds: float) -> str:
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

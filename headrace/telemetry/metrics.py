@@ -1,26 +1,30 @@
 """The counters of a process, as methods named by what happened.
 
-The names, types and labels are in `headrace.telemetry.catalogue`. Events of every request or batch
-are counted in bulk, a chunk at a time; rare ones use the Prometheus client. Gauges are not kept
-here: they are read from their sources at each scrape, see `headrace.telemetry.state`.
+The names, types and labels are in `headrace.telemetry.metric_specs`. Events of every request or
+batch are counted in bulk, a chunk at a time; rare ones use the Prometheus client. Gauges are not
+kept here: they are read from their sources at each scrape, see `headrace.telemetry.status`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, Exemplar, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from headrace.errors import Code, Retriable
 from headrace.log.errors import Fenced
 from headrace.log.port import Gap
 from headrace.protocol.messages import Batch, Request
-from headrace.telemetry.bulk import BatchedCounter, BatchedHistogram
-from headrace.telemetry.catalogue import CATALOGUE, ROWS, SECONDS
-from headrace.telemetry.request_times import RequestTimes
+from headrace.telemetry.metric_specs import METRIC_SPECS, ROWS, SECONDS, MetricSpec
 from headrace.tuning import TUNING, RuntimeTuning
 
 _FAILED = frozenset({Code.MODEL_FAILED, Code.INTERNAL})
@@ -53,8 +57,8 @@ class Metrics:
         rebound: likewise, of requests that were bound to another version.
         attempts, condemned, transaction_timeouts: likewise; suspects, known_executors: gauges.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures: likewise.
-        traces_rate_limited: by `sampled_by`, see `headrace.telemetry.sampling`.
-        loop_lag: see `headrace.telemetry.loop_lag`.
+        traces_rate_limited: by `sampled_by`, see `headrace.telemetry.tracing`.
+        loop_lag: see `headrace.telemetry.watchdog`.
     """
 
     def __init__(self, registry: CollectorRegistry, tuning: RuntimeTuning = TUNING.runtime) -> None:
@@ -106,20 +110,20 @@ class Metrics:
         self.traces_rate_limited = self._counter("traces_rate_limited")
 
     def _counter(self, name: str) -> Counter:
-        spec = CATALOGUE[f"headrace_{name}"]
+        spec = METRIC_SPECS[f"headrace_{name}"]
         return Counter(spec.name, spec.meaning, spec.labels, registry=self.registry)
 
     def _gauge(self, name: str) -> Gauge:
-        spec = CATALOGUE[f"headrace_{name}"]
+        spec = METRIC_SPECS[f"headrace_{name}"]
         return Gauge(spec.name, spec.meaning, spec.labels, registry=self.registry)
 
     def _bulk_counter(self, name: str) -> BatchedCounter:
-        counter = BatchedCounter(CATALOGUE[f"headrace_{name}"])
+        counter = BatchedCounter(METRIC_SPECS[f"headrace_{name}"])
         self.registry.register(counter)
         return counter
 
     def _bulk(self, name: str, bounds: Sequence[float]) -> BatchedHistogram:
-        histogram = BatchedHistogram(CATALOGUE[f"headrace_{name}"], bounds)
+        histogram = BatchedHistogram(METRIC_SPECS[f"headrace_{name}"], bounds)
         self.registry.register(histogram)
         return histogram
 
@@ -145,10 +149,10 @@ class Metrics:
             self._failed([each for each in requests if each.failure is not None])
         answer_s = max(0, now_us - began_us) / 1e6
         for model, of_model in _by_model(requests, counts).items():
-            self._times.note(model, of_model, now_us)
+            self._times.record(model, of_model, now_us)
             self._durations["answer_duration"].observe((model,), answer_s, len(of_model))
         for request in [each for each in requests if each.trace is not None]:
-            self._show(request, now_us)
+            self._set_exemplars(request, now_us)
 
     def _failed(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -161,18 +165,18 @@ class Metrics:
             elif outcome == "refused":
                 self._refused.labels(failure.stage, failure.code).inc()
 
-    def _show(self, request: Request, now_us: int) -> None:
+    def _set_exemplars(self, request: Request, now_us: int) -> None:
         """Make a sampled request the exemplar of its buckets."""
         assert request.trace is not None
         labels, trace_id = (_known_model(request),), f"{request.trace.trace_id:032x}"
         at_s, written_us = now_us / 1e6, request.timestamp_ms * 1000
-        self._durations["request_duration"].show(
+        self._durations["request_duration"].set_exemplar(
             labels, max(0, now_us - written_us) / 1e6, trace_id, at_s
         )
         if request.formed_us:
             queued_s = max(0, request.formed_us - request.ingested_us) / 1e6
-            self._durations["queue_wait"].show(labels, queued_s, trace_id, at_s)
-            self._durations["compute_duration"].show(
+            self._durations["queue_wait"].set_exemplar(labels, queued_s, trace_id, at_s)
+            self._durations["compute_duration"].set_exemplar(
                 labels, request.compute_us / 1e6, trace_id, at_s
             )
 
@@ -285,3 +289,246 @@ def _by_model(
     for request in requests:
         found.setdefault(_known_model(request), []).append(request)
     return dict(found)
+
+
+# --- batched counters and histograms -------------------------------------------------------------
+#
+# Without a lock, and with many events in one call: the Prometheus client's own take a lock for each
+# event. These are filled from one thread, the event loop's, and scrapes read them there as well.
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class BatchedCounter(Collector):
+    """A counter that is incremented in bulk, from one thread.
+
+    Attributes:
+        counts: by label values.
+    """
+
+    def __init__(self, spec: MetricSpec) -> None:
+        self._spec = spec
+        self.counts: dict[tuple[str, ...], int] = {}
+
+    def add(self, labels: tuple[str, ...], times: int = 1) -> None:
+        """Increment by `times`."""
+        self.counts[labels] = self.counts.get(labels, 0) + times
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Return one entry for each series, for `/status`."""
+        names = self._spec.labels
+        return [
+            {**dict(zip(names, labels, strict=True)), "count": count}
+            for labels, count in self.counts.items()
+        ]
+
+    def describe(self) -> Iterator[CounterMetricFamily]:
+        """Called at registration."""
+        yield self._family()
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Called by a scrape."""
+        family = self._family()
+        for labels, count in self.counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+    def _family(self) -> CounterMetricFamily:
+        spec = self._spec
+        return CounterMetricFamily(spec.name, spec.meaning, labels=spec.labels)
+
+
+class _Series:
+    __slots__ = ("counts", "exemplars", "total")
+
+    def __init__(self, buckets: int) -> None:
+        self.counts = [0] * buckets
+        self.exemplars: dict[int, Exemplar] = {}
+        self.total = 0.0
+
+
+class BatchedHistogram(Collector):
+    """A histogram that is filled in bulk, from one thread.
+
+    Args:
+        spec: its name, labels and meaning.
+        bounds: upper bounds of the buckets, inclusive, in the histogram's unit.
+    """
+
+    def __init__(self, spec: MetricSpec, bounds: Sequence[float]) -> None:
+        self._spec = spec
+        self._bounds = tuple(bounds)
+        self._series: dict[tuple[str, ...], _Series] = {}
+        self._before_reading: Callable[[], None] = _do_nothing
+
+    def before_reading(self, fill: Callable[[], None]) -> None:
+        """Call `fill` before every read of the histogram, to add values that are still buffered."""
+        self._before_reading = fill
+
+    def observe(self, labels: tuple[str, ...], value: float, times: int = 1) -> None:
+        """Count a value `times` times."""
+        series = self._series.get(labels) or self._add(labels)
+        series.counts[bisect_left(self._bounds, value)] += times
+        series.total += value * times
+
+    def observe_all(self, labels: tuple[str, ...], values: NDArray[np.float64]) -> None:
+        """Count each of many values once."""
+        if not len(values):
+            return
+        series = self._series.get(labels) or self._add(labels)
+        places = np.searchsorted(self._bounds, values, side="left")
+        for place, count in enumerate(np.bincount(places).tolist()):
+            series.counts[place] += count
+        series.total += float(values.sum())
+
+    def set_exemplar(
+        self, labels: tuple[str, ...], value: float, trace_id: str, at_s: float
+    ) -> None:
+        """Keep a value that was counted as the exemplar of its bucket.
+
+        Args:
+            labels: as for `observe`.
+            value: as for `observe`.
+            trace_id: a trace that shows how the value came about.
+            at_s: its time, in seconds since the epoch.
+        """
+        series = self._series.get(labels) or self._add(labels)
+        exemplar = Exemplar({"trace_id": trace_id}, value, at_s)
+        series.exemplars[bisect_left(self._bounds, value)] = exemplar
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Return count and sum of every series, for `/status`."""
+        self._before_reading()
+        names = self._spec.labels
+        return [
+            {
+                **dict(zip(names, labels, strict=True)),
+                "count": sum(series.counts),
+                self._spec.unit: series.total,
+            }
+            for labels, series in self._series.items()
+        ]
+
+    def _add(self, labels: tuple[str, ...]) -> _Series:
+        series = self._series[labels] = _Series(len(self._bounds) + 1)
+        return series
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        """Called at registration."""
+        yield self._family()
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Called by a scrape."""
+        self._before_reading()
+        family = self._family()
+        for labels, series in self._series.items():
+            cumulated = 0
+            buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+            for place, (bound, count) in enumerate(
+                zip((*self._bounds, inf), series.counts, strict=True)
+            ):
+                cumulated += count
+                name = "+Inf" if bound == inf else repr(bound)
+                exemplar = series.exemplars.get(place)
+                buckets.append(
+                    (name, cumulated) if exemplar is None else (name, cumulated, exemplar)
+                )
+            family.add_metric(labels, buckets, series.total)
+        yield family
+
+    def _family(self) -> HistogramMetricFamily:
+        spec = self._spec
+        return HistogramMetricFamily(spec.name, spec.meaning, labels=spec.labels, unit=spec.unit)
+
+
+# --- times of requests ---------------------------------------------------------------------------
+
+
+class _TimeColumns(NamedTuple):
+    """Columns; a row of the first three is a request.
+
+    Attributes:
+        answered_us: the time at which each group of them was answered.
+        slack_us: the time left until the deadline, for requests that have one.
+    """
+
+    timestamp_ms: list[int]
+    ingested_us: list[int]
+    formed_us: list[int]
+    answered_us: list[tuple[int, int]]
+    slack_us: list[int]
+
+
+class RequestTimes:
+    """Fills four histograms, each with the label `model`, with the times of answered requests.
+
+    Recording a request stores three integers. NumPy sorts them into buckets once there are a few
+    thousand, or when the histograms are read.
+
+    Args:
+        total: from the record's timestamp until the answer.
+        in_log: from the record's timestamp until ingest.
+        queued: from ingest until the batch closed, for requests that joined one.
+        slack: from the answer until the deadline, for requests that have one.
+        max_buffered: after this many requests of a model, their times are counted.
+    """
+
+    def __init__(
+        self,
+        total: BatchedHistogram,
+        in_log: BatchedHistogram,
+        queued: BatchedHistogram,
+        slack: BatchedHistogram,
+        max_buffered: int,
+    ) -> None:
+        self._total = total
+        self._in_log = in_log
+        self._queued = queued
+        self._slack = slack
+        self._max_buffered = max_buffered
+        self._buffered: dict[str, _TimeColumns] = {}
+        for histogram in (total, in_log, queued, slack):
+            histogram.before_reading(self.count)
+
+    def record(self, model: str, requests: Sequence[Request], now_us: int) -> None:
+        """Record requests that were answered now."""
+        columns = self._buffered.get(model)
+        if columns is None:
+            columns = self._buffered[model] = _TimeColumns([], [], [], [], [])
+        timestamps_ms, ingested_us, formed_us, answered_us, slack_us = columns
+        timestamps_ms += [request.timestamp_ms for request in requests]
+        ingested_us += [request.ingested_us for request in requests]
+        formed_us += [request.formed_us for request in requests]
+        answered_us.append((now_us, len(requests)))
+        slack_us += [
+            deadline_ms * 1000 - now_us
+            for request in requests
+            if (deadline_ms := request.envelope.deadline_ms)
+        ]
+        if len(timestamps_ms) >= self._max_buffered:
+            self.count()
+
+    def count(self) -> None:
+        """Move the recorded times into the histograms."""
+        pending, self._buffered = self._buffered, {}
+        for model, columns in pending.items():
+            labels = (model,)
+            written_us = _column(columns.timestamp_ms) * 1000
+            ingested_us, formed_us = _column(columns.ingested_us), _column(columns.formed_us)
+            moments_us, counts = np.array(columns.answered_us, np.int64).T
+            self._total.observe_all(labels, _seconds(np.repeat(moments_us, counts) - written_us))
+            self._in_log.observe_all(labels, _seconds(ingested_us - written_us))
+            formed = formed_us > 0
+            self._queued.observe_all(labels, _seconds((formed_us - ingested_us)[formed]))
+            self._slack.observe_all(labels, _seconds(_column(columns.slack_us)))
+
+
+def _column(numbers: list[int]) -> NDArray[np.int64]:
+    return np.fromiter(numbers, np.int64, len(numbers))
+
+
+def _seconds(microseconds: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Convert to seconds; negative times count as 0, since the clocks of machines differ."""
+    return np.maximum(microseconds, 0) / 1e6

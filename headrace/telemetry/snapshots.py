@@ -112,9 +112,11 @@ class DeviceSnapshot(NamedTuple):
     memory_bytes: Mapping[str, int]
 
 
-class WaitingSnapshot(NamedTuple):
-    """Requests that wait for a batch; the slack is the least time to a deadline, None without
-    one.
+class QueueSnapshot(NamedTuple):
+    """Requests that wait for a batch.
+
+    Attributes:
+        deadline_slack_s: the least time to a deadline; None if no request has one.
     """
 
     requests: int

@@ -3,7 +3,7 @@
 Spans arrive finished, so they go to the SDK's batch processor as `ReadableSpan`s, without a tracer,
 a sampler or a context in between: their ids are chosen here, which links in both directions need.
 The SDK's thread holds the interpreter lock while it encodes them, which is why
-`headrace.telemetry.sampling` limits their number.
+`headrace.telemetry.tracing` limits their number.
 
 An unreachable collector costs spans, which are counted, and one log line a minute.
 """

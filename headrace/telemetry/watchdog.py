@@ -2,12 +2,14 @@
 
 An activity reports when it begins something, and when it becomes idle. It is stuck if it stays at
 one thing beyond its limit. The event loop cannot report on itself, so a thread posts a call to it
-every second and waits for the call to run.
+every second and waits for the call to run. `FaulthandlerWatchdog` ends a process in which no Python
+thread can run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import sys
 import threading
 import time
@@ -18,6 +20,7 @@ from typing import Self
 import structlog
 
 from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import BatchedHistogram
 from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
@@ -130,3 +133,81 @@ def _calls(thread: int, most: int) -> list[str]:
         return []
     calls = traceback.extract_stack(frame)[-most:]
     return [f"{call.filename}:{call.lineno} {call.name}" for call in calls]
+
+
+# --- native code that holds the interpreter ------------------------------------------------------
+
+
+_STDERR = 2
+
+
+class FaulthandlerWatchdog:
+    """While the context lasts, an event loop stalled for `limit_s` ends the process (exit 1).
+
+    Native code that holds the interpreter lock stops every Python thread, including any watchdog in
+    Python. `faulthandler` has a watchdog thread in C that needs no lock: unless it is re-armed in
+    time it writes the traceback of each thread, and ends the process
+    (https://docs.python.org/3/library/faulthandler.html). The event loop re-arms it.
+
+    There is one per process, so only the composition root may enter it.
+
+    Args:
+        limit_s: in seconds; 0 disables it.
+        rearms_per_limit: how often the event loop re-arms the watchdog within the limit.
+    """
+
+    def __init__(
+        self, limit_s: float, rearms_per_limit: int = TUNING.runtime.stall_rearms_per_limit
+    ) -> None:
+        self._limit_s = limit_s
+        self._interval_s = limit_s / rearms_per_limit
+        self._next: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        if self._limit_s:
+            self._rearm()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _rearm(self) -> None:
+        faulthandler.dump_traceback_later(self._limit_s, exit=True, file=_STDERR)
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_later(self._interval_s, self._rearm)
+
+
+# --- lag -----------------------------------------------------------------------------------------
+
+
+class LoopLag:
+    """Measures the lag of an event loop in `run`: how much longer a sleep took than requested.
+
+    Args:
+        histogram: receives each measurement.
+        interval_s: time between two measurements.
+
+    Attributes:
+        last_s: the last measurement, in seconds.
+    """
+
+    def __init__(self, histogram: BatchedHistogram, interval_s: float) -> None:
+        self._histogram = histogram
+        self._interval_s = interval_s
+        self.last_s = 0.0
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + self._interval_s
+            await asyncio.sleep(self._interval_s)
+            self.last_s = max(0.0, loop.time() - due_s)
+            self._histogram.observe((), self.last_s)

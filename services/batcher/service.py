@@ -14,7 +14,7 @@ from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.forming import DynamicBatcher, ModelKey
 from headrace.services.batcher.lanes import BatchLimits
 from headrace.telemetry.instruments import Instruments
-from headrace.telemetry.snapshots import WaitingSnapshot
+from headrace.telemetry.snapshots import QueueSnapshot
 from headrace.topics import Stage
 from headrace.transport.channels import Ask, BatchQueue, Inlet, Outlet
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
@@ -52,11 +52,11 @@ class BatcherService:
         self._alarm_us: int | None = None
         self.pulls: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
 
-    def waiting(self) -> WaitingSnapshot:
+    def waiting(self) -> QueueSnapshot:
         """Return the number of waiting requests and the time to the earliest deadline."""
         deadline_us = self._forming.earliest_deadline_us()
         slack_s = None if deadline_us is None else max(0, deadline_us - self._steady()) / 1e6
-        return WaitingSnapshot(len(self._forming), slack_s)
+        return QueueSnapshot(len(self._forming), slack_s)
 
     def refusal(self, envelope: Envelope, rows: int = 0) -> Failure | None:
         """Return why a request with these headers would be late behind all waiting requests and

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from headrace.telemetry.catalogue import CATALOGUE
+from headrace.telemetry.metric_specs import METRIC_SPECS
 from headrace.tools.local_kafka import LocalKafka
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
@@ -95,7 +95,7 @@ async def test_scrapes_under_load_are_as_the_catalogue_says(
 
         await eventually(all_answered, deadline_s=60.0, recheck_s=0.2)
         families = parse_text(await _scrape(process, {}))
-        assert CATALOGUE.keys() - families.keys() <= SEEN_LATER
+        assert METRIC_SPECS.keys() - families.keys() <= SEEN_LATER
         assert {"process_resident_memory_bytes", "process_cpu_seconds"} <= families.keys()
 
         async def caught_up() -> bool:

@@ -63,7 +63,7 @@ async def test_wall_clock_that_is_set_stalls_no_model(
     async with serving(settings, log, grouping, clock) as pipelines:
 
         def waits() -> bool:
-            found = [one.state.waiting() for one in pipelines]
+            found = [one.state.queue() for one in pipelines]
             return any(waiting is not None and waiting.requests for waiting in found)
 
         await caller.send(1)

@@ -13,7 +13,7 @@ from headrace.config import make_settings
 from headrace.telemetry.health import Health, Phase
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import CommitSnapshot, SourceSnapshot
-from headrace.telemetry.state import ProcessState
+from headrace.telemetry.status import ProcessState
 from headrace.topics import STAGES
 from tests.support.conditions import eventually
 from tests.support.pipelines import log_for, serving

@@ -25,11 +25,10 @@ from headrace.client import Client, InferenceError
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
 from headrace.runtime.process import Pipeline, running
-from headrace.telemetry.http import HttpServer
+from headrace.telemetry.http import HttpServer, load_page
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import configure_logging
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.page import load_page
 from headrace.topics import STAGES, Stage
 from tests.support.browser import browsing
 from tests.support.command_line import Call

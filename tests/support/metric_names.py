@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from headrace.telemetry.catalogue import CATALOGUE
+from headrace.telemetry.metric_specs import METRIC_SPECS
 
 _PARTS = {"counter": ("_total",), "gauge": ("",), "histogram": ("", "_bucket", "_count", "_sum")}
 
-EXPOSED = {name + part for name, spec in CATALOGUE.items() for part in _PARTS[spec.type]}
+EXPOSED = {name + part for name, spec in METRIC_SPECS.items() for part in _PARTS[spec.type]}
 """All names that a query can have; a histogram's own name stands for all of it."""
 
 

@@ -7,7 +7,7 @@ from prometheus_client import generate_latest as as_text
 from prometheus_client.openmetrics import exposition, parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace.telemetry.catalogue import CATALOGUE
+from headrace.telemetry.metric_specs import METRIC_SPECS
 
 OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
 
@@ -40,7 +40,7 @@ def strangers(families: dict[str, Metric]) -> list[str]:
     for name, family in families.items():
         if name.startswith(("process_", "python_")) or name.endswith("_created"):
             continue  # the client library's own
-        spec = CATALOGUE.get(name)
+        spec = METRIC_SPECS.get(name)
         if spec is None:
             faults.append(f"{name}: not in the catalogue")
             continue

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace.telemetry.catalogue import CATALOGUE
+from headrace.telemetry.metric_specs import METRIC_SPECS
 from tests.support.metric_names import unknown_metrics
 from tests.support.tree import ROOT
 from tools.dashboard.__main__ import FILE, main
@@ -46,7 +46,7 @@ def test_dashboard_is_what_the_code_makes() -> None:
 
 
 def test_dashboard_names_only_metrics_that_exist(dashboard: dict[str, Any]) -> None:
-    """Every name in a query or a variable is exposed by the catalogue's metrics."""
+    """Every name in a query or a variable is exposed by a metric."""
     assert unknown_metrics(FILE.read_text(encoding="utf-8")) == []
     assert len(expressions(dashboard)) > 50
 
@@ -149,7 +149,7 @@ def filled(expression: str) -> str:
 def labels_of(name: str) -> tuple[str, ...]:
     """The labels of the metric that has this exposed name."""
     family = re.sub(r"_(?:total|bucket|sum|count)$", "", name)
-    return CATALOGUE[name if name in CATALOGUE else family].labels
+    return METRIC_SPECS[name if name in METRIC_SPECS else family].labels
 
 
 def overlap(one: dict[str, int], other: dict[str, int]) -> bool:

@@ -1,8 +1,8 @@
-"""PromQL, made from the catalogue of metrics, so that no query names one that is not there."""
+"""PromQL, made from the specs of the metrics, so that no query names one that is not there."""
 
 from __future__ import annotations
 
-from headrace.telemetry.catalogue import CATALOGUE
+from headrace.telemetry.metric_specs import METRIC_SPECS
 from tools.dashboard.panels import Query
 
 _CHOSEN = 'job=~"$job", instance=~"$instance"'
@@ -20,7 +20,7 @@ def selected(metric: str, more: str = "", part: str = "") -> str:
         labels: tuple[str, ...] = ()
         name = f"{metric}_total" if _OF_THE_CLIENT[metric] == "counter" else metric
     else:
-        labels, name = CATALOGUE[metric].labels, CATALOGUE[metric].exposed_name
+        labels, name = METRIC_SPECS[metric].labels, METRIC_SPECS[metric].exposed_name
     chosen = [
         _CHOSEN,
         *(['model=~"$model"'] if "model" in labels else []),

@@ -11,7 +11,7 @@ import pytest
 from headrace.cli.outcome import Exit
 from headrace.cli.stages import parse_stages
 from headrace.config import Settings
-from headrace.telemetry.flood import LogRateLimiter
+from headrace.telemetry.logs import LogRateLimiter
 from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING
 from tests.support.command_line import Call
@@ -31,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     async def run(
         settings: Settings,
         stages: tuple[Stage, ...],
-        flood: LogRateLimiter,
+        log_rate_limiter: LogRateLimiter,
         announce: Callable[[int], None] | None,
     ) -> int:
         calls.append(tuple(stages))

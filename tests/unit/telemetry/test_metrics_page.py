@@ -1,4 +1,4 @@
-"""The page of metrics, the catalogue and the registry: one truth in three places."""
+"""The page of metrics, the specs and the registry: one truth in three places."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.telemetry.catalogue import CATALOGUE, Spec
+from headrace.telemetry.metric_specs import METRIC_SPECS, MetricSpec
 from headrace.telemetry.metrics import Metrics
 from tests.support.tree import ROOT
 
@@ -32,17 +32,17 @@ ROWS = {
 
 def test_page_lists_exactly_what_there_is() -> None:
     """No metric is missing on the page, and none is there that the code does not have."""
-    assert set(ROWS) == {spec.exposed_name for spec in CATALOGUE.values()}
+    assert set(ROWS) == {spec.exposed_name for spec in METRIC_SPECS.values()}
 
 
-@pytest.mark.parametrize("spec", CATALOGUE.values(), ids=lambda spec: spec.name)
-def test_row_says_what_the_catalogue_says(spec: Spec) -> None:
+@pytest.mark.parametrize("spec", METRIC_SPECS.values(), ids=lambda spec: spec.name)
+def test_row_says_what_the_catalogue_says(spec: MetricSpec) -> None:
     """Type, labels and meaning are the same."""
     assert ROWS[spec.exposed_name] == Row(spec.type, spec.labels, spec.meaning)
 
 
-@pytest.mark.parametrize("spec", CATALOGUE.values(), ids=lambda spec: spec.name)
-def test_names_follow_the_conventions(spec: Spec) -> None:
+@pytest.mark.parametrize("spec", METRIC_SPECS.values(), ids=lambda spec: spec.name)
+def test_names_follow_the_conventions(spec: MetricSpec) -> None:
     """Ours begin with `headrace_`; units are base units in full; only counters end in `_total`."""
     assert re.fullmatch(r"headrace(_[a-z]+)+", spec.name)
     assert not re.search(r"_(ms|us|milliseconds|kb|mb|total|count|sum|bucket)$", spec.name)
@@ -56,12 +56,12 @@ def test_queries_name_what_there_is(query: str) -> None:
     assert query.removesuffix("_bucket") in ROWS
 
 
-def test_everything_counted_is_in_the_catalogue() -> None:
-    """What the registry of a process has was made from the catalogue."""
+def test_everything_counted_has_a_spec() -> None:
+    """What the registry of a process has was made from the specs."""
     registry = CollectorRegistry()
     Metrics(registry)
     families = {family.name: family for family in registry.collect()}
-    assert families.keys() <= CATALOGUE.keys()
+    assert families.keys() <= METRIC_SPECS.keys()
     assert {name: family.type for name, family in families.items()} == {
-        name: CATALOGUE[name].type for name in families
+        name: METRIC_SPECS[name].type for name in families
     }

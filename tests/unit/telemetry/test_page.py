@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.models.registry import Models
 from headrace.telemetry.health import Health
-from headrace.telemetry.http import HttpServer
-from headrace.telemetry.page import load_page
+from headrace.telemetry.http import HttpServer, load_page
 from tests.support.models import settings_for
 
 HOST = "127.0.0.1"

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import structlog
 
-from headrace.telemetry.logs import Event, configure_logging
-from headrace.telemetry.recent_errors import RecentErrors
+from headrace.telemetry.logs import Event, RecentErrors, configure_logging
 from headrace.tuning import TUNING
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.telemetry.throughput import Throughput
+from headrace.consumer.throughput import Throughput
 
 
 def learned(*looks: tuple[int, int]) -> Throughput:

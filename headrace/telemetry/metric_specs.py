@@ -20,7 +20,7 @@ SECONDS = (
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
-class Spec(NamedTuple):
+class MetricSpec(NamedTuple):
     """One metric; `name` is its family's, so a counter's samples have `_total` appended."""
 
     name: str
@@ -45,49 +45,49 @@ _TOPIC = ("topic",)
 _PARTITION = ("topic", "partition")
 
 REQUESTS = (
-    Spec(
+    MetricSpec(
         "headrace_requests",
         "counter",
         ("model", "version", "outcome", "code"),
         "Requests whose answer is acknowledged. Outcome: ok, expired, refused or failed.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_request_duration_seconds",
         "histogram",
         _MODEL,
         "End to end: from the request record's timestamp until its answer is acknowledged.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_log_wait_seconds",
         "histogram",
         _MODEL,
         "From the request record's timestamp until ingest read it.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_queue_wait_seconds",
         "histogram",
         _MODEL,
         "From ingest until the request's batch closed.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_answer_duration_seconds",
         "histogram",
         _MODEL,
         "From when the responder began to encode an answer until it was acknowledged.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_answer_slack_seconds",
         "histogram",
         _MODEL,
         "Time left to the deadline when the answer was acknowledged; 0 for late ones.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_expired_requests",
         "counter",
         ("stage",),
         "Requests answered with DEADLINE_EXCEEDED, by the stage that found it.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_refused_requests",
         "counter",
         ("stage", "code"),
@@ -96,59 +96,61 @@ REQUESTS = (
 )
 
 RUNS = (
-    Spec("headrace_batches", "counter", ("model", "reason"), "Batches formed, by why they closed."),
-    Spec("headrace_batch_rows", "histogram", _MODEL, "Rows in a batch when it closed."),
-    Spec("headrace_runs", "counter", ("model", "version"), "Runs of a model that succeeded."),
-    Spec("headrace_rows", "counter", ("model", "version"), "Rows in these runs."),
-    Spec(
+    MetricSpec(
+        "headrace_batches", "counter", ("model", "reason"), "Batches formed, by why they closed."
+    ),
+    MetricSpec("headrace_batch_rows", "histogram", _MODEL, "Rows in a batch when it closed."),
+    MetricSpec("headrace_runs", "counter", ("model", "version"), "Runs of a model that succeeded."),
+    MetricSpec("headrace_rows", "counter", ("model", "version"), "Rows in these runs."),
+    MetricSpec(
         "headrace_batch_wait_seconds",
         "histogram",
         _MODEL,
         "From when a batch closed until an executor began with it.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_copy_duration_seconds",
         "histogram",
         _MODEL,
         "Gathering the inputs of one run into its arrays.",
     ),
-    Spec("headrace_compute_duration_seconds", "histogram", _MODEL, "One run of a model."),
-    Spec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
-    Spec(
+    MetricSpec("headrace_compute_duration_seconds", "histogram", _MODEL, "One run of a model."),
+    MetricSpec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
+    MetricSpec(
         "headrace_rebound_requests",
         "counter",
         (),
         "Requests without a version of their own that were bound to another version here, since "
         "the one that ingest chose was not there.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_batch_comparisons",
         "counter",
         ("model", "outcome"),
         "Batches of requests run alone and together, while it is open whether the model may: "
         "agreed, differed or inconclusive.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_deadline_slack_seconds",
         "gauge",
         (),
         "Least time left to a deadline among the requests that wait for a batch; "
         "not shown while none of them has one.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_known_executors",
         "gauge",
         (),
         "Executors in other processes that this batcher has heard of; 0 where it needs none.",
     ),
-    Spec("headrace_waiting_requests", "gauge", (), "Requests that wait for a batch."),
-    Spec(
+    MetricSpec("headrace_waiting_requests", "gauge", (), "Requests that wait for a batch."),
+    MetricSpec(
         "headrace_device_memory_bytes",
         "gauge",
         ("device", "kind"),
         "Of a GPU that models run on: free, total, or the pool of ours that holds it.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_model_state",
         "gauge",
         ("model", "version", "state"),
@@ -157,29 +159,33 @@ RUNS = (
 )
 
 ENDS = (
-    Spec("headrace_dead_letters", "counter", ("code",), "Requests kept as dead letters."),
-    Spec("headrace_unkept_dead_letters", "counter", (), "Dead letters too large for their topic."),
-    Spec("headrace_duplicates", "counter", (), "Results whose request was answered already."),
-    Spec(
+    MetricSpec("headrace_dead_letters", "counter", ("code",), "Requests kept as dead letters."),
+    MetricSpec(
+        "headrace_unkept_dead_letters", "counter", (), "Dead letters too large for their topic."
+    ),
+    MetricSpec("headrace_duplicates", "counter", (), "Results whose request was answered already."),
+    MetricSpec(
         "headrace_cancellations",
         "counter",
         ("outcome",),
         "Records with x-cancel: ended the request that they name, or found none that waits.",
     ),
-    Spec("headrace_void", "counter", (), "Requests dropped because their partition was revoked."),
-    Spec(
+    MetricSpec(
+        "headrace_void", "counter", (), "Requests dropped because their partition was revoked."
+    ),
+    MetricSpec(
         "headrace_unanswered",
         "counter",
         (),
         "Requests whose answer topic takes not even an error record.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_transaction_timeouts",
         "counter",
         (),
         "Transactions that took too long: their answers are written again, half as many at a time.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_retries",
         "counter",
         ("operation",),
@@ -188,85 +194,89 @@ ENDS = (
 )
 
 READING = (
-    Spec("headrace_in_flight_records", "gauge", _TOPIC, "Records read and not yet answered."),
-    Spec("headrace_in_flight_bytes", "gauge", _TOPIC, "Bytes charged for what is in flight."),
-    Spec("headrace_in_flight_limit_bytes", "gauge", _TOPIC, "The budget for bytes in flight."),
-    Spec(
+    MetricSpec("headrace_in_flight_records", "gauge", _TOPIC, "Records read and not yet answered."),
+    MetricSpec("headrace_in_flight_bytes", "gauge", _TOPIC, "Bytes charged for what is in flight."),
+    MetricSpec(
+        "headrace_in_flight_limit_bytes", "gauge", _TOPIC, "The budget for bytes in flight."
+    ),
+    MetricSpec(
         "headrace_model_in_flight_bytes",
         "gauge",
         ("topic", "model"),
         "Bytes of the budget that a model's requests hold, in a process with the batcher.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_oldest_record_age_seconds",
         "gauge",
         _TOPIC,
         "Age of the oldest record that was read and is unanswered; 0 when there is none.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_consumer_lag_records",
         "gauge",
         _PARTITION,
         "End offset minus committed offset, asked every 5 s.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_backlog_records",
         "gauge",
         _TOPIC,
         "Records of our partitions that are not answered, read or not.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_throughput_records_per_second",
         "gauge",
         _TOPIC,
         "Learned: what this process answers per second when there is enough to do.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_time_to_drain_seconds",
         "gauge",
         _TOPIC,
         "Backlog over learned throughput; not shown before any was learned.",
     ),
-    Spec("headrace_assigned_partitions", "gauge", _TOPIC, "Partitions that are ours now."),
-    Spec("headrace_rebalances", "counter", (), "Assignments received."),
-    Spec("headrace_skipped", "counter", (), "Records that retention took before they were read."),
-    Spec(
+    MetricSpec("headrace_assigned_partitions", "gauge", _TOPIC, "Partitions that are ours now."),
+    MetricSpec("headrace_rebalances", "counter", (), "Assignments received."),
+    MetricSpec(
+        "headrace_skipped", "counter", (), "Records that retention took before they were read."
+    ),
+    MetricSpec(
         "headrace_unreadable",
         "counter",
         ("code",),
         "Offsets passed over because nothing there can be read, `TOO_LARGE` or `INVALID_REQUEST`.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_suspects",
         "gauge",
         (),
         "Offsets that ran when a process ended, and that have not run alone since.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_suspect_attempts",
         "counter",
         (),
         "Requests that were found to have run alone and marked when their process ended.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_condemned",
         "counter",
         (),
         "Requests that are not run again, since their process ended each time.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_stalled_seconds",
         "gauge",
         _TOPIC,
         "For how long records have waited while none was answered; 0 while there is progress.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_assigning_seconds",
         "gauge",
         _TOPIC,
         "For how long partitions that the group has assigned could not be taken up; 0 otherwise.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_log_last_contact_seconds",
         "gauge",
         _TOPIC,
@@ -275,19 +285,19 @@ READING = (
 )
 
 COMMITS = (
-    Spec(
+    MetricSpec(
         "headrace_commit_duration_seconds",
         "histogram",
         (),
         "How long a commit, or a transaction with answers, took; failed ones included.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_commit_failures",
         "counter",
         ("reason",),
         "Commits that failed: unavailable (no answer in time), fenced (the group has moved on).",
     ),
-    Spec(
+    MetricSpec(
         "headrace_commit_age_seconds",
         "gauge",
         _TOPIC,
@@ -296,50 +306,50 @@ COMMITS = (
 )
 
 PARTITIONS = (
-    Spec(
+    MetricSpec(
         "headrace_partition_in_flight_records",
         "gauge",
         _PARTITION,
         "Records read and not yet answered.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_partition_in_flight_span_records",
         "gauge",
         _PARTITION,
         "Offsets from the lowest unanswered one up to the last one read.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_partition_answered_records",
         "gauge",
         _PARTITION,
         "The answered set: offsets answered above the lowest unanswered one.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_partition_answered_ranges",
         "gauge",
         _PARTITION,
         "Ranges that the answered set consists of.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_partition_commit_metadata_characters",
         "gauge",
         _PARTITION,
         "Length of the metadata of the last commit; a broker takes 4096.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_partition_deferred_records",
         "gauge",
         _PARTITION,
         "Requests left in the log until their model has room in its share of the budget.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_partition_base_age_seconds",
         "gauge",
         _PARTITION,
         "For how long the base stands though its request was passed on to the process that "
         "answers; 0 where one process does all.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_partition_paused",
         "gauge",
         ("topic", "partition", "reason"),
@@ -349,26 +359,26 @@ PARTITIONS = (
 )
 
 TRACES = (
-    Spec("headrace_trace_spans", "counter", (), "Spans that the collector has taken."),
-    Spec(
+    MetricSpec("headrace_trace_spans", "counter", (), "Spans that the collector has taken."),
+    MetricSpec(
         "headrace_trace_spans_dropped",
         "counter",
         (),
         "Spans lost: the queue was full, or no collector took them.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_trace_links_dropped",
         "counter",
         (),
         "Links left out of spans, over OTEL_SPAN_LINK_COUNT_LIMIT.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_trace_export_failures",
         "counter",
         (),
         "Exports of spans that no collector took.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_traces_rate_limited",
         "counter",
         ("sampled_by",),
@@ -378,27 +388,27 @@ TRACES = (
 )
 
 PROCESS = (
-    Spec(
+    MetricSpec(
         "headrace_event_loop_lag_seconds",
         "histogram",
         (),
         "How late a timer of the event loop ran, measured ten times a second.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_heap_trimmed_bytes",
         "counter",
         (),
         "Memory that was free in the process and was given back to the system.",
     ),
-    Spec("headrace_live", "gauge", (), "1 while /health/live answers 200."),
-    Spec("headrace_ready", "gauge", (), "1 while /health/ready answers 200."),
-    Spec(
+    MetricSpec("headrace_live", "gauge", (), "1 while /health/live answers 200."),
+    MetricSpec("headrace_ready", "gauge", (), "1 while /health/ready answers 200."),
+    MetricSpec(
         "headrace_log_lines_suppressed",
         "counter",
         ("event",),
         "Log lines left out because too many of their kind came.",
     ),
-    Spec(
+    MetricSpec(
         "headrace_build_info",
         "gauge",
         ("version", "python", "stages"),
@@ -406,7 +416,7 @@ PROCESS = (
     ),
 )
 
-CATALOGUE: dict[str, Spec] = {
+METRIC_SPECS: dict[str, MetricSpec] = {
     spec.name: spec
     for part in (REQUESTS, RUNS, ENDS, READING, COMMITS, PARTITIONS, TRACES, PROCESS)
     for spec in part

@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
-_RISE = 0.5
-_FALL = 0.1
+from headrace.tuning import TUNING, ConsumerTuning
 
 
 class Throughput:
     """Learns how many records are answered per second when there is enough work.
 
+    Args:
+        tuning: how fast the estimate follows.
+
     Attributes:
         per_s: the estimate; None before anything was answered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: ConsumerTuning = TUNING.consumer) -> None:
+        self._rise = tuning.throughput_rise
+        self._fall = tuning.throughput_fall
         self.per_s: float | None = None
         self._last: tuple[float, int] | None = None
 
@@ -40,9 +44,9 @@ class Throughput:
         if self.per_s is None:
             self.per_s = rate or None
         elif rate >= self.per_s:
-            self.per_s += _RISE * (rate - self.per_s)
+            self.per_s += self._rise * (rate - self.per_s)
         elif backlog and backlog >= rate * elapsed_s:
-            self.per_s += _FALL * (rate - self.per_s)
+            self.per_s += self._fall * (rate - self.per_s)
 
     def time_to_drain_s(self, backlog: int) -> float | None:
         """Return how long the backlog takes at the estimated rate; None before there is one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.telemetry.flood import LogRateLimiter
+from headrace.telemetry.logs import LogRateLimiter
 from headrace.tuning import TUNING
 
 BURST = 20
@@ -17,30 +17,30 @@ TUNED = replace(
 
 def test_a_burst_passes_and_no_more() -> None:
     """What is held back is counted."""
-    flood = LogRateLimiter(TUNED)
-    passed = [flood.admit("event", 0.0) for _ in range(BURST + 30)]
+    limiter = LogRateLimiter(TUNED)
+    passed = [limiter.admit("event", 0.0) for _ in range(BURST + 30)]
     assert passed == [0] * BURST + [None] * 30
-    assert flood.suppressed == {"event": 30}
+    assert limiter.suppressed == {"event": 30}
 
 
 def test_the_next_one_says_how_many_were_held_back() -> None:
     """And the one after that says none."""
-    flood = LogRateLimiter(TUNED)
+    limiter = LogRateLimiter(TUNED)
     for _ in range(BURST + 5):
-        flood.admit("event", 0.0)
-    assert [flood.admit("event", 2 / PER_S) for _ in range(2)] == [5, 0]
+        limiter.admit("event", 0.0)
+    assert [limiter.admit("event", 2 / PER_S) for _ in range(2)] == [5, 0]
 
 
 def test_kinds_do_not_hold_each_other_back() -> None:
     """A flood of one hides no other."""
-    flood = LogRateLimiter(TUNED)
+    limiter = LogRateLimiter(TUNED)
     for _ in range(BURST + 1):
-        flood.admit("often", 0.0)
-    assert flood.admit("rare", 0.0) == 0
+        limiter.admit("often", 0.0)
+    assert limiter.admit("rare", 0.0) == 0
 
 
 def test_made_up_kinds_share_one_bucket() -> None:
     """Memory is bounded, whatever libraries write."""
-    flood = LogRateLimiter(TUNED)
-    passed = [flood.admit(f"kind {number}", 0.0) for number in range(MAX_KINDS + BURST + 10)]
+    limiter = LogRateLimiter(TUNED)
+    passed = [limiter.admit(f"kind {number}", 0.0) for number in range(MAX_KINDS + BURST + 10)]
     assert passed.count(None) == 10

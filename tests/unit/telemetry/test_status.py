@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from headrace.telemetry.gauges import StateGauges
 from headrace.telemetry.health import Health
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import DeviceSnapshot
-from headrace.telemetry.state import ProcessState
+from headrace.telemetry.status import ProcessState, StateGauges
 
 
 def test_memory_of_a_device_is_shown_once() -> None:

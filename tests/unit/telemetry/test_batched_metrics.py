@@ -6,12 +6,12 @@ import math
 
 from prometheus_client import CollectorRegistry
 
-from headrace.telemetry.bulk import BatchedCounter, BatchedHistogram
-from headrace.telemetry.catalogue import Spec
+from headrace.telemetry.metric_specs import MetricSpec
+from headrace.telemetry.metrics import BatchedCounter, BatchedHistogram
 from tests.support.scrapes import scrape_openmetrics
 
-WAITS = Spec("headrace_test_wait_seconds", "histogram", ("model",), "A wait.")
-THINGS = Spec("headrace_test_things", "counter", ("model", "kind"), "Things.")
+WAITS = MetricSpec("headrace_test_wait_seconds", "histogram", ("model",), "A wait.")
+THINGS = MetricSpec("headrace_test_things", "counter", ("model", "kind"), "Things.")
 
 
 def scraped(
@@ -47,8 +47,8 @@ def test_a_shown_value_is_its_buckets_exemplar() -> None:
     """The last trace of a bucket stands there, with its value and time."""
     histogram = BatchedHistogram(WAITS, (0.1, 1.0))
     histogram.observe(("m",), 0.5, 2)
-    histogram.show(("m",), 0.4, "a" * 32, 1000.0)
-    histogram.show(("m",), 0.5, "b" * 32, 1001.0)
+    histogram.set_exemplar(("m",), 0.4, "a" * 32, 1000.0)
+    histogram.set_exemplar(("m",), 0.5, "b" * 32, 1001.0)
     registry = CollectorRegistry()
     registry.register(histogram)
     (family,) = scrape_openmetrics(registry).values()

@@ -10,10 +10,10 @@ import pytest
 
 PROGRAM = """
 import asyncio, ctypes, sys, time
-from headrace.telemetry.last_resort import StallWatchdog
+from headrace.telemetry.watchdog import FaulthandlerWatchdog
 
 async def main():
-    with StallWatchdog(float(sys.argv[1])):
+    with FaulthandlerWatchdog(float(sys.argv[1])):
         {body}
     {after}
 
