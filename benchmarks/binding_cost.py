@@ -73,6 +73,7 @@ def _instance(directory: Path, *, bound: bool) -> Instance:
         OnnxBackend(directory, config, signature),
         "bound" if bound else "plain",
         max_execution_s=10,
+        max_load_s=60,
         may_inline=True,
         room=Room(max(ROWS), config.max_batch_bytes) if bound else None,
     )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace.primitives.backoff import Backoff
+
 
 @dataclass(frozen=True)
 class ConsumerTuning:
@@ -152,10 +154,88 @@ class IngestTuning:
 class BatcherTuning:
     """Tuning values of `services.batcher`."""
 
+    pace_half_life_us: int = 1_000_000
+    """After this much time with a backlog, the learned pace counts half."""
+    pace_memory_us: int = 5_000_000
+    """The pace is forgotten after this long without a backlog: a pace from a bad moment could
+    refuse so much that no backlog forms to correct it."""
+    max_stall_ratio: int = 4
+    """A batch counts as at most this many times as long as usual: a stall of half a second says
+    nothing about the next batch."""
+    explore_every_batches: int = 128
+    """Of the batches that close with more rows waiting than they take, every 128th takes
+    alternately twice or half the best known size, so that a size that has become better is found.
+    """
+    early_batches: int = 128
+    """This many first batches explore more often: little is known of most sizes then, and all
+    samples of a size may come from one bad moment."""
+    explore_every_early_batches: int = 8
+    """The same as `explore_every_batches`, for the first batches."""
+    timer_step_us: int = 1000
+    """How late a timer of the event loop may fire."""
+    priority_step_us: int = 100_000
+    """Head start for each step of `x-priority`, in waiting time."""
+    patience_us: int = 5_000_000
+    """Between shape classes, a request with a later deadline or none counts as due this long after
+    it arrived, so that no request starves."""
+    max_remembered_tenants: int = 1024
+    """Tenants whose served rows are kept, while several wait at the same time."""
+    max_stale_deadlines: int = 64
+    """Deadlines of requests that no longer wait to keep before they are removed."""
+    max_stale_entries: int = 32
+    """Outdated entries of any other queue to keep before they are removed."""
+
 
 @dataclass(frozen=True)
 class ExecutorTuning:
     """Tuning values of `services.executor`."""
+
+    run_backoff: Backoff = Backoff(0.05, 1.0)
+    """Pauses before a run is repeated after a transient error; without jitter."""
+    max_run_attempts: int = 10
+    """Attempts to run a batch: enough to wait five seconds for a busy backend, if deadlines allow.
+    """
+    max_half_attempts: int = 3
+    """Attempts to run a part of a failed batch, which has been retried as a whole already."""
+    prefetch_min_run_us: int = 2000
+    """Runs shorter than this are not prefetched for: event loop timers have steps of 1 ms."""
+    prefetch_lead_us: int = 1000
+    """How long before a run's predicted end the next batch closes, besides the time to gather it.
+    """
+    inline_max_run_us: int = 200
+    """Runs shorter than this are made on the event loop: the hand-off to a thread costs 20 to 60
+    microseconds, and more while the loop is busy."""
+    inline_cut_off_s: float = 1.0
+    """A longer run on the event loop is cancelled and repeated on the thread."""
+    inline_window_runs: int = 16
+    """Number of last runs that decide whether the next one is made on the event loop; even."""
+    cancel_grace_s: float = 5.0
+    """How long a cancelled run, or a thread that unloads, may take to end."""
+    watchdog_grace_s: float = 10.0
+    """How much longer than `max_execution_s` a run may take before the process counts as hung; more
+    than `cancel_grace_s`, so that a run that can be cancelled is not reported."""
+    max_host_layouts: int = 256
+    """Combinations of input shapes for which a host block keeps its arrays."""
+    copy_each_min_bytes: int = 4096
+    """Tensors of this size are copied one by one; smaller ones are joined first, which costs less.
+    """
+    in_place_min_bytes: int = 65536
+    """A single request of at least this size runs in place: copying costs more than binding it."""
+    comparison_batches: int = 16
+    """Number of agreeing batches that make an undecided version batchable."""
+    comparison_every_batches: int = 16
+    """After the first `comparison_batches` batches, one in this many is compared."""
+    max_rows_in_error: int = 10
+    """Rows with non-finite outputs that an error text lists."""
+    ring_slots: int = 3
+    """Slots of a ring: one is filled, one is computed and one is copied back at the same time."""
+    ring_exact_rows: int = 4
+    """Runs of a ring are prepared for each number of rows up to this one."""
+    ring_step_rows: int = 4
+    """Above `ring_exact_rows`, runs of a ring are prepared in steps of this many rows. Growing
+    steps, such as powers of two, waste more of the device than they save of its memory."""
+    device_memory_period_s: float = 1.0
+    """Least time between two readings of a device's free memory."""
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,17 @@ from headrace.models.warmup import sized_inputs
 from headrace.protocol.codec import encode_request
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
-from headrace.services.executor.instance import INLINE_BELOW_US
 from headrace.telemetry.logs import configure_logging
 from headrace.tools.replay.loop_measuring import measure_turns
 from headrace.tools.replay.service_times import ServiceTime
 from headrace.tools.replay.simulated_loop import LoopTime
+from headrace.tuning import TUNING
 
 
 def on_the_loop(times: Mapping[str, ServiceTime]) -> list[str]:
     """Return the models whose runs are short enough for the event loop."""
-    return sorted(model for model, each in times.items() if each(1) < INLINE_BELOW_US)
+    below_us = TUNING.executor.inline_max_run_us
+    return sorted(model for model, each in times.items() if each(1) < below_us)
 
 
 async def loop_times(

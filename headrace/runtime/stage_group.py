@@ -259,6 +259,7 @@ class StageGroup:
             self._instruments,
             self._rebinder.rebind,
             self.source.probation.has_run,
+            self._tuning.batcher,
         )
         self._runs["batcher"] = batcher.run
         self._batcher = batcher
@@ -292,6 +293,7 @@ class StageGroup:
             self._instruments,
             announcer,
             self.source.probation,
+            self._tuning.executor,
         )
         self._runs["executor"] = executor.run
         self._executor = executor

@@ -26,7 +26,6 @@ from headrace.tuning import TUNING, RuntimeTuning
 log = structlog.get_logger(__name__)
 
 READER_LIMIT_S = 60.0
-RUN_GRACE_S = 10.0
 
 
 class Activity:

@@ -11,26 +11,7 @@ from __future__ import annotations
 
 from headrace.errors import Code
 from headrace.protocol.messages import Failure
-
-HALVE_AFTER_US = 1_000_000
-"""After this much time with a backlog, the learned pace counts half."""
-
-HELD_UP = 4
-"""A batch counts as at most this many times as long as usual: a stall of half a second says
-nothing about the next batch."""
-
-FORGET_AFTER_US = 5_000_000
-"""The pace is forgotten after this long without a backlog: a pace from a bad moment could refuse
-so much that no backlog forms to correct it."""
-
-EXPLORE_EVERY = 128
-"""Of the batches that close with more rows waiting than they take, every 128th takes alternately
-twice or half the best known size, so that a size that has become better is found.
-"""
-
-EXPLORE_EVERY_EARLY, EARLY = 8, 128
-"""The first batches explore more often: little is known of most sizes then, and all samples of a
-size may come from one bad moment."""
+from headrace.tuning import TUNING, BatcherTuning
 
 
 class Pace:
@@ -51,10 +32,12 @@ class Pace:
         "_predicted_us",
         "_since_us",
         "_taken_us",
+        "_tuning",
         "row_us",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: BatcherTuning = TUNING.batcher) -> None:
+        self._tuning = tuning
         self.row_us = 0.0
         self._elapsed_us = 0.0
         self._learned_us = 0
@@ -78,14 +61,14 @@ class Pace:
             elapsed_us = float(max(0, now_us - self._since_us))
             if self._predicted_us:
                 usual = max(1.0, self._elapsed_us / self._predicted_us)
-                elapsed_us = min(elapsed_us, HELD_UP * usual * self._taken_us)
+                elapsed_us = min(elapsed_us, self._tuning.max_stall_ratio * usual * self._taken_us)
             self._elapsed_us += elapsed_us
             self._predicted_us += self._taken_us
-            if self._elapsed_us > HALVE_AFTER_US:
+            if self._elapsed_us > self._tuning.pace_half_life_us:
                 self._elapsed_us /= 2
                 self._predicted_us /= 2
             self._learned_us = now_us
-        elif now_us - self._learned_us > FORGET_AFTER_US:
+        elif now_us - self._learned_us > self._tuning.pace_memory_us:
             self._elapsed_us = self._predicted_us = self.row_us = 0.0
         if self._predicted_us:
             self.row_us = best_row_us * self._elapsed_us / self._predicted_us
@@ -113,7 +96,9 @@ class Pace:
         return self._explores(1)
 
     def _explores(self, turn: int) -> bool:
-        every = EXPLORE_EVERY_EARLY if self._closes < EARLY else EXPLORE_EVERY
+        tuning = self._tuning
+        is_early = self._closes < tuning.early_batches
+        every = tuning.explore_every_early_batches if is_early else tuning.explore_every_batches
         done, place = divmod(self._closes, every)
         return place == every - 1 and done % 2 == turn
 

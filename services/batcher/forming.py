@@ -33,12 +33,10 @@ from headrace.services.batcher.lanes import BatchLimits, Group
 from headrace.topics import Stage
 from headrace.transport.channels import IDLE, Ask
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
+from headrace.tuning import TUNING, BatcherTuning
 
 ModelKey = tuple[str, str]
 """A model's name and version."""
-
-_TOLERATED = 64
-"""Stale deadlines (of requests that have left) to keep before they are removed."""
 
 
 _Deadline: TypeAlias = tuple[int, int, Request]
@@ -126,7 +124,9 @@ class DynamicBatcher:
         limits: Callable[[str, str], BatchLimits],
         prefix: str,
         rebind: Rebind = refuse_to_rebind,
+        tuning: BatcherTuning = TUNING.batcher,
     ) -> None:
+        self._tuning = tuning
         self._limits = limits
         self._rebind = rebind
         self._prefix = prefix
@@ -134,7 +134,7 @@ class DynamicBatcher:
         self._order = count()
         self._queues: dict[ModelKey, ModelQueue] = {}
         self._deadlines: list[_Deadline] = []
-        self._keep_deadlines = _TOLERATED
+        self._keep_deadlines = tuning.max_stale_deadlines
         self.wall_ahead_us = 0
         self.ended: list[Request] = []
         self.cancellations: list[Request] = []
@@ -312,7 +312,7 @@ class DynamicBatcher:
                 return None
             key, known = bound, self._queues.get(bound)
         if known is None or known.limits is not limits:
-            known = self._queues[key] = ModelQueue(limits)
+            known = self._queues[key] = ModelQueue(limits, self._tuning)
         return known
 
     def _limits_of(self, request: Request) -> BatchLimits | None:
@@ -373,7 +373,7 @@ class DynamicBatcher:
             # Drop entries of requests that have left: their deadlines may be hours away.
             self._deadlines = [one for one in self._deadlines if not _has_left(one)]
             heapq.heapify(self._deadlines)
-            self._keep_deadlines = 2 * len(self._deadlines) + _TOLERATED
+            self._keep_deadlines = 2 * len(self._deadlines) + self._tuning.max_stale_deadlines
 
     def _ripest(
         self, key: ModelKey | None, now_us: int, ask: Ask

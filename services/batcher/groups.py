@@ -16,12 +16,7 @@ from headrace.services.batcher.admission import Pace
 from headrace.services.batcher.lanes import BatchLimits, FairQueue, Fifo, Group, Lane, Tenant
 from headrace.services.batcher.ranking import Ranking
 from headrace.transport.channels import Ask
-
-TIMER_US = 1000
-"""How late a timer of the event loop may fire."""
-
-_TOLERATED = 32
-"""Stale full groups to keep before they are removed."""
+from headrace.tuning import TUNING, BatcherTuning
 
 
 class ModelQueue:
@@ -36,19 +31,20 @@ class ModelQueue:
         shares: the rows that each tenant has been served.
     """
 
-    def __init__(self, limits: BatchLimits) -> None:
+    def __init__(self, limits: BatchLimits, tuning: BatcherTuning = TUNING.batcher) -> None:
+        self._tuning = tuning
         self.limits = limits
         self.count = 0
         self.rows = 0
-        self.pace = Pace()
-        self.shares = FairQueue()
+        self.pace = Pace(tuning)
+        self.shares = FairQueue(tuning.max_remembered_tenants)
         self._delay_us = int(limits.max_queue_delay_ms * 1000)
         self._begin_by_us = 0
         self._groups: dict[tuple[int, ...], Group] = {}
         self._tenants: dict[str, Tenant] = {}
         self._lanes = 0
-        self._by_share: Ranking[Tenant] = Ranking(self.shares.start)
-        self._by_age: Ranking[Lane] = Ranking(Lane.came_us)
+        self._by_share: Ranking[Tenant] = Ranking(self.shares.start, tuning.max_stale_entries)
+        self._by_age: Ranking[Lane] = Ranking(Lane.came_us, tuning.max_stale_entries)
         self._full: deque[Group] = deque()
 
     @property
@@ -201,7 +197,7 @@ class ModelQueue:
         latency, run_us = self.limits.latency, None
         if latency is not None:
             run_us = latency.predict_us(group.shape_class, group.best_rows)
-        begin_by_us = request.due_us - (run_us or 0) - TIMER_US
+        begin_by_us = request.due_us - (run_us or 0) - self._tuning.timer_step_us
         self._begin_by_us = max(1, min(begin_by_us, self._begin_by_us or begin_by_us))
 
     def _next_tenant(self) -> Tenant:
@@ -239,7 +235,7 @@ class ModelQueue:
     def _list_full(self, group: Group) -> None:
         if group.is_listed_full:
             return
-        if len(self._full) > 2 * len(self._groups) + _TOLERATED:
+        if len(self._full) > 2 * len(self._groups) + self._tuning.max_stale_entries:
             self._full = deque(one for one in self._full if one.lanes)
         group.is_listed_full = True
         self._full.append(group)
@@ -264,14 +260,14 @@ class ModelQueue:
         shape_class, name = request.shape_class, request.envelope.tenant
         group = self._groups.get(shape_class)
         if group is None:
-            group = Group(shape_class, self.limits, self.shares)
+            group = Group(shape_class, self.limits, self.shares, self._tuning)
             self._groups[shape_class] = group
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = Tenant(name)
+            tenant = self._tenants[name] = Tenant(name, self._tuning)
         for other in tenant.lanes.values() if len(tenant.lanes) == 1 else ():
             tenant.by_urgency.add(other, 1)
-        lane = Lane(group, tenant, request.envelope.priority)
+        lane = Lane(group, tenant, request.envelope.priority, self._tuning)
         group.lanes[name] = tenant.lanes[shape_class] = lane
         self._lanes += 1
         return group, lane

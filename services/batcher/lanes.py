@@ -20,18 +20,7 @@ from typing import Protocol
 from headrace.models.latency import Latency
 from headrace.protocol.messages import Request
 from headrace.services.batcher.ranking import Ranking
-
-PRIORITY_STEP_US = 100_000
-"""Head start for each step of `x-priority`, in waiting time."""
-
-PATIENCE_US = 5_000_000
-"""Between shape classes, a request with a later deadline or none counts as due this long after it
-arrived, so that no request starves."""
-
-MAX_REMEMBERED_TENANTS = 1024
-
-_TOLERATED = 32
-"""Ended requests that may stay in a queue before they are removed."""
+from headrace.tuning import BatcherTuning
 
 
 class Fifo:
@@ -44,12 +33,13 @@ class Fifo:
             the first has the earliest.
     """
 
-    __slots__ = ("deadlines", "ended", "head_start_us", "priority", "requests", "share")
+    __slots__ = ("_tuning", "deadlines", "ended", "head_start_us", "priority", "requests", "share")
 
-    def __init__(self, priority: int, share: list[int]) -> None:
+    def __init__(self, priority: int, share: list[int], tuning: BatcherTuning) -> None:
+        self._tuning = tuning
         self.share = share
         self.priority = priority
-        self.head_start_us = priority * PRIORITY_STEP_US
+        self.head_start_us = priority * tuning.priority_step_us
         self.requests: deque[Request] = deque()
         self.deadlines: deque[Request] = deque()
         self.ended = 0
@@ -82,7 +72,7 @@ class Fifo:
     def end_one(self) -> None:
         """Count an ended request; it is removed when it is first, or together with many others."""
         self.ended += 1
-        if self.ended > _TOLERATED and self.ended * 2 > len(self.requests):
+        if self.ended > self._tuning.max_stale_entries and self.ended * 2 > len(self.requests):
             self.requests = deque(one for one in self.requests if one.failure is None)
             self.deadlines = deque(one for one in self.deadlines if one.failure is None)
             self.ended = 0
@@ -96,7 +86,7 @@ class Fifo:
 
     def urgency_us(self, first: Request) -> int:
         """Return when its most urgent request should be done, for comparison."""
-        moment_us = first.came_us + PATIENCE_US
+        moment_us = first.came_us + self._tuning.patience_us
         due_us = self.earliest_due_us()
         if due_us:
             moment_us = min(moment_us, due_us)
@@ -111,13 +101,14 @@ class Lane:
         fifos: one for each priority, in no order; most lanes have one.
     """
 
-    __slots__ = ("count", "fifos", "group", "tenant")
+    __slots__ = ("_tuning", "count", "fifos", "group", "tenant")
 
-    def __init__(self, group: Group, tenant: Tenant, priority: int) -> None:
+    def __init__(self, group: Group, tenant: Tenant, priority: int, tuning: BatcherTuning) -> None:
+        self._tuning = tuning
         self.group = group
         self.tenant = tenant
         self.count = 0
-        self.fifos = [Fifo(priority, tenant.share_of(priority))]
+        self.fifos = [Fifo(priority, tenant.share_of(priority), tuning)]
 
     @property
     def is_empty(self) -> bool:
@@ -129,7 +120,7 @@ class Lane:
         for fifo in self.fifos:
             if fifo.priority == priority:
                 return fifo
-        fifo = Fifo(priority, self.tenant.share_of(priority))
+        fifo = Fifo(priority, self.tenant.share_of(priority), self._tuning)
         self.fifos.append(fifo)
         return fifo
 
@@ -178,11 +169,11 @@ class Tenant:
 
     __slots__ = ("by_urgency", "lanes", "name", "rows")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tuning: BatcherTuning) -> None:
         self.name = name
         self.rows: dict[int, list[int]] = {}
         self.lanes: dict[tuple[int, ...], Lane] = {}
-        self.by_urgency: Ranking[Lane] = Ranking(Lane.urgency_us)
+        self.by_urgency: Ranking[Lane] = Ranking(Lane.urgency_us, tuning.max_stale_entries)
 
     @property
     def is_empty(self) -> bool:
@@ -197,9 +188,10 @@ class Tenant:
 class FairQueue:
     """Rows served to each tenant, in the virtual time of start-time fair queueing."""
 
-    __slots__ = ("_finished", "_now")
+    __slots__ = ("_finished", "_max_remembered", "_now")
 
-    def __init__(self) -> None:
+    def __init__(self, max_remembered: int) -> None:
+        self._max_remembered = max_remembered
         self._now = 0
         self._finished: dict[str, int] = {}
 
@@ -211,9 +203,9 @@ class FairQueue:
         """Count rows served to a tenant while others waited."""
         self._now = self.start(tenant)
         self._finished[tenant.name] = self._now + rows
-        if len(self._finished) > MAX_REMEMBERED_TENANTS:
+        if len(self._finished) > self._max_remembered:
             self._finished = {name: at for name, at in self._finished.items() if at > self._now}
-            if len(self._finished) > MAX_REMEMBERED_TENANTS:
+            if len(self._finished) > self._max_remembered:
                 self.forget()
 
     def forget(self) -> None:
@@ -256,14 +248,20 @@ class Group:
     )
 
     def __init__(
-        self, shape_class: tuple[int, ...], limits: BatchLimits, shares: FairQueue
+        self,
+        shape_class: tuple[int, ...],
+        limits: BatchLimits,
+        shares: FairQueue,
+        tuning: BatcherTuning,
     ) -> None:
         self.shape_class = shape_class
         self.limits = limits
         self.best_rows = limits.max_batch_size
         self.max_bytes = limits.max_batch_bytes
         self.lanes: dict[str, Lane] = {}
-        self.by_share: Ranking[Lane] = Ranking(lambda lane: shares.start(lane.tenant))
+        self.by_share: Ranking[Lane] = Ranking(
+            lambda lane: shares.start(lane.tenant), tuning.max_stale_entries
+        )
         self.rows = 0
         self.size_bytes = 0
         self.is_listed_full = False

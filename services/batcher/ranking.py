@@ -11,9 +11,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
-_TOLERATED = 32
-"""Stale entries to keep before they are removed."""
-
 
 class Ranked(Protocol):
     """An item of a `Ranking`."""
@@ -32,18 +29,20 @@ class Ranking(Generic[R]):
 
     Args:
         key: returns an item's current key; never called with an empty item.
+        max_stale: outdated entries to keep before they are removed.
     """
 
-    __slots__ = ("_heap", "_key", "_order")
+    __slots__ = ("_heap", "_key", "_max_stale", "_order")
 
-    def __init__(self, key: Callable[[R], float]) -> None:
+    def __init__(self, key: Callable[[R], float], max_stale: int) -> None:
+        self._max_stale = max_stale
         self._key = key
         self._order = count()
         self._heap: list[tuple[float, int, R]] = []
 
     def add(self, one: R, members: int) -> None:
         """Add an item, or update one whose key has fallen; `members` counts all items with it."""
-        if len(self._heap) > 2 * members + _TOLERATED:
+        if len(self._heap) > 2 * members + self._max_stale:
             kept = {id(entry[2]): entry[2] for entry in self._heap if not entry[2].is_empty}
             self._heap = [(self._key(each), next(self._order), each) for each in kept.values()]
             heapq.heapify(self._heap)

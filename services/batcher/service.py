@@ -18,6 +18,7 @@ from headrace.telemetry.snapshots import QueueSnapshot
 from headrace.topics import Stage
 from headrace.transport.channels import Ask, BatchQueue, Inlet, Outlet
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
+from headrace.tuning import TUNING, BatcherTuning
 
 
 class BatcherService:
@@ -41,12 +42,13 @@ class BatcherService:
         instruments: Instruments,
         rebind: Rebind = refuse_to_rebind,
         has_run: Callable[[Sequence[Request]], None] = lambda _: None,
+        tuning: BatcherTuning = TUNING.batcher,
     ) -> None:
         self._has_run = has_run
         self._inlet = inlet
         self._answers = answers
         self._metrics, self._tracing, self._clock, self._steady = instruments
-        self._forming = DynamicBatcher(limits, prefix, rebind)
+        self._forming = DynamicBatcher(limits, prefix, rebind, tuning)
         self._prefix = prefix
         self._changed = asyncio.Event()
         self._alarm_us: int | None = None

@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.protocol.messages import Batch, Request
-
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 1.0
-RUN_ATTEMPTS = 10
-"""Enough to wait five seconds for a busy backend, if deadlines allow."""
-PART_ATTEMPTS = 3
-"""Attempts for a part of a batch, which has been retried as a whole already."""
+from headrace.tuning import ExecutorTuning
 
 
-def pause_after(attempts: int, batch: Batch) -> float | None:
+def pause_after(attempts: int, batch: Batch, tuning: ExecutorTuning) -> float | None:
     """Return the seconds until the next attempt, doubled each time; None if there is none left.
 
     Args:
         attempts: how often these requests have run together.
         batch: their batch.
+        tuning: pauses, and numbers of attempts.
     """
-    most = PART_ATTEMPTS if batch.reason == "bisected" else RUN_ATTEMPTS
+    is_half = batch.reason == "bisected"
+    most = tuning.max_half_attempts if is_half else tuning.max_run_attempts
     if attempts >= most:
         return None
-    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempts - 1)))
+    return tuning.run_backoff.pause_s(attempts - 1)
 
 
 def divide(requests: Sequence[Request], at_us: int) -> tuple[list[Request], list[Request]]:

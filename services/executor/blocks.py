@@ -19,12 +19,9 @@ from headrace.models.backend import Placed
 from headrace.models.signature import Signature
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES
+from headrace.tuning import TUNING, ExecutorTuning
 
-TURNS = 2
-_REMEMBERED = 256
 _ALIGNMENT_BYTES = 64
-_COPY_EACH_BYTES = 4096
-"""Tensors of this size are copied one by one; smaller ones are joined first, which costs less."""
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -43,11 +40,20 @@ class HostBlock:
         limit_bytes: upper bound of a part; larger inputs are not gathered here.
     """
 
-    def __init__(self, signature: Signature, rows: int, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        rows: int,
+        limit_bytes: int,
+        tuning: ExecutorTuning = TUNING.executor,
+    ) -> None:
         self._names = [spec.name for spec in signature.inputs]
         self._datatypes = [DATATYPES[spec.datatype] for spec in signature.inputs]
         self._batched = signature.batched
         self._limit_bytes = limit_bytes
+        self._in_place_min_bytes = tuning.in_place_min_bytes
+        self._copy_each_min_bytes = tuning.copy_each_min_bytes
+        self._max_layouts = tuning.max_host_layouts
         self._places: dict[Shapes, _Place] = {}
         self._memory = [
             _aligned(min(limit_bytes, _known_bytes(spec.shape, datatype.itemsize, rows)))
@@ -60,19 +66,22 @@ class HostBlock:
         return all(DATATYPES[spec.datatype].itemsize for spec in signature.inputs)
 
     def gather(self, requests: Sequence[Request]) -> Placed | None:
-        """Return the inputs of one run, with the requests' rows in order; None if too large.
+        """Return the inputs of one run, with the requests' rows in order; None if they are not
+        gathered here: they are too large, or a single request costs less where it is.
 
         Overwrites the batch gathered before.
 
         Args:
             requests: requests of one shape class, checked against the signature.
         """
+        if len(requests) == 1 and requests[0].size_bytes >= self._in_place_min_bytes:
+            return None
         shapes = self._shapes_of(requests)
         place = self._places.get(shapes) or self._lay_out(shapes)
         if place is None:
             return None
         for position, part in enumerate(place.parts):
-            copy_rows(requests, position, part)
+            copy_rows(requests, position, part, self._copy_each_min_bytes)
         return place.arrays
 
     def _shapes_of(self, requests: Sequence[Request]) -> Shapes:
@@ -96,7 +105,7 @@ class HostBlock:
             memory = self._memory[position][:size_bytes]
             arrays[self._names[position]] = memory.view(datatype.dtype).reshape(shape)
             parts.append(memory.data)
-        if len(self._places) >= _REMEMBERED:
+        if len(self._places) >= self._max_layouts:
             self._places.clear()
         place = self._places[shapes] = _Place(arrays, tuple(parts))
         return place
@@ -107,10 +116,15 @@ class HostBlock:
         self._places.clear()
 
 
-def copy_rows(requests: Sequence[Request], position: int, target: memoryview) -> None:
-    """Copy one input of all requests, in order, into memory of exactly their size."""
+def copy_rows(
+    requests: Sequence[Request], position: int, target: memoryview, each_min_bytes: int
+) -> None:
+    """Copy one input of all requests, in order, into memory of exactly their size.
+
+    Tensors of at least `each_min_bytes` are copied one by one; smaller ones are joined first.
+    """
     contents = [request.inputs[position].data for request in requests]
-    if len(contents[0]) < _COPY_EACH_BYTES:
+    if len(contents[0]) < each_min_bytes:
         target[:] = b"".join(contents)
         return
     start = 0

@@ -20,11 +20,7 @@ from headrace.models.user_code import describe
 from headrace.models.verdict import Batching, Verdict, tolerance_of
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Request
-
-AGREEMENTS = 16
-"""Number of agreeing batches that make a version batchable."""
-SAMPLED = 16
-"""After the first `AGREEMENTS` batches, one in this many is compared."""
+from headrace.tuning import TUNING, ExecutorTuning
 
 Run = Callable[[Arrays], Awaitable[Arrays]]
 Gather = Callable[[Sequence[Request]], Arrays]
@@ -45,7 +41,8 @@ class Comparison:
         verdict: None until it is decided.
     """
 
-    def __init__(self, version: ModelVersion) -> None:
+    def __init__(self, version: ModelVersion, tuning: ExecutorTuning = TUNING.executor) -> None:
+        self._tuning = tuning
         self._version = version
         self._names = [spec.name for spec in version.signature.outputs]
         self._tolerance = tolerance_of(version.config, version.signature, version.tuning)
@@ -57,7 +54,11 @@ class Comparison:
     def takes(self) -> bool:
         """Count a batch; return True if it should be compared."""
         self._offered += 1
-        return self._offered <= AGREEMENTS or self._offered % SAMPLED == 0
+        tuning = self._tuning
+        return (
+            self._offered <= tuning.comparison_batches
+            or self._offered % tuning.comparison_every_batches == 0
+        )
 
     async def hold(self, requests: Sequence[Request], gather: Gather, run: Run) -> Outcome:
         """Run requests alone and together, and return what the comparison shows.
@@ -115,7 +116,7 @@ class Comparison:
             )
             return Outcome.DIFFERED
         self._agreed += 1
-        if self._agreed >= AGREEMENTS:
+        if self._agreed >= self._tuning.comparison_batches:
             self.verdict = Verdict(
                 Batching.BATCHABLE, "", self._rounding, self._tolerance, seen_with
             )

@@ -38,10 +38,10 @@ from headrace.services.executor.ring import Ring, RingPlan, Slot
 from headrace.services.executor.ring_plan import buckets, plan_ring
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
+from headrace.tuning import TUNING, ExecutorTuning
 
 GRAPH_RUNS = 3
 """Runs of each bucket before it is used: ONNX Runtime captures a graph at the third run."""
-MEMORY_PERIOD_S = 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -84,6 +84,7 @@ class DeviceInstance(Instance):
         name: name of the dispatcher's thread.
         where: the device, and how to use it.
         max_execution_s: a longer run is considered hung and cancelled.
+        max_load_s: time limit to load and warm up.
         prepare: prepares the backend, on the dispatcher's thread.
 
     Attributes:
@@ -97,14 +98,18 @@ class DeviceInstance(Instance):
         where: OnDevice,
         *,
         max_execution_s: float,
+        max_load_s: float,
         prepare: Callable[[Backend], None] = load_and_warm_up,
+        tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
         super().__init__(
             backend,
             name,
             max_execution_s=max_execution_s,
+            max_load_s=max_load_s,
             may_inline=False,
             prepare=lambda _: self._set_up(prepare),
+            tuning=tuning,
         )
         self._streaming = backend
         self._where = where
@@ -126,7 +131,9 @@ class DeviceInstance(Instance):
     def _set_up(self, prepare: Callable[[Backend], None]) -> None:
         backend, where = self._streaming, self._where
         device = self._device = where.open_device()
-        plan = plan_ring(backend.adaptation, where.max_rows) if where.ring else None
+        plan = None
+        if where.ring:
+            plan = plan_ring(backend.adaptation, where.max_rows, self._tuning.ring_slots)
         needs = dict(where.needs)
         if plan is not None:
             needs["ring"] = plan.device_bytes
@@ -151,7 +158,7 @@ class DeviceInstance(Instance):
         """Bind every bucket to the ring's inputs and outputs, the largest first."""
         inputs = {name: block.address for name, block in ring.inputs.items()}
         outputs = {name: block.address for name, block in ring.outputs.items()}
-        sizes = buckets(plan.max_rows)
+        sizes = buckets(plan.max_rows, self._tuning)
         for number, rows in enumerate(reversed(sizes), start=1):
             run = self._runs[rows] = self._streaming.bind(rows, number, inputs, outputs)
             for _ in range(GRAPH_RUNS if self._where.graphs else 1):
@@ -187,7 +194,8 @@ class DeviceInstance(Instance):
 
     def _look_at_memory(self) -> None:
         device, now_s = self._device, time.monotonic()
-        if device is None or device.shares_memory or now_s - self._looked_s < MEMORY_PERIOD_S:
+        period_s = self._tuning.device_memory_period_s
+        if device is None or device.shares_memory or now_s - self._looked_s < period_s:
             return
         self._looked_s = now_s
         self.memory = device.memory()
@@ -254,7 +262,8 @@ class DeviceInstance(Instance):
         for position, (block, tensor) in enumerate(zip(slot.host, plan.inputs, strict=True)):
             assert block.array is not None
             stop = rows * tensor.row_bytes
-            copy_rows(requests, position, block.array.data[:stop])
+            target = block.array.data[:stop]
+            copy_rows(requests, position, target, self._tuning.copy_each_min_bytes)
             if padding:
                 _repeat_last(block.array, stop, tensor.row_bytes, padding)
         return Loaded(slot, rows)

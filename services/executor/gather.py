@@ -15,26 +15,21 @@ from headrace.protocol.messages import Head, Request
 from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 from headrace.services.executor.blocks import HostBlock
 
-IN_PLACE_FROM_BYTES = 65536
-"""A single request of at least this size runs in place: copying costs more than binding it."""
-
 
 def gather(
     requests: Sequence[Request], signature: Signature, block: HostBlock | None = None
 ) -> dict[str, NDArray[np.generic]]:
     """Return the inputs of one run, with the requests' rows in order.
 
-    The requests are of one shape class. The rows of several requests are copied once, into the
-    block if there is one and they fit; a large single request is not copied.
+    The requests are of one shape class. Their rows are copied once, into the block if there is one
+    and it takes them; a single request is otherwise not copied.
     """
     if signature.buckets:
         pad(requests, signature)
-    alone = len(requests) == 1
-    if block is not None and not (alone and requests[0].size_bytes >= IN_PLACE_FROM_BYTES):
-        placed = block.gather(requests)
-        if placed is not None:
-            return placed
-    if alone:
+    placed = None if block is None else block.gather(requests)
+    if placed is not None:
+        return placed
+    if len(requests) == 1:
         return {tensor.name: to_array(tensor) for tensor in requests[0].inputs}
     return _joined(requests, signature)
 

@@ -15,18 +15,18 @@ from headrace.models.version import ModelVersion
 from headrace.services.executor.device_instance import DeviceInstance, OnDevice
 from headrace.services.executor.instance import Instance, Room
 from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING, ExecutorTuning
 
 log = structlog.get_logger(__name__)
 
 
-def make_instance(version: ModelVersion, number: int, preparation: Preparation) -> Instance:
+def make_instance(
+    version: ModelVersion,
+    number: int,
+    preparation: Preparation,
+    tuning: ExecutorTuning = TUNING.executor,
+) -> Instance:
     """Return one instance of a version, not yet entered."""
-    instance = _make(version, number, preparation)
-    instance.max_load_s = version.config.max_load_s
-    return instance
-
-
-def _make(version: ModelVersion, number: int, preparation: Preparation) -> Instance:
     config = version.config
     name = f"{version.name}-{version.version}-{number}"
     backend = version.new_backend(preparation.signature)
@@ -36,15 +36,19 @@ def _make(version: ModelVersion, number: int, preparation: Preparation) -> Insta
             name,
             _on_device(version),
             max_execution_s=config.max_execution_s,
+            max_load_s=config.max_load_s,
             prepare=preparation.prepare,
+            tuning=tuning,
         )
     return Instance(
         backend,
         name,
         max_execution_s=config.max_execution_s,
+        max_load_s=config.max_load_s,
         may_inline=version.may_inline,
         prepare=preparation.prepare,
         room=_room_of(version),
+        tuning=tuning,
     )
 
 

@@ -24,16 +24,11 @@ from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.models.backend import Arrays, Backend
 from headrace.models.user_code import describe, interrupt
 from headrace.protocol.messages import Request
-from headrace.services.executor.blocks import TURNS, HostBlock
+from headrace.services.executor.blocks import HostBlock
 from headrace.services.executor.gather import gather
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
-
-INLINE_BELOW_US = 200
-INLINE_CUT_OFF_S = 1.0
-"""A longer run on the event loop is cancelled and repeated on the thread."""
-CANCEL_GRACE_S = 5.0
-MAX_LOAD_S = 600.0
+from headrace.tuning import TUNING, ExecutorTuning
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +40,7 @@ class Inline:
     (other work on the machine delays some) must be at most ten times the limit.
     """
 
-    def __init__(self, limit_us: int = INLINE_BELOW_US, window: int = 16) -> None:
+    def __init__(self, limit_us: int, window: int) -> None:
         self._limit_us = limit_us
         self._window = window
         self._recent_us: deque[int] = deque()
@@ -105,12 +100,10 @@ class Instance:
         backend: the backend, not yet loaded.
         name: name of the thread.
         max_execution_s: a longer run is considered hung and cancelled.
+        max_load_s: time limit to load and warm up.
         may_inline: True if the backend may also run on the event loop's thread.
         prepare: prepares the backend, on its thread.
         room: size of the blocks that batches are gathered into; None: new memory for each batch.
-
-    Attributes:
-        max_load_s: time limit to load and warm up; set it before entering.
     """
 
     def __init__(
@@ -119,11 +112,15 @@ class Instance:
         name: str,
         *,
         max_execution_s: float,
+        max_load_s: float,
         may_inline: bool,
         prepare: Callable[[Backend], None] = load_and_warm_up,
         room: Room | None = None,
+        tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
         self._backend = backend
+        self._tuning = tuning
+        self._max_load_s = max_load_s
         self._max_execution_s = max_execution_s
         self._may_inline = may_inline
         self._prepare = prepare
@@ -133,11 +130,10 @@ class Instance:
         self._thread = threading.Thread(
             target=serve_calls, args=(self._next_call,), name=name, daemon=True
         )
-        self._inline = Inline()
+        self._inline = Inline(tuning.inline_max_run_us, tuning.inline_window_runs)
         self._inline_since_s = 0.0
         self._cut_off = False
         self._hangs = False
-        self.max_load_s = MAX_LOAD_S
         self._ahead: tuple[Arrays, Call] | None = None
         self._current: Call | None = None
         self.compute_us = 0
@@ -157,7 +153,8 @@ class Instance:
             await self._loaded(self._call(lambda: self._prepare(self._backend)))
             signature = self._backend.signature
             if self._room is not None and HostBlock.fits(signature):
-                blocks = [HostBlock(signature, *self._room) for _ in range(TURNS)]
+                # One holds the batch that runs; the next batch is gathered into the other.
+                blocks = [HostBlock(signature, *self._room, self._tuning) for _ in range(2)]
                 self._blocks = cycle(blocks)
         except BaseException as error:
             await self._end()
@@ -167,16 +164,16 @@ class Instance:
         return self
 
     async def _loaded(self, call: Call) -> None:
-        done, _ = await asyncio.wait([call.done], timeout=self.max_load_s)
+        done, _ = await asyncio.wait([call.done], timeout=self._max_load_s)
         if not done:
             self._backend.cancel()
             # Also interrupt Python code, which would otherwise keep using the interpreter lock.
             interrupt(self._thread)
-            done, _ = await asyncio.wait([call.done], timeout=CANCEL_GRACE_S)
+            done, _ = await asyncio.wait([call.done], timeout=self._tuning.cancel_grace_s)
             self._hangs = not done
             raise ConfigurationError(
                 f"{self._thread.name}: expected it to load and warm up within max_load_s = "
-                f"{self.max_load_s:g} s, got no end"
+                f"{self._max_load_s:g} s, got no end"
             )
         call.done.result()
 
@@ -194,7 +191,7 @@ class Instance:
         self._call(self._unload).done.add_done_callback(self._log_unload)
         self._calls.put(None)
         if not self._hangs:
-            await asyncio.to_thread(self._thread.join, CANCEL_GRACE_S)
+            await asyncio.to_thread(self._thread.join, self._tuning.cancel_grace_s)
 
     def _unload(self) -> None:
         """Unload the backend; the last call on the thread."""
@@ -303,11 +300,12 @@ class Instance:
         if done:
             return call.done.result()  # type: ignore[no-any-return]  # a future of anything
         self._cancel(call)
-        done, _ = await asyncio.wait([call.done], timeout=CANCEL_GRACE_S)
+        done, _ = await asyncio.wait([call.done], timeout=self._tuning.cancel_grace_s)
         if not done:
             self._hangs = True
             raise Fatal(
-                f"{self._thread.name}: a run did not end {CANCEL_GRACE_S} s after it was cancelled"
+                f"{self._thread.name}: a run did not end {self._tuning.cancel_grace_s} s after it "
+                "was cancelled"
             )
         raise TimeoutError(f"the run took longer than max_execution_s = {self._max_execution_s}")
 
@@ -330,10 +328,10 @@ class Instance:
             return self._calls.get()
         while True:
             try:
-                return self._calls.get(timeout=INLINE_CUT_OFF_S)
+                return self._calls.get(timeout=self._tuning.inline_cut_off_s)
             except queue.Empty:
                 since_s = self._inline_since_s
-                if since_s and time.monotonic() - since_s >= INLINE_CUT_OFF_S:
+                if since_s and time.monotonic() - since_s >= self._tuning.inline_cut_off_s:
                     self._cut_off = True
                     self._backend.cancel()
 

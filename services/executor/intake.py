@@ -19,11 +19,7 @@ from headrace.crash_isolation.run_gate import Entry
 from headrace.models.backend import Arrays
 from headrace.protocol.messages import Batch, Request
 from headrace.transport.channels import BatchConsumer
-
-AHEAD_FROM_US = 2000
-"""Runs shorter than this are not prefetched for: event loop timers have steps of 1 ms."""
-LEAD_US = 1000
-"""Lead of the next batch's close on the run's predicted end, besides the time for gathering."""
+from headrace.tuning import TUNING, ExecutorTuning
 
 
 class PreparedBatch(NamedTuple):
@@ -80,7 +76,10 @@ class Prefetch:
         puller: BatchConsumer[tuple[str, str], Batch],
         gather: Callable[[Batch], PreparedBatch],
         tasks: asyncio.TaskGroup,
+        tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
+        self._min_run_us = tuning.prefetch_min_run_us
+        self._lead_us = tuning.prefetch_lead_us
         self._puller = puller
         self._gather = gather
         self._tasks = tasks
@@ -149,11 +148,13 @@ class Prefetch:
 
     def look_ahead(self, now_us: int, run_us: int | None) -> None:
         """Prefetch the next batch so that it is ready at the predicted end of the starting run."""
-        if run_us is None or run_us < AHEAD_FROM_US or self._parts or self._pulling is not None:
+        if run_us is None or run_us < self._min_run_us:
+            return
+        if self._parts or self._pulling is not None:
             return
         if self._later and self._wait_s() <= 0:
             return  # a retry is due next
-        close_at_us = now_us + run_us - LEAD_US - 2 * self._gathering_us
+        close_at_us = now_us + run_us - self._lead_us - 2 * self._gathering_us
         self._pulling = self._tasks.create_task(
             self._pull_ahead(max(now_us, close_at_us)), name="executor-pull-ahead"
         )

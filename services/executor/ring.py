@@ -27,8 +27,7 @@ from typing import NamedTuple
 from headrace.device.port import Block, Device, Event
 from headrace.device.widening import Widening
 from headrace.errors import Fatal
-
-SLOTS = 3
+from headrace.tuning import TUNING
 
 
 class TensorPlan(NamedTuple):
@@ -53,18 +52,20 @@ class RingPlan(NamedTuple):
 
     Attributes:
         max_rows: rows of the largest bucket.
+        slots: number of slots.
     """
 
     inputs: tuple[TensorPlan, ...]
     outputs: tuple[TensorPlan, ...]
     max_rows: int
+    slots: int = TUNING.executor.ring_slots
 
     @property
     def device_bytes(self) -> int:
         """Device memory that the ring's blocks take, in bytes."""
         travelling = sum(each.row_bytes for each in self.inputs + self.outputs)
         resident = sum(each.model_row_bytes for each in self.inputs + self.outputs)
-        return self.max_rows * (SLOTS * travelling + resident)
+        return self.max_rows * (self.slots * travelling + resident)
 
 
 class Slot:
@@ -146,7 +147,7 @@ class Ring:
             each.widening and device.widening(each.widening, each.row_shape, self.compute)
             for each in plan.inputs
         ]
-        self._free = deque(Slot(device, plan, number) for number in range(SLOTS))
+        self._free = deque(Slot(device, plan, number) for number in range(plan.slots))
 
     def take(self) -> Slot | None:
         """Return a free slot; None while all are in use."""

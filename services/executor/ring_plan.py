@@ -8,22 +8,20 @@ from headrace.models.adapting import Adaptation
 from headrace.models.signature import TensorSpec
 from headrace.protocol.tensors import DATATYPES
 from headrace.services.executor.ring import RingPlan, TensorPlan
-
-EACH_UP_TO = 4
-STEP = 4
+from headrace.tuning import ExecutorTuning
 
 
-def buckets(max_rows: int) -> tuple[int, ...]:
+def buckets(max_rows: int, tuning: ExecutorTuning) -> tuple[int, ...]:
     """Return the row counts that runs are bound for: 1 to 4, every fourth, and the largest.
 
-    A batch is padded to the next bucket. Growing steps, such as powers of two, waste more of the
-    device than they save of its memory.
+    A batch is padded to the next bucket.
     """
-    sizes = {*range(1, min(EACH_UP_TO, max_rows) + 1), *range(EACH_UP_TO, max_rows, STEP), max_rows}
-    return tuple(sorted(size for size in sizes if size <= max_rows))
+    exact, step = tuning.ring_exact_rows, tuning.ring_step_rows
+    sizes = {*range(1, min(exact, max_rows) + 1), *range(exact, max_rows, step), max_rows}
+    return tuple(sorted(sizes))
 
 
-def plan_ring(adaptation: Adaptation, max_rows: int) -> RingPlan | None:
+def plan_ring(adaptation: Adaptation, max_rows: int, slots: int) -> RingPlan | None:
     """Return the plan of a model's ring; None if it is not batched or has dynamic sizes."""
     own = adaptation.own
     if not own.batched or not all(_is_fixed(spec) for spec in own.inputs + own.outputs):
@@ -42,7 +40,7 @@ def plan_ring(adaptation: Adaptation, max_rows: int) -> RingPlan | None:
     outputs = tuple(
         TensorPlan(spec.name, _row_bytes(spec), _row_bytes(spec)) for spec in own.outputs
     )
-    return RingPlan(inputs, outputs, max_rows)
+    return RingPlan(inputs, outputs, max_rows, slots)
 
 
 def _is_fixed(spec: TensorSpec) -> bool:

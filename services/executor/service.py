@@ -36,10 +36,11 @@ from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.telemetry.span_attributes import Run
-from headrace.telemetry.watchdog import RUN_GRACE_S, Activity
+from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage
 from headrace.transport.channels import BatchConsumer, BatchQueue, Outlet
 from headrace.transport.heartbeat import ExecutorHeartbeat
+from headrace.tuning import TUNING, ExecutorTuning
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +68,9 @@ class ExecutorService:
         instruments: Instruments,
         announcer: ExecutorHeartbeat | None = None,
         isolating: Isolating | None = None,
+        tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
+        self._tuning = tuning
         self._isolating = isolating or NotIsolating()
         self._gate = self._isolating.gate
         self._pulls = pulls
@@ -132,7 +135,9 @@ class ExecutorService:
                 preparation = Preparation(version, self._cores)
                 stack.callback(preparation.release)
                 instances = [
-                    await stack.enter_async_context(make_instance(version, number, preparation))
+                    await stack.enter_async_context(
+                        make_instance(version, number, preparation, self._tuning)
+                    )
                     for number in range(len(pullers))
                 ]
                 self._models.mark_ready(version, preparation.verdict)
@@ -158,7 +163,7 @@ class ExecutorService:
         self, version: ModelVersion, instance: Instance, puller: BatchConsumer[ModelKey, Batch]
     ) -> None:
         """Run one instance's loop; parts of failed batches alternate with fresh batches."""
-        limit_s = version.config.max_execution_s + RUN_GRACE_S
+        limit_s = version.config.max_execution_s + self._tuning.watchdog_grace_s
         self._activities[instance] = Activity(f"executor {instance.name}", limit_s)
         try:
             await self._take_turns(version, instance, puller)
@@ -170,7 +175,10 @@ class ExecutorService:
     ) -> None:
         async with asyncio.TaskGroup() as tasks:
             intake = Prefetch(
-                puller, lambda batch: self._gather_ahead(version, instance, batch), tasks
+                puller,
+                lambda batch: self._gather_ahead(version, instance, batch),
+                tasks,
+                self._tuning,
             )
             while (taken := await intake.next()) is not None:
                 run = partial(self._run, version, instance, intake, taken)
@@ -265,7 +273,7 @@ class ExecutorService:
         self, version: ModelVersion, instance: Instance, requests: list[Request]
     ) -> None:
         """Use these requests to test whether a model without a verdict can be batched."""
-        comparison = self._comparisons.setdefault(version, Comparison(version))
+        comparison = self._comparisons.setdefault(version, Comparison(version, self._tuning))
         if not comparison.takes():
             return
         outcome = await comparison.hold(
@@ -309,7 +317,9 @@ class ExecutorService:
             outputs = await self._watched(instance, arrays)
             scatter(run.requests, version.signature, outputs)
             if version.config.finite_outputs:
-                refuse_nonfinite(run.requests, version.signature, outputs)
+                refuse_nonfinite(
+                    run.requests, version.signature, outputs, self._tuning.max_rows_in_error
+                )
         except (Fatal, Retriable, TooLate):
             raise
         except Rejected as error:
@@ -328,7 +338,7 @@ class ExecutorService:
         Returns:
             The requests that would be late, failed; None if there are no attempts left.
         """
-        pause_s = pause_after(run.attempts, run.batch)
+        pause_s = pause_after(run.attempts, run.batch, self._tuning)
         if pause_s is None:
             return None
         self._metrics.retried("run")

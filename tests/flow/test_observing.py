@@ -229,17 +229,15 @@ async def test_a_broker_that_is_away_makes_the_process_unready_but_not_unlive(
         await eventually(lambda: served.pipeline.health.ready, deadline_s=2.0)
 
 
-async def test_a_model_that_hangs_makes_the_process_unlive(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_that_hangs_makes_the_process_unlive(settings: Settings) -> None:
     """Once the run is older than it may be, with the grace for its cancelling; then it recovers."""
-    monkeypatch.setattr("headrace.services.executor.service.RUN_GRACE_S", 0.3)
+    tuning = replace(TUNING, executor=replace(TUNING.executor, watchdog_grace_s=0.3))
     repository = settings.models.repository
     (repository / "hanging" / "1").mkdir(parents=True)
     (repository / "hanging" / "1" / "model.py").write_text(HANGING, encoding="utf-8")
     config = 'backend = "python"\nmax_execution_s = 0.2\n'
     (repository / "hanging" / "model.toml").write_text(config, encoding="utf-8")
-    async with serving(settings) as served, asyncio.TaskGroup() as tasks:
+    async with serving(settings, tuning) as served, asyncio.TaskGroup() as tasks:
         assert (await served.get("/health/live"))[0] == 200
         asked = tasks.create_task(_asked(served.client), name="ask")
         await eventually(lambda: not served.pipeline.health.live, deadline_s=2.0)

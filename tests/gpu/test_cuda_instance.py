@@ -47,7 +47,11 @@ def instance(request: pytest.FixtureRequest, tmp_path: Path, cuda: CudaDevice) -
     signature = open_version(FoundVersion("1", directory, ""), made)
     where = OnDevice(lambda: CudaDevice(0), MAX_ROWS, way["ring"], way["cuda_graphs"], {})
     return DeviceInstance(
-        OnnxBackend(directory, made, signature), "instance", where, max_execution_s=10
+        OnnxBackend(directory, made, signature),
+        "instance",
+        where,
+        max_execution_s=10,
+        max_load_s=600,
     )
 
 

@@ -15,6 +15,7 @@ from headrace.protocol.messages import Batch, Request
 from headrace.protocol.tensors import to_array
 from headrace.services.executor.service import ExecutorService
 from headrace.transport.channels import Ask, BatchQueue
+from headrace.tuning import TUNING, ExecutorTuning
 from tests.support.conditions import eventually
 from tests.support.models import settings_for
 from tests.support.services import StillClock, make_instruments
@@ -47,14 +48,16 @@ def outcome(request: Request) -> float | str:
 class Bench:
     """A running executor, the batches that it pulls, and its answers."""
 
-    def __init__(self, repository: Path) -> None:
+    def __init__(self, repository: Path, tuning: ExecutorTuning) -> None:
         self.models = Models(settings_for(repository), executes=True)
         self.clock = StillClock()
         self.instruments = make_instruments(self.clock)
         self.answers = Tray()
         self._ready: dict[tuple[str, str], deque[Batch]] = {}
         self.pulls: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
-        self.executor = ExecutorService(self.pulls, self.answers, self.models, self.instruments)
+        self.executor = ExecutorService(
+            self.pulls, self.answers, self.models, self.instruments, tuning=tuning
+        )
 
     def _supply(self, key: tuple[str, str] | None, _ask: Ask) -> Batch | None:
         queue = self._ready.get(key) if key is not None else None
@@ -78,9 +81,11 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(repository: Path) -> AsyncIterator[Bench]:
+async def running(
+    repository: Path, tuning: ExecutorTuning = TUNING.executor
+) -> AsyncIterator[Bench]:
     """Until the end of the context, when its batches end."""
-    bench = Bench(repository)
+    bench = Bench(repository, tuning)
     bench.models.open()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.executor.run())

@@ -29,6 +29,7 @@ from headrace.tools.replay.events import (
 )
 from headrace.tools.replay.service_times import ServiceTime
 from headrace.tools.replay.simulated_loop import LoopTime, event_loop
+from headrace.tuning import TUNING
 
 PolicyFactory: TypeAlias = Callable[[Callable[[str, str], Limits]], Policy]
 """Makes the batcher's policy from the limits of each model version. It is passed in, since the
@@ -40,12 +41,6 @@ SEED = 1
 
 PROBABILITIES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)
 """Percentiles of the latencies in an outcome."""
-
-
-AHEAD_FROM_US = 2000
-"""Run duration from which a single instance's next batch is closed during the run."""
-LEAD_US = 1000
-"""How long before the expected end of the current run that batch is closed."""
 
 
 class Served(NamedTuple):
@@ -213,13 +208,15 @@ def _farm(served: Mapping[ModelKey, Served]) -> ExecutorPool:
                 latency.slipped(end_us - batch.end_us)
 
     turns = {key: each.loop_time for key, each in served.items() if each.on_loop()}
+    # A single instance's next batch is closed during the run, as the executor does.
+    tuning = TUNING.executor
     return ExecutorPool(
         {key: each.instances for key, each in served.items()},
         lambda model, rows: runs[model](rows),
         leads_us={
-            key: LEAD_US
+            key: tuning.prefetch_lead_us
             for key, each in served.items()
-            if each.instances == 1 and each.service_time(1) >= AHEAD_FROM_US
+            if each.instances == 1 and each.service_time(1) >= tuning.prefetch_min_run_us
         },
         around_us={model: each.service_time.around_us for (model, _), each in served.items()},
         ended=ended,

@@ -115,7 +115,7 @@ def test_what_is_not_finite_in_padding_fails_nobody() -> None:
     outputs = {"hidden": hidden, "summary": np.zeros((2, 8), np.float32)}
 
     scatter([fine, bad], signature, outputs)
-    refuse_nonfinite([fine, bad], signature, outputs)
+    refuse_nonfinite([fine, bad], signature, outputs, max_listed_rows=10)
 
     assert fine.failure is None
     assert bad.failure is not None

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from headrace.services.batcher.forming import DynamicBatcher
-from headrace.services.executor import intake
-from headrace.tools.replay import simulate as simulating
 from headrace.tools.replay.events import Arrivals, Limits, Policy
 from headrace.tools.replay.service_times import Point, ServiceTime
 from headrace.tools.replay.simulate import Outcome, Scenario, Served, simulate
@@ -33,14 +31,6 @@ def outcome(arriving: Arrivals, served: Served, scenario: Scenario | None = None
 def loop_time(answered: tuple[float, float], busy: tuple[float, float]) -> LoopTime:
     """Two lines."""
     return LoopTime(ServiceTime((), answered), ServiceTime((), busy))
-
-
-def test_executors_look_ahead_as_the_real_ones_do() -> None:
-    """The two numbers are the executor's; what is below the services cannot import them."""
-    assert (simulating.AHEAD_FROM_US, simulating.LEAD_US) == (
-        intake.AHEAD_FROM_US,
-        intake.LEAD_US,
-    )
 
 
 def test_what_is_around_a_run_is_its_requests_and_not_its_instances() -> None:

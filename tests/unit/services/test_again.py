@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from structlog.testing import capture_logs
 
 from headrace.errors import Code
-from headrace.services.executor import again
+from headrace.primitives.backoff import Backoff
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.executor_bench import POISON, outcome, requests_of, running
 from tests.support.python_models import add_python_model
@@ -41,13 +42,11 @@ async def test_retried_run_is_logged_without_the_models_own_words(tmp_path: Path
     assert "secret" not in repr(warnings)
 
 
-async def test_others_run_while_a_failure_is_waited_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_others_run_while_a_failure_is_waited_out(tmp_path: Path) -> None:
     """The instance is free meanwhile, and what waits for it passes."""
-    monkeypatch.setattr(again, "FIRST_PAUSE_S", 0.2)
     add_python_model(tmp_path, f"if {POISON} in x and len(self.calls) < 3: raise Retriable('busy')")
-    async with running(tmp_path) as bench:
+    tuning = replace(TUNING.executor, run_backoff=Backoff(0.2, 1.0))
+    async with running(tmp_path, tuning) as bench:
         first, others = requests_of(POISON), [requests_of(value) for value in (1, 2, 3)]
         bench.give(first, *others)
         answers = await bench.answered(4)
@@ -55,13 +54,11 @@ async def test_others_run_while_a_failure_is_waited_out(
     assert [outcome(one) for one in answers] == [2, 4, 6, 2 * POISON]
 
 
-async def test_no_pause_goes_beyond_a_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_pause_goes_beyond_a_deadline(tmp_path: Path) -> None:
     """Who cannot wait that long is told at once, and the others are tried again without him."""
-    monkeypatch.setattr(again, "FIRST_PAUSE_S", 0.2)
     add_python_model(tmp_path, "if len(self.calls) < 2: raise Retriable('busy')")
-    async with running(tmp_path) as bench:
+    tuning = replace(TUNING.executor, run_backoff=Backoff(0.2, 1.0))
+    async with running(tmp_path, tuning) as bench:
         hurried = requests_of(1, deadline_ms=NOW_US // 1000 + 150)
         patient = requests_of(2, deadline_ms=NOW_US // 1000 + 5000)
         bench.give([*hurried, *patient])
@@ -71,29 +68,24 @@ async def test_no_pause_goes_beyond_a_deadline(
     assert [outcome(one) for one in answers] == [Code.INTERNAL, 4]
 
 
-async def test_a_failure_that_does_not_pass_ends_as_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failure_that_does_not_pass_ends_as_an_answer(tmp_path: Path) -> None:
     """After the last attempt each request runs alone, and fails with a code that invites a retry
     of the caller's.
     """
-    monkeypatch.setattr(again, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(again, "LONGEST_PAUSE_S", 0.001)
     add_python_model(tmp_path, "raise Retriable('busy')")
-    async with running(tmp_path) as bench:
+    tuning = replace(TUNING.executor, run_backoff=Backoff(0.001, 0.001))
+    async with running(tmp_path, tuning) as bench:
         bench.give(requests_of(1, 2))
         answers = await bench.answered(2)
 
     assert [outcome(one) for one in answers] == [Code.INTERNAL, Code.INTERNAL]
 
 
-async def test_what_waits_for_another_attempt_is_run_before_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_waits_for_another_attempt_is_run_before_the_end(tmp_path: Path) -> None:
     """A drain loses nothing: when no more batches come, the pause is still waited for."""
-    monkeypatch.setattr(again, "FIRST_PAUSE_S", 0.1)
     add_python_model(tmp_path, "if len(self.calls) < 2: raise Retriable('busy')")
-    async with running(tmp_path) as bench:
+    tuning = replace(TUNING.executor, run_backoff=Backoff(0.1, 1.0))
+    async with running(tmp_path, tuning) as bench:
         requests = requests_of(1)
         bench.give(requests)
         await eventually(lambda: counted(bench.instruments, "retries_total", operation="run"))

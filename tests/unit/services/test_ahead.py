@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,7 @@ import pytest
 from headrace.errors import Code
 from headrace.models.verdict import Batching, Verdict
 from headrace.protocol.tensors import to_array
-from headrace.services.executor import instance as instances
-from headrace.services.executor import intake
+from headrace.tuning import TUNING
 from tests.support import python_models
 from tests.support.conditions import eventually
 from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running
@@ -28,11 +28,8 @@ MEET = "from tests.support import python_models; python_models.MEETING.wait(10)"
 SOON_MS = NOW_US // 1000 + 10
 LATER_MS = NOW_US // 1000 + 30
 
-
-@pytest.fixture(autouse=True)
-def _looks_beyond_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However short."""
-    monkeypatch.setattr(intake, "AHEAD_FROM_US", 0)
+TUNED = replace(TUNING.executor, prefetch_min_run_us=0)
+"""Batches are prefetched during every run, however short."""
 
 
 @pytest.fixture
@@ -64,7 +61,7 @@ async def test_parts_wait_for_a_run_that_was_begun_ahead(
         tmp_path,
         f"if len(x) == 2:\n    {MEET}\n    raise ValueError('two')\nif x[0, 0] == 5:\n    {MEET}",
     )
-    async with running(tmp_path) as bench:
+    async with running(tmp_path, TUNED) as bench:
         expect_long_runs(bench)
         failing, ahead = requests_of(1, 2, deadline_ms=SOON_MS), requests_of(5)
         bench.give(failing)
@@ -84,7 +81,7 @@ async def test_what_is_left_of_a_batch_waits_for_a_run_that_was_begun_ahead(
 ) -> None:
     """A batch that lost a request before its turn is gathered anew, behind the one after it."""
     add_python_model(tmp_path, f"if x[0, 0] in (1, 5):\n    {MEET}")
-    async with running(tmp_path) as bench:
+    async with running(tmp_path, TUNED) as bench:
         expect_long_runs(bench)
         bench.give(requests_of(1))
         await at_the_barrier(meeting)
@@ -101,11 +98,8 @@ async def test_what_is_left_of_a_batch_waits_for_a_run_that_was_begun_ahead(
     assert [outcome(one) for one in late + mate] == [Code.DEADLINE_EXCEEDED] * 2
 
 
-async def test_a_run_that_was_begun_ahead_and_hangs_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_that_was_begun_ahead_and_hangs_is_ended(tmp_path: Path) -> None:
     """By its own limit, and not by that of what waits behind it, which would end the process."""
-    monkeypatch.setattr(instances, "CANCEL_GRACE_S", 0.5)
     add_python_model(
         tmp_path,
         f"""if {POISON} in x:
@@ -114,7 +108,7 @@ async def test_a_run_that_was_begun_ahead_and_hangs_is_ended(
     raise RuntimeError""",
         config="max_execution_s = 0.2",
     )
-    async with running(tmp_path) as bench:
+    async with running(tmp_path, replace(TUNED, cancel_grace_s=0.5)) as bench:
         expect_long_runs(bench)
         requests = requests_of(POISON, 1, POISON, 2)
         bench.give(requests[:2], requests[2:])
@@ -129,7 +123,7 @@ async def test_what_was_gathered_ahead_and_is_taken_apart_leaves_its_slot(tmp_pa
     requests = [
         make_request(inputs={"pixels": np.full((1, 64), value, np.float32)}) for value in range(40)
     ]
-    async with running(tmp_path) as bench:
+    async with running(tmp_path, TUNED) as bench:
         version = bench.models.lookup("digits")
         version.batching_off = "until it is known"
         for start in range(0, 20, 2):

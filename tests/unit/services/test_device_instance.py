@@ -83,7 +83,7 @@ def make(
         graphs=False,
         needs=dict(needs or {}),
     )
-    return DeviceInstance(backend, "instance", where, max_execution_s=10)
+    return DeviceInstance(backend, "instance", where, max_execution_s=10, max_load_s=60)
 
 
 def asking(*rows: NDArray[Any], name: str = "pixels") -> list[Request]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from headrace.errors import Code, Fatal
 from headrace.models.registry import Models
 from headrace.models.version import State
-from headrace.services.executor import instance as instances
+from headrace.tuning import TUNING
 from tests.support.executor_bench import POISON, requests_of, running
 from tests.support.python_models import add_python_model
+
+IMPATIENT = replace(TUNING.executor, cancel_grace_s=0.05)
 
 
 async def test_a_hung_run_is_ended(tmp_path: Path) -> None:
@@ -31,15 +34,12 @@ async def test_a_hung_run_is_ended(tmp_path: Path) -> None:
     assert "max_execution_s = 0.05" in requests[0].failure.message
 
 
-async def test_a_run_that_cannot_be_ended_ends_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_that_cannot_be_ended_ends_the_process(tmp_path: Path) -> None:
     """Its instance is lost; the work is uncommitted and runs elsewhere."""
-    monkeypatch.setattr(instances, "CANCEL_GRACE_S", 0.05)
     add_python_model(tmp_path, "time.sleep(1)", config="max_execution_s = 0.05")
 
     async def serve() -> None:
-        async with running(tmp_path) as bench:
+        async with running(tmp_path, IMPATIENT) as bench:
             bench.give(requests_of(1))
             await bench.answered(1)
 
@@ -49,18 +49,15 @@ async def test_a_run_that_cannot_be_ended_ends_the_process(
     assert raised.value.subgroup(Fatal) is not None
 
 
-async def test_a_load_that_does_not_end_fails_its_version_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_that_does_not_end_fails_its_version_alone(tmp_path: Path) -> None:
     """It is told that it took too long, and other models serve."""
-    monkeypatch.setattr(instances, "CANCEL_GRACE_S", 0.05)
     add_python_model(tmp_path, "")
     add_python_model(tmp_path, "", name="endless", config="max_load_s = 0.05")
     file = tmp_path / "endless" / "1" / "model.py"
     file.write_text(
         file.read_text().replace("def warm_up(self):", "def warm_up(self):\n        time.sleep(1)")
     )
-    async with running(tmp_path) as bench:
+    async with running(tmp_path, IMPATIENT) as bench:
         requests = requests_of(3)
         bench.give(requests)
         await bench.answered(1)

@@ -12,7 +12,7 @@ from headrace.errors import Code
 from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import State
 from headrace.protocol.messages import Request
-from headrace.services.executor.comparing import AGREEMENTS
+from headrace.tuning import TUNING
 from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running
 from tests.support.python_models import add_python_model
 from tests.support.services import counted
@@ -22,7 +22,7 @@ UNDECIDED = Verdict(Batching.UNDECIDED, "all alike")
 
 
 async def decided_by_requests(
-    repository: Path, rule: str, *, batches: int = AGREEMENTS
+    repository: Path, rule: str, *, batches: int = TUNING.executor.comparison_batches
 ) -> tuple[Bench, list[Request]]:
     """An undecided model, after so many batches of three requests."""
     add_python_model(repository, rule)

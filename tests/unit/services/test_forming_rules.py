@@ -7,8 +7,8 @@ import pytest
 
 from headrace.errors import Code
 from headrace.protocol.messages import Envelope
-from headrace.services.batcher.lanes import PATIENCE_US, PRIORITY_STEP_US
 from headrace.transport.channels import Ask
+from headrace.tuning import TUNING
 from tests.support.forming import (
     KEY,
     LINE_US,
@@ -39,7 +39,7 @@ def test_the_earliest_deadline_goes_first_across_shapes() -> None:
 
 def test_a_request_without_a_deadline_is_not_passed_over_for_ever() -> None:
     """It counts as one with a deadline some seconds after it came."""
-    old = request_of(shape_class=(1,), came_us=NOW_US - PATIENCE_US)
+    old = request_of(shape_class=(1,), came_us=NOW_US - TUNING.batcher.patience_us)
     urgent = request_of(shape_class=(2,), in_ms=20)
 
     assert pulled(filled(Limits(), old, urgent)).requests == [old]
@@ -57,7 +57,7 @@ def test_priority_goes_first_within_a_tenant() -> None:
 
 def test_waiting_makes_up_for_priority() -> None:
     """A step of priority is worth a fixed time of waiting."""
-    patient = request_of(came_us=NOW_US - PRIORITY_STEP_US - 1)
+    patient = request_of(came_us=NOW_US - TUNING.batcher.priority_step_us - 1)
     urgent = request_of(priority=1)
 
     assert pulled(filled(Limits(max_batch_size=1), urgent, patient)).requests == [patient]

@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +16,8 @@ import structlog
 from headrace.errors import ConfigurationError
 from headrace.models.backend import Arrays, Backend, WarmUp
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.services.executor import instance as instances
-from headrace.services.executor.instance import Inline, Instance, TooLate
+from headrace.services.executor.instance import Inline, Instance, TooLate, load_and_warm_up
+from headrace.tuning import TUNING, ExecutorTuning
 from tests.support.conditions import eventually
 
 INPUTS: Arrays = {"x": np.zeros((1, 1), np.float32)}
@@ -62,9 +64,25 @@ class Sleeper:
         self.unloaded = True
 
 
-def make(backend: Sleeper, *, may_inline: bool = True) -> Instance:
-    """An instance of it."""
-    return Instance(backend, "instance", max_execution_s=5, may_inline=may_inline)
+def make(
+    backend: Sleeper,
+    *,
+    may_inline: bool = True,
+    max_execution_s: float = 5.0,
+    max_load_s: float = 60.0,
+    prepare: Callable[[Backend], None] = load_and_warm_up,
+    tuning: ExecutorTuning = TUNING.executor,
+) -> Instance:
+    """Return an instance of the backend."""
+    return Instance(
+        backend,
+        "instance",
+        max_execution_s=max_execution_s,
+        max_load_s=max_load_s,
+        may_inline=may_inline,
+        prepare=prepare,
+        tuning=tuning,
+    )
 
 
 async def test_the_outputs_of_a_run_go_with_the_last_who_has_them() -> None:
@@ -145,13 +163,11 @@ async def test_failed_runs_count_as_well() -> None:
     assert backend.threads[16:] == ["MainThread"] * 3 + ["instance"]
 
 
-async def test_a_run_that_hangs_on_the_loop_is_made_again_on_the_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_run_that_hangs_on_the_loop_is_made_again_on_the_thread() -> None:
     """One value may take for ever where all others are quick: the loop does not wait for it."""
-    monkeypatch.setattr(instances, "INLINE_CUT_OFF_S", 0.05)
     backend = Sleeper()
-    async with make(backend) as instance:
+    tuning = replace(TUNING.executor, inline_cut_off_s=0.05)
+    async with make(backend, tuning=tuning) as instance:
         for _ in range(16):
             await instance.run(INPUTS)
         backend.run_s = 0.5
@@ -224,8 +240,7 @@ async def test_hung_run_is_ended_and_not_the_one_behind_it() -> None:
             self.run_s = 10.0 if inputs is INPUTS else 0.0
             return super().run(inputs)
 
-    instance = Instance(Slow(), "instance", max_execution_s=0.05, may_inline=False)
-    async with instance:
+    async with make(Slow(), max_execution_s=0.05, may_inline=False) as instance:
         first = instance.begin(INPUTS)
         instance.start_ahead(OTHERS, lambda: True)
         with pytest.raises(TimeoutError, match="longer than max_execution_s"):
@@ -241,9 +256,8 @@ async def test_instance_whose_warm_up_fails_is_unloaded() -> None:
         each.load()
         raise ValueError("no warm-up")
 
-    instance = Instance(backend, "i", max_execution_s=5, may_inline=False, prepare=prepare)
-    with pytest.raises(ConfigurationError, match="i: ValueError: no warm-up"):
-        async with instance:
+    with pytest.raises(ConfigurationError, match="instance: ValueError: no warm-up"):
+        async with make(backend, may_inline=False, prepare=prepare):
             pass
     assert backend.unloaded
 
@@ -280,9 +294,7 @@ async def test_load_that_does_not_end_is_interrupted() -> None:
             finally:
                 ended.set()
 
-    instance = make(Endless())
-    instance.max_load_s = 0.05
     with pytest.raises(ConfigurationError, match=r"max_load_s = 0\.05 s, got no end"):
-        async with instance:
+        async with make(Endless(), max_load_s=0.05):
             pass
     assert ended.wait(10)

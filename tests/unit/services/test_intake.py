@@ -8,8 +8,9 @@ from collections import deque
 import pytest
 
 from headrace.protocol.messages import Batch
-from headrace.services.executor.intake import AHEAD_FROM_US, LEAD_US, Prefetch, PreparedBatch
+from headrace.services.executor.intake import Prefetch, PreparedBatch
 from headrace.transport.channels import Ask, BatchQueue
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.work import make_request
 
@@ -69,7 +70,7 @@ async def test_batch_is_gathered_while_another_one_computes() -> None:
         bench.puller.hurry()
         await eventually(lambda: bench.gathered == ["a"])
         assert await bench.next_id() == "a"
-    assert bench.asks[0] == Ask(close_at_us=NOW_US + LONG_US - LEAD_US)
+    assert bench.asks[0] == Ask(close_at_us=NOW_US + LONG_US - TUNING.executor.prefetch_lead_us)
 
 
 async def test_next_batch_closes_earlier_where_gathering_takes_long() -> None:
@@ -83,7 +84,7 @@ async def test_next_batch_closes_earlier_where_gathering_takes_long() -> None:
             bench.waiting.append(batch(name))
             assert await bench.next_id() == name
     asked = [ask.close_at_us for ask in bench.asks if ask.close_at_us]
-    assert asked[-1] == NOW_US + LONG_US - LEAD_US - 2 * 3000
+    assert asked[-1] == NOW_US + LONG_US - TUNING.executor.prefetch_lead_us - 2 * 3000
 
 
 async def test_run_that_ends_early_takes_what_there_is() -> None:
@@ -96,7 +97,7 @@ async def test_run_that_ends_early_takes_what_there_is() -> None:
         assert await bench.next_id() == "a"
 
 
-@pytest.mark.parametrize("run_us", [None, AHEAD_FROM_US - 1])
+@pytest.mark.parametrize("run_us", [None, TUNING.executor.prefetch_min_run_us - 1])
 async def test_unknown_and_short_runs_are_not_looked_beyond(run_us: int | None) -> None:
     """The timers of the loop are too coarse for them."""
     async with asyncio.TaskGroup() as tasks:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from headrace.device.cpu import CpuDevice
-from headrace.services.executor.ring import SLOTS, Ring, RingPlan, Slot, TensorPlan
+from headrace.services.executor.ring import Ring, RingPlan, Slot, TensorPlan
+from headrace.tuning import TUNING
 from tests.support.happens_before import Operation, RaceError
 from tests.support.ring_schedule import Schedule
 
@@ -113,9 +114,9 @@ def test_batch_whose_run_fails_hands_back_its_slot() -> None:
 def test_no_more_slots_are_given_than_there_are() -> None:
     """The next one is to be had when one is released."""
     ring = Ring(CpuDevice(), RingPlan((TensorPlan("x", 1, 1),), (TensorPlan("z", 1, 1),), 1))
-    taken = [slot for _ in range(SLOTS) if (slot := ring.take()) is not None]
+    taken = [slot for _ in range(TUNING.executor.ring_slots) if (slot := ring.take()) is not None]
 
-    assert len(taken) == SLOTS
+    assert len(taken) == TUNING.executor.ring_slots
     assert ring.take() is None
     ring.release(taken[1])
     assert ring.take() is taken[1]

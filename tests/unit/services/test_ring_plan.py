@@ -9,6 +9,7 @@ from headrace.models.adapting import Adaptation
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.services.executor.ring import RingPlan, TensorPlan
 from headrace.services.executor.ring_plan import buckets, plan_ring
+from headrace.tuning import TUNING
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ from headrace.services.executor.ring_plan import buckets, plan_ring
 )
 def test_buckets_are_close_together(max_rows: int, expected: tuple[int, ...]) -> None:
     """Each number up to four, then every fourth, and the largest batch."""
-    assert buckets(max_rows) == expected
+    assert buckets(max_rows, TUNING.executor) == expected
 
 
 def adaptation(output: TensorSpec) -> Adaptation:
@@ -36,7 +37,7 @@ def adaptation(output: TensorSpec) -> Adaptation:
 
 def test_what_travels_is_smaller_than_what_the_model_takes() -> None:
     """The slots hold the one, the model's input the other."""
-    plan = plan_ring(adaptation(TensorSpec("y", "FP32", (-1, 5))), max_rows=8)
+    plan = plan_ring(adaptation(TensorSpec("y", "FP32", (-1, 5))), max_rows=8, slots=3)
     widened = TensorPlan("x", 6, 24, Widening("UINT8", "FP32"), (2, 3))
     assert plan == RingPlan((widened,), (TensorPlan("y", 20, 20),), 8)
 
@@ -52,4 +53,4 @@ def test_what_travels_is_smaller_than_what_the_model_takes() -> None:
 )
 def test_sizes_that_only_a_run_tells_have_no_ring(output: TensorSpec) -> None:
     """Nor has a model without a batch."""
-    assert plan_ring(adaptation(output), max_rows=8) is None
+    assert plan_ring(adaptation(output), max_rows=8, slots=3) is None
