@@ -19,8 +19,8 @@ from statistics import median
 
 import numpy as np
 
+from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.config import ModelConfig
-from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.protocol.messages import Envelope, Request
 from headrace.protocol.tensors import from_array

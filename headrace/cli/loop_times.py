@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.config import ModelSettings, Settings
+from headrace.models.backends.warmup import sized_inputs
 from headrace.models.version import ModelVersion
-from headrace.models.warmup import sized_inputs
 from headrace.protocol.codec import encode_request
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running

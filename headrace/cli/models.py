@@ -13,12 +13,12 @@ from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.models.cores import Cores
-from headrace.models.preparing import Preparation
+from headrace.models.loader import Preparation
+from headrace.models.profiling.batch_safety import Batching
 from headrace.models.registry import Models
 from headrace.models.repository import checksum_of
 from headrace.models.signature import TensorSpec
 from headrace.models.user_code import describe as describe_error
-from headrace.models.verdict import Batching
 from headrace.models.version import ModelVersion, State
 from headrace.services.executor.hosting import make_instance
 

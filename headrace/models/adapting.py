@@ -14,7 +14,7 @@ from typing import NamedTuple
 from headrace.device.widening import TARGETS, Widening, source_shape
 from headrace.errors import ConfigurationError
 from headrace.models.config import ModelConfig, Preprocess
-from headrace.models.graph import Appendix, plan_appendix, read_labels, with_appendix
+from headrace.models.processing import Appendix, plan_appendix, read_labels, with_appendix
 from headrace.models.signature import Signature, TensorSpec, make_signature
 
 _CHANNELS = {None: 0, "NCHW": 1, "NHWC": 3}

@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 from headrace.config import Settings
 from headrace.errors import Code, Rejected
-from headrace.models.opening import Importings, Known, Opened, is_outrun, look, relative
+from headrace.models.profiling.batch_safety import Verdict
 from headrace.models.replaced import ReplacedVersions
 from headrace.models.repository import Repository
+from headrace.models.scan import Importings, Known, Opened, is_outrun, look, relative
 from headrace.models.user_code import on_daemon_thread
-from headrace.models.verdict import Verdict
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.events import ExecutorEvent
 from headrace.tuning import TUNING, ModelTuning

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.models.adapting import adapt
+from headrace.models.backends.python import python_signature
 from headrace.models.config import ModelConfig, read_model_config
-from headrace.models.python_backend import python_signature
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.models.user_code import describe
 from headrace.tuning import TUNING

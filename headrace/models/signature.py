@@ -30,7 +30,7 @@ class TensorSpec(NamedTuple):
         shape: -1 for a free dimension.
         dimensions: the model's names of its free dimensions, empty strings for unnamed ones; as
             long as `shape`, or empty if no dimension has a name.
-        pad: padding value, see `headrace.models.padding`.
+        pad: padding value, see `headrace.models.inputs.padding`.
     """
 
     name: str

@@ -5,17 +5,17 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from headrace.models.backend import Backend
-from headrace.models.binding import Binder
+from headrace.models.backends.onnx_runtime import OnnxBackend
+from headrace.models.backends.port import Backend
+from headrace.models.backends.python import PythonBackend
 from headrace.models.config import CPU, ModelConfig
-from headrace.models.latency import Latency
-from headrace.models.onnx_backend import OnnxBackend
-from headrace.models.padding import with_padding
-from headrace.models.python_backend import PythonBackend
+from headrace.models.inputs.binding import Binder
+from headrace.models.inputs.padding import with_padding
+from headrace.models.inputs.transforms import make_transform
+from headrace.models.profiling.batch_safety import Batching, Verdict
+from headrace.models.profiling.latency import Latency
 from headrace.models.repository import FoundModel, FoundVersion, open_version
 from headrace.models.signature import Signature, unbatched
-from headrace.models.transforms import make_transform
-from headrace.models.verdict import Batching, Verdict
 from headrace.tuning import TUNING, ModelTuning
 
 
@@ -42,8 +42,8 @@ class ModelVersion:
         config: of the model.
         signature: of this version.
         stamp: changes when a file of the version changes.
-        bind: checks a request, see `headrace.models.binding.Binder.bind`.
-        transform: makes inputs from a raw payload, see `headrace.models.transforms`.
+        bind: checks a request, see `headrace.models.inputs.binding.Binder.bind`.
+        transform: makes inputs from a raw payload, see `headrace.models.inputs.transforms`.
         max_batch_size: in rows; 1 if batching is off, for the reason `batching_off`.
         verdict: whether its requests may share runs; None if that was not tested.
         contradiction: between `model.toml` and the verdict; empty otherwise.

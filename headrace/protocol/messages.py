@@ -304,7 +304,7 @@ class Request(Struct, eq=False):
         item: value of the `items` record by which it came; None if it came otherwise.
         trace: None unless it is sampled.
         compute_us: duration of its run; `batch_rows` is the number of rows in that run.
-        own_sizes: None until it was padded, see `headrace.models.padding`.
+        own_sizes: None until it was padded, see `headrace.models.inputs.padding`.
         heads, contents: (name, datatype, shape) and bytes of each output; `contents` is None until
             it has run. Requests that ran together share one `heads` object if their outputs have
             equal sizes, so that the heads need not be compared one by one; with BYTES outputs each

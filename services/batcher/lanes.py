@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.models.latency import Latency
+from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Request
 from headrace.services.batcher.ranking import Ranking
 from headrace.tuning import BatcherTuning

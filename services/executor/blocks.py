@@ -3,7 +3,7 @@
 An instance uses two alternately, so that the next batch can be gathered while one computes. A
 block has a part for each input, sized by the model's tensors, and is not reallocated once the
 largest batch has been seen. It returns the same arrays for the same rows and shapes
-(`headrace.models.backend.Placed`), so that a backend binds their addresses once.
+(`headrace.models.backends.port.Placed`), so that a backend binds their addresses once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.models.backend import Placed
+from headrace.models.backends.port import Placed
 from headrace.models.signature import Signature
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES

@@ -2,8 +2,8 @@
 
 Sampled requests are run alone and together, and the outputs are compared. Their answers come from
 separate runs; the result here is only a verdict. The criteria are those of
-`headrace.models.probe`: alone and batched agree within the tolerance, and outputs are identical to
-the bit whatever other requests are in the batch.
+`headrace.models.profiling.probe`: alone and batched agree within the tolerance, and outputs are
+identical to the bit whatever other requests are in the batch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from enum import StrEnum
 import numpy as np
 
 from headrace.errors import Fatal
-from headrace.models.agreement import distance, identical, scale_of
-from headrace.models.backend import Arrays
+from headrace.models.backends.port import Arrays
+from headrace.models.profiling.agreement import distance, identical, scale_of
+from headrace.models.profiling.batch_safety import Batching, Verdict, tolerance_of
 from headrace.models.user_code import describe
-from headrace.models.verdict import Batching, Verdict, tolerance_of
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Request
 from headrace.tuning import TUNING, ExecutorTuning

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from headrace.device.fitting import require
 from headrace.device.port import Device, Memory
 from headrace.errors import ConfigurationError, Fatal
-from headrace.models.backend import Arrays, Backend, Placed, StreamBackend
+from headrace.models.backends.port import Arrays, Backend, Placed, StreamBackend
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES
 from headrace.services.executor.blocks import copy_rows

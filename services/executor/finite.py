@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code
-from headrace.models.backend import Arrays
+from headrace.models.backends.port import Arrays
 from headrace.models.signature import Signature
 from headrace.protocol.messages import Failure, Request
 from headrace.protocol.tensors import to_array

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.models.backend import Arrays
-from headrace.models.padding import cut, pad
+from headrace.models.backends.port import Arrays
+from headrace.models.inputs.padding import cut, pad
 from headrace.models.signature import Signature
 from headrace.protocol.messages import Head, Request
 from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array

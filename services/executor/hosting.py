@@ -8,8 +8,8 @@ import structlog
 
 from headrace.device.cpu import CpuDevice
 from headrace.device.port import Device
-from headrace.models.onnx_backend import OnnxBackend
-from headrace.models.preparing import Preparation
+from headrace.models.backends.onnx_runtime import OnnxBackend
+from headrace.models.loader import Preparation
 from headrace.models.repository import files_of
 from headrace.models.version import ModelVersion
 from headrace.services.executor.device_instance import DeviceInstance, OnDevice

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import structlog
 
 from headrace.errors import ConfigurationError, Fatal, HeadraceError
-from headrace.models.backend import Arrays, Backend
+from headrace.models.backends.port import Arrays, Backend
 from headrace.models.user_code import describe, interrupt
 from headrace.protocol.messages import Request
 from headrace.services.executor.blocks import HostBlock

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from headrace.clock import Clock
 from headrace.crash_isolation.run_gate import Entry
-from headrace.models.backend import Arrays
+from headrace.models.backends.port import Arrays
 from headrace.protocol.messages import Batch, Request
 from headrace.transport.channels import BatchConsumer
 from headrace.tuning import TUNING, ExecutorTuning

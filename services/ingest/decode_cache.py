@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from headrace.errors import Rejected
-from headrace.models.binding import Bound
+from headrace.models.inputs.binding import Bound
 from headrace.protocol.messages import InferenceRequest, InputTensor, RequestedOutput
 
 MAX_LAYOUTS = 256
@@ -55,7 +55,7 @@ class DecodeTemplate(NamedTuple):
         start, stop: position of the tensor's bytes.
         name, datatype, shape: the tensor's header.
         model, version: the model version that bound it.
-        bound: see `headrace.models.binding.Bound`: rows, shape class, size in bytes, and
+        bound: see `headrace.models.inputs.binding.Bound`: rows, shape class, size in bytes, and
             requested outputs.
     """
 
@@ -101,7 +101,7 @@ class Layout:
             version: the model version.
 
         Raises:
-            Rejected: see `headrace.models.binding.Binder.bind`.
+            Rejected: see `headrace.models.inputs.binding.Binder.bind`.
         """
         content = memoryview(value)[self._start : self._stop]
         (known,) = self.message.inputs

@@ -12,8 +12,8 @@ import pytest
 
 from headrace.config import Settings
 from headrace.errors import Code, Rejected
+from headrace.models.inputs.transforms import Transform, make_transform
 from headrace.models.repository import FoundModel, Repository, open_version
-from headrace.models.transforms import Transform, make_transform
 from headrace.tools.demo.magika_model import OUTPUT, MagikaModel, find_magika
 from headrace.tools.demo.samples import kinds, make_samples
 

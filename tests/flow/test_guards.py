@@ -24,7 +24,7 @@ import headrace
 from headrace.config import LimitSettings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.latency import Latency
+from headrace.models.profiling.latency import Latency
 from headrace.models.registry import Models
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.codec import encode_request, encode_response

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from headrace.errors import Code
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.verdict import Batching
+from headrace.models.profiling.batch_safety import Batching
 from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
 from tests.support.logs import read, write_to

@@ -9,7 +9,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.verdict import Batching
+from headrace.models.profiling.batch_safety import Batching
 from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
 from tests.support.conditions import eventually

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.device.cuda import CudaDevice
+from headrace.models.backends.onnx_runtime import OnnxBackend, find_runtime
 from headrace.models.config import make_model_config
-from headrace.models.onnx_backend import OnnxBackend, find_runtime
 from headrace.models.repository import FoundVersion, open_version
 from headrace.protocol.messages import Request
 from headrace.services.executor.device_instance import DeviceInstance, OnDevice

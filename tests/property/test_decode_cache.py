@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.config import LimitSettings
 from headrace.errors import Rejected
-from headrace.models.binding import Binder, Bound
+from headrace.models.inputs.binding import Binder, Bound
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.codec import decode_request, encode_request
 from headrace.protocol.messages import Envelope, Tensor

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace.errors import Code, Rejected
-from headrace.models.latency import Latency
+from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
 from headrace.services.batcher.forming import DynamicBatcher
 from headrace.transport.channels import Ask

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace.models.backend import Placed
+from headrace.models.backends.port import Placed
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES, to_array

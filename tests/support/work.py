@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from headrace.models.latency import Latency
+from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Envelope, Request
 from headrace.protocol.tensors import from_array
 

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.config import LimitSettings
 from headrace.errors import Code, Rejected
-from headrace.models.binding import Binder
+from headrace.models.inputs.binding import Binder
 from headrace.models.signature import TensorSpec, make_signature
 from headrace.protocol.codec import decode_request
 from headrace.protocol.headers import parse_envelope

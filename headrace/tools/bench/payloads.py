@@ -10,8 +10,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigurationError
+from headrace.models.backends.warmup import sized_inputs
 from headrace.models.version import ModelVersion
-from headrace.models.warmup import sized_inputs
 from headrace.protocol.codec import encode_request
 from headrace.protocol.headers import JSON, MSGPACK
 from headrace.tools.bench.load import Payload

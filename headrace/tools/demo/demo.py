@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.config import KafkaSettings, ModelSettings, Settings, TelemetrySettings, make_settings
-from headrace.models.onnx_backend import require_onnx_runtime
+from headrace.models.backends.onnx_runtime import require_onnx_runtime
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics

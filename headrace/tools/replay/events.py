@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.consumer.source import MAX_POLL_RECORDS
-from headrace.models.latency import Latency
+from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
 from headrace.transport.channels import IDLE, Ask
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 from headrace.errors import ConfigurationError
+from headrace.models.backends.warmup import sized_inputs
 from headrace.models.version import ModelVersion
-from headrace.models.warmup import sized_inputs
 from headrace.tools.replay.service_times import ServiceTime, fitted
 
 MEASURE_S = 0.3

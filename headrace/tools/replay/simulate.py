@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.consumer.source import MAX_POLL_RECORDS
-from headrace.models.latency import Latency
+from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch
 from headrace.tools.replay.events import (
     Arrivals,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import Code, Rejected
-from headrace.models.binding import Binder, Bound
+from headrace.models.inputs.binding import Binder, Bound
 from headrace.models.signature import TensorSpec
 from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import from_array

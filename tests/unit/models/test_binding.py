@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.models.binding import Binder
+from headrace.models.inputs.binding import Binder
 from headrace.models.signature import make_signature
 from headrace.protocol.messages import RequestedOutput
 from headrace.tuning import TUNING

@@ -10,10 +10,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from headrace.models.backend import Placed
+from headrace.models.backends.onnx_binding import UNBOUND, Binding
+from headrace.models.backends.onnx_runtime import OnnxBackend
+from headrace.models.backends.port import Placed
 from headrace.models.config import make_model_config
-from headrace.models.onnx_backend import OnnxBackend
-from headrace.models.onnx_binding import UNBOUND, Binding
 from headrace.models.signature import read_onnx_signature
 from headrace.protocol.tensors import DATATYPES
 from tests.support import models

@@ -9,9 +9,9 @@ import pytest
 
 from headrace.config import LimitSettings, make_settings
 from headrace.errors import ConfigurationError
-from headrace.models.binding import Binder
 from headrace.models.config import ModelConfig, make_model_config
-from headrace.models.padding import bucket_for, with_padding
+from headrace.models.inputs.binding import Binder
+from headrace.models.inputs.padding import bucket_for, with_padding
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.codec import encode_request
 from headrace.protocol.codec.requests import decode_request

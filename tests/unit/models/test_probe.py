@@ -11,13 +11,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from headrace.models.backend import Arrays
+from headrace.models.backends.onnx_runtime import OnnxBackend
+from headrace.models.backends.outputs import check_outputs
+from headrace.models.backends.port import Arrays
 from headrace.models.config import make_model_config
-from headrace.models.onnx_backend import OnnxBackend
-from headrace.models.outputs import check_outputs
-from headrace.models.probe import probe
+from headrace.models.profiling.batch_safety import Batching, Verdict, tolerance_of
+from headrace.models.profiling.probe import probe
 from headrace.models.signature import Signature, TensorSpec, make_signature, read_onnx_signature
-from headrace.models.verdict import Batching, Verdict, tolerance_of
 from headrace.tuning import TUNING
 from tests.support import models
 from tests.support.models import settings_for

@@ -12,9 +12,9 @@ import pytest
 
 from headrace.config import make_settings
 from headrace.errors import ConfigurationError
-from headrace.models.backend import ModelFailed, WarmUp
+from headrace.models.backends.port import ModelFailed, WarmUp
+from headrace.models.backends.python import PythonBackend, python_signature
 from headrace.models.config import make_model_config
-from headrace.models.python_backend import PythonBackend, python_signature
 from headrace.models.user_code import StillImporting
 from tests.unit.models.requests import spec
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Code, ConfigurationError
+from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.registry import Models
-from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import State
 from tests.support.models import add_version, digits, settings_for, unbatched
 from tests.unit.models.executor import Executor, refusal

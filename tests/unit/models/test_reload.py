@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Code, ConfigurationError
-from headrace.models.opening import Importings, Known, Opened, look
 from headrace.models.repository import Repository
+from headrace.models.scan import Importings, Known, Opened, look
 from headrace.models.version import State
 from headrace.tuning import ModelTuning
 from tests.support.models import add_version, digits

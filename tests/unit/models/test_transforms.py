@@ -9,10 +9,10 @@ import pytest
 
 from headrace.config import make_settings
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.models.binding import Binder
 from headrace.models.config import make_model_config
+from headrace.models.inputs.binding import Binder
+from headrace.models.inputs.transforms import Transform, make_transform
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.models.transforms import Transform, make_transform
 from headrace.protocol.messages import Tensor
 from headrace.protocol.tensors import to_array
 from tests.unit.models.requests import spec

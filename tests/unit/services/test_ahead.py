@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import Code
-from headrace.models.verdict import Batching, Verdict
+from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.protocol.tensors import to_array
 from headrace.tuning import TUNING
 from tests.support import python_models

@@ -14,7 +14,7 @@ from math import sqrt
 import numpy as np
 import pytest
 
-from headrace.models.latency import Latency
+from headrace.models.profiling.latency import Latency
 from headrace.tools.replay.events import EXPIRED, Kind
 from tests.support.arrivals import Setup, poisson, simulated, together
 

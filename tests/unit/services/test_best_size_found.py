@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from headrace.models.latency import Latency
+from headrace.models.profiling.latency import Latency
 from headrace.services.batcher.forming import DynamicBatcher
 from tests.support.work import NOW_US, Limits, make_request
 

@@ -18,8 +18,8 @@ from structlog.testing import capture_logs
 from headrace.device.cpu import CpuDevice
 from headrace.device.port import Block, Device, Memory, Stream
 from headrace.errors import ConfigurationError, Fatal
+from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.config import make_model_config
-from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.repository import FoundVersion, open_version
 from headrace.protocol.messages import Request
 from headrace.services.executor.device_instance import DeviceInstance, Loaded, OnDevice

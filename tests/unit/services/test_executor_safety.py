@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import Code
-from headrace.models.verdict import Batching, Verdict
+from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.version import State
 from headrace.protocol.messages import Request
 from headrace.tuning import TUNING

@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from headrace.errors import ConfigurationError
-from headrace.models.backend import Arrays, Backend, WarmUp
+from headrace.models.backends.port import Arrays, Backend, WarmUp
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.services.executor.instance import Inline, Instance, TooLate, load_and_warm_up
 from headrace.tuning import TUNING, ExecutorTuning

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.models.latency import Latency
+from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Envelope, Request
 from headrace.services.batcher.forming import DynamicBatcher
 from tests.support.work import NOW_US, Limits, make_request

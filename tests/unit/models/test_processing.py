@@ -13,9 +13,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from headrace.errors import ConfigurationError
 from headrace.models.adapting import adapt
-from headrace.models.backend import Placed
+from headrace.models.backends.onnx_runtime import OnnxBackend
+from headrace.models.backends.port import Placed
 from headrace.models.config import make_model_config
-from headrace.models.onnx_backend import OnnxBackend
 from headrace.models.repository import FoundVersion, open_version
 from headrace.models.signature import read_onnx_signature
 from tests.support import models

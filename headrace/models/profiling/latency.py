@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from headrace.models.curve import Curve, Point
+from headrace.models.profiling.curve import Curve, Point
 from headrace.tuning import TUNING, ModelTuning
 
 ShapeClass = tuple[int, ...]

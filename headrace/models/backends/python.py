@@ -24,12 +24,12 @@ from pydantic import ValidationError
 
 from headrace.config import describe_fault
 from headrace.errors import ConfigurationError, Fatal, HeadraceError
-from headrace.models.backend import Arrays, ModelFailed, WarmUp
+from headrace.models.backends.outputs import check_outputs, check_shapes, check_texts
+from headrace.models.backends.port import Arrays, ModelFailed, WarmUp
+from headrace.models.backends.warmup import warm_up
 from headrace.models.config import DeclaredTensor, ModelConfig
-from headrace.models.outputs import check_outputs, check_shapes, check_texts
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.models.user_code import describe, is_of_user_code, load_attribute, run_bounded
-from headrace.models.warmup import warm_up
 from headrace.tuning import TUNING, ModelTuning
 
 
@@ -79,7 +79,7 @@ def _declared(path: Path, model: Any, kind: str) -> list[TensorSpec]:
 
 
 class PythonBackend:
-    """One instance of a model written in Python; see `headrace.models.backend.Backend`.
+    """One instance of a model written in Python; see `headrace.models.backends.port.Backend`.
 
     Args:
         directory: of the version.

@@ -8,9 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from headrace.errors import ConfigurationError, Fatal
-from headrace.models.backend import Arrays, WarmUp
+from headrace.models.backends.port import Arrays, WarmUp
+from headrace.models.backends.warmup_samples import (
+    MADE_UP,
+    Inputs,
+    NotMadeUpError,
+    recorded,
+    still_row,
+)
 from headrace.models.config import ModelConfig
-from headrace.models.samples import MADE_UP, Inputs, NotMadeUpError, recorded, still_row
 from headrace.models.signature import Signature
 from headrace.models.user_code import describe, first_line, is_of_user_code
 from headrace.tuning import TUNING, ModelTuning

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.errors import Rejected
-from headrace.models.backend import Arrays, ModelFailed
+from headrace.models.backends.port import Arrays, ModelFailed
 from headrace.models.signature import Signature
 from headrace.protocol.tensors import datatype_of
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.errors import ConfigurationError
 from headrace.models.config import ModelConfig
-from headrace.models.ranges import limits_of
+from headrace.models.inputs.ranges import limits_of
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.messages import Request, Tensor
 from headrace.protocol.tensors import DATATYPES, from_array, to_array

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.device.widening import Widening, widen
-from headrace.models.backend import Arrays, Placed
+from headrace.models.backends.port import Arrays, Placed
 from headrace.models.signature import Signature
 from headrace.protocol.tensors import DATATYPES
 

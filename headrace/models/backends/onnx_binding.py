@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.models.backend import Arrays, Placed
+from headrace.models.backends.port import Arrays, Placed
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.tensors import DATATYPES
 from headrace.tuning import TUNING

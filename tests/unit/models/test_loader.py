@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigurationError
-from headrace.models.backend import Arrays, WarmUp
+from headrace.models.backends.port import Arrays, WarmUp
 from headrace.models.cores import Cores
-from headrace.models.preparing import Preparation
+from headrace.models.loader import Preparation
+from headrace.models.profiling.batch_safety import Batching
 from headrace.models.registry import Models
 from headrace.models.signature import Signature
-from headrace.models.verdict import Batching
 from headrace.models.version import ModelVersion
 from tests.support.models import add_version, digits, falsely_batched, settings_for, tokens
 

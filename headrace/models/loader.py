@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 
 from headrace.errors import HeadraceError
-from headrace.models.backend import Backend
+from headrace.models.backends.port import Backend
+from headrace.models.backends.warmup import all_sizes
+from headrace.models.backends.warmup_samples import Inputs, NotMadeUpError
 from headrace.models.cores import Cores, keep_to
-from headrace.models.probe import probe
-from headrace.models.samples import Inputs, NotMadeUpError
+from headrace.models.profiling.batch_safety import Batching, Verdict
+from headrace.models.profiling.probe import probe
 from headrace.models.signature import Signature, unbatched
 from headrace.models.user_code import describe
-from headrace.models.verdict import Batching, Verdict
 from headrace.models.version import ModelVersion
-from headrace.models.warmup import all_sizes
 
 
 class Preparation:
@@ -110,7 +110,7 @@ class Preparation:
 
 
 def _shape_class(signature: Signature, inputs: Inputs) -> tuple[int, ...]:
-    """Return the shape class, as in `headrace.models.binding.Bound`."""
+    """Return the shape class, as in `headrace.models.inputs.binding.Bound`."""
     return tuple(
         size
         for spec in signature.inputs

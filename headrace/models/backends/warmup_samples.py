@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.models.config import ModelConfig
-from headrace.models.ranges import limits_of
+from headrace.models.inputs.ranges import limits_of
 from headrace.models.signature import Signature, TensorSpec
 from headrace.models.user_code import describe
 from headrace.protocol.tensors import DATATYPES

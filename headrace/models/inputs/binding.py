@@ -6,8 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from headrace.errors import Code, Rejected
-from headrace.models.padding import bucket_for
-from headrace.models.ranges import FiniteCheck, Range, RangeCheck, finite_checks, range_checks
+from headrace.models.inputs.padding import bucket_for
+from headrace.models.inputs.ranges import (
+    FiniteCheck,
+    Range,
+    RangeCheck,
+    finite_checks,
+    range_checks,
+)
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.messages import InputTensor, RequestedOutput, Tensor
 from headrace.protocol.tensors import DATATYPES, check_shape, check_tensor, split_elements

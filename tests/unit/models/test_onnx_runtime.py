@@ -15,9 +15,9 @@ import pytest
 from onnx import helper
 
 from headrace.errors import Code, ConfigurationError, Rejected
-from headrace.models.backend import ModelFailed, WarmUp
+from headrace.models.backends.onnx_runtime import OnnxBackend, intra_op_threads
+from headrace.models.backends.port import ModelFailed, WarmUp
 from headrace.models.config import ModelConfig, make_model_config
-from headrace.models.onnx_backend import OnnxBackend, intra_op_threads
 from headrace.models.signature import read_onnx_signature
 from headrace.protocol.tensors import DATATYPES
 from tests.support import models

@@ -21,20 +21,20 @@ from numpy.typing import NDArray
 
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected
 from headrace.models.adapting import Adaptation, adapt
-from headrace.models.backend import Arrays, Placed, WarmUp
+from headrace.models.backends.entrance import Entrance
+from headrace.models.backends.onnx_binding import UNBOUND, Binding, Outlets, bind_blocks
+from headrace.models.backends.outputs import check_outputs
+from headrace.models.backends.port import Arrays, Placed, WarmUp
+from headrace.models.backends.warmup import warm_up
 from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
-from headrace.models.entrance import Entrance
-from headrace.models.graph import append
-from headrace.models.onnx_binding import UNBOUND, Binding, Outlets, bind_blocks
-from headrace.models.outputs import check_outputs
+from headrace.models.processing import append
 from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
-from headrace.models.warmup import warm_up
 from headrace.protocol.tensors import DATATYPES
 from headrace.tuning import TUNING, ModelTuning
 
 
 class OnnxBackend:
-    """One session of ONNX Runtime; see `headrace.models.backend.Backend`.
+    """One session of ONNX Runtime; see `headrace.models.backends.port.Backend`.
 
     Args:
         directory: of the version, with `model.onnx` in it.

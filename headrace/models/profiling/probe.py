@@ -21,14 +21,19 @@ from pathlib import Path
 import numpy as np
 
 from headrace.errors import HeadraceError
-from headrace.models.agreement import Array, distance, identical, scale_of
-from headrace.models.backend import Arrays
+from headrace.models.backends.outputs import RowsMismatch
+from headrace.models.backends.port import Arrays
+from headrace.models.backends.warmup_samples import (
+    Inputs,
+    NotMadeUpError,
+    distinct_rows,
+    still_value,
+)
 from headrace.models.config import ModelConfig
-from headrace.models.outputs import RowsMismatch
-from headrace.models.samples import Inputs, NotMadeUpError, distinct_rows, still_value
+from headrace.models.profiling.agreement import Array, distance, identical, scale_of
+from headrace.models.profiling.batch_safety import Batching, Verdict, tolerance_of
 from headrace.models.signature import Signature
 from headrace.models.user_code import describe, first_line, is_of_user_code
-from headrace.models.verdict import Batching, Verdict, tolerance_of
 from headrace.tuning import TUNING, ModelTuning
 
 Run = Callable[[Arrays], Arrays]
