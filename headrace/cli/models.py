@@ -12,8 +12,7 @@ from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError
-from headrace.models.cores import Cores
-from headrace.models.loader import Preparation
+from headrace.models.loader import Cores, Preparation
 from headrace.models.profiling.batch_safety import Batching
 from headrace.models.registry import Models
 from headrace.models.repository import checksum_of

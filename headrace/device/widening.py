@@ -3,7 +3,7 @@
     target = source x scale + offset
 
 computed in 32-bit floats, each step rounded to nearest, for any source and target; so this code, in
-NumPy, and the kernel in `headrace.device.kernels` give the same bits. For `(x / 255 - mean) / std`
+NumPy, and the kernel in `headrace.device.cuda` give the same bits. For `(x / 255 - mean) / std`
 the scale is `1 / (255 std)` and the offset `-mean / std`.
 """
 

@@ -1,3 +1,3 @@
 """Models: their files (`repository.py`), inputs and outputs (`signature.py`), backends
-(`backend.py` and its adapters), and the versions that are ready now (`registry.py`).
+(`backends`), and the versions that are ready now (`registry.py`).
 """

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
-from headrace.models.adapting import adapt
 from headrace.models.backends.python import python_signature
 from headrace.models.config import ModelConfig, read_model_config
+from headrace.models.processing import adapt
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.models.user_code import describe
 from headrace.tuning import TUNING

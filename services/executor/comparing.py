@@ -15,8 +15,14 @@ import numpy as np
 
 from headrace.errors import Fatal
 from headrace.models.backends.port import Arrays
-from headrace.models.profiling.agreement import distance, identical, scale_of
-from headrace.models.profiling.batch_safety import Batching, Verdict, tolerance_of
+from headrace.models.profiling.batch_safety import (
+    Batching,
+    Verdict,
+    distance,
+    identical,
+    scale_of,
+    tolerance_of,
+)
 from headrace.models.user_code import describe
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Request

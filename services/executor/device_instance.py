@@ -21,8 +21,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from headrace.device.fitting import require
-from headrace.device.port import Device, Memory
+from headrace.device.port import Device, Memory, require
 from headrace.errors import ConfigurationError, Fatal
 from headrace.models.backends.port import Arrays, Backend, Placed, StreamBackend
 from headrace.protocol.messages import Request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from headrace.models.adapting import Adaptation
+from headrace.models.processing import Adaptation
 from headrace.models.signature import TensorSpec
 from headrace.protocol.tensors import DATATYPES
 from headrace.services.executor.ring import RingPlan, TensorPlan

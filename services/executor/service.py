@@ -18,8 +18,7 @@ import structlog
 from headrace.delivery.failures import VOID, any_void, deadline_passed, rejection
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected, Retriable
 from headrace.models.backends.port import Arrays
-from headrace.models.cores import Cores
-from headrace.models.loader import Preparation
+from headrace.models.loader import Cores, Preparation
 from headrace.models.registry import Change, Models
 from headrace.models.user_code import describe
 from headrace.models.version import ModelVersion, State

@@ -10,7 +10,7 @@ import onnx
 from numpy.typing import NDArray
 
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.profiling.agreement import distance, identical, scale_of
+from headrace.models.profiling.batch_safety import distance, identical, scale_of
 from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
 from tests.support.logs import read, write_to

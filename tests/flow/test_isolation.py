@@ -21,7 +21,7 @@ from headrace.config import Settings, make_settings
 from headrace.errors import Code
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.profiling.agreement import distance, scale_of
+from headrace.models.profiling.batch_safety import distance, scale_of
 from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.protocol.messages import ErrorResponse
 from headrace.topics import STAGES

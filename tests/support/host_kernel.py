@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.device.kernels import NAME, Layout
+from headrace.device.cuda import NAME, Layout
 
 THREADS, GROUPS = 4, 3
 """Fewer than there are elements, so that a thread takes several."""

@@ -24,8 +24,14 @@ from pydantic import ValidationError
 
 from headrace.config import describe_fault
 from headrace.errors import ConfigurationError, Fatal, HeadraceError
-from headrace.models.backends.outputs import check_outputs, check_shapes, check_texts
-from headrace.models.backends.port import Arrays, ModelFailed, WarmUp
+from headrace.models.backends.port import (
+    Arrays,
+    ModelFailed,
+    WarmUp,
+    check_outputs,
+    check_shapes,
+    check_texts,
+)
 from headrace.models.backends.warmup import warm_up
 from headrace.models.config import DeclaredTensor, ModelConfig
 from headrace.models.signature import Signature, TensorSpec, make_signature

@@ -21,17 +21,23 @@ from pathlib import Path
 import numpy as np
 
 from headrace.errors import HeadraceError
-from headrace.models.backends.outputs import RowsMismatch
-from headrace.models.backends.port import Arrays
-from headrace.models.backends.warmup_samples import (
+from headrace.models.backends.port import Arrays, RowsMismatch
+from headrace.models.backends.warmup import (
     Inputs,
     NotMadeUpError,
     distinct_rows,
     still_value,
 )
 from headrace.models.config import ModelConfig
-from headrace.models.profiling.agreement import Array, distance, identical, scale_of
-from headrace.models.profiling.batch_safety import Batching, Verdict, tolerance_of
+from headrace.models.profiling.batch_safety import (
+    Array,
+    Batching,
+    Verdict,
+    distance,
+    identical,
+    scale_of,
+    tolerance_of,
+)
 from headrace.models.signature import Signature
 from headrace.models.user_code import describe, first_line, is_of_user_code
 from headrace.tuning import TUNING, ModelTuning

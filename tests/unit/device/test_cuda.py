@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.device.cuda import CudaDevice
-from headrace.device.kernels import source_of
+from headrace.device.cuda import CudaDevice, source_of
 from headrace.device.port import Memory
 from headrace.device.widening import Widening
 from headrace.errors import ConfigurationError, Fatal

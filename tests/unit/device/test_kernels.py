@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.device.kernels import Layout, layout_of, source_of
+from headrace.device.cuda import Layout, layout_of, source_of
 from headrace.device.widening import SOURCES, TARGETS, Widening
 from headrace.protocol.tensors import DATATYPES
 from tests.support.host_kernel import HostKernel

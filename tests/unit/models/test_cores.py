@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import ConfigurationError
 from headrace.models.config import make_model_config
-from headrace.models.cores import Cores
+from headrace.models.loader import Cores
 from tests.support.models import settings_for
 from tests.support.tree import ROOT
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.models.profiling.curve import Point, isotonic
-from headrace.models.profiling.latency import Latency, bucket_of
+from headrace.models.profiling.latency import Latency, Point, bucket_of, isotonic
 from headrace.tuning import TUNING
 
 CLASS = (64,)

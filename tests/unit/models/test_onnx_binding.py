@@ -10,8 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from headrace.models.backends.onnx_binding import UNBOUND, Binding
-from headrace.models.backends.onnx_runtime import OnnxBackend
+from headrace.models.backends.onnx_runtime import UNBOUND, Binding, OnnxBackend
 from headrace.models.backends.port import Placed
 from headrace.models.config import make_model_config
 from headrace.models.signature import read_onnx_signature

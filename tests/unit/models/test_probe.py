@@ -12,8 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from headrace.models.backends.onnx_runtime import OnnxBackend
-from headrace.models.backends.outputs import check_outputs
-from headrace.models.backends.port import Arrays
+from headrace.models.backends.port import Arrays, check_outputs
 from headrace.models.config import make_model_config
 from headrace.models.profiling.batch_safety import Batching, Verdict, tolerance_of
 from headrace.models.profiling.probe import probe

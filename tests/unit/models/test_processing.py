@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace.errors import ConfigurationError
-from headrace.models.adapting import adapt
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.backends.port import Placed
 from headrace.models.config import make_model_config
+from headrace.models.processing import adapt
 from headrace.models.repository import FoundVersion, open_version
 from headrace.models.signature import read_onnx_signature
 from tests.support import models

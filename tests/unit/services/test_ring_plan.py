@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.device.widening import Widening
-from headrace.models.adapting import Adaptation
+from headrace.models.processing import Adaptation
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.services.executor.ring import RingPlan, TensorPlan
 from headrace.services.executor.ring_plan import buckets, plan_ring
