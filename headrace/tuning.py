@@ -22,10 +22,120 @@ class ConsumerTuning:
     throughput_fall: float = 0.1
     """Share of the difference by which a lower rate with work left lowers it."""
 
+    poll_timeout_s: float = 0.2
+    """Longest wait of one poll. Polls are not cancelled, so it also delays the end of reading."""
+    paused_poll_timeout_s: float = 0.01
+    """The same while a partition is paused, so that it is resumed soon after it may be."""
+    max_poll_records: int = 512
+    """Most records of one poll, and of one chunk that waits for the first stage."""
+    retry_first_s: float = 0.1
+    """First pause after the log was unavailable; later ones double."""
+    retry_max_s: float = 1.0
+    """Longest pause after the log was unavailable."""
+    close_timeout_s: float = 2.0
+    """Limit of waiting for the current poll when the source closes."""
+    revocation_timeout_s: float = 25.0
+    """Limit of draining and the last commit together: a group waits 30 s for a revocation."""
+    last_commit_timeout_s: float = 2.0
+    """Part of the revocation time reserved for the last commit."""
+
+    far_ahead_bytes: int = 16 * 1024 * 1024
+    """With more bytes waiting for the first stage, reading pauses between polls."""
+    far_ahead_pause_s: float = 0.02
+    """Pause between polls while more than `far_ahead_bytes` wait."""
+    turns_to_answer: int = 10
+    """Event-loop turns from a poll until the answers to its records are sent, if the stages have
+    nothing else to do: each stage passes its chunk on to the next one's turn."""
+    large_chunk_bytes: int = 128 * 1024
+    """With this many bytes waiting, chunks are large enough: do not wait for more records."""
+
+    max_unanswered_records: int = 16_384
+    """Most records of a partition passed on to another process and not yet answered there."""
+    other_progress_interval_s: float = 0.2
+    """Interval of queries for the commits of another process that answers."""
+    stalled_check_interval_s: float = 30.0
+    """Interval of the checks for low watermarks that do not move."""
+    throughput_interval_s: float = 1.0
+    """Interval of the samples of throughput and of the time without an answer."""
+    end_offsets_interval_s: float = 5.0
+    """Interval of queries for the end offsets, which the lag needs."""
+
+    max_deferred_records: int = 256
+    """Most deferred records of a partition, which is then paused. So few unanswered offsets fit
+    into the commit metadata, however far reading goes on."""
+    resume_deferred_records: int = 192
+    """A partition paused for `max_deferred_records` is resumed below this number."""
+    deferral_grace_s: float = 0.25
+    """A claim at its limit may wait this long for room before a request of it is deferred."""
+    saturated_s: float = 60.0
+    """A claim whose last deferral is no older than this gets no such wait: it would not help."""
+    refusal_interval_s: float = 1.0
+    """Interval of the searches for deferred requests that would be late."""
+    deadline_prune_at: int = 1024
+    """Noted deadlines at which those of requests that no longer wait are dropped."""
+    overdue_fraction: float = 1 / 8
+    """Part of the budget that overdue requests without room may take at a time."""
+    room_check_interval_s: float = 0.02
+    """Interval of the checks for room for deferred records."""
+    reread_timeout_s: float = 2.0
+    """Limit of reading the picked records of a partition again; unread ones wait on."""
+    reread_idle_s: float = 5.0
+    """The second reader stays open this long after the last deferred record."""
+    reread_near_offsets: int = 64
+    """A record at most this far ahead is reached by reading on instead of seeking."""
+
+    search_interval_s: float = 0.1
+    """Interval at which the poison search forgets answered offsets."""
+    marked_records: int = 64
+    """Records read under one crash marker: after an unclean end, each of them must run alone."""
+    closing_marker_timeout_s: float = 1.0
+    """Limit of the marker at a revocation; without it, the next owner sees an unclean end."""
+
 
 @dataclass(frozen=True)
 class DeliveryTuning:
     """Tuning values of `headrace.delivery` and `headrace.crash_isolation`."""
+
+    commit_interval_s: float = 0.05
+    """Pause between commits: acknowledgements of this time are committed together."""
+    transactional_commit_interval_s: float = 1.0
+    """The same with transactions: answers carry their own commits, and the rest is not urgent."""
+    commit_refresh_interval_s: float = 3600.0
+    """Unchanged offsets are committed again this often: a broker expires a group's commits on a
+    topic to which no member of the group subscribes."""
+    encoding_share: float = 1 / 20
+    """Part of the event loop's time that encoding answered ranges may take."""
+    metadata_characters: int = 4096
+    """Most characters of a commit's metadata: a broker's default `offset.metadata.max.bytes`."""
+    safe_span_offsets: int = 16_384
+    """Any answered ranges within this span fit as a bitmap, with a poll or two to spare."""
+    safe_unanswered_offsets: int = 400
+    """With at most this many unanswered offsets, the few ranges between them fit as run lengths."""
+
+    retry_first_s: float = 0.1
+    """First pause after the log was unavailable; later ones double."""
+    retry_max_s: float = 1.0
+    """Longest pause after the log was unavailable."""
+    send_retry_first_s: float = 0.1
+    """First pause after records were not acknowledged; later ones double."""
+    send_retry_max_s: float = 5.0
+    """Longest pause after records were not acknowledged."""
+    ordered_batch_bytes: int = 64 * 1024
+    """Most bytes written at a time when order must be kept."""
+    producer_close_timeout_s: float = 2.0
+    """Limit of closing transactional producers at a revocation."""
+    source_check_interval_s: float = 1.0
+    """Interval of the checks whether the source topic was replaced or truncated, where results
+    are read instead of it."""
+
+    resume_fraction: float = 0.75
+    """Reading resumes at this part of the budget, so that it does not flap around the limit."""
+    max_idle_claims: int = 1024
+    """Most remembered claims that hold nothing: callers name tenants as they like."""
+    max_age_marks: int = 256
+    """Chunks whose timestamps are kept; beyond it, neighbours are merged."""
+    order_prune_at: int = 1024
+    """Remembered offsets or keys at which those that no longer matter are dropped."""
 
 
 @dataclass(frozen=True)

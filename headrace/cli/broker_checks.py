@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headrace.cli.findings import Finding, Health
 from headrace.config import KafkaSettings, Settings
-from headrace.delivery.acked_offsets import MAX_METADATA_CHARACTERS
-from headrace.delivery.committer import COMMIT_AGAIN_S
 from headrace.log.port import TopicInfo
 from headrace.runtime.topic_plan import MIN_INSYNC_REPLICAS
 from headrace.topics import TOPICS, Topic
+from headrace.tuning import TUNING
 
 if TYPE_CHECKING:
     from headrace.log.kafka.cluster import ClusterInfo, DescribedTopic
@@ -81,8 +80,8 @@ def _judgements(settings: Settings) -> Iterator[_Judgement]:
     assert settings.kafka is not None
     yield _Judgement(
         "offset.metadata.max.bytes",
-        lambda value: value >= MAX_METADATA_CHARACTERS,
-        f"at least {MAX_METADATA_CHARACTERS}",
+        lambda value: value >= TUNING.delivery.metadata_characters,
+        f"at least {TUNING.delivery.metadata_characters}",
         "a commit says in so many characters which offsets above the base are answered",
     )
     yield from _retention_judgements(settings)
@@ -108,7 +107,7 @@ def _judgements(settings: Settings) -> Iterator[_Judgement]:
 
 def _retention_judgements(settings: Settings) -> Iterator[_Judgement]:
     name = "offsets.retention.minutes"
-    again = 2 * int(COMMIT_AGAIN_S) // _MINUTE_S
+    again = 2 * int(TUNING.delivery.commit_refresh_interval_s) // _MINUTE_S
     yield _Judgement(
         name,
         lambda value: value >= again,

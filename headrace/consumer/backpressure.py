@@ -22,19 +22,14 @@ from collections.abc import Mapping
 
 import structlog
 
-from headrace.consumer.deferring import MAX_DEFERRED
-from headrace.delivery.acked_offsets import SAFE_SPAN_OFFSETS, Progress, may_outgrow
+from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Consumer, Log, TopicPartition
 from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING, Tuning
 
 log = structlog.get_logger(__name__)
-
-LOOK_S = 0.2
-RESUME_DEFERRED = MAX_DEFERRED * 3 // 4
-MAX_UNANSWERED = 16_384
-"""Most records of a partition passed on to another process and not yet answered there."""
 
 
 class Backpressure:
@@ -51,8 +46,18 @@ class Backpressure:
         reasons: why single partitions are paused.
     """
 
-    def __init__(self, tracker: InFlightTracker, *, bounds_metadata: bool, shares: bool) -> None:
+    def __init__(
+        self,
+        tracker: InFlightTracker,
+        *,
+        bounds_metadata: bool,
+        shares: bool,
+        tuning: Tuning = TUNING,
+    ) -> None:
         self._tracker = tracker
+        self._tuning = tuning.consumer
+        self._safe_span = tuning.delivery.safe_span_offsets
+        self._safe_unanswered = tuning.delivery.safe_unanswered_offsets
         self._bounds_metadata = bounds_metadata
         self._shares = shares
         self._elsewhere: dict[TopicPartition, Progress] = {}
@@ -112,22 +117,24 @@ class Backpressure:
         return found
 
     def _defers_many(self, assignment: AssignedPartition) -> bool:
-        paused = self.reasons.get(assignment.partition) == "share"
-        return len(assignment.deferred) >= (RESUME_DEFERRED if paused else MAX_DEFERRED)
+        tuning, is_paused = self._tuning, self.reasons.get(assignment.partition) == "share"
+        limit = tuning.resume_deferred_records if is_paused else tuning.max_deferred_records
+        return len(assignment.deferred) >= limit
 
     def _outgrows(self, assignment: AssignedPartition) -> bool:
         if not self._bounds_metadata:
             return False
         progress = self.progress(assignment)
         span = assignment.last_read + 1 - progress.base
-        if span < SAFE_SPAN_OFFSETS:
+        # The count of unanswered offsets costs a sum over all ranges: make it only if needed.
+        if span < self._safe_span:
             return False
-        return may_outgrow(span, span - progress.answered_above[0])
+        return span - progress.answered_above[0] >= self._safe_unanswered
 
     def _is_ahead(self, assignment: AssignedPartition) -> bool:
         progress = self.progress(assignment)
         span = assignment.last_read + 1 - progress.base
-        return span - progress.answered_above[0] >= MAX_UNANSWERED
+        return span - progress.answered_above[0] >= self._tuning.max_unanswered_records
 
     def _exceeds(self, assignment: AssignedPartition) -> bool:
         """Estimate by record count: bytes are counted only for all partitions together."""
@@ -143,7 +150,7 @@ class Backpressure:
         The log is queried only for partitions with many records in flight.
         """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._tuning.other_progress_interval_s)
             crowded = [each.partition for each in self._tracker.assignments if self._is_long(each)]
             if not crowded:
                 continue
@@ -158,4 +165,4 @@ class Backpressure:
 
     def _is_long(self, assignment: AssignedPartition) -> bool:
         progress = self.progress(assignment)
-        return assignment.last_read - progress.base >= SAFE_SPAN_OFFSETS // 4
+        return assignment.last_read - progress.base >= self._safe_span // 4

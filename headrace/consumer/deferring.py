@@ -10,7 +10,8 @@ room again, the record is read a second time (`headrace.consumer.rereading`).
 - As long as requests of a claim are deferred, later ones of it are too, so they do not overtake.
 - A request whose deadline passes while it is deferred is read again then, to be answered; so is
   one that would be late, as far as can be predicted, to be refused.
-- A partition with `MAX_DEFERRED` of them is paused alone, which bounds how far it is read ahead.
+- A partition with `max_deferred_records` of them is paused alone, which bounds how far it is read
+  ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
@@ -29,33 +29,11 @@ from headrace.delivery.budget import Claim, FairQueue
 from headrace.delivery.inflight import AssignedPartition, Deferred, InFlightAck
 from headrace.log.port import TopicPartition
 from headrace.protocol.messages import Envelope, Failure, Request
+from headrace.tuning import TUNING, ConsumerTuning
 
 Refusal: TypeAlias = Callable[[Envelope, int], Failure | None]
 """Why a request with this envelope, behind so many deferred rows, would be late; see
 `headrace.services.batcher.forming.DynamicBatcher.refusal`."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeferringTimes:
-    """When requests are deferred, and when those are sought that would be late.
-
-    Attributes:
-        grace_s: a claim at its limit is waited for so long, before a request of it is deferred.
-        settled_s: unless one was deferred so recently, when waiting would help nobody.
-        predict_s: between two looks for deferred requests that would be late.
-    """
-
-    grace_s: float = 0.25
-    settled_s: float = 60.0
-    predict_s: float = 1.0
-
-
-MAX_DEFERRED = 256
-"""Of one partition. So few holes leave room in a commit's metadata, however far reading goes on."""
-PRUNE_AT = 1024
-"""So many noted deadlines are kept before those of requests that wait no more are dropped."""
-DUE_PART = 8
-"""At a time so much of the budget, at most, is read again of what is late and has no room."""
 
 
 class Sorted(NamedTuple):
@@ -72,7 +50,6 @@ class Deferral:
     Args:
         shares: claims on the source's budget.
         refusal: asked for requests with a deadline; None where nothing can be predicted.
-        times: when it does what.
         clock: the wall clock, by which deadlines are judged.
     """
 
@@ -80,17 +57,17 @@ class Deferral:
         self,
         shares: FairQueue,
         refusal: Refusal | None = None,
-        times: DeferringTimes = DeferringTimes(),  # frozen
         clock: Clock = wall_clock_us,
+        tuning: ConsumerTuning = TUNING.consumer,
     ) -> None:
         self.shares = shares
         self._refusal = refusal
-        self._times = times
+        self._tuning = tuning
         self._clock = clock
         self._waiting: dict[Claim, deque[Deferred]] = {}
         self._deadlines: list[tuple[int, int, Deferred]] = []
         self._order = count()
-        self._prune_at = PRUNE_AT
+        self._prune_at = tuning.deadline_prune_at
         self._late: dict[tuple[AssignedPartition, int], Failure] = {}
         self._predicted_s = 0.0
         self._wanted = asyncio.Event()
@@ -186,7 +163,7 @@ class Deferral:
         kept: list[Request] = []
         over = list(requests)
         try:
-            async with asyncio.timeout(self._times.grace_s):
+            async with asyncio.timeout(self._tuning.deferral_grace_s):
                 while over and not self._is_saturated(over[0]):
                     self._freed.clear()
                     await self._freed.wait()
@@ -200,7 +177,7 @@ class Deferral:
 
     def _is_saturated(self, request: Request) -> bool:
         claim = self.shares.claim(request.model, request.envelope.tenant)
-        recently_s = time.monotonic() - self._times.settled_s
+        recently_s = time.monotonic() - self._tuning.saturated_s
         return claim.deferred > 0 or claim.deferred_s > recently_s
 
     def _defer(self, request: Request) -> None:
@@ -224,7 +201,7 @@ class Deferral:
         if len(self._deadlines) >= self._prune_at:
             # Most are read again long before their deadlines, which may lie years ahead.
             self._drop_gone_deadlines()
-            self._prune_at = max(PRUNE_AT, 2 * len(self._deadlines))
+            self._prune_at = max(self._tuning.deadline_prune_at, 2 * len(self._deadlines))
 
     def _drop_gone_deadlines(self) -> None:
         self._deadlines = [entry for entry in self._deadlines if not _is_gone(entry[2])]
@@ -266,8 +243,9 @@ class Deferral:
     def pick(self) -> dict[AssignedPartition, list[Deferred]]:
         """Return what is to be read again now, in offset order, and reserve its room."""
         now_us, now_s = self._clock(), time.monotonic()
+        interval_s = self._tuning.refusal_interval_s
         picked = self._pick_due(now_us)
-        if self._refusal is not None and now_s - self._predicted_s >= self._times.predict_s:
+        if self._refusal is not None and now_s - self._predicted_s >= interval_s:
             self._predicted_s = now_s
             picked += self._pick_late(self._refusal)
         for deferred in picked:
@@ -303,7 +281,7 @@ class Deferral:
     def _pick_due(self, now_us: int) -> list[Deferred]:
         """Pick those whose deadline has passed, as many as may be read at a time."""
         due: list[Deferred] = []
-        left_bytes = self.shares.limit_bytes // DUE_PART
+        left_bytes = self.shares.limit_bytes * self._tuning.overdue_fraction
         while self._deadlines and self._deadlines[0][0] <= now_us and left_bytes > 0:
             deferred = heapq.heappop(self._deadlines)[2]
             if not deferred.is_reserved and not _is_gone(deferred):
@@ -319,7 +297,7 @@ class Deferral:
             place: failure for place, failure in self._late.items() if place[1] in place[0].deferred
         }
         late: list[Deferred] = []
-        left_bytes = self.shares.limit_bytes // DUE_PART
+        left_bytes = self.shares.limit_bytes * self._tuning.overdue_fraction
         for waiting in self._waiting.values():
             rows = 0
             for deferred in waiting:

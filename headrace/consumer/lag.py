@@ -15,11 +15,9 @@ from headrace.consumer.throughput import Throughput
 from headrace.errors import Rejected, Retriable
 from headrace.log.port import Consumer, TopicPartition
 from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING, ConsumerTuning
 
 log = structlog.get_logger(__name__)
-
-LOOK_S = 1.0
-ASK_S = 5.0
 
 
 class Stall:
@@ -58,7 +56,13 @@ class Backlog:
         throughput: what was learned.
     """
 
-    def __init__(self, records: Callable[[], int], is_working: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        records: Callable[[], int],
+        is_working: Callable[[], bool],
+        tuning: ConsumerTuning = TUNING.consumer,
+    ) -> None:
+        self._tuning = tuning
         self._records = records
         self._is_working = is_working
         self.stall = Stall()
@@ -70,13 +74,13 @@ class Backlog:
         """Until cancelled."""
         asked_s = 0.0
         while True:
-            if time.monotonic() - asked_s >= ASK_S:
+            if time.monotonic() - asked_s >= self._tuning.end_offsets_interval_s:
                 await self._ask(consumer)
                 asked_s = time.monotonic()
             self.throughput.observe(time.monotonic(), self.acked, self._records())
             waits = self._is_working() or await self._is_unread(consumer)
             self.stall.look(time.monotonic(), self.acked, waits=waits)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._tuning.throughput_interval_s)
 
     def forget(self, partitions: Sequence[TopicPartition]) -> None:
         """They are not ours any more."""

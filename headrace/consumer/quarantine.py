@@ -34,18 +34,13 @@ from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.inflight import InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Consumer, TopicPartition
+from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
+from headrace.tuning import TUNING, ConsumerTuning
 
 log = structlog.get_logger(__name__)
-
-RETRY_S = 0.5
-CLOSING_MARK_S = 1.0
-"""Time limit of the marker at a revocation; without it, the next owner sees an unclean end."""
-LOOK_S = 0.1
-MARKED_RECORDS = 64
-"""Records read under one marker: after an unclean end, each of them must run alone."""
 
 
 class QuarantineGate:
@@ -68,7 +63,10 @@ class QuarantineGate:
         metrics: Metrics,
         settings: SourceSettings,
         arrivals: Arrivals,
+        tuning: ConsumerTuning = TUNING.consumer,
     ) -> None:
+        self._tuning = tuning
+        self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
         self._marks = marks
         self._tracker = tracker
         self._metrics = metrics
@@ -149,7 +147,7 @@ class QuarantineGate:
             self._partitions.discard(partition)
         self._reckon()
         try:
-            async with asyncio.timeout(CLOSING_MARK_S):
+            async with asyncio.timeout(self._tuning.closing_marker_timeout_s):
                 await self._marks.write(marks, Owner(self._member, process_name()))
         except (Retriable, TimeoutError) as error:
             log.warning(Event.MARK_DELAYED, reason=str(error) or "no answer in time")
@@ -161,7 +159,7 @@ class QuarantineGate:
         now_s = asyncio.get_running_loop().time()
         if now_s < self._look_at_s:
             return
-        self._look_at_s = now_s + LOOK_S
+        self._look_at_s = now_s + self._tuning.search_interval_s
         # After the last record of a partition there may be offsets without records.
         is_through = not self._arrivals and self._reading is None and self._reading_alone is None
         for partition in self._partitions:
@@ -188,8 +186,9 @@ class QuarantineGate:
             yield delivery
             return
         isolation = self._isolation(delivery.assignment.partition)
-        for start in range(0, len(delivery.records), MARKED_RECORDS):
-            records = delivery.records[start : start + MARKED_RECORDS]
+        marked = self._tuning.marked_records
+        for start in range(0, len(delivery.records), marked):
+            records = delivery.records[start : start + marked]
             yield Delivery(delivery.assignment, records, isolation)
 
     async def let_in(self, delivery: Delivery) -> Delivery:
@@ -309,11 +308,12 @@ class QuarantineGate:
         await self._marks.write(marks, Owner(self._member, process_name()))
 
     async def _write_until_kept(self) -> None:
+        pauses = Pauses(self._backoff)
         while True:
             try:
                 await self._write()
             except Retriable as error:
                 log.warning(Event.MARK_DELAYED, reason=str(error))
-                await asyncio.sleep(RETRY_S)
+                await pauses.sleep()
             else:
                 return

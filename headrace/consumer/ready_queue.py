@@ -11,17 +11,7 @@ from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import AssignedPartition, record_bytes
 from headrace.log.port import Record, TopicPartition
-
-MAX_JOINED_RECORDS = 512
-"""The most records that one poll returns."""
-FAR_AHEAD_BYTES = 16 * 1024 * 1024
-FAR_AHEAD_PAUSE_S = 0.02
-"""Pause between polls while more than `FAR_AHEAD_BYTES` wait for the first stage."""
-TURNS_TO_ANSWER = 10
-"""Event-loop turns from a poll until the answers to its records are sent, if the stages have
-nothing else to do: each stage passes its chunk on to the next one's turn."""
-MANY_BYTES = 128 * 1024
-"""With this many bytes waiting, chunks are large enough: do not wait for more records."""
+from headrace.tuning import TUNING, ConsumerTuning
 
 
 class Delivery(NamedTuple):
@@ -49,7 +39,7 @@ class _Waiting:
         self.delivery = delivery._replace(records=self.records)
         self.size_bytes = size_bytes
 
-    def joins(self, delivery: Delivery) -> bool:
+    def joins(self, delivery: Delivery, max_records: int) -> bool:
         """Return True if `delivery` may be appended, as if both had been read together."""
         mine = self.delivery
         return (
@@ -57,7 +47,7 @@ class _Waiting:
             and mine.isolation is delivery.isolation is None
             and mine.skipped is delivery.skipped is None
             and not (mine.again or delivery.again)
-            and len(self.records) + len(delivery.records) <= MAX_JOINED_RECORDS
+            and len(self.records) + len(delivery.records) <= max_records
         )
 
 
@@ -73,7 +63,9 @@ class Arrivals:
         awaits_isolated: True if parked records will be delivered again, even after the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: ConsumerTuning = TUNING.consumer) -> None:
+        self._tuning = tuning
+        self._max_records = tuning.max_poll_records
         self._waiting: deque[_Waiting] = deque()
         self._last: dict[TopicPartition, _Waiting] = {}
         self._arrived = asyncio.Event()
@@ -94,7 +86,7 @@ class Arrivals:
         self.waiting_bytes += size_bytes
         partition = delivery.assignment.partition
         last = self._last.get(partition)
-        if last is not None and last.joins(delivery):
+        if last is not None and last.joins(delivery, self._max_records):
             last.records += delivery.records
             last.size_bytes += size_bytes
             return
@@ -138,10 +130,12 @@ class Arrivals:
         Args:
             budget: the byte budget; with nothing in flight there is nothing to wait for.
         """
-        if self.waiting_bytes > FAR_AHEAD_BYTES:
-            await asyncio.sleep(FAR_AHEAD_PAUSE_S)
+        tuning = self._tuning
+        if self.waiting_bytes > tuning.far_ahead_bytes:
+            await asyncio.sleep(tuning.far_ahead_pause_s)
             return
-        for _ in range(TURNS_TO_ANSWER if self.waiting_bytes < MANY_BYTES else 1):
+        is_small = self.waiting_bytes < tuning.large_chunk_bytes
+        for _ in range(tuning.turns_to_answer if is_small else 1):
             await asyncio.sleep(0)
             if not (self._waiting or budget.used_bytes):
                 return

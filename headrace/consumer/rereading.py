@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import structlog
 
@@ -19,32 +18,12 @@ from headrace.delivery.inflight import AssignedPartition, Deferred
 from headrace.errors import Retriable
 from headrace.log.errors import OffsetOutOfRange
 from headrace.log.port import Consumer, Log, Record, TopicPartition
+from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
+from headrace.tuning import TUNING, ConsumerTuning
 
 log = structlog.get_logger(__name__)
-
-NEAR_OFFSETS = 64
-"""A record at most this far ahead is reached by reading on instead of seeking."""
-MAX_RECORDS = 512
-POLL_TIMEOUT_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class RereadingTimes:
-    """Times of rereading.
-
-    Attributes:
-        pace_s: interval of the checks for room.
-        read_s: time limit for reading the picked records of a partition; the rest is put back.
-        keep_s: how long the reader stays open after the last deferred record.
-        retry_s: pause after the log was unavailable.
-    """
-
-    pace_s: float = 0.02
-    read_s: float = 2.0
-    keep_s: float = 5.0
-    retry_s: float = 0.5
 
 
 class Rereading:
@@ -55,7 +34,6 @@ class Rereading:
         ready: receives the records read.
         is_wanted: returns True if records of a partition may be admitted now.
         metrics: counts records that the log no longer holds.
-        times: see `RereadingTimes`.
     """
 
     def __init__(
@@ -64,23 +42,26 @@ class Rereading:
         ready: Arrivals,
         is_wanted: Callable[[TopicPartition], bool],
         metrics: Metrics,
-        times: RereadingTimes = RereadingTimes(),
+        tuning: ConsumerTuning = TUNING.consumer,
     ) -> None:
         self._deferral = deferral
         self._ready = ready
         self._is_wanted = is_wanted
         self._metrics = metrics
-        self._times = times
+        self._tuning = tuning
+        self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
 
     async def run(self, log_: Log) -> None:
         """Read, until cancelled."""
+        pauses = Pauses(self._backoff)
         while True:
             await self._deferral.wait_deferred()
             try:
                 await self._read_while_deferred(log_)
+                pauses.reset()
             except Retriable as error:
                 log.warning(Event.REREADING_DELAYED, reason=str(error))
-                await asyncio.sleep(self._times.retry_s)
+                await pauses.sleep()
 
     async def _read_while_deferred(self, log_: Log) -> None:
         """Read with one reader, until a partition that it lacks is added."""
@@ -88,9 +69,9 @@ class Rereading:
         async with log_.reader(partitions) as reader:
             reader.pause(partitions)
             while deferral.partitions() <= set(partitions):
-                if not await deferral.wait_deferred(self._times.keep_s):
+                if not await deferral.wait_deferred(self._tuning.reread_idle_s):
                     return
-                await asyncio.sleep(self._times.pace_s)
+                await asyncio.sleep(self._tuning.room_check_interval_s)
                 if deferral.partitions() <= set(partitions):
                     await self._read_picked(reader, deferral.pick())
 
@@ -125,13 +106,14 @@ class Rereading:
         self, reader: Consumer, assignment: AssignedPartition, wanted: dict[int, Deferred]
     ) -> None:
         """Read the wanted records, and remove each from `wanted` once found."""
-        partition, position = assignment.partition, -NEAR_OFFSETS
-        until_s = time.monotonic() + self._times.read_s
+        tuning, partition = self._tuning, assignment.partition
+        near, position = tuning.reread_near_offsets, -tuning.reread_near_offsets
+        until_s = time.monotonic() + tuning.reread_timeout_s
         while wanted and not assignment.revoked and time.monotonic() < until_s:
             first = min(wanted)
-            if not position <= first < position + NEAR_OFFSETS:
+            if not position <= first < position + near:
                 reader.seek(partition, first)
-            polled = await reader.poll(POLL_TIMEOUT_S, MAX_RECORDS)
+            polled = await reader.poll(tuning.poll_timeout_s, tuning.max_poll_records)
             records: Sequence[Record] = polled.get(partition, ())
             if not records:
                 continue

@@ -34,7 +34,7 @@ from headrace.consumer.stalled_offsets import Bases
 from headrace.crash_isolation.markers import CrashMarkers
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget, FairQueue
-from headrace.delivery.committer import COMMIT_RETRY_S, Committer
+from headrace.delivery.committer import Committer
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.delivery.offset_reset import TopicIdentity, go_on_in_range, starting_progress
 from headrace.delivery.offset_store import OffsetStore
@@ -45,22 +45,14 @@ from headrace.errors import Retriable
 from headrace.log.errors import OffsetOutOfRange
 from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
 from headrace.primitives.auto_reset_event import AutoResetEvent
+from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import SourceSnapshot
 from headrace.telemetry.watchdog import READER_LIMIT_S, Activity
+from headrace.tuning import TUNING, Tuning
 
 log = structlog.get_logger(__name__)
-
-POLL_TIMEOUT_S = 0.2
-PAUSED_POLL_S = 0.01
-MAX_POLL_RECORDS = 512
-RETRY_S = 0.5
-CLOSE_TIMEOUT_S = 2.0
-MAX_REVOCATION_S = 25.0
-"""Limit of draining and the last commit together: the group waits 30 s for a member to revoke."""
-LAST_COMMIT_S = 2.0
-"""Part of the revocation time reserved for the last commit."""
 
 
 class Source:
@@ -82,16 +74,24 @@ class Source:
         metrics: Metrics,
         companion: SourceOffsets | None = None,
         refusal: Refusal | None = None,
+        tuning: Tuning = TUNING,
     ) -> None:
+        self._tuning = tuning.consumer
+        self._order_prune_at = tuning.delivery.order_prune_at
+        self._backoff = Backoff(tuning.consumer.retry_first_s, tuning.consumer.retry_max_s)
+        self._seek_pauses = Pauses(self._backoff)
         self._log = log_
         self._settings = settings
         self._metrics = metrics
         self._companion = companion
-        self.tracker = InFlightTracker(Budget(settings.budget_bytes), self._on_settled)
+        budget = Budget(settings.budget_bytes, tuning.delivery.resume_fraction)
+        self.tracker = InFlightTracker(budget, self._on_settled, tuning.delivery)
         requests = settings.requests or settings.topic
-        self.books = OffsetStore(self.tracker, companion, requests, settings.topic)
+        self.books = OffsetStore(self.tracker, companion, requests, settings.topic, tuning.delivery)
         self.sealing = (
-            PartitionTransactions(log_, self.books, settings.group, metrics, self._void_all)
+            PartitionTransactions(
+                log_, self.books, settings.group, metrics, self._void_all, tuning.delivery
+            )
             if settings.exactly_once and settings.commits
             else None
         )
@@ -100,12 +100,18 @@ class Source:
             self.tracker,
             bounds_metadata=settings.requests == settings.topic,
             shares=settings.shares,
+            tuning=tuning,
         )
-        self.deferral = _deferral(self.tracker.budget, settings, refusal)
-        self._bases = Bases(self.tracker, settings.kept_s)
-        self._ready = Arrivals()
+        self.deferral = _deferral(budget, settings, refusal, tuning)
+        self._bases = Bases(self.tracker, settings.kept_s, tuning.consumer)
+        self._ready = Arrivals(tuning.consumer)
         self.probation = QuarantineGate(
-            CrashMarkers(log_, settings.group), self.tracker, metrics, settings, self._ready
+            CrashMarkers(log_, settings.group),
+            self.tracker,
+            metrics,
+            settings,
+            self._ready,
+            tuning.consumer,
         )
         self._revocations: list[Callable[[], None]] = []
         if self.deferral is not None:
@@ -114,8 +120,10 @@ class Source:
         self._identity = TopicIdentity(log_, settings.topic)
         self._behind: dict[TopicPartition, int] = {}
         self._acked = AutoResetEvent()
-        self._committer = Committer(self.tracker, companion, metrics, self._acked, self.sealing)
-        self._backlog = Backlog(self._unanswered, self._is_working)
+        self._committer = Committer(
+            self.tracker, companion, metrics, self._acked, self.sealing, tuning.delivery
+        )
+        self._backlog = Backlog(self._unanswered, self._is_working, tuning.consumer)
         self._assigning_since_s: float | None = None
         self.reading = Activity(f"reader of {settings.topic}", READER_LIMIT_S)
         self.assigned = asyncio.Event()
@@ -141,9 +149,9 @@ class Source:
 
     async def _end_reading(self) -> None:
         try:  # polls are not cancelled: wait for the current one, up to a limit
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(self._tuning.close_timeout_s):
                 while self._reading:
-                    await self._acked.wait(POLL_TIMEOUT_S)
+                    await self._acked.wait(self._tuning.poll_timeout_s)
         except TimeoutError:
             log.warning(Event.READING_CUT_OFF)
 
@@ -166,7 +174,9 @@ class Source:
         yield "backlog", self._backlog.run(self._consumer)
         yield "probation", self.probation.run()
         if self.deferral is not None:
-            rereading = Rereading(self.deferral, self._ready, self._is_wanted, self._metrics)
+            rereading = Rereading(
+                self.deferral, self._ready, self._is_wanted, self._metrics, self._tuning
+            )
             yield "rereading", rereading.run(self._log)
         if self._settings.commits:
             yield "committer", self._committer.run(self._consumer)
@@ -203,9 +213,12 @@ class Source:
         await self._drain(None, deadline_s)
         if self._settings.commits:
             # Always try a last commit, for a short time.
-            async with self._last_commit(max(deadline, loop.time() + LAST_COMMIT_S)):
+            async with self._last_commit(
+                max(deadline, loop.time() + self._tuning.last_commit_timeout_s)
+            ):
+                pauses = Pauses(self._backoff)
                 while not await self._committer.commit(self._consumer) and loop.time() < deadline:
-                    await self._acked.wait(COMMIT_RETRY_S)
+                    await self._acked.wait(pauses.next_s())
         await self.probation.revoked([each.partition for each in self.tracker.assignments])
         self._void_all()  # later answers would no longer be committed
         self._closing = True
@@ -306,15 +319,18 @@ class Source:
             self._ready.put(Delivery(assignment, (), skipped=gap.end - 1))
 
     async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
+        tuning = self._tuning
         if self.probation.is_active:
             await self.probation.look(self._consumer)
         if not self._pauses.regulate(
             self._consumer, self._ready.waiting_bytes, stopping=self._stopping
         ):
-            timeout_s = PAUSED_POLL_S if self._pauses.paused else POLL_TIMEOUT_S
-            return await self._consumer.poll(timeout_s, MAX_POLL_RECORDS)
-        await self._acked.wait(PAUSED_POLL_S)
-        return await self._consumer.poll(0, MAX_POLL_RECORDS)
+            timeout_s = (
+                tuning.paused_poll_timeout_s if self._pauses.paused else tuning.poll_timeout_s
+            )
+            return await self._consumer.poll(timeout_s, tuning.max_poll_records)
+        await self._acked.wait(tuning.paused_poll_timeout_s)
+        return await self._consumer.poll(0, tuning.max_poll_records)
 
     async def _go_on_in_range(self, error: OffsetOutOfRange) -> None:
         if not error.positions:
@@ -328,8 +344,9 @@ class Source:
             self._identity.known = replacement or self._identity.known
         except Retriable as unavailable:
             log.warning(Event.SEEK_DELAYED, reason=str(unavailable))
-            await asyncio.sleep(RETRY_S)
+            await self._seek_pauses.sleep()
         else:
+            self._seek_pauses.reset()
             for partition, beginning in found.skipped.items():
                 assignment = self.tracker.get(partition)
                 if assignment is not None:
@@ -350,7 +367,8 @@ class Source:
         its offset.
         """
         former = {each: self.tracker.get(each) for each in partitions}
-        deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
+        pauses = Pauses(self._backoff)
+        deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
         self._ready.drop(frozenset(partitions))
         await self._drain(partitions, self._revocation_drain_s)
         if self._settings.commits:
@@ -365,7 +383,7 @@ class Source:
                 break
             except Retriable as error:
                 log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
-                await asyncio.sleep(RETRY_S)
+                await pauses.sleep()
         else:
             return
         for partition in ours:
@@ -388,6 +406,7 @@ class Source:
         self._pauses.assigned_anew()
         self._leaving = frozenset()
         self._assigning_since_s = time.monotonic()
+        pauses = Pauses(self._backoff)
         while not self._closing:
             try:
                 progresses = await self._prepare(partitions)
@@ -396,7 +415,7 @@ class Source:
             except Retriable as error:
                 # Nothing of these partitions can be read meanwhile.
                 log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
-                await asyncio.sleep(RETRY_S)
+                await pauses.sleep()
         else:
             return
         self._assigning_since_s = None
@@ -429,7 +448,9 @@ class Source:
         if not self._settings.commits:
             self._pauses.follow(assignment.partition, assignment.progress.copy())
         if self._settings.chains_keys:
-            assignment.chains = KeyChains(partial(self._is_answered, assignment))
+            assignment.chains = KeyChains(
+                partial(self._is_answered, assignment), self._order_prune_at
+            )
 
     def _is_answered(self, assignment: AssignedPartition, offset: int) -> bool:
         return offset in self._pauses.progress(assignment)
@@ -438,7 +459,7 @@ class Source:
         """Finish requests in flight and commit them, within one deadline; revoke the rest."""
         self._leaving = frozenset(partitions)
         self._ready.drop(self._leaving)
-        deadline = asyncio.get_running_loop().time() + MAX_REVOCATION_S
+        deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
         await self._drain(partitions, self._revocation_drain_s)
         if self._settings.commits:
             async with self._last_commit(deadline):
@@ -451,7 +472,9 @@ class Source:
 
     @property
     def _revocation_drain_s(self) -> float:
-        return min(self._settings.drain_timeout_s, MAX_REVOCATION_S - LAST_COMMIT_S)
+        tuning = self._tuning
+        limit_s = tuning.revocation_timeout_s - tuning.last_commit_timeout_s
+        return min(self._settings.drain_timeout_s, limit_s)
 
     def _void_all(self) -> None:
         self._ready.drop(None)
@@ -511,7 +534,12 @@ class Source:
             log.warning(Event.DRAIN_INCOMPLETE, in_flight=self.tracker.in_flight(partitions))
 
 
-def _deferral(budget: Budget, settings: SourceSettings, refusal: Refusal | None) -> Deferral | None:
+def _deferral(
+    budget: Budget, settings: SourceSettings, refusal: Refusal | None, tuning: Tuning
+) -> Deferral | None:
     if min(settings.model_share, settings.tenant_share) >= 1:
         return None
-    return Deferral(FairQueue(budget, settings.model_share, settings.tenant_share), refusal)
+    shares = FairQueue(
+        budget, settings.model_share, settings.tenant_share, tuning.delivery.max_idle_claims
+    )
+    return Deferral(shares, refusal, tuning=tuning.consumer)

@@ -24,10 +24,9 @@ from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Committed, Log, TopicPartition
 from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING, ConsumerTuning
 
 log = structlog.get_logger(__name__)
-
-LOOK_S = 30.0
 
 
 class _Standing(NamedTuple):
@@ -46,7 +45,13 @@ class Bases:
         limit_s: time without progress after which a base is stuck.
     """
 
-    def __init__(self, tracker: InFlightTracker, limit_s: float) -> None:
+    def __init__(
+        self,
+        tracker: InFlightTracker,
+        limit_s: float,
+        tuning: ConsumerTuning = TUNING.consumer,
+    ) -> None:
+        self._tuning = tuning
         self._tracker = tracker
         self._limit_s = limit_s
         self._standing: dict[TopicPartition, _Standing] = {}
@@ -55,7 +60,7 @@ class Bases:
     async def run(self, log_: Log, group: str) -> None:
         """Look again and again at what a group has committed, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._tuning.stalled_check_interval_s)
             try:
                 ours = [each.partition for each in self._tracker.assignments]
                 committed = await log_.committed(group, ours)

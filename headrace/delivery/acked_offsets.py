@@ -23,21 +23,9 @@ from operator import itemgetter
 
 from headrace.errors import Fatal
 from headrace.log.port import Committed
+from headrace.tuning import TUNING
 
-MAX_METADATA_CHARACTERS = 4096
-"""Broker limit (`offset.metadata.max.bytes`); a commit with one more fails."""
-
-_MAX_BODY_BYTES = (MAX_METADATA_CHARACTERS - 2) * 6 // 8
-"""Bytes that fit as base64 after the version and form characters."""
-
-MAX_RANGES = _MAX_BODY_BYTES * 4
-"""More than this many ranges fit in neither form: in a bitmap a range takes two bits or more."""
-
-SAFE_SPAN_OFFSETS = 16_384
-"""Any answered ranges within this span fit as a bitmap, with a poll or two to spare."""
-
-SAFE_UNANSWERED = 400
-"""With at most this many unanswered offsets, the few ranges between them fit as run lengths."""
+_MAX_CHARACTERS = TUNING.delivery.metadata_characters
 
 Range = tuple[int, int]
 """Half-open range of offsets: (start, stop)."""
@@ -156,21 +144,24 @@ class Progress:
         for start, stop in other.ranges:
             self._add(start, stop)
 
-    def committable(self) -> Committed:
-        """Return what may be committed now. If not all ranges fit, the highest are left out; a
-        new owner would answer them once more.
+    def committable(self, max_characters: int = _MAX_CHARACTERS) -> Committed:
+        """Return what may be committed now. If not all ranges fit into `max_characters` of
+        metadata, the highest are left out; a new owner would answer them once more.
         """
-        return self._committable()[0]
+        return self._committable(max_characters)[0]
 
-    def committable_whole(self) -> Committed | None:
+    def committable_whole(self, max_characters: int = _MAX_CHARACTERS) -> Committed | None:
         """Return what may be committed now; None if not all ranges fit."""
-        committable, ranges = self._committable()
+        committable, ranges = self._committable(max_characters)
         return committable if ranges == len(self._starts) else None
 
-    def _committable(self) -> tuple[Committed, int]:
+    def _committable(self, max_characters: int) -> tuple[Committed, int]:
         """Return what may be committed now, and how many ranges it holds."""
-        starts, stops = self._starts[:MAX_RANGES], self._stops[:MAX_RANGES]
-        text, kept = _encode(self.base, list(zip(starts, stops, strict=True)))
+        max_bytes = _body_bytes(max_characters)
+        # More ranges fit in neither form: in a bitmap a range takes two bits or more.
+        count = max_bytes * 4
+        ranges = list(zip(self._starts[:count], self._stops[:count], strict=True))
+        text, kept = _encode(self.base, ranges, max_bytes)
         return Committed(self.base, text), kept
 
     @classmethod
@@ -179,28 +170,23 @@ class Progress:
         return cls(committed.offset, decode_ranges(committed.offset, committed.metadata))
 
 
-def may_outgrow(span: int, unanswered: int) -> bool:
-    """True if the answered ranges might no longer fit in the commit metadata.
-
-    Args:
-        span: number of offsets from the base up to the last one read.
-        unanswered: how many of them are unanswered: the ranges lie between these.
-    """
-    return span >= SAFE_SPAN_OFFSETS and unanswered >= SAFE_UNANSWERED
-
-
 def encode_ranges(base: int, ranges: Sequence[Range]) -> str:
     """Encode as many ranges as fit, lowest first; return empty text for none."""
-    return _encode(base, ranges)[0]
+    return _encode(base, ranges, _body_bytes(_MAX_CHARACTERS))[0]
 
 
-def _encode(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
+def _body_bytes(max_characters: int) -> int:
+    """Return the bytes that fit as base64 after the version and form characters."""
+    return (max_characters - 2) * 6 // 8
+
+
+def _encode(base: int, ranges: Sequence[Range], max_bytes: int) -> tuple[str, int]:
     """Return the metadata text, and how many of the ranges it holds."""
     if not ranges:
         return "", 0
-    runs, in_runs = _encode_runs(base, ranges)
+    runs, in_runs = _encode_runs(base, ranges, max_bytes)
     if in_runs < len(ranges):
-        bitmap, in_bitmap = _encode_bitmap(base, ranges)
+        bitmap, in_bitmap = _encode_bitmap(base, ranges, max_bytes)
         if in_bitmap > in_runs:
             return "1b" + bitmap, in_bitmap
     return ("1r" + runs, in_runs) if in_runs else ("", 0)
@@ -233,7 +219,7 @@ def _text(body: bytes) -> str:
     return base64.urlsafe_b64encode(body).rstrip(b"=").decode("ascii")
 
 
-def _encode_runs(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
+def _encode_runs(base: int, ranges: Sequence[Range], max_bytes: int) -> tuple[str, int]:
     """Return the run-length text, without the form, and how many ranges it holds."""
     body = bytearray()
     position = base
@@ -245,7 +231,7 @@ def _encode_runs(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
                 body.append(number & 0x7F | 0x80)
                 number >>= 7  # noqa: PLW2901 - LEB128 takes the number apart
             body.append(number)
-        if len(body) > _MAX_BODY_BYTES:
+        if len(body) > max_bytes:
             del body[length:]
             break
         kept += 1
@@ -272,9 +258,9 @@ def _decode_runs(base: int, body: bytes, metadata: str) -> list[Range]:
     return ranges
 
 
-def _encode_bitmap(base: int, ranges: Sequence[Range]) -> tuple[str, int]:
+def _encode_bitmap(base: int, ranges: Sequence[Range], max_bytes: int) -> tuple[str, int]:
     """Return the bitmap text, without the form, and how many ranges it holds."""
-    kept = bisect_right(ranges, base + _MAX_BODY_BYTES * 8, key=itemgetter(1))
+    kept = bisect_right(ranges, base + max_bytes * 8, key=itemgetter(1))
     digits: list[str] = []
     position = base
     for start, stop in ranges[:kept]:

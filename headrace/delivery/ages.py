@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 
-MAX_MARKS = 256
+from headrace.tuning import TUNING
 
 
 class RecordAges:
     """First timestamp of each chunk read, kept until the chunk is answered.
 
     A partly answered chunk counts as old as its first record: the age is too high by at most the
-    span of one poll, and never too low. Beyond `MAX_MARKS` chunks, neighbours are merged in pairs.
+    span of one poll, and never too low. Beyond `max_marks` chunks, neighbours are merged in pairs.
     """
 
-    __slots__ = ("_marks",)
+    __slots__ = ("_marks", "_max_marks")
 
-    def __init__(self) -> None:
+    def __init__(self, max_marks: int = TUNING.delivery.max_age_marks) -> None:
+        self._max_marks = max_marks
         self._marks: deque[tuple[int, int]] = deque()
 
     def note(self, last_offset: int, first_timestamp_ms: int) -> None:
         """Record that a chunk was read, up to and including `last_offset`."""
         marks = self._marks
         marks.append((last_offset, first_timestamp_ms))
-        if len(marks) > MAX_MARKS:
+        if len(marks) > self._max_marks:
             lasts = list(marks)[1::2]
             firsts = list(marks)[::2]
             newest = [firsts[-1]] if len(firsts) > len(lasts) else []

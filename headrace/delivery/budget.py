@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import math
 
-RESUME_FRACTION = 0.75
-"""Reading resumes at this part of the budget, so that it does not flap around the limit."""
-
-IDLE_CLAIMS = 1024
-"""So many claims that hold nothing may be remembered: callers name tenants as they like."""
+from headrace.tuning import TUNING
 
 
 class Budget:
     """A limit in bytes with hysteresis.
 
+    Args:
+        limit_bytes: the limit.
+        resume_fraction: part of the limit below which it no longer counts as exceeded.
+
     Attributes:
         acked: number of answered records.
     """
 
-    __slots__ = ("_exceeded", "acked", "limit_bytes", "used_bytes")
+    __slots__ = ("_exceeded", "_resume_bytes", "acked", "limit_bytes", "used_bytes")
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(
+        self, limit_bytes: int, resume_fraction: float = TUNING.delivery.resume_fraction
+    ) -> None:
+        self._resume_bytes = limit_bytes * resume_fraction
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.acked = 0
@@ -37,7 +40,7 @@ class Budget:
     def exceeded(self) -> bool:
         """True from the moment the limit is reached until use has fallen well below it."""
         if self._exceeded:
-            self._exceeded = self.used_bytes > self.limit_bytes * RESUME_FRACTION
+            self._exceeded = self.used_bytes > self._resume_bytes
         else:
             self._exceeded = self.used_bytes >= self.limit_bytes
         return self._exceeded
@@ -90,16 +93,23 @@ class FairQueue:
         model_share: the part of it that one model may hold while no other holds anything; 1 is
             no limit.
         tenant_share: likewise, for one tenant. Requests that name none have no such limit.
+        max_idle_claims: most remembered claims that hold nothing.
     """
 
-    def __init__(self, budget: Budget, model_share: float, tenant_share: float) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        model_share: float,
+        tenant_share: float,
+        max_idle_claims: int = TUNING.delivery.max_idle_claims,
+    ) -> None:
         self._budget = budget
         self._model_weight = _weight(model_share)
         self._tenant_weight = _weight(tenant_share)
         self._claims: dict[tuple[str, str], Claim] = {}
         self._models: dict[str, Usage] = {}
         self._tenants: dict[str, Usage] = {}
-        self._forget_at = IDLE_CLAIMS
+        self._max_idle_claims = self._forget_at = max_idle_claims
 
     @property
     def limit_bytes(self) -> int:
@@ -149,7 +159,7 @@ class FairQueue:
         self._tenants = {
             tenant: claim.tenant for (_, tenant), claim in held.items() if claim.tenant is not None
         }
-        self._forget_at = 2 * len(held) + IDLE_CLAIMS
+        self._forget_at = 2 * len(held) + self._max_idle_claims
 
 
 def _weight(share: float) -> float:

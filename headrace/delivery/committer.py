@@ -19,22 +19,13 @@ from headrace.errors import Retriable
 from headrace.log.errors import Fenced
 from headrace.log.port import Committed, Consumer, TopicPartition
 from headrace.primitives.auto_reset_event import AutoResetEvent
+from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import PartitionSnapshot
+from headrace.tuning import TUNING, DeliveryTuning
 
 log = structlog.get_logger(__name__)
-
-COMMIT_INTERVAL_S = 0.05
-SEAL_INTERVAL_S = 1.0
-"""With transactions, answers carry their own commits; the remaining offsets are not urgent."""
-COMMIT_RETRY_S = 0.5
-COMMIT_AGAIN_S = 3600.0
-"""Unchanged offsets are committed again this often: a broker expires a group's commits on a topic
-to which no member of the group subscribes.
-"""
-_SHARE_OF_LOOP = 20
-"""Encoding many answered ranges is slow; it takes at most 1/20 of the event loop's time."""
 
 
 class Companion(Protocol):
@@ -67,10 +58,15 @@ class Committer:
         metrics: Metrics,
         acked: AutoResetEvent,
         sealing: PartitionTransactions | None = None,
+        tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
         self._tracker = tracker
         self._sealing = sealing
-        self._interval_s = COMMIT_INTERVAL_S if sealing is None else SEAL_INTERVAL_S
+        self._tuning = tuning
+        self._interval_s = (
+            tuning.commit_interval_s if sealing is None else tuning.transactional_commit_interval_s
+        )
+        self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
         self._companion = companion
         self._metrics = metrics
         self._acked = acked
@@ -87,17 +83,22 @@ class Committer:
 
     async def run(self, consumer: Consumer) -> None:
         """Commit whenever there is something to commit, until cancelled."""
-        again_s = time.monotonic() + COMMIT_AGAIN_S
+        tuning = self._tuning
+        refresh_s = time.monotonic() + tuning.commit_refresh_interval_s
+        pauses = Pauses(self._backoff)
         while True:
-            if time.monotonic() >= again_s:
-                again_s = time.monotonic() + COMMIT_AGAIN_S
+            if time.monotonic() >= refresh_s:
+                refresh_s = time.monotonic() + tuning.commit_refresh_interval_s
                 self._forget_committed()
             pause_s = self._interval_s
             if not await self.commit(consumer):
-                pause_s = COMMIT_RETRY_S
-            elif not self._committable():
-                await self._acked.wait(again_s - time.monotonic())
-            await asyncio.sleep(max(pause_s, self._encoding_s * _SHARE_OF_LOOP))
+                pause_s = pauses.next_s()
+            else:
+                pauses.reset()
+                if not self._committable():
+                    await self._acked.wait(refresh_s - time.monotonic())
+            # Encoding many answered ranges is slow, so it must not take the whole event loop.
+            await asyncio.sleep(max(pause_s, self._encoding_s / tuning.encoding_share))
 
     async def commit(
         self, consumer: Consumer, revoked: Collection[TopicPartition] | None = None

@@ -28,6 +28,7 @@ from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Committed, Record, TopicPartition
 from headrace.protocol.ack import AckHandle
 from headrace.protocol.messages import Envelope
+from headrace.tuning import TUNING, DeliveryTuning
 
 RECORD_OVERHEAD_BYTES = 1024
 """Charged for every record or request besides its bytes: the size of its Python objects."""
@@ -149,6 +150,7 @@ class AssignedPartition:
         progress: Progress,
         budget: Budget,
         notify: Callable[[], None],
+        tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
         self.partition = partition
         self.epoch = epoch
@@ -158,7 +160,7 @@ class AssignedPartition:
         self.last_delivered = progress.base - 1
         self.last_read = progress.base - 1
         self.in_flight = 0
-        self.ages = RecordAges()
+        self.ages = RecordAges(tuning.max_age_marks)
         self.committed = NEVER_COMMITTED
         self.chains: KeyChains | None = None
         self.deferred: dict[int, Deferred] = {}
@@ -284,7 +286,13 @@ class InFlightTracker:
         notify: called after every acknowledgement.
     """
 
-    def __init__(self, budget: Budget, notify: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        notify: Callable[[], None],
+        tuning: DeliveryTuning = TUNING.delivery,
+    ) -> None:
+        self._tuning = tuning
         self.budget = budget
         self._notify = notify
         self._epoch = 0
@@ -294,7 +302,9 @@ class InFlightTracker:
         """Begin a new epoch of a partition; an epoch still open is revoked first."""
         self.revoke(partition)
         self._epoch += 1
-        assignment = AssignedPartition(partition, self._epoch, progress, self.budget, self._notify)
+        assignment = AssignedPartition(
+            partition, self._epoch, progress, self.budget, self._notify, self._tuning
+        )
         self._assigned[partition] = assignment
         return assignment
 
@@ -328,10 +338,11 @@ class InFlightTracker:
 
     def committable(self) -> dict[TopicPartition, Committed]:
         """Return commits that differ from those last passed to `was_committed`."""
+        limit = self._tuning.metadata_characters
         return {
             partition: committable
             for partition, assignment in self._assigned.items()
-            if (committable := assignment.progress.committable()) != assignment.committed
+            if (committable := assignment.progress.committable(limit)) != assignment.committed
         }
 
     def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None:

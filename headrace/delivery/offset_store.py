@@ -15,6 +15,7 @@ from headrace.delivery.inflight import InFlightAck, InFlightTracker, ack_all
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.port import Committed, TopicPartition
 from headrace.protocol.messages import Request
+from headrace.tuning import TUNING, DeliveryTuning
 
 Outgoing = tuple[Request, TopicPartition]
 """A request that has ended, and the partition that its answer is written to."""
@@ -33,8 +34,14 @@ class OffsetStore:
     """
 
     def __init__(
-        self, tracker: InFlightTracker, origins: SourceOffsets | None, requests: str, reading: str
+        self,
+        tracker: InFlightTracker,
+        origins: SourceOffsets | None,
+        requests: str,
+        reading: str,
+        tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
+        self._max_characters = tuning.metadata_characters
         self._tracker = tracker
         self._origins = origins
         self._requests = requests
@@ -74,19 +81,26 @@ class OffsetStore:
         """
         progress = self.progress(number)
         assert progress is not None
-        committable = _with(progress, outgoing)
+        committable = self._with(progress, outgoing)
         if committable is not None:
             return outgoing, committable
         fits, fails = 0, len(outgoing)
         best: Committed | None = None
         while fails - fits > 1:
             middle = (fits + fails) // 2
-            committable = _with(progress, outgoing[:middle])
+            committable = self._with(progress, outgoing[:middle])
             if committable is None:
                 fails = middle
             else:
                 fits, best = middle, committable
         return outgoing[:fits], best
+
+    def _with(self, progress: Progress, outgoing: Sequence[Outgoing]) -> Committed | None:
+        """Return the commit with these requests answered; None if its ranges would not all fit."""
+        draft = progress.copy()
+        for request, _ in outgoing:
+            draft.cover(request.previous, request.offset)
+        return draft.committable_whole(self._max_characters)
 
     def offsets(self, number: int, source: Committed, outgoing: Sequence[Outgoing]) -> Offsets:
         """Return all offsets to commit with these answers; two if `results` is read."""
@@ -101,7 +115,7 @@ class OffsetStore:
                 ack_handle = request.ack_handle
                 assert isinstance(ack_handle, InFlightAck)  # of a record of `results`
                 progress.cover(ack_handle.previous, ack_handle.offset)
-            offsets[read] = progress.committable()
+            offsets[read] = progress.committable(self._max_characters)
         return offsets
 
     def unsealed(self, number: int) -> Offsets:
@@ -139,11 +153,3 @@ def requests_of(outgoing: Iterable[Outgoing]) -> list[Request]:
 
 
 _request = itemgetter(0)
-
-
-def _with(progress: Progress, outgoing: Sequence[Outgoing]) -> Committed | None:
-    """Return the commit with these requests answered; None if its ranges would not all fit."""
-    draft = progress.copy()
-    for request, _ in outgoing:
-        draft.cover(request.previous, request.offset)
-    return draft.committable_whole()

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-T = TypeVar("T")
+from headrace.tuning import TUNING
 
-_PRUNE_AT = 1024
+T = TypeVar("T")
 
 
 class Answered(Protocol):
@@ -28,12 +28,13 @@ class Order(Generic[T]):
 
     Args:
         answered: the offsets that are answered.
+        prune_at: number of remembered offsets at which answered ones are dropped.
     """
 
-    def __init__(self, answered: Answered) -> None:
+    def __init__(self, answered: Answered, prune_at: int = TUNING.delivery.order_prune_at) -> None:
         self._answered = answered
         self._left: set[int] = set()
-        self._prune_at = _PRUNE_AT
+        self._min_prune_at = self._prune_at = prune_at
         self._held: dict[int, list[tuple[int, T]]] = {}
 
     @property
@@ -86,7 +87,7 @@ class Order(Generic[T]):
             leaving = following
         if len(self._left) >= self._prune_at:
             self._left = {each for each in self._left if each not in self._answered}
-            self._prune_at = max(_PRUNE_AT, 2 * len(self._left))
+            self._prune_at = max(self._min_prune_at, 2 * len(self._left))
         return items
 
 
@@ -95,12 +96,17 @@ class KeyChains:
 
     Args:
         is_answered: returns True if an offset is known to be answered and may be forgotten.
+        prune_at: number of remembered keys at which those of answered records are dropped.
     """
 
-    def __init__(self, is_answered: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        is_answered: Callable[[int], bool],
+        prune_at: int = TUNING.delivery.order_prune_at,
+    ) -> None:
         self._is_answered = is_answered
         self._last: dict[bytes, int] = {}
-        self._prune_at = _PRUNE_AT
+        self._min_prune_at = self._prune_at = prune_at
 
     def follow(self, key: bytes | None, offset: int) -> int:
         """Add a record; return the offset of the last earlier one with its key, or -1.
@@ -115,5 +121,5 @@ class KeyChains:
             self._last = {
                 each: last for each, last in self._last.items() if not self._is_answered(last)
             }
-            self._prune_at = max(_PRUNE_AT, 2 * len(self._last))
+            self._prune_at = max(self._min_prune_at, 2 * len(self._last))
         return before

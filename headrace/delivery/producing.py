@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import structlog
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from headrace.errors import Rejected, Retriable, drop_tracebacks
 from headrace.log.errors import LogRefused, RecordTooLarge, TopicForbidden, UnknownPartition
 from headrace.log.port import NewRecord, Producer, TopicPartition
+from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
+from headrace.tuning import TUNING, DeliveryTuning
 
 log = structlog.get_logger(__name__)
 
-ORDERED_PIECE_BYTES = 64 * 1024
-"""Most bytes written at a time when order must be kept."""
 _RECORD_BYTES = 100
 """Size of a record besides its key, value and headers, its share of the batch included."""
 _HEADER_BYTES = 10
@@ -33,6 +33,7 @@ async def deliver(
     records: Sequence[NewRecord],
     metrics: Metrics | None = None,
     wanted: Callable[[int], bool] | None = None,
+    tuning: DeliveryTuning = TUNING.delivery,
 ) -> dict[int, Rejected]:
     """Write records of one partition and wait until they are acknowledged.
 
@@ -48,7 +49,7 @@ async def deliver(
     delivery = _Delivery(producer, partition, records)
     first = await delivery.attempt(range(len(records)))
     if first:
-        async for attempt in _until_acknowledged():
+        async for attempt in _until_acknowledged(tuning):
             with attempt:
                 if metrics is not None:
                     metrics.retried("send", len(first))
@@ -66,6 +67,7 @@ async def deliver_in_order(
     records: Sequence[NewRecord],
     metrics: Metrics,
     wanted: Callable[[], bool] | None = None,
+    tuning: DeliveryTuning = TUNING.delivery,
 ) -> tuple[int, Rejected] | None:
     """Write records of one partition in order, up to the first refused one.
 
@@ -77,7 +79,7 @@ async def deliver_in_order(
         index and error of the first refused record: those before it are written, those after it
         are not. None if all are written, or no longer wanted.
     """
-    writing = _InOrder(producer, partition, metrics, wanted)
+    writing = _InOrder(producer, partition, metrics, wanted, tuning)
     try:
         limit_bytes = await writing.limit_bytes()
     except Rejected as error:
@@ -114,7 +116,9 @@ class _InOrder:
         partition: TopicPartition,
         metrics: Metrics,
         wanted: Callable[[], bool] | None,
+        tuning: DeliveryTuning,
     ) -> None:
+        self._tuning = tuning
         self._producer = producer
         self._partition = partition
         self._metrics = metrics
@@ -122,14 +126,14 @@ class _InOrder:
 
     async def limit_bytes(self) -> int:
         """Return the largest size of a piece. Raises `UnknownPartition` and `TopicForbidden`."""
-        async for attempt in _until_acknowledged():
+        async for attempt in _until_acknowledged(self._tuning):
             with attempt:
                 limit_bytes = await self._producer.batch_limit_bytes(self._partition)
-        return min(limit_bytes, ORDERED_PIECE_BYTES)
+        return min(limit_bytes, self._tuning.ordered_batch_bytes)
 
     async def write(self, records: Sequence[NewRecord]) -> tuple[int, Rejected] | None:
         """Return index and error of the first refused record; none after it is written."""
-        async for attempt in _until_acknowledged():
+        async for attempt in _until_acknowledged(self._tuning):
             with attempt:
                 if self._wanted is not None and not self._wanted():
                     return None
@@ -161,10 +165,11 @@ class _InOrder:
         return written, None
 
 
-def _until_acknowledged() -> AsyncRetrying:
+def _until_acknowledged(tuning: DeliveryTuning) -> AsyncRetrying:
+    pauses = Pauses(Backoff(tuning.send_retry_first_s, tuning.send_retry_max_s, jitter=0.5))
     return AsyncRetrying(
         retry=retry_if_exception_type(Retriable),
-        wait=wait_random_exponential(multiplier=0.1, max=5.0),
+        wait=lambda _: pauses.next_s(),
         before_sleep=_say_so,
     )
 

@@ -10,7 +10,6 @@ created again meanwhile, so that other requests have the same offsets.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +21,13 @@ from headrace.delivery.offset_reset import TopicIdentity, starting_progress, tru
 from headrace.errors import Retriable
 from headrace.log.errors import UnknownPartition
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
+from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.messages import Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import PartitionSnapshot
+from headrace.tuning import TUNING, DeliveryTuning
 
 log = structlog.get_logger(__name__)
-
-LOOK_S = 1.0
-RETRY_S = 0.5
 
 
 class SourceOffsets:
@@ -40,7 +38,11 @@ class SourceOffsets:
         requests_topic: name of the source topic.
     """
 
-    def __init__(self, log_: Log, requests_topic: str) -> None:
+    def __init__(
+        self, log_: Log, requests_topic: str, tuning: DeliveryTuning = TUNING.delivery
+    ) -> None:
+        self._tuning = tuning
+        self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
         self._topic = requests_topic
         self._identity = TopicIdentity(log_, requests_topic)
         self._looked_s = -math.inf
@@ -93,8 +95,10 @@ class SourceOffsets:
         Their progress is then reset. The log is queried at most once a second; while it is
         unavailable, wait.
         """
-        if time.monotonic() - self._looked_s < LOOK_S or self._consumer is None:
+        interval_s = self._tuning.source_check_interval_s
+        if time.monotonic() - self._looked_s < interval_s or self._consumer is None:
             return False
+        pauses = Pauses(self._backoff)
         while True:
             try:
                 replacement = await self._identity.replacement()
@@ -108,7 +112,7 @@ class SourceOffsets:
                 return False  # the topic is gone: there is nothing to answer
             except Retriable as error:
                 log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
-                await asyncio.sleep(RETRY_S)
+                await pauses.sleep()
             else:
                 return True
 
@@ -149,10 +153,11 @@ class SourceOffsets:
 
     def committable(self) -> dict[TopicPartition, Committed]:
         """Return commits that differ from the last committed ones."""
+        limit = self._tuning.metadata_characters
         return {
             source: committable
             for partition, progress in self._progress.items()
-            if (committable := progress.committable())
+            if (committable := progress.committable(limit))
             != self._committed.get(source := TopicPartition(self._topic, partition))
         }
 

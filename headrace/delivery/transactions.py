@@ -24,13 +24,12 @@ from headrace.delivery.offset_store import Offsets, OffsetStore, Outgoing, by_of
 from headrace.errors import HeadraceError, Rejected, Retriable, drop_tracebacks
 from headrace.log.errors import Fenced, NoLeader, TransactionTimedOut
 from headrace.log.port import Consumer, Log, NewRecord, TopicPartition, TransactionalProducer
+from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
+from headrace.tuning import TUNING, DeliveryTuning
 
 log = structlog.get_logger(__name__)
-
-RETRY_S = 0.5
-CLOSE_TIMEOUT_S = 2.0
 
 Records = Mapping[TopicPartition, Sequence[NewRecord]]
 Compose = Callable[[Sequence[Outgoing]], Records]
@@ -90,7 +89,10 @@ class PartitionTransactions:
         group: str,
         metrics: Metrics,
         on_lost: Callable[[], None],
+        tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
+        self._tuning = tuning
+        self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
         self._log = log_
         self._books = books
         self._group = group
@@ -132,7 +134,8 @@ class PartitionTransactions:
         for seat in seats:
             seat.closed = True
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S), asyncio.TaskGroup() as tasks:
+            limit_s = self._tuning.producer_close_timeout_s
+            async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
                 for seat in seats:
                     if seat.producer is not None:
                         tasks.create_task(seat.producer.close(), name=f"release-{seat.number}")
@@ -285,6 +288,7 @@ class PartitionTransactions:
     async def _succeed(self, seat: _Seat, error: HeadraceError | None) -> None:
         """Replace a spent producer, and merge the offsets that it committed."""
         fenced = isinstance(error, Fenced)
+        pauses = Pauses(self._backoff)
         while True:
             seat.require_ours()
             try:
@@ -302,7 +306,7 @@ class PartitionTransactions:
                 fenced = fenced or isinstance(unavailable, Fenced)
                 seat.spent = True
                 log.warning(Event.SEAL_DELAYED, partition=seat.number, reason=str(unavailable))
-                await asyncio.sleep(RETRY_S)
+                await pauses.sleep()
             else:
                 seat.require_ours()
                 self._books.unite(seat.number, committed[source])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from dataclasses import dataclass
 
 _MOST_DOUBLINGS = 60  # beyond any limit in seconds; a larger exponent would overflow
@@ -34,3 +36,25 @@ class Backoff:
         """
         pause_s = min(self.first_s * 2.0 ** min(attempt, _MOST_DOUBLINGS), self.longest_s)
         return pause_s * (1 + self.jitter * (2 * random_share - 1))
+
+
+class Pauses:
+    """The pauses of one retry loop, one after another."""
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff = backoff
+        self._failures = 0
+
+    def next_s(self) -> float:
+        """Count a failed attempt, and return the pause after it."""
+        pause_s = self._backoff.pause_s(self._failures, random.random())  # noqa: S311 - no secret
+        self._failures += 1
+        return pause_s
+
+    async def sleep(self) -> None:
+        """Count a failed attempt, and pause."""
+        await asyncio.sleep(self.next_s())
+
+    def reset(self) -> None:
+        """Begin with the first pause again, after a success."""
+        self._failures = 0

@@ -115,13 +115,13 @@ class StageGroup:
         self._batcher: BatcherService | None = None
         self._executor: ExecutorService | None = None
         self._origins = (
-            SourceOffsets(log, settings.topic(Topic.REQUESTS))
+            SourceOffsets(log, settings.topic(Topic.REQUESTS), tuning.delivery)
             if stages[0] is Stage.RESPONDER
             else None
         )
         reading = self._source_settings()
         refusal = self._deferred_refusal if Stage.BATCHER in stages else None
-        self.source = Source(log, reading, instruments.metrics, self._origins, refusal)
+        self.source = Source(log, reading, instruments.metrics, self._origins, refusal, tuning)
         if instruments.tracing is not None:
             instruments.tracing.reads(self._stages[0], reading.topic, reading.group)
 

@@ -14,9 +14,9 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from headrace.consumer.source import MAX_POLL_RECORDS
 from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES
 from headrace.tools.local_kafka import LocalKafka
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.processes import Process, environment, headrace
 from tests.support.scrapes import parse_text
@@ -43,7 +43,7 @@ VALUE = msgpack.packb(
 REQUESTS = 256 * MIB // len(VALUE)
 """Sixteen times what may be in flight."""
 BUDGET_BYTES = 16 * MIB
-ONE_POLL_BYTES = MAX_POLL_RECORDS * (len(VALUE) + RECORD_OVERHEAD_BYTES)
+ONE_POLL_BYTES = TUNING.consumer.max_poll_records * (len(VALUE) + RECORD_OVERHEAD_BYTES)
 """The budget is looked at between polls, so that one poll may go over it."""
 RESIDENT_BYTES = 6 * BUDGET_BYTES
 """What a process may grow by: the budget for requests, the outputs of those that wait for their

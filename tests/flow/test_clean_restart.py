@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from headrace.config import Settings, make_settings
-from headrace.delivery.acked_offsets import SAFE_SPAN_OFFSETS
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.codec import encode_request
 from headrace.topics import STAGES, Stage
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.models import add_version, digits
 from tests.support.pipelines import Grouping, log_for, serving
@@ -22,7 +22,7 @@ from tests.support.visible import source_of, visible
 
 REQUESTS = TopicPartition("headrace.requests", 0)
 APART: Grouping = [STAGES[:3], (Stage.RESPONDER,)]
-COUNT = 2 * SAFE_SPAN_OFFSETS
+COUNT = 2 * TUNING.delivery.safe_span_offsets
 EVERY = 4
 """Each so many-th request waits at the gate: the answered ones between them are as many ranges."""
 
@@ -57,7 +57,8 @@ async def answers_overtake(log: MemoryLog) -> None:
 
     async def nothing_more_comes() -> bool:
         counts.append(len(await visible(log, "headrace.responses")))
-        return counts[-1] == counts[-2] == counts[-3] and counts[-1] > SAFE_SPAN_OFFSETS // 2
+        is_far = counts[-1] > TUNING.delivery.safe_span_offsets // 2
+        return is_far and counts[-1] == counts[-2] == counts[-3]
 
     await eventually(nothing_more_comes, recheck_s=0.3, deadline_s=60)
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from headrace.config import make_settings
-from headrace.consumer import backpressure
-from headrace.delivery import acked_offsets, transactions
 from headrace.log.memory.faults import SealFault
 from headrace.topics import STAGES, Stage
 from tests.support.mixed import Mixed
@@ -22,16 +20,14 @@ from tests.support.visible import source_of
 FUSED: Grouping = [STAGES]
 THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
 
-
-@pytest.fixture(autouse=True)
-def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranges fit, or a bitmap of 48 offsets; reading pauses a little before."""
-    monkeypatch.setattr(acked_offsets, "_MAX_BODY_BYTES", 6)
-    monkeypatch.setattr(acked_offsets, "SAFE_SPAN_OFFSETS", 40)
-    monkeypatch.setattr(acked_offsets, "SAFE_UNANSWERED", 3)
-    monkeypatch.setattr(backpressure, "SAFE_SPAN_OFFSETS", 40)
-    monkeypatch.setattr(backpressure, "LOOK_S", 0.01)
-    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
+CROWDED = replace(
+    QUICK,
+    responder=replace(QUICK.responder, waiting_answers_retry_s=0.05),
+    delivery=replace(
+        QUICK.delivery, metadata_characters=10, safe_span_offsets=40, safe_unanswered_offsets=3
+    ),
+)
+"""Three ranges fit, or a bitmap of 48 offsets; reading pauses a little before."""
 
 
 @pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"])
@@ -47,10 +43,9 @@ async def test_answers_that_overtake_are_given_once_all_the_same(
             "delivery": {"guarantee": "exactly_once"},
         }
     )
-    tuning = replace(QUICK, responder=replace(QUICK.responder, waiting_answers_retry_s=0.05))
     log = await log_for(settings)
     caller = Mixed(settings, log)
-    async with serving(settings, log, form, tuning):
+    async with serving(settings, log, form, CROWDED):
         await caller.send(600)
         log.faults.spoil_seals(*[SealFault.UNKNOWN_BUT_COMMITTED, SealFault.UNKNOWN_AND_OPEN] * 2)
         log.faults.force_rebalance("headrace")

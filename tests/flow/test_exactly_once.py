@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Settings
-from headrace.delivery import transactions
 from headrace.delivery.acked_offsets import Progress
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
@@ -27,12 +26,6 @@ FUSED: Grouping = [STAGES]
 APART: Grouping = [(stage,) for stage in STAGES]
 THREE: Grouping = [(Stage.INGEST,), (Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
 FORMS = pytest.mark.parametrize("form", [FUSED, THREE], ids=["fused", "three"])
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries follow at once."""
-    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
 
 
 @pytest.fixture

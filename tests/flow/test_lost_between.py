@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from headrace.consumer import stalled_offsets
 from headrace.log.port import TopicPartition
 from headrace.topics import Stage, Topic
 from tests.support.conditions import eventually
 from tests.support.pipelines import PARTITIONS, Caller, log_for, serving, settings_of
+from tests.support.tuning import QUICK
 
 COUNT = 100
 
 
-async def test_what_is_lost_is_told_of_and_passed_on_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_lost_is_told_of_and_passed_on_again(tmp_path: Path) -> None:
     """The ingest is not ready while a base stands still, and its successor begins there."""
-    monkeypatch.setattr(stalled_offsets, "LOOK_S", 0.02)
     settings = settings_of(tmp_path)
     topics = settings.topics.model_copy(update={"internal_retention_ms": 500})
     settings = settings.model_copy(update={"topics": topics})
@@ -29,11 +24,11 @@ async def test_what_is_lost_is_told_of_and_passed_on_again(
     rest = [(Stage.BATCHER, Stage.EXECUTOR), (Stage.RESPONDER,)]
     first_items = TopicPartition(settings.topic(Topic.ITEMS), 0)
     items = log._topics.partition(first_items)
-    async with serving(settings, log, ingest) as (reading,):
+    async with serving(settings, log, ingest, QUICK) as (reading,):
         await caller.send(COUNT)
         await eventually(lambda: items.end == COUNT // PARTITIONS)
         log.faults.trim(first_items, 5)
-        async with serving(settings, log, rest):
+        async with serving(settings, log, rest, QUICK):
 
             def stuck_partitions() -> set[int]:
                 found = [one for asked in reading.state.sources for one in asked().partitions]

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Settings, make_settings
-from headrace.delivery import transactions
 from headrace.log.memory.faults import SealFault
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
@@ -27,12 +26,6 @@ pytestmark = [
     pytest.mark.parametrize("guarantee", ["at_least_once", "exactly_once"]),
     pytest.mark.parametrize("order", ["partition", "key"]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries follow at once."""
-    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.delivery.acked_offsets import (
-    MAX_METADATA_CHARACTERS,
     Progress,
     Range,
     UnknownMetadata,
@@ -17,6 +16,7 @@ from headrace.delivery.acked_offsets import (
     encode_ranges,
 )
 from headrace.log.port import Committed
+from headrace.tuning import TUNING
 
 OFFSETS = st.integers(0, 200)
 
@@ -177,7 +177,7 @@ def test_what_does_not_fit_is_left_out_from_above(
     text = encode_ranges(base, many)
 
     kept = decode_ranges(base, text)
-    assert len(text) <= MAX_METADATA_CHARACTERS
+    assert len(text) <= TUNING.delivery.metadata_characters
     assert kept == many[: len(kept)]
 
 
@@ -190,10 +190,10 @@ def test_the_metadata_is_used_well(step: int, count: int) -> None:
     text = encode_ranges(0, ranges)
 
     kept = decode_ranges(0, text)
-    body_bytes = (MAX_METADATA_CHARACTERS - 2) * 6 // 8
+    body_bytes = (TUNING.delivery.metadata_characters - 2) * 6 // 8
     in_bitmap = body_bytes * 8 // step
     in_runs = body_bytes // (1 + max(1, -(-(step - 1).bit_length() // 7)))
-    assert len(text) <= MAX_METADATA_CHARACTERS
+    assert len(text) <= TUNING.delivery.metadata_characters
     assert len(kept) >= min(len(ranges), max(in_bitmap, in_runs)) * 0.95
 
 

@@ -19,10 +19,11 @@ from hypothesis.stateful import (
 )
 
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.budget import RESUME_FRACTION, Budget, FairQueue
+from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.inflight import Deferred, InFlightAck, InFlightTracker
 from headrace.log.port import Committed, TopicPartition
 from headrace.protocol.messages import Envelope
+from headrace.tuning import TUNING
 
 PARTITIONS = [TopicPartition("requests", number) for number in range(3)]
 LIMIT_BYTES = 1000
@@ -189,7 +190,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert budget.exceeded is before
         if budget.used_bytes >= LIMIT_BYTES:
             assert before
-        if budget.used_bytes <= LIMIT_BYTES * RESUME_FRACTION:
+        if budget.used_bytes <= LIMIT_BYTES * TUNING.delivery.resume_fraction:
             assert not before
 
 

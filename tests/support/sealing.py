@@ -18,6 +18,7 @@ from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
 from headrace.protocol.messages import Envelope, Request
 from headrace.telemetry.metrics import Metrics
+from tests.support.tuning import QUICK
 from tests.support.visible import visible
 
 SOURCE = TopicPartition("requests", 0)
@@ -73,7 +74,9 @@ class Owner:
         self._tracker = InFlightTracker(Budget(1_000_000), lambda: None)
         self._books = OffsetStore(self._tracker, None, SOURCE.topic, SOURCE.topic)
         metrics = Metrics(CollectorRegistry())
-        self.sealing = PartitionTransactions(log, self._books, "group", metrics, self._lose)
+        self.sealing = PartitionTransactions(
+            log, self._books, "group", metrics, self._lose, QUICK.delivery
+        )
         self.source = SOURCE
         self.losses = 0
         self.member = Member(log)

@@ -15,8 +15,10 @@ from headrace.delivery.inflight import AssignedPartition, InFlightAck
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Record, TopicPartition
 from headrace.telemetry.metrics import Metrics
+from headrace.tuning import Tuning
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, write_to
+from tests.support.tuning import QUICK
 
 TOPIC, GROUP = "requests", "group"
 ONE = TopicPartition(TOPIC, 0)
@@ -53,7 +55,7 @@ class Stage:
         self.ack([ack_handle.offset for ack_handle in self.ack_handles])
 
 
-def make_source(log: MemoryLog, **changes: object) -> Source:
+def make_source(log: MemoryLog, tuning: Tuning = QUICK, **changes: object) -> Source:
     """A source of the topic that commits."""
     settings = {
         "topic": TOPIC,
@@ -64,13 +66,16 @@ def make_source(log: MemoryLog, **changes: object) -> Source:
         "drain_timeout_s": 5.0,
         **changes,
     }
-    return Source(log, SourceSettings(**settings), Metrics(CollectorRegistry()))  # type: ignore[arg-type]  # by name
+    source = SourceSettings(**settings)  # type: ignore[arg-type]  # by name
+    return Source(log, source, Metrics(CollectorRegistry()), tuning=tuning)
 
 
 @asynccontextmanager
-async def reading(log: MemoryLog, **changes: object) -> AsyncIterator[Stage]:
+async def reading(
+    log: MemoryLog, tuning: Tuning = QUICK, **changes: object
+) -> AsyncIterator[Stage]:
     """A running source with a stage behind it; leaving stops it as a process does."""
-    source = make_source(log, **changes)
+    source = make_source(log, tuning, **changes)
     stage = Stage(source)
     async with asyncio.TaskGroup() as tasks, source:
         running = tasks.create_task(source.run())

@@ -1,4 +1,4 @@
-"""Tuning values for tests: retries follow soon."""
+"""Tuning values for tests: retries and background checks follow at once."""
 
 from __future__ import annotations
 
@@ -7,6 +7,25 @@ from dataclasses import replace
 from headrace.tuning import TUNING
 
 QUICK = replace(
-    TUNING, responder=replace(TUNING.responder, transaction_retry_s=0.01, reply_topic_retry_s=0.01)
+    TUNING,
+    responder=replace(TUNING.responder, transaction_retry_s=0.01, reply_topic_retry_s=0.01),
+    consumer=replace(
+        TUNING.consumer,
+        poll_timeout_s=0.02,
+        retry_first_s=0.01,
+        retry_max_s=0.01,
+        other_progress_interval_s=0.001,
+        stalled_check_interval_s=0.02,
+        throughput_interval_s=0.01,
+        end_offsets_interval_s=0.01,
+    ),
+    delivery=replace(
+        TUNING.delivery,
+        commit_interval_s=0.001,
+        retry_first_s=0.01,
+        retry_max_s=0.01,
+        send_retry_first_s=0.002,
+        send_retry_max_s=0.002,
+    ),
 )
-"""Retries on the embedded log follow soon."""
+"""Short pauses, and everything else as by default."""

@@ -19,10 +19,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.consumer.source import MAX_POLL_RECORDS
 from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
 from headrace.transport.channels import IDLE, Ask
+from headrace.tuning import TUNING
 
 ModelKey = tuple[str, str]
 """A model's name and version."""
@@ -123,7 +123,7 @@ class EventLoop(NamedTuple):
 
     keys: Sequence[ModelKey]
     turn: Callable[[Mapping[ModelKey, int]], Turn]
-    most: int = MAX_POLL_RECORDS
+    most: int = TUNING.consumer.max_poll_records
 
 
 def untold(batch: Batch, service_us: int, end_us: int) -> None:

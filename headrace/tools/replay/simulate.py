@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.consumer.source import MAX_POLL_RECORDS
 from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch
 from headrace.tools.replay.events import (
@@ -71,7 +70,7 @@ class Served(NamedTuple):
         size.
         """
         if self.loop_time is not None and self.on_loop():
-            return self.loop_time.capacity_per_s(MAX_POLL_RECORDS)
+            return self.loop_time.capacity_per_s(TUNING.consumer.max_poll_records)
         sizes = range(1, self.limits.max_batch_size + 1)
         return self.instances * max(rows / self.service_time(rows) for rows in sizes) * 1e6
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.delivery.ages import MAX_MARKS, RecordAges
+from headrace.delivery.ages import RecordAges
+from headrace.tuning import TUNING
 
 
 def test_nothing_read_has_no_age() -> None:
@@ -24,11 +25,11 @@ def test_the_chunk_with_the_lowest_unanswered_offset_counts() -> None:
 def test_many_chunks_take_bounded_memory_and_never_look_younger() -> None:
     """Neighbours become one, with the age of the older."""
     ages = RecordAges()
-    for chunk in range(10 * MAX_MARKS):
+    for chunk in range(10 * TUNING.delivery.max_age_marks):
         ages.note(chunk, chunk)
         oldest_ms = ages.oldest_ms(0)
         assert oldest_ms == 0
-    for base in range(0, 10 * MAX_MARKS, 7):
+    for base in range(0, 10 * TUNING.delivery.max_age_marks, 7):
         oldest_ms = ages.oldest_ms(base)
         assert oldest_ms is not None
         assert oldest_ms <= base

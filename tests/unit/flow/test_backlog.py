@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.consumer import lag as backlog_module
 from headrace.consumer.lag import Stall
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
@@ -20,16 +18,10 @@ from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import SourceSnapshot
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
+from tests.support.tuning import QUICK
 
 TOPIC = "work"
 FIRST = TopicPartition(TOPIC, 0)
-
-
-@pytest.fixture(autouse=True)
-def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look and ask so often that no test has to wait."""
-    monkeypatch.setattr(backlog_module, "LOOK_S", 0.01)
-    monkeypatch.setattr(backlog_module, "ASK_S", 0.01)
 
 
 @asynccontextmanager
@@ -37,7 +29,7 @@ async def reading(log: MemoryLog) -> AsyncIterator[Source]:
     """A source that reads and commits."""
     await log.create_topics([TopicInfo(TOPIC, 1, {})], replication_factor=1)
     settings = SourceSettings(TOPIC, "group", "group", True, 1_000_000, 1.0)
-    source = Source(log, settings, Metrics(CollectorRegistry()))
+    source = Source(log, settings, Metrics(CollectorRegistry()), tuning=QUICK)
     async with source, asyncio.TaskGroup() as tasks:
         tasks.create_task(source.run(), name="source")
         await source.assigned.wait()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.delivery.budget import IDLE_CLAIMS, Budget, Claim, FairQueue
+from headrace.delivery.budget import Budget, Claim, FairQueue
+from headrace.tuning import TUNING
 
 
 class Bench:
@@ -67,8 +68,8 @@ def test_idle_claims_are_forgotten() -> None:
     bench = Bench(tenant_share=0.5)
     used = bench.shares.claim("a", "used")
     used.charge(100)
-    for number in range(2 * IDLE_CLAIMS):
+    for number in range(2 * TUNING.delivery.max_idle_claims):
         bench.shares.claim(f"model {number}", f"tenant {number}")
 
     assert bench.shares.claim("a", "used") is used
-    assert len(bench.shares.model_bytes()) <= IDLE_CLAIMS + 2
+    assert len(bench.shares.model_bytes()) <= TUNING.delivery.max_idle_claims + 2

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 
 from headrace.consumer.ready_queue import (
-    MANY_BYTES,
-    MAX_JOINED_RECORDS,
-    TURNS_TO_ANSWER,
     Arrivals,
     Delivery,
     waiting_bytes,
@@ -21,6 +18,7 @@ from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.log.port import Record, TopicPartition
+from headrace.tuning import TUNING
 
 ONE, TWO = TopicPartition("requests", 0), TopicPartition("requests", 1)
 
@@ -80,10 +78,10 @@ async def test_a_delivery_has_no_more_than_a_poll() -> None:
     """The first stage works on one without looking at others."""
     reader = Reader()
     for _ in range(3):
-        reader.read(ONE, MAX_JOINED_RECORDS // 2)
+        reader.read(ONE, TUNING.consumer.max_poll_records // 2)
 
     sizes = [len(offsets) for _, offsets in await reader.taken()]
-    assert sizes == [MAX_JOINED_RECORDS, MAX_JOINED_RECORDS // 2]
+    assert sizes == [TUNING.consumer.max_poll_records, TUNING.consumer.max_poll_records // 2]
 
 
 async def test_records_read_carefully_stay_by_themselves() -> None:
@@ -154,14 +152,14 @@ async def test_reading_lets_the_stages_finish_what_was_read() -> None:
 
     turns = await turns_of(reader.arrivals.let_work(reader.tracker.budget))
 
-    assert turns >= TURNS_TO_ANSWER
+    assert turns >= TUNING.consumer.turns_to_answer
     ack_handle.ack()
 
 
 async def test_who_reads_much_at_a_time_goes_on_reading() -> None:
     """Where large chunks come there is nothing to gather, and the next poll follows at once."""
     reader = Reader()
-    reader.read(ONE, MANY_BYTES // 1024)
+    reader.read(ONE, TUNING.consumer.large_chunk_bytes // 1024)
 
     assert await turns_of(reader.arrivals.let_work(reader.tracker.budget)) <= 2
 

@@ -8,17 +8,17 @@ from typing import cast
 
 import pytest
 
-from headrace.consumer import backpressure
 from headrace.consumer.backpressure import Backpressure
-from headrace.consumer.deferring import MAX_DEFERRED
-from headrace.delivery.acked_offsets import SAFE_SPAN_OFFSETS, SAFE_UNANSWERED, Progress
+from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.inflight import AssignedPartition, InFlightAck, InFlightTracker
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, TopicInfo, TopicPartition
 from headrace.protocol.messages import Envelope
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
+from tests.support.tuning import QUICK
 
 ONE, TWO = TopicPartition("t", 0), TopicPartition("t", 1)
 
@@ -45,7 +45,9 @@ class Bench:
     def __init__(self, *, bounds_metadata: bool = False, shares: bool = False) -> None:
         self.tracker = InFlightTracker(Budget(1000), lambda: None)
         self.one, self.two = (self.tracker.assign(each, Progress(0)) for each in (ONE, TWO))
-        self.pauses = Backpressure(self.tracker, bounds_metadata=bounds_metadata, shares=shares)
+        self.pauses = Backpressure(
+            self.tracker, bounds_metadata=bounds_metadata, shares=shares, tuning=QUICK
+        )
         self.consumer = Reading()
 
     def regulate(self) -> bool:
@@ -65,14 +67,14 @@ class Bench:
 def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
     """With a long span and many unanswered in it; with fewer unanswered it is read again."""
     bench = Bench(bounds_metadata=True)
-    ack_handles = bench.read(bench.one, SAFE_SPAN_OFFSETS)
+    ack_handles = bench.read(bench.one, TUNING.delivery.safe_span_offsets)
     bench.read(bench.two, 10)
 
     assert not bench.regulate()
     assert bench.consumer.paused == {ONE}
     assert bench.pauses.reasons == {ONE: "metadata"}
 
-    for ack_handle in ack_handles[SAFE_UNANSWERED:]:
+    for ack_handle in ack_handles[TUNING.delivery.safe_unanswered_offsets :]:
         ack_handle.ack()
     bench.regulate()
     assert bench.consumer.paused == {ONE}
@@ -84,7 +86,7 @@ def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
 def test_topic_between_stages_is_read_on() -> None:
     """What has no room there is worked on once more after a crash, and recognised."""
     bench = Bench()
-    bench.read(bench.one, 2 * SAFE_SPAN_OFFSETS)
+    bench.read(bench.one, 2 * TUNING.delivery.safe_span_offsets)
 
     bench.regulate()
     assert bench.consumer.paused == set()
@@ -109,17 +111,14 @@ def test_a_partition_gets_its_share_of_the_budget_where_order_is_kept() -> None:
     assert bench.consumer.paused == set()
 
 
-async def test_what_another_process_has_committed_is_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_another_process_has_committed_is_looked_at() -> None:
     """An ingest that stands apart acknowledges what it wrote on; answered it is only later."""
-    monkeypatch.setattr(backpressure, "LOOK_S", 0.001)
     log = MemoryLog()
     await log.create_topics([TopicInfo("t", 2, {})], replication_factor=1)
     bench = Bench(bounds_metadata=True)
     for assignment in (bench.one, bench.two):
         bench.pauses.follow(assignment.partition, assignment.progress.copy())
-    for ack_handle in bench.read(bench.one, SAFE_SPAN_OFFSETS):
+    for ack_handle in bench.read(bench.one, TUNING.delivery.safe_span_offsets):
         ack_handle.ack()
     bench.regulate()
     assert bench.consumer.paused == {ONE}
@@ -128,7 +127,7 @@ async def test_what_another_process_has_committed_is_looked_at(
     listener = RecordingListener()
     async with log.member("g", ["t"], listener) as member:
         await eventually(lambda: listener.held)
-        await member.commit({ONE: Committed(SAFE_SPAN_OFFSETS - 100)})
+        await member.commit({ONE: Committed(TUNING.delivery.safe_span_offsets - 100)})
         await eventually(lambda: not bench.regulate() and not bench.consumer.paused)
     watching.cancel()
     await asyncio.wait([watching])
@@ -142,7 +141,7 @@ def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
     bench = Bench(shares=in_order)
     known = bench.one.progress.copy()
     bench.pauses.follow(ONE, known)
-    for ack_handle in bench.read(bench.one, backpressure.MAX_UNANSWERED):
+    for ack_handle in bench.read(bench.one, TUNING.consumer.max_unanswered_records):
         ack_handle.ack()
     bench.regulate()
     assert bench.pauses.reasons == {ONE: "ahead"}
@@ -157,10 +156,11 @@ def test_partition_with_many_deferred_requests_pauses_alone() -> None:
     bench = Bench()
     claim = FairQueue(bench.tracker.budget, 0.5, 0.5).claim("model", "")
     deferred = [
-        ack_handle.defer(claim, 1, Envelope()) for ack_handle in bench.read(bench.one, MAX_DEFERRED)
+        ack_handle.defer(claim, 1, Envelope())
+        for ack_handle in bench.read(bench.one, TUNING.consumer.max_deferred_records)
     ]
     paused = []
-    for count in (0, 1, MAX_DEFERRED // 4, 1):
+    for count in (0, 1, TUNING.consumer.max_deferred_records // 4, 1):
         for _ in range(count):
             bench.one.admit(deferred.pop().offset, 0).ack()
         bench.regulate()

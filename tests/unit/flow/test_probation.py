@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.consumer import quarantine
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
 from headrace.crash_isolation.isolation import Isolation
@@ -21,6 +20,7 @@ from headrace.log.port import TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
+from tests.support.tuning import QUICK
 
 ONE, TWO = (TopicPartition("requests", number) for number in range(2))
 NO_REQUEST = b"cancels another"
@@ -95,7 +95,7 @@ async def reading(log: MemoryLog, *, dies: bool = False) -> AsyncIterator[Stage]
     """A running source with a stage behind it; leaving stops it, or breaks it off at once."""
     settings = SourceSettings("requests", "group", "group", True, 1_000_000, 5.0, max_attempts=2)
     registry = CollectorRegistry()
-    source = Source(log, settings, Metrics(registry))
+    source = Source(log, settings, Metrics(registry), tuning=QUICK)
     stage = Stage(source)
     stage.registry = registry
     async with asyncio.TaskGroup() as tasks, source:
@@ -141,7 +141,7 @@ async def reading_soon(log: MemoryLog) -> AsyncIterator[Stage]:
     """A source that has not been assigned anything yet."""
     settings = SourceSettings("requests", "group", "group", True, 1_000_000, 5.0, max_attempts=2)
     registry = CollectorRegistry()
-    source = Source(log, settings, Metrics(registry))
+    source = Source(log, settings, Metrics(registry), tuning=QUICK)
     stage = Stage(source)
     stage.registry = registry
     async with asyncio.TaskGroup() as tasks, source:
@@ -279,11 +279,8 @@ async def test_search_goes_on_after_a_rebalance(log: MemoryLog) -> None:
     assert attempts == 0
 
 
-async def test_mark_that_cannot_be_written_is_tried_again(
-    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_mark_that_cannot_be_written_is_tried_again(log: MemoryLog) -> None:
     """Meanwhile nothing is let in; no suspect ever runs unmarked."""
-    monkeypatch.setattr(quarantine, "RETRY_S", 0.01)
     await mark(log, CrashMarker(True, 10, 1))
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)

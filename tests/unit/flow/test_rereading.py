@@ -6,13 +6,14 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
 
-from headrace.consumer.deferring import Deferral, DeferringTimes, Refusal
+from headrace.consumer.deferring import Deferral, Refusal
 from headrace.consumer.ready_queue import Arrivals, Delivery
-from headrace.consumer.rereading import Rereading, RereadingTimes
+from headrace.consumer.rereading import Rereading
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.inflight import Deferred, InFlightTracker
@@ -23,9 +24,17 @@ from headrace.log.port import TopicInfo, TopicPartition
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from tests.support.logs import write_to
+from tests.support.tuning import QUICK
 
 ONE, TWO = (TopicPartition("requests", number) for number in range(2))
 FAR_AHEAD_MS = 4_000_000_000_000
+AT_ONCE = replace(
+    QUICK.consumer,
+    deferral_grace_s=0,
+    refusal_interval_s=0,
+    room_check_interval_s=0,
+    reread_idle_s=0.01,
+)
 
 
 class UnsureLog(MemoryLog):
@@ -74,9 +83,7 @@ class Bench:
         self.tracker = InFlightTracker(self.budget, self._notify)
         self.assignment = self.tracker.assign(ONE, Progress(0))
         self.tracker.assign(TWO, Progress(0))
-        self.deferral = Deferral(
-            FairQueue(self.budget, 0.5, 1.0), refusal, DeferringTimes(grace_s=0, predict_s=0)
-        )
+        self.deferral = Deferral(FairQueue(self.budget, 0.5, 1.0), refusal, tuning=AT_ONCE)
         self.metrics = Metrics(CollectorRegistry())
         self.ready = Arrivals()
         self.is_wanted = True
@@ -114,7 +121,7 @@ class Bench:
             self.ready,
             lambda _: self.is_wanted,
             self.metrics,
-            RereadingTimes(pace_s=0, keep_s=0.01),
+            AT_ONCE,
         )
         task = asyncio.create_task(rereading.run(self.log))
         yield

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from headrace.delivery import transactions
 from headrace.delivery.transactions import PartitionLost
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
@@ -17,9 +16,8 @@ from tests.support.sealing import Owner, answers, compose, log_with_topics, outg
 
 
 @pytest.fixture
-async def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+async def log() -> MemoryLog:
     """With topics; retries follow at once."""
-    monkeypatch.setattr(transactions, "RETRY_S", 0.001)
     return await log_with_topics()
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 
-from headrace.delivery import producing
-from headrace.delivery.producing import deliver, too_large
+from headrace.delivery.producing import deliver as deliver_with
+from headrace.delivery.producing import too_large
 from headrace.log.errors import (
     LogRefused,
     RecordRefused,
@@ -20,15 +21,17 @@ from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, Record, Run, TopicInfo, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.logs import read
+from tests.support.tuning import QUICK
 
 ANSWERS = TopicPartition("answers", 0)
 COMPACTED = TopicPartition("compacted", 0)
 
+deliver = partial(deliver_with, tuning=QUICK.delivery)
+
 
 @pytest.fixture
-async def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+async def log() -> MemoryLog:
     """A topic of small records and a compacted one; retries follow at once."""
-    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.001)
     log = MemoryLog()
     topics = [
         TopicInfo(ANSWERS.topic, 1, {"max.message.bytes": "1000"}),

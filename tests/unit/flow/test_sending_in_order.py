@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.delivery import producing
 from headrace.delivery.producing import deliver_in_order
 from headrace.log.errors import RecordRefused, RecordTooLarge, TopicForbidden, UnknownPartition
 from headrace.log.memory import MemoryLog
@@ -20,9 +19,8 @@ METRICS = Metrics(CollectorRegistry())
 
 
 @pytest.fixture
-async def log(monkeypatch: pytest.MonkeyPatch) -> MemoryLog:
+async def log() -> MemoryLog:
     """A topic of small batches and a compacted one; retries follow at once."""
-    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.001)
     log = MemoryLog()
     topics = [
         TopicInfo(ANSWERS.topic, 1, {"max.message.bytes": "1000"}),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.consumer import source
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
-from headrace.delivery import committer
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES
 from headrace.delivery.source_offsets import SourceOffsets
@@ -33,6 +32,7 @@ from tests.support.sources import (
     progress,
     reading,
 )
+from tests.support.tuning import QUICK
 
 
 @pytest.fixture
@@ -41,16 +41,6 @@ async def log() -> MemoryLog:
     log = MemoryLog()
     await log.create_topics([TopicInfo(TOPIC, 2, {})], replication_factor=1)
     return log
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries follow at once."""
-    monkeypatch.setattr(source, "RETRY_S", 0.01)
-    monkeypatch.setattr(source, "POLL_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(source, "COMMIT_RETRY_S", 0.01)
-    monkeypatch.setattr(committer, "COMMIT_RETRY_S", 0.01)
-    monkeypatch.setattr(committer, "COMMIT_INTERVAL_S", 0.001)
 
 
 async def test_it_starts_at_the_base_and_passes_over_what_is_answered(log: MemoryLog) -> None:
@@ -132,12 +122,10 @@ async def test_a_failed_commit_is_made_up_for(log: MemoryLog) -> None:
         await eventually(lambda: _is(log, Progress(3)))
 
 
-async def test_what_does_not_change_is_committed_again(
-    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_does_not_change_is_committed_again(log: MemoryLog) -> None:
     """A broker forgets offsets of topics that nobody subscribes to, so that they are renewed."""
-    monkeypatch.setattr(committer, "COMMIT_AGAIN_S", 0.05)
-    async with reading(log):
+    delivery = replace(QUICK.delivery, commit_refresh_interval_s=0.05)
+    async with reading(log, tuning=replace(QUICK, delivery=delivery)):
         await eventually(lambda: committed(log))
         log.faults.forget_commits(GROUP)
         await eventually(lambda: committed(log))
@@ -426,14 +414,14 @@ async def test_the_consumer_is_not_closed_under_a_poll(log: MemoryLog) -> None:
     assert running.exception() is None
 
 
-async def test_draining_and_the_last_commit_share_one_deadline(
-    log: MemoryLog, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_draining_and_the_last_commit_share_one_deadline(log: MemoryLog) -> None:
     """The group does not wait for a member whose commit nobody answers, or evicts it."""
-    monkeypatch.setattr(source, "MAX_REVOCATION_S", 0.2)
-    monkeypatch.setattr(source, "LAST_COMMIT_S", 0.1)
+    consumer = replace(QUICK.consumer, revocation_timeout_s=0.2, last_commit_timeout_s=0.1)
     await fill(log, 4)
-    async with reading(log) as stage, AsyncExitStack() as stack:
+    async with (
+        reading(log, tuning=replace(QUICK, consumer=consumer)) as stage,
+        AsyncExitStack() as stack,
+    ):
         await eventually(lambda: len(stage.offsets) == 4)
         log.faults.hold_commits()
         stage.ack([0])
@@ -458,7 +446,7 @@ async def test_assignment_that_is_tried_again_shows_for_how_long(log: MemoryLog)
     """Until the partitions are taken up, and not afterwards."""
     origins = ReluctantOrigins(log, TOPIC)
     settings = SourceSettings(TOPIC, GROUP, GROUP, True, 1_000_000, 5.0)
-    source = Source(log, settings, Metrics(CollectorRegistry()), origins)
+    source = Source(log, settings, Metrics(CollectorRegistry()), origins, tuning=QUICK)
     async with asyncio.TaskGroup() as tasks, source:
         running = tasks.create_task(source.run())
         await eventually(lambda: source.snapshot().assigning_s > 0)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.delivery import producing
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import InFlightTracker
@@ -28,12 +27,9 @@ from tests.support.services import counted
 from tests.support.work import make_request, receipt_of
 
 
-async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else() -> None:
     """However many chunks wait for it: its answers stand aside, and go when it is back."""
     tuning = replace(TUNING.responder, target_stalled_after_s=0.02)
-    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
     async with running(tuning=tuning) as bench:
         bench.log.faults.take_leaders(MINE.topic)
         stuck = [answerable(kafka_replyTopic=b"headrace.mine") for _ in range(40)]
@@ -48,11 +44,8 @@ async def test_a_target_that_does_not_acknowledge_holds_up_nobody_else(
 
 
 @pytest.mark.parametrize("order", ["none", "partition"])
-async def test_what_was_revoked_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch, order: OrderBy
-) -> None:
+async def test_what_was_revoked_is_not_tried_again(order: OrderBy) -> None:
     """Another process answers it; of those that have failed before, the others are answered."""
-    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
     ours, revoked = answerable(), answerable()
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
     assignments = [
@@ -78,12 +71,11 @@ async def test_what_was_revoked_is_not_tried_again(
 
 @pytest.mark.parametrize("order", ["key", "partition"])
 async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
-    monkeypatch: pytest.MonkeyPatch, order: OrderBy
+    order: OrderBy,
 ) -> None:
     """One that counted while an earlier one on another topic did not would let a later one pass
     that, after a restart.
     """
-    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.01)
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
     assignment = tracker.assign(TopicPartition("headrace.requests", 0), Progress(0))
     requests = [answerable(kafka_replyTopic=b"headrace.mine"), answerable()]

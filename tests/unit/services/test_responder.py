@@ -8,7 +8,6 @@ import struct
 import numpy as np
 import pytest
 
-from headrace.delivery import producing
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.errors import Code
@@ -294,9 +293,8 @@ async def test_nothing_is_settled_before_it_is_acknowledged() -> None:
         await eventually(lambda: receipt_of(request).acked)
 
 
-async def test_an_outage_delays_answers_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_outage_delays_answers_and_loses_none() -> None:
     """They are sent when the broker is back, each once."""
-    monkeypatch.setattr(producing, "wait_random_exponential", lambda **_: lambda _: 0.001)
     requests = [answerable() for _ in range(20)]
     async with running() as bench:
         bench.log.faults.take_down()

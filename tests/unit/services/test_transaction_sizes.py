@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.delivery import transactions
 from headrace.log.port import NewRecord, TopicInfo
 from tests.support.conditions import eventually
 from tests.support.services import counted
@@ -21,12 +20,6 @@ from tests.unit.services.test_transactional import LIMIT_BYTES, RESPONSES, SOURC
 TRANSACTIONAL_ID = "headrace.headrace.requests.0"
 ANSWER_BYTES = 1100
 """About as much as an answer with 200 numbers takes."""
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries follow at once."""
-    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
 
 
 @pytest.mark.parametrize("place", [0, 7, 15])

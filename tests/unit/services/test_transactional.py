@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from headrace.config import make_settings
-from headrace.delivery import acked_offsets, transactions
 from headrace.delivery.acked_offsets import Progress
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import InFlightTracker
@@ -28,7 +27,7 @@ from headrace.services.responder.ordered import OrderBy
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
 from headrace.transport.channels import Channel, ChannelWriter
-from headrace.tuning import ResponderTuning
+from headrace.tuning import DeliveryTuning, ResponderTuning
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
 from tests.support.services import StillClock, counted, make_instruments
@@ -40,12 +39,8 @@ SOURCE = TopicPartition("headrace.requests", 0)
 RESPONSES = TopicPartition("headrace.responses", 1)
 DEAD_LETTERS = TopicPartition("headrace.dead-letters", 1)
 LIMIT_BYTES = 3000
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries follow at once."""
-    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
+TIGHT = replace(QUICK.delivery, metadata_characters=8)
+"""Two ranges fit into the metadata of a commit."""
 
 
 class Bench:
@@ -102,6 +97,7 @@ async def running(
     *,
     exactly_once: bool = True,
     tuning: ResponderTuning = QUICK.responder,
+    offsets_tuning: DeliveryTuning = QUICK.delivery,
 ) -> AsyncIterator[Bench]:
     """Until the end of the context, when everything must be acknowledged."""
     log = log or MemoryLog()
@@ -118,9 +114,11 @@ async def running(
     channel: Channel[list[Request]] = Channel()
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
     bench = Bench(log, tracker, channel.writer())
-    books = OffsetStore(tracker, None, SOURCE.topic, SOURCE.topic)
+    books = OffsetStore(tracker, None, SOURCE.topic, SOURCE.topic, offsets_tuning)
     metrics = bench.instruments.metrics
-    seals = PartitionTransactions(log, books, "headrace", metrics, lambda: tracker.revoke(SOURCE))
+    seals = PartitionTransactions(
+        log, books, "headrace", metrics, lambda: tracker.revoke(SOURCE), offsets_tuning
+    )
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     listener = RecordingListener()
     async with log.member("headrace", [SOURCE.topic], listener) as member, log.producer() as plain:
@@ -260,10 +258,9 @@ async def answer_where_responses_are_forbidden() -> None:
         await bench.acked()
 
 
-async def test_answers_whose_offsets_have_no_room_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_whose_offsets_have_no_room_wait() -> None:
     """Unsealed, until lower ones make room; nothing that is visible is missing in the commit."""
-    monkeypatch.setattr(acked_offsets, "_MAX_BODY_BYTES", 4)
-    async with running() as bench:
+    async with running(offsets_tuning=TIGHT) as bench:
         requests = [bench.request() for _ in range(80)]
         await bench.inlet.send(requests[1::2])
         await eventually(lambda: bench.tracker.in_flight() < 80)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.delivery import transactions
 from headrace.delivery.acked_offsets import Progress
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
@@ -20,12 +19,6 @@ from tests.support.tuning import QUICK
 from tests.unit.services.test_transactional import RESPONSES, offsets_in_order, running
 
 SOON = replace(QUICK.responder, stalled_target_retry_s=0.02, waiting_answers_retry_s=0.02)
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries follow at once."""
-    monkeypatch.setattr(transactions, "RETRY_S", 0.01)
 
 
 class LeaderlessLog(MemoryLog):
