@@ -142,6 +142,45 @@ class DeliveryTuning:
 class TransportTuning:
     """Tuning values of `headrace.transport`."""
 
+    max_waiting_requests: int = 4096
+    """Requests that may wait to be written to a topic; above it, stages wait."""
+    max_write_delay_s: float = 0.01
+    """Longest delay of a write to a topic; there is none at low request rates."""
+    undelayed_requests_per_s: float = 6400.0
+    """A steady rate up to this many requests per second is never delayed."""
+    same_write_within_s: float = 0.001
+    """Writes to several partitions that start within this time are not delayed separately."""
+    burst_memory_s: float = 0.04
+    """How much of the undelayed rate a burst may exceed; bounds the delays after it."""
+
+    heartbeat_s: float = 1.0
+    """Interval of an executor's announcements without news."""
+    assignment_check_s: float = 0.1
+    """Longest delay of announcing partitions that were assigned or revoked."""
+    completion_delay_s: float = 0.01
+    """Longest delay of announcing completions. A batch that took longer is announced at once."""
+    events_poll_s: float = 0.2
+    """Longest poll of the executors' events; silent executors are noticed between polls."""
+    events_retry_s: float = 0.5
+    """Pause after the end of the events topic could not be read."""
+    max_polled_events: int = 500
+    """Events of one poll."""
+
+    min_batches_per_instance: int = 2
+    """Batches in flight to an instance: one runs, and the next one is there when it ends."""
+    max_batches_per_instance: int = 64
+    """Most batches in flight to an instance, however short its runs are."""
+    round_trips_observed: int = 31
+    """Batches whose round trips determine the number in flight."""
+    max_undirected_batches: int = 4
+    """Unacknowledged batches while no executor is known."""
+    max_batches_per_write: int = 16
+    """Most batches in one write to an executor, so that the others get their share."""
+    completion_timeout_s: float = 60.0
+    """A batch without a completion for this long no longer counts as in flight."""
+    rebind_retry_after_ms: int = 1000
+    """When a request whose model version is not in this process may be sent again."""
+
 
 @dataclass(frozen=True)
 class KafkaTuning:

@@ -47,15 +47,14 @@ from headrace.topics import Stage, Topic
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
 from headrace.transport.channels import BatchQueue, Channel, Inlet, Outlet, join_lists
 from headrace.transport.dispatcher import BatchDispatcher
-from headrace.transport.executor_events import ExecutorEventReader
 from headrace.transport.executor_registry import ModelKey
-from headrace.transport.heartbeat import ExecutorHeartbeat, Identity
+from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, Identity
 from headrace.transport.rebinding import Rebinder
 from headrace.transport.topic_io import (
-    item_inlet,
-    item_outlet,
-    result_inlet,
-    result_outlet,
+    item_receiver,
+    item_sender,
+    result_receiver,
+    result_sender,
 )
 from headrace.tuning import TUNING, Tuning
 
@@ -206,7 +205,7 @@ class StageGroup:
             items = self._wire_ingest(producer, answers)
         pulls: BatchQueue[ModelKey, Batch] | None = None
         if Stage.BATCHER in self._stages:
-            items = items or item_inlet(self.source, answers.writer())
+            items = items or item_receiver(self.source, answers.writer())
             pulls = self._wire_batcher(items, answers)
         if Stage.EXECUTOR in self._stages:
             events = None if pulls is not None else await self._sized(Topic.EVENTS)
@@ -214,16 +213,20 @@ class StageGroup:
         elif pulls is not None:
             topic = await self._sized(Topic.BATCHES)
             writer = BatchWriter(producer, topic, answers.writer(), self._metrics)
-            hearing = ExecutorEventReader(self._log, await self._sized(Topic.EVENTS))
-            outlet = BatchDispatcher(pulls, writer, self._models, hearing, self._metrics)
-            self._runs["write-batches"] = outlet.run
+            tuning = self._tuning.transport
+            events = await self._sized(Topic.EVENTS)
+            reader = ExecutorEventReader(self._log, events, tuning)
+            dispatcher = BatchDispatcher(pulls, writer, self._models, reader, self._metrics, tuning)
+            self._runs["write-batches"] = dispatcher.run
 
     def _wire_ingest(self, producer: Producer, answers: _Edge) -> Channel[Chunk]:
         channel: Channel[Chunk] = Channel()
         items: _Edge = channel
         if Stage.BATCHER not in self._stages:
             topic = self._settings.topic(Topic.ITEMS)
-            outlet = item_outlet(producer, topic, answers.writer(), self._metrics)
+            outlet = item_sender(
+                producer, topic, answers.writer(), self._metrics, self._tuning.transport
+            )
             self._runs["write-items"] = outlet.run
             items = outlet
         ingest = IngestService(
@@ -307,6 +310,7 @@ class StageGroup:
             Identity(f"{os.getpid()}-{secrets.token_hex(4)}", silent_after_s),
             lambda: sorted(each.partition.partition for each in self.source.tracker.assignments),
             lambda: self._models.versions(State.READY),
+            self._tuning.transport,
         )
 
     def _transaction_timeout_s(self) -> float:
@@ -319,12 +323,14 @@ class StageGroup:
         """Wire the responder; return the channel or topic to which others send ended requests."""
         channel: Channel[Chunk] = Channel(join_lists)
         if Stage.RESPONDER not in self._stages:
-            outlet = result_outlet(producer, self._settings.topic(Topic.RESULTS), self._metrics)
+            outlet = result_sender(
+                producer, self._settings.topic(Topic.RESULTS), self._metrics, self._tuning.transport
+            )
             self._runs["write-results"] = outlet.run
             return outlet
         responses = await self._sized(Topic.RESPONSES)
         responder = ResponderService(
-            channel if self._origins is None else result_inlet(self.source),
+            channel if self._origins is None else result_receiver(self.source),
             producer,
             Routes(self._settings, responses, await self._sized(Topic.DEAD_LETTERS)),
             Delivery(

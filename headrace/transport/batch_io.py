@@ -26,7 +26,7 @@ from headrace.transport.channels import Ask, BatchQueue, Outlet
 from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
-from headrace.transport.topic_io import admitted, decoded, refuse
+from headrace.transport.topic_io import admit_record, decode_or_ack, refuse_oversized
 
 
 class BatchWriter:
@@ -68,17 +68,19 @@ class BatchWriter:
         return [batches[index] for index in too_large(target, refused)]
 
     async def write_or_refuse(self, batches: Sequence[Batch], partition: int | None) -> list[Batch]:
-        """Write batches of one request each; refuse those that are too large, and return them."""
+        """Write batches of one request each; return those that are too large, which fail."""
         refused = await self.write(batches, partition)
         if refused:
             requests = [request for batch in refused for request in batch.requests]
-            await self._refused.send([refuse(one, self._topic, Stage.BATCHER) for one in requests])
+            await self._refused.send(
+                [refuse_oversized(one, self._topic, Stage.BATCHER) for one in requests]
+            )
         return refused
 
     async def write_all(self, batch: Batch, partition: int | None) -> None:
         """Write a batch; write each request separately if the batch is too large for one record."""
         for large in await self.write([batch], partition):
-            await self.write_or_refuse(apart(large), partition)
+            await self.write_or_refuse(split_batch(large), partition)
 
     def close(self) -> None:
         """Close the stream of refused requests."""
@@ -91,7 +93,7 @@ def _copied_bytes(batch: Batch) -> int:
     return RECORD_OVERHEAD_BYTES * (len(batch.requests) - 1) + beside
 
 
-def apart(batch: Batch) -> list[Batch]:
+def split_batch(batch: Batch) -> list[Batch]:
     """Split a batch into one batch for each request."""
     return [
         Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
@@ -105,7 +107,7 @@ class BatchReceiver:
     Args:
         check: raises `Rejected` for a model version that does not run here.
         answers: receives the requests whose model does not run here, as failures.
-        announcer: notified of each batch, and of the requests that end here.
+        heartbeat: notified of each batch, and of the requests that end here.
         rebind: binds a request to another version if its own is gone, or raises `Rejected`.
     """
 
@@ -114,16 +116,16 @@ class BatchReceiver:
         source: Source,
         answers: Outlet[list[Request]],
         check: Callable[[str, str], object],
-        announcer: ExecutorHeartbeat | None = None,
+        heartbeat: ExecutorHeartbeat | None = None,
         rebind: Rebind = refuse_to_rebind,
     ) -> None:
         self._source = source
         self._rebind = rebind
         self._answers = answers
         self._check = check
-        self._announcer = announcer
+        self._heartbeat = heartbeat
         self._ready: dict[ModelKey, deque[Batch]] = {}
-        self.pulls: BatchQueue[ModelKey, Batch] = BatchQueue(self._next)
+        self.pulls: BatchQueue[ModelKey, Batch] = BatchQueue(self._supply)
 
     async def run(self) -> None:
         """Read until the source stops."""
@@ -133,39 +135,39 @@ class BatchReceiver:
                 batch = self._admit(delivery.assignment, record, delivery.isolation)
                 if batch is None:
                     continue
-                if self._announcer is not None:
-                    self._announcer.received(batch)
+                if self._heartbeat is not None:
+                    self._heartbeat.received(batch)
                 if delivery.isolation is not None:
-                    refused += self._take_carefully(batch, record.offset, delivery.isolation)
+                    refused += self._enqueue_isolated(batch, record.offset, delivery.isolation)
                 else:
-                    refused += self._take(batch)
+                    refused += self._enqueue(batch)
             self.pulls.kick()
             if refused:
                 await self._answers.send(refused)
         self.pulls.close()
         self._answers.close()
 
-    def _take(self, batch: Batch) -> list[Request]:
+    def _enqueue(self, batch: Batch) -> list[Request]:
         """Queue a batch, with another version if its own does not run here. Return the requests
         that cannot run, as failures.
         """
-        batches, refused = self._served(batch)
+        batches, refused = self._split_servable(batch)
         for each in batches:
             self._ready.setdefault((each.model, each.version), deque()).append(each)
         return refused
 
-    def _served(self, batch: Batch) -> tuple[list[Batch], list[Request]]:
+    def _split_servable(self, batch: Batch) -> tuple[list[Batch], list[Request]]:
         """Split a batch into (batches of one version each that run here, refused requests)."""
         try:
             self._check(batch.model, batch.version)
         except Rejected as gone:
-            batches, refused = self._bind_again(batch, gone)
-            if refused and self._announcer is not None:
-                self._announcer.finished(batch.batch_id, refused)
+            batches, refused = self._rebind_requests(batch, gone)
+            if refused and self._heartbeat is not None:
+                self._heartbeat.finished(batch.batch_id, refused)
             return batches, refused
         return [batch], []
 
-    def _bind_again(self, batch: Batch, gone: Rejected) -> tuple[list[Batch], list[Request]]:
+    def _rebind_requests(self, batch: Batch, gone: Rejected) -> tuple[list[Batch], list[Request]]:
         """Return (batches bound to another version, one for each shape class; refused requests)."""
         bound: dict[tuple[str, tuple[int, ...]], list[Request]] = {}
         refused: list[Request] = []
@@ -183,7 +185,7 @@ class BatchReceiver:
         ]
         return batches, refused
 
-    def _take_carefully(self, batch: Batch, offset: int, isolation: Isolation) -> list[Request]:
+    def _enqueue_isolated(self, batch: Batch, offset: int, isolation: Isolation) -> list[Request]:
         """Fail the poisoned requests of a batch and queue the others. If the record is isolated,
         queue each of them as its own batch, ahead of all other batches. Return the failures.
         """
@@ -191,12 +193,14 @@ class BatchReceiver:
         condemned = [one for place, one in places if (offset, place) in isolation.condemned]
         for request in condemned:
             request.fail(ran_alone(Stage.EXECUTOR))
-        if condemned and self._announcer is not None:
-            self._announcer.finished(batch.batch_id, condemned)
+        if condemned and self._heartbeat is not None:
+            self._heartbeat.finished(batch.batch_id, condemned)
         left = [request for request in batch.requests if request.failure is None]
         if left and isolation.isolated is None:
-            return condemned + self._take(Batch(batch.batch_id, left, batch.reason))
-        _, refused = self._served(Batch(batch.batch_id, left, batch.reason)) if left else ((), [])
+            return condemned + self._enqueue(Batch(batch.batch_id, left, batch.reason))
+        _, refused = (
+            self._split_servable(Batch(batch.batch_id, left, batch.reason)) if left else ((), [])
+        )
         isolation.isolate(batch.requests)
         for place, request in enumerate(batch.requests):
             if request.failure is None:
@@ -207,15 +211,15 @@ class BatchReceiver:
     def _admit(
         self, assignment: AssignedPartition, record: Record, isolation: Isolation | None
     ) -> Batch | None:
-        ack_handle = admitted(assignment, record, isolation)
+        ack_handle = admit_record(assignment, record, isolation)
         if ack_handle is None:
             return None
-        batch = decoded(record, ack_handle, decode_batch)
+        batch = decode_or_ack(record, ack_handle, decode_batch)
         if batch is not None:
             ack_handle.parts = len(batch.requests)
             ack_handle.resize(ack_handle.size_bytes + _copied_bytes(batch))
         return batch
 
-    def _next(self, key: ModelKey | None, _ask: Ask) -> Batch | None:
+    def _supply(self, key: ModelKey | None, _ask: Ask) -> Batch | None:
         queue = self._ready.get(key) if key is not None else None
         return queue.popleft() if queue else None

@@ -2,44 +2,52 @@
 
 Each write costs a produce request here and a fetch in the process that reads the topic, however
 many requests it contains. At low rates each group is written immediately. At high rates the
-requests that arrive within `PACE_S` are written together.
+requests that arrive within `max_write_delay_s` are written together.
 """
 
 from __future__ import annotations
 
-PACE_S = 0.01
-"""Longest delay of a write; there is none at low request rates."""
-PACED_PER_S = 6400.0
-"""A steady rate up to this many requests per second is never delayed."""
-TURN_S = 0.001
-"""Writes to several partitions that start within this time are not delayed separately."""
-_ALLOWED = PACED_PER_S * PACE_S
-_MOST = 4 * _ALLOWED
+from headrace.tuning import TUNING, TransportTuning
 
 
-class Pace:
+class BurstLimiter:
     """Leaky bucket, filled by every request that is written."""
 
-    __slots__ = ("_due_s", "_filled", "_since_s", "_turn_s")
+    __slots__ = (
+        "_allowed",
+        "_due_s",
+        "_filled",
+        "_max_delay_s",
+        "_max_filled",
+        "_rate",
+        "_same_write_s",
+        "_since_s",
+        "_write_s",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: TransportTuning = TUNING.transport) -> None:
+        self._rate = tuning.undelayed_requests_per_s
+        self._max_delay_s = tuning.max_write_delay_s
+        self._same_write_s = tuning.same_write_within_s
+        self._allowed = self._rate * tuning.max_write_delay_s
+        self._max_filled = self._rate * tuning.burst_memory_s
         self._filled = 0.0
         self._since_s = 0.0
-        self._turn_s = 0.0
+        self._write_s = 0.0
         self._due_s = 0.0
 
-    def pause_s(self, now_s: float) -> float:
+    def delay_s(self, now_s: float) -> float:
         """Return the seconds to wait before writing at `now_s`; 0 to write immediately."""
-        if now_s - self._turn_s < TURN_S:
+        if now_s - self._write_s < self._same_write_s:
             return 0.0
         return max(0.0, self._due_s - now_s)
 
-    def left(self, requests: int, now_s: float) -> None:
+    def record_write(self, requests: int, now_s: float) -> None:
         """Record that so many requests were written."""
-        drained = max(0.0, self._filled - (now_s - self._since_s) * PACED_PER_S)
-        self._filled = min(_MOST, drained + requests)
+        drained = max(0.0, self._filled - (now_s - self._since_s) * self._rate)
+        self._filled = min(self._max_filled, drained + requests)
         self._since_s = now_s
-        if now_s - self._turn_s >= TURN_S:
-            self._turn_s = now_s
-        over = max(0.0, self._filled - _ALLOWED)
-        self._due_s = self._turn_s + min(PACE_S, over / PACED_PER_S)
+        if now_s - self._write_s >= self._same_write_s:
+            self._write_s = now_s
+        over = max(0.0, self._filled - self._allowed)
+        self._due_s = self._write_s + min(self._max_delay_s, over / self._rate)

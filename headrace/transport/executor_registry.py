@@ -14,20 +14,12 @@ from statistics import median
 from typing import NamedTuple, TypeAlias
 
 from headrace.protocol.events import Completion, ExecutorEvent
-from headrace.transport.burst_limiter import PACE_S
+from headrace.tuning import TUNING, TransportTuning
 
 ModelKey: TypeAlias = tuple[str, str]
 """A model's name and version."""
 
-LEAST_IN_FLIGHT = 2
-"""Per instance: one batch runs, and the next one is there when it ends."""
-MOST_IN_FLIGHT = 64
-_WINDOW = 31
-_GATHERED_US = int(PACE_S * 1e6)
-"""Longest time that room stays unused while batches are collected for one write."""
-
-
-ANYBODY = ""
+ANY_EXECUTOR = ""
 """Executor name of a slot for any executor; its batches go to the partitions round-robin."""
 
 
@@ -38,7 +30,7 @@ class ExecutorSlot(NamedTuple):
     key: ModelKey | None
 
 
-class Window:
+class InFlightWindow:
     """Number of batches that may be in flight to the instances of one slot.
 
     Two for each instance, or as many as end during the round trip of a batch to its executor and
@@ -46,9 +38,10 @@ class Window:
     batch's wait at the executor does not count, so a queue there does not enlarge the window.
     """
 
-    def __init__(self) -> None:
-        self._travel_us: deque[int] = deque(maxlen=_WINDOW)
-        self._busy_us: deque[int] = deque(maxlen=_WINDOW)
+    def __init__(self, tuning: TransportTuning = TUNING.transport) -> None:
+        self._tuning = tuning
+        self._travel_us: deque[int] = deque(maxlen=tuning.round_trips_observed)
+        self._busy_us: deque[int] = deque(maxlen=tuning.round_trips_observed)
         self._covered = 0
 
     def observe(self, flights: Iterable[tuple[int, Completion]]) -> None:
@@ -62,12 +55,15 @@ class Window:
             self._travel_us.append(max(0, flight_us - completion.stay_us))
             self._busy_us.append(max(1, completion.busy_us))
         if self._busy_us:
-            travel_us = median(self._travel_us) + _GATHERED_US
+            # Room may stay unused for this long while batches are collected for one write.
+            collect_us = int(self._tuning.max_write_delay_s * 1e6)
+            travel_us = median(self._travel_us) + collect_us
             self._covered = ceil(travel_us / median(self._busy_us))
 
     def room(self, instances: int) -> int:
         """Return the number of batches that may be in flight to so many instances together."""
-        least, most = LEAST_IN_FLIGHT * instances, MOST_IN_FLIGHT * instances
+        least = self._tuning.min_batches_per_instance * instances
+        most = self._tuning.max_batches_per_instance * instances
         return max(least, min(most, instances + self._covered))
 
 
@@ -76,7 +72,7 @@ class _Executor:
 
     def __init__(self, silent_after_s: float) -> None:
         self.silent_after_s = silent_after_s
-        self.heard_s = 0.0
+        self.last_event_s = 0.0
         self.partitions: list[int] = []
         self.instances: dict[ModelKey, int] = {}
         self.turn = 0
@@ -93,14 +89,14 @@ class ExecutorRegistry:
         """Return the number of known executors that read a partition."""
         return sum(bool(executor.partitions) for executor in self._executors.values())
 
-    def heard(self, event: ExecutorEvent, now_s: float) -> None:
+    def apply(self, event: ExecutorEvent, now_s: float) -> None:
         """Apply an announcement."""
         if event.leaving:
             self._forget(event.executor)
             return
         silent_after_s = event.silent_after_ms / 1000
         executor = self._executors.setdefault(event.executor, _Executor(silent_after_s))
-        executor.silent_after_s, executor.heard_s = silent_after_s, now_s
+        executor.silent_after_s, executor.last_event_s = silent_after_s, now_s
         executor.instances = {
             (model.name, model.version): model.instances for model in event.models
         }
@@ -108,19 +104,19 @@ class ExecutorRegistry:
             self._owners.pop(partition, None)
         executor.partitions = list(event.partitions)
         for partition in event.partitions:
-            self._claim(partition, event.executor)
+            self._assign_partition(partition, event.executor)
 
     def expire(self, now_s: float) -> None:
         """Forget executors that have been silent for too long."""
         silent = [
             name
             for name, executor in self._executors.items()
-            if now_s - executor.heard_s > executor.silent_after_s
+            if now_s - executor.last_event_s > executor.silent_after_s
         ]
         for name in silent:
             self._forget(name)
 
-    def berths(self) -> dict[ExecutorSlot, int]:
+    def slots(self) -> dict[ExecutorSlot, int]:
         """Return the slots with their numbers of instances."""
         return {
             ExecutorSlot(name, key): instances
@@ -142,7 +138,7 @@ class ExecutorRegistry:
         known.turn += 1
         return known.partitions[known.turn % len(known.partitions)]
 
-    def _claim(self, partition: int, name: str) -> None:
+    def _assign_partition(self, partition: int, name: str) -> None:
         former = self._owners.get(partition)
         self._owners[partition] = name
         if former is None or former == name:

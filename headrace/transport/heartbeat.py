@@ -1,7 +1,8 @@
-"""Announce an executor's models and completed batches to batchers in other processes.
+"""Executor events: written by executors, read by the batchers of other processes.
 
-News is collected while the previous record is being written, so the number of records depends on
-the speed of the log and not on the number of batches.
+They announce an executor's models and its completed batches. News is collected while the previous
+record is being written, so the number of records depends on the speed of the log and not on the
+number of batches.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import structlog
+
 from headrace.delivery.producing import deliver
+from headrace.errors import Rejected, Retriable
+from headrace.log.errors import OffsetOutOfRange
 from headrace.log.partitioner import partition_for_key
-from headrace.log.port import NewRecord, Producer, TopicPartition
+from headrace.log.port import Consumer, Log, NewRecord, Producer, Record, TopicPartition
 from headrace.models.version import ModelVersion
-from headrace.protocol.codec.events import encode_event
+from headrace.protocol.codec.events import decode_event, encode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.messages import Batch, Request
+from headrace.telemetry.logs import Event
+from headrace.tuning import TUNING, TransportTuning
 
-HEARTBEAT_S = 1.0
-LOOK_S = 0.1
-"""Longest delay of announcing partitions that were assigned or revoked."""
-TELL_S = 0.01
-"""Longest delay of announcing completions. A batch that took longer is announced at once."""
+log = structlog.get_logger(__name__)
 
 
 class Identity(NamedTuple):
@@ -64,14 +67,16 @@ class ExecutorHeartbeat:
         identity: Identity,
         partitions: Callable[[], list[int]],
         models: Callable[[], Sequence[ModelVersion]],
+        tuning: TransportTuning = TUNING.transport,
     ) -> None:
+        self._tuning = tuning
         self._producer = producer
         self._identity = identity
         self._partitions = partitions
         self._models = models
         key = identity.executor.encode()
         self._key, self._target = key, TopicPartition(topic[0], partition_for_key(key, topic[1]))
-        self._told: list[int] = []
+        self._announced_partitions: list[int] = []
         self._unfinished: dict[str, _Stay] = {}
         self._completions: list[Completion] = []
         self._last_end_s = 0.0
@@ -111,10 +116,10 @@ class ExecutorHeartbeat:
                 busy_us=int(busy_s * 1e6),
             )
         )
-        if busy_s >= TELL_S:
+        if busy_s >= self._tuning.completion_delay_s:
             self._news.set()
         elif len(self._completions) == 1:
-            asyncio.get_running_loop().call_later(TELL_S, self._news.set)
+            asyncio.get_running_loop().call_later(self._tuning.completion_delay_s, self._news.set)
 
     def close(self) -> None:
         """Announce the remaining completions and that the executor leaves."""
@@ -129,10 +134,10 @@ class ExecutorHeartbeat:
         await self._announce()
 
     async def _wait_for_news(self) -> None:
-        end_s = time.monotonic() + HEARTBEAT_S
-        while time.monotonic() < end_s and self._partitions() == self._told:
+        end_s = time.monotonic() + self._tuning.heartbeat_s
+        while time.monotonic() < end_s and self._partitions() == self._announced_partitions:
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(self._tuning.assignment_check_s):
                     await self._news.wait()
             except TimeoutError:
                 continue
@@ -140,12 +145,12 @@ class ExecutorHeartbeat:
 
     async def _announce(self) -> None:
         self._news.clear()
-        self._told = self._partitions()
+        self._announced_partitions = self._partitions()
         completions, self._completions = self._completions, []
         event = ExecutorEvent(
             executor=self._identity.executor,
             silent_after_ms=int(self._identity.silent_after_s * 1000),
-            partitions=self._told,
+            partitions=self._announced_partitions,
             models=[_hosted(version) for version in self._models()],
             completions=completions,
             leaving=self._closed,
@@ -161,3 +166,71 @@ def _hosted(version: ModelVersion) -> HostedModel:
         max_batch_size=version.max_batch_size,
         batching_off=version.batching_off,
     )
+
+
+class ExecutorEventReader:
+    """Read the events topic from its end. Every batcher reads all of it, so it joins no group.
+
+    Args:
+        topic: its name and number of partitions.
+    """
+
+    def __init__(
+        self, log_: Log, topic: TopicPartition, tuning: TransportTuning = TUNING.transport
+    ) -> None:
+        self._tuning = tuning
+        self._log = log_
+        self._partitions = [TopicPartition(topic[0], number) for number in range(topic[1])]
+        self._closed = False
+
+    def close(self) -> None:
+        """End `run` soon."""
+        self._closed = True
+
+    async def run(self, on_events: Callable[[list[ExecutorEvent]], None]) -> None:
+        """Read until closed.
+
+        Args:
+            on_events: called with the new events, several times a second even if there are none.
+        """
+        async with self._log.reader(self._partitions) as reader:
+            while not self._closed:
+                on_events(
+                    [
+                        each
+                        for record in await self._poll(reader)
+                        if (each := _decode_or_skip(record))
+                    ]
+                )
+
+    async def _poll(self, reader: Consumer) -> list[Record]:
+        try:
+            polled = await reader.poll(self._tuning.events_poll_s, self._tuning.max_polled_events)
+        except OffsetOutOfRange:  # retention was faster: only new events matter
+            await self._seek_to_end(reader)
+            return []
+        return [record for records in polled.values() for record in records]
+
+    async def _seek_to_end(self, reader: Consumer) -> None:
+        try:
+            ends = await reader.end_offsets(self._partitions)
+        except Retriable as error:  # the next poll raises `OffsetOutOfRange` again
+            log.warning(Event.SEEK_DELAYED, reason=str(error))
+            await asyncio.sleep(self._tuning.events_retry_s)
+            return
+        for partition, end in ends.items():
+            reader.seek(partition, end)
+
+
+def _decode_or_skip(record: Record) -> ExecutorEvent | None:
+    try:
+        return decode_event(record.value or b"")
+    except Rejected as error:
+        log.error(
+            Event.INTERNAL_RECORD_UNREADABLE,
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            reason=str(error),
+        )
+        return None

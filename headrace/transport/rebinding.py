@@ -16,8 +16,7 @@ from headrace.errors import Code, Rejected
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec import names_version
 from headrace.protocol.messages import InputTensor, Request, RequestedOutput
-
-RETRY_AFTER_MS = 1000
+from headrace.tuning import TUNING
 
 Rebind: TypeAlias = Callable[[Request, Rejected], None]
 """See `Rebinder.rebind`."""
@@ -53,7 +52,7 @@ class Rebinder:
                 version, or the request does not fit it.
         """
         if names_version(request.value, request.envelope):
-            raise not_here(gone.message, gone)
+            raise version_not_ready(gone.message, gone)
         wanted = request.wanted
         try:
             version = self._models.lookup(request.model)
@@ -67,7 +66,7 @@ class Rebinder:
                 None if wanted is None else [RequestedOutput(name=name) for name in wanted],
             )
         except Rejected as error:
-            raise not_here(f"{gone.message}; {error.message}", error) from error
+            raise version_not_ready(f"{gone.message}; {error.message}", error) from error
         request.version = version.version
         request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = (
             bound
@@ -76,14 +75,18 @@ class Rebinder:
         self._count()
 
 
-def not_here(message: str, error: Rejected) -> Rejected:
+def version_not_ready(
+    message: str,
+    error: Rejected,
+    retry_after_ms: int = TUNING.transport.rebind_retry_after_ms,
+) -> Rejected:
     """Return the error for a request that passed ingest but whose version is not here.
 
     A request that passed ingest never names an unknown model: a missing version is still being
     loaded, or was removed.
     """
     return Rejected(
-        Code.MODEL_NOT_READY, message, retry_after_ms=error.retry_after_ms or RETRY_AFTER_MS
+        Code.MODEL_NOT_READY, message, retry_after_ms=error.retry_after_ms or retry_after_ms
     )
 
 
@@ -93,4 +96,4 @@ def refuse_to_rebind(_request: Request, gone: Rejected) -> None:
     Raises:
         Rejected: `MODEL_NOT_READY`.
     """
-    raise not_here(gone.message, gone)
+    raise version_not_ready(gone.message, gone)

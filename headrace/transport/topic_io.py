@@ -33,15 +33,13 @@ from headrace.protocol.messages import Failure, Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from headrace.transport.burst_limiter import Pace
+from headrace.transport.burst_limiter import BurstLimiter
 from headrace.transport.channels import Channel, ChannelWriter, Outlet, join_lists
+from headrace.tuning import TUNING, TransportTuning
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-
-MAX_WAITING = 4096
-"""Requests that may wait to be written; above it, writers wait."""
 
 
 class TopicReceiver:
@@ -61,15 +59,15 @@ class TopicReceiver:
         self._source = source
         self._decode = decode
         self._ended = ended
-        self._over: list[Request] = []
+        self._deferred: list[Request] = []
 
     async def receive(self) -> list[Request] | None:
         """Return the next requests, all of one partition; None at the end of the stream."""
         deferral = self._source.deferral
         while True:
-            if deferral is not None and self._over:
-                over, self._over = self._over, []
-                requests = await deferral.wait_for_room(over)
+            if deferral is not None and self._deferred:
+                deferred, self._deferred = self._deferred, []
+                requests = await deferral.wait_for_room(deferred)
             else:
                 delivery = await self._source.receive()
                 if delivery is None:
@@ -98,7 +96,7 @@ class TopicReceiver:
         deferral = self._source.deferral
         if deferral is not None and requests:
             on_trial = isolation is not None and isolation.isolated is not None
-            requests, self._over, late = deferral.sort_out(
+            requests, self._deferred, late = deferral.sort_out(
                 requests, again=delivery.again, on_trial=on_trial
             )
             ended += late
@@ -112,17 +110,17 @@ class TopicReceiver:
         """Return the request of a record; None if it is answered already, unreadable or set
         aside.
         """
-        ack_handle = admitted(assignment, record, isolation)
+        ack_handle = admit_record(assignment, record, isolation)
         if ack_handle is None:
             return None
-        request = decoded(record, ack_handle, self._decode)
+        request = decode_or_ack(record, ack_handle, self._decode)
         if request is not None and (request.key is not None or request.headers):
             # Decoding copies these from the record's value, which is kept as well.
             ack_handle.resize(ack_handle.size_bytes + beside_bytes(request.key, request.headers))
         return request
 
 
-def admitted(
+def admit_record(
     assignment: AssignedPartition, record: Record, isolation: Isolation | None
 ) -> InFlightAck | None:
     """Return the ack handle of a record that is to be decoded now; None to skip the record."""
@@ -137,7 +135,7 @@ def admitted(
     return assignment.admit(record.offset, record_bytes(record))
 
 
-def decoded(
+def decode_or_ack(
     record: Record, ack_handle: InFlightAck, decode: Callable[[bytes, InFlightAck], T]
 ) -> T | None:
     """Decode a record; ack it and return None if it is unreadable."""
@@ -155,12 +153,12 @@ def decoded(
         return None
 
 
-def item_inlet(source: Source, ended: Outlet[list[Request]]) -> TopicReceiver:
+def item_receiver(source: Source, ended: Outlet[list[Request]]) -> TopicReceiver:
     """Return a receiver of `items`."""
     return TopicReceiver(source, decode_item, ended)
 
 
-def result_inlet(source: Source) -> TopicReceiver:
+def result_receiver(source: Source) -> TopicReceiver:
     """Return a receiver of `results`."""
     return TopicReceiver(source, decode_result)
 
@@ -188,6 +186,7 @@ class TopicSender:
         stage: Stage,
         refused: Outlet[list[Request]] | None = None,
         metrics: Metrics | None = None,
+        tuning: TransportTuning = TUNING.transport,
     ) -> None:
         self._producer = producer
         self._topic = topic
@@ -197,10 +196,11 @@ class TopicSender:
         self._metrics = metrics
         # Batches are small compared to what a produce request can hold.
         self._channel: Channel[list[Request]] = Channel(join_lists)
-        self._pace = Pace()
+        self._limiter = BurstLimiter(tuning)
+        self._max_waiting = tuning.max_waiting_requests
         self._waiting: dict[int, list[Request]] = {}
-        self._under_way: set[int] = set()
-        self._left = asyncio.Event()
+        self._partitions_in_write: set[int] = set()
+        self._taken = asyncio.Event()
 
     async def run(self) -> None:
         """Write until all writers are closed and all records are acknowledged."""
@@ -208,13 +208,13 @@ class TopicSender:
             while (chunk := await self._channel.receive()) is not None:
                 for request in chunk:
                     self._waiting.setdefault(request.partition, []).append(request)
-                for partition in self._waiting.keys() - self._under_way:
-                    self._under_way.add(partition)
+                for partition in self._waiting.keys() - self._partitions_in_write:
+                    self._partitions_in_write.add(partition)
                     name = f"write-{self._topic}-{partition}"
-                    tasks.create_task(self._write_runs(partition), name=name)
-                while sum(map(len, self._waiting.values())) > MAX_WAITING:
-                    self._left.clear()
-                    await self._left.wait()
+                    tasks.create_task(self._write_waiting(partition), name=name)
+                while sum(map(len, self._waiting.values())) > self._max_waiting:
+                    self._taken.clear()
+                    await self._taken.wait()
         if self._refused is not None:
             self._refused.close()
 
@@ -222,15 +222,15 @@ class TopicSender:
         """Return a new writer."""
         return self._channel.writer()
 
-    async def _write_runs(self, partition: int) -> None:
+    async def _write_waiting(self, partition: int) -> None:
         """Write to a partition, one write after the other, until no request waits for it."""
         target = TopicPartition(self._topic, partition)
         while partition in self._waiting:
-            if pause_s := self._pace.pause_s(time.monotonic()):
-                await asyncio.sleep(pause_s)
+            if delay_s := self._limiter.delay_s(time.monotonic()):
+                await asyncio.sleep(delay_s)
             waiting = self._waiting.pop(partition)
-            self._pace.left(len(waiting), time.monotonic())
-            self._left.set()
+            self._limiter.record_write(len(waiting), time.monotonic())
+            self._taken.set()
             requests: list[Request] = []
             for request in waiting:
                 if request.ack_handle.revoked:
@@ -238,7 +238,7 @@ class TopicSender:
                 else:
                     requests.append(request)
             await self._write_partition(target, requests)
-        self._under_way.discard(partition)
+        self._partitions_in_write.discard(partition)
 
     async def _write_partition(self, target: TopicPartition, requests: list[Request]) -> None:
         left = requests
@@ -253,7 +253,7 @@ class TopicSender:
                 else ack_handles
             )
             unfitting = too_large(target, refused)
-            left = [refuse(left[index], target.topic, self._stage) for index in unfitting]
+            left = [refuse_oversized(left[index], target.topic, self._stage) for index in unfitting]
             if left and self._refused is not None:
                 await self._refused.send(left)  # whose receiver acks them
                 return
@@ -271,7 +271,7 @@ _ROUTING_HEADERS = frozenset(
 )
 
 
-def refuse(request: Request, topic: str, stage: Stage) -> Request:
+def refuse_oversized(request: Request, topic: str, stage: Stage) -> Request:
     """Turn a request into a failure because it does not fit into a record of the stage.
 
     If the failure does not fit either, each further call drops one more part: the request's value
@@ -297,16 +297,24 @@ def refuse(request: Request, topic: str, stage: Stage) -> Request:
     return request
 
 
-def item_outlet(
+def item_sender(
     producer: Producer,
     topic: str,
     refused: Outlet[list[Request]],
     metrics: Metrics | None = None,
+    tuning: TransportTuning = TUNING.transport,
 ) -> TopicSender:
     """Return a sender of `items`."""
-    return TopicSender(producer, topic, encode_item, Stage.INGEST, refused, metrics)
+    return TopicSender(producer, topic, encode_item, Stage.INGEST, refused, metrics, tuning)
 
 
-def result_outlet(producer: Producer, topic: str, metrics: Metrics | None = None) -> TopicSender:
+def result_sender(
+    producer: Producer,
+    topic: str,
+    metrics: Metrics | None = None,
+    tuning: TransportTuning = TUNING.transport,
+) -> TopicSender:
     """Return a sender of `results`."""
-    return TopicSender(producer, topic, encode_result, Stage.EXECUTOR, metrics=metrics)
+    return TopicSender(
+        producer, topic, encode_result, Stage.EXECUTOR, metrics=metrics, tuning=tuning
+    )

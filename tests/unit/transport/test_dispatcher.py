@@ -6,10 +6,10 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.log.memory import MemoryLog
@@ -20,11 +20,11 @@ from headrace.protocol.codec.events import encode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.messages import Batch
 from headrace.telemetry.metrics import Metrics
-from headrace.transport import dispatcher
 from headrace.transport.batch_io import BatchWriter
 from headrace.transport.channels import BatchQueue
 from headrace.transport.dispatcher import BatchDispatcher
-from headrace.transport.executor_events import ExecutorEventReader
+from headrace.transport.heartbeat import ExecutorEventReader
+from headrace.tuning import TUNING, TransportTuning
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.services import digits_models
@@ -130,7 +130,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(repository: Path) -> AsyncIterator[Bench]:
+async def running(
+    repository: Path, tuning: TransportTuning = TUNING.transport
+) -> AsyncIterator[Bench]:
     """An outlet, until the end of the context."""
     log = MemoryLog()
     topics = [TopicInfo("batches", PARTITIONS, {}), TopicInfo("events", 1, {})]
@@ -142,7 +144,7 @@ async def running(repository: Path) -> AsyncIterator[Bench]:
         bench.left = 0  # nobody is known yet
         writer = BatchWriter(producer, TopicPartition("batches", PARTITIONS), Tray(), metrics)
         hearing = ExecutorEventReader(log, TopicPartition("events", 1))
-        outlet = BatchDispatcher(bench.pulls, writer, models, hearing, metrics)
+        outlet = BatchDispatcher(bench.pulls, writer, models, hearing, metrics, tuning)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(outlet.run())
             await bench.listening()
@@ -261,12 +263,10 @@ async def test_records_that_are_no_events_are_passed_over(tmp_path: Path) -> Non
         await eventually(lambda: bench.known() == 1)
 
 
-async def test_a_completion_that_never_comes_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_completion_that_never_comes_is_given_up(tmp_path: Path) -> None:
     """An announcement may be lost; the room that it would have made is open again in the end."""
-    monkeypatch.setattr(dispatcher, "COMPLETION_S", 0.05)
-    async with running(tmp_path) as bench:
+    tuning = replace(TUNING.transport, completion_timeout_s=0.05)
+    async with running(tmp_path, tuning) as bench:
         await bench.announce("a", 0)
         await heard(bench, 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -13,8 +14,8 @@ from headrace.log.memory.reader import MemoryReader
 from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
 from headrace.protocol.codec.events import encode_event
 from headrace.protocol.events import ExecutorEvent
-from headrace.transport import executor_events
-from headrace.transport.executor_events import ExecutorEventReader
+from headrace.transport.heartbeat import ExecutorEventReader
+from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 
@@ -29,8 +30,6 @@ def announcement(executor: str) -> NewRecord:
 
 async def test_retention_and_an_outage_at_once_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the log no longer holds the position and says no other, it is asked again."""
-    monkeypatch.setattr(executor_events, "POLL_S", 0.01)
-    monkeypatch.setattr(executor_events, "RETRY_S", 0.01)
     log = MemoryLog()
     await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
     asked = 0
@@ -55,7 +54,11 @@ async def test_retention_and_an_outage_at_once_end_nothing(monkeypatch: pytest.M
     monkeypatch.setattr(MemoryReader, "poll", poll)
     monkeypatch.setattr(MemoryReader, "end_offsets", ends)
     heard: list[str] = []
-    listening = ExecutorEventReader(log, TopicPartition("events", 1))
+    listening = ExecutorEventReader(
+        log,
+        TopicPartition("events", 1),
+        replace(TUNING.transport, events_poll_s=0.01, events_retry_s=0.01),
+    )
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(
             listening.run(lambda events: heard.extend(each.executor for each in events))

@@ -1,9 +1,9 @@
-"""The fleet: who is there, what it takes, and where it reads."""
+"""The executor registry: who is there, what it takes, and where it reads."""
 
 from __future__ import annotations
 
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
-from headrace.transport.executor_registry import ExecutorRegistry, ExecutorSlot, Window
+from headrace.transport.executor_registry import ExecutorRegistry, ExecutorSlot, InFlightWindow
 
 DIGITS = ("digits", "1")
 
@@ -26,18 +26,18 @@ def event(
     )
 
 
-def fleet_of(*events: ExecutorEvent) -> ExecutorRegistry:
-    """A fleet that has heard these, at second 0."""
-    fleet = ExecutorRegistry()
+def registry_of(*events: ExecutorEvent) -> ExecutorRegistry:
+    """A registry with these events, at second 0."""
+    registry = ExecutorRegistry()
     for each in events:
-        fleet.heard(each, 0.0)
-    return fleet
+        registry.apply(each, 0.0)
+    return registry
 
 
-def test_each_executor_has_berths_for_its_models() -> None:
+def test_each_executor_has_slots_for_its_models() -> None:
     """As many instances as it has announced."""
-    fleet = fleet_of(event("a", 0), event("b", 1, instances=3))
-    assert fleet.berths() == {ExecutorSlot("a", DIGITS): 1, ExecutorSlot("b", DIGITS): 3}
+    registry = registry_of(event("a", 0), event("b", 1, instances=3))
+    assert registry.slots() == {ExecutorSlot("a", DIGITS): 1, ExecutorSlot("b", DIGITS): 3}
 
 
 def flight(travel_us: int, busy_us: int, stay_us: int = 0) -> tuple[int, Completion]:
@@ -46,16 +46,16 @@ def flight(travel_us: int, busy_us: int, stay_us: int = 0) -> tuple[int, Complet
     return travel_us + stay_us, ended
 
 
-def window_of(travel_us: int, busy_us: int, stay_us: int = 0) -> Window:
+def window_of(travel_us: int, busy_us: int, stay_us: int = 0) -> InFlightWindow:
     """A window that has seen many such batches."""
-    window = Window()
+    window = InFlightWindow()
     window.observe([flight(travel_us, busy_us, stay_us)] * 40)
     return window
 
 
 def test_two_batches_are_under_way_where_runs_take_longer_than_the_way() -> None:
     """One runs and one is there when it ends; more would only wait elsewhere."""
-    assert Window().room(1) == 2
+    assert InFlightWindow().room(1) == 2
     assert window_of(travel_us=4000, busy_us=20_000).room(1) == 2
 
 
@@ -67,7 +67,7 @@ def test_short_runs_have_as_many_under_way_as_cover_the_way() -> None:
 
 def test_the_room_of_many_instances_is_that_of_all_together() -> None:
     """What ends between two batches of an executor ends at all of its instances."""
-    assert Window().room(3) == 6
+    assert InFlightWindow().room(3) == 6
     assert window_of(travel_us=40_000, busy_us=1000).room(3) == 53
     assert window_of(travel_us=40_000, busy_us=50).room(3) == 192
 
@@ -86,55 +86,55 @@ def test_one_batch_that_was_held_up_changes_nothing() -> None:
 
 def test_an_executor_without_partitions_gets_nothing() -> None:
     """It would not read what is sent to it."""
-    fleet = fleet_of(event("a"))
-    assert fleet.berths() == {}
-    assert fleet.partition_of("a") is None
+    registry = registry_of(event("a"))
+    assert registry.slots() == {}
+    assert registry.partition_of("a") is None
 
 
 def test_its_partitions_take_turns() -> None:
     """None of them grows longer than the others."""
-    fleet = fleet_of(event("a", 1, 4))
-    assert {fleet.partition_of("a"), fleet.partition_of("a")} == {1, 4}
+    registry = registry_of(event("a", 1, 4))
+    assert {registry.partition_of("a"), registry.partition_of("a")} == {1, 4}
 
 
 def test_a_partition_is_its_last_announcers() -> None:
     """The group has moved it, and the former owner does not read it any more."""
-    fleet = fleet_of(event("a", 0, 1), event("b", 1))
-    assert [fleet.partition_of("a") for _ in range(3)] == [0, 0, 0]
-    assert fleet.partition_of("b") == 1
+    registry = registry_of(event("a", 0, 1), event("b", 1))
+    assert [registry.partition_of("a") for _ in range(3)] == [0, 0, 0]
+    assert registry.partition_of("b") == 1
 
 
 def test_who_has_lost_all_its_partitions_is_gone() -> None:
     """Its group has noticed that it died before its silence shows."""
-    fleet = fleet_of(event("a", 0), event("b", 0, 1))
-    assert not fleet.knows("a")
-    assert len(fleet) == 1
+    registry = registry_of(event("a", 0), event("b", 0, 1))
+    assert not registry.knows("a")
+    assert len(registry) == 1
 
 
 def test_who_is_silent_for_too_long_is_gone() -> None:
     """Each says how long that is."""
-    fleet = fleet_of(event("a", 0, silent_after_ms=1000), event("b", 1, silent_after_ms=5000))
-    fleet.expire(1.5)
-    assert not fleet.knows("a")
-    assert fleet.knows("b")
+    registry = registry_of(event("a", 0, silent_after_ms=1000), event("b", 1, silent_after_ms=5000))
+    registry.expire(1.5)
+    assert not registry.knows("a")
+    assert registry.knows("b")
 
 
 def test_who_speaks_is_not_silent() -> None:
     """Every announcement counts."""
-    fleet = fleet_of(event("a", 0, silent_after_ms=1000))
-    fleet.heard(event("a", 0, silent_after_ms=1000), 0.9)
-    fleet.expire(1.5)
-    assert fleet.knows("a")
+    registry = registry_of(event("a", 0, silent_after_ms=1000))
+    registry.apply(event("a", 0, silent_after_ms=1000), 0.9)
+    registry.expire(1.5)
+    assert registry.knows("a")
 
 
 def test_who_leaves_is_gone_at_once() -> None:
     """A stop needs no timeout."""
-    fleet = fleet_of(event("a", 0), event("a", leaving=True))
-    assert fleet.berths() == {}
+    registry = registry_of(event("a", 0), event("a", leaving=True))
+    assert registry.slots() == {}
 
 
 def test_a_partition_that_was_given_up_can_be_announced_by_others() -> None:
     """And the one that has it again later is its owner again."""
-    fleet = fleet_of(event("a", 0, 1), event("a", 1), event("b", 0), event("a", 0, 1))
-    assert {fleet.partition_of("a") for _ in range(4)} == {0, 1}
-    assert not fleet.knows("b")
+    registry = registry_of(event("a", 0, 1), event("a", 1), event("b", 0), event("a", 0, 1))
+    assert {registry.partition_of("a") for _ in range(4)} == {0, 1}
+    assert not registry.knows("b")

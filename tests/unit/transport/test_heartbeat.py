@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
@@ -16,6 +15,7 @@ from headrace.protocol.codec.events import decode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.messages import Batch, Failure, Request
 from headrace.transport.heartbeat import ExecutorHeartbeat, Identity
+from headrace.tuning import TUNING, TransportTuning
 from tests.support.conditions import eventually
 from tests.support.services import digits_models
 from tests.support.work import make_request
@@ -42,7 +42,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def announcing(repository: Path) -> AsyncIterator[Bench]:
+async def announcing(
+    repository: Path, tuning: TransportTuning = TUNING.transport
+) -> AsyncIterator[Bench]:
     """An announcer with one ready model, until the end of the context."""
     log = MemoryLog()
     await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
@@ -55,6 +57,7 @@ async def announcing(repository: Path) -> AsyncIterator[Bench]:
             Identity("me", 10.0),
             lambda: list(partitions),
             lambda: models.versions(State.READY),
+            tuning,
         )
         bench = Bench(announcer, partitions)
 
@@ -165,15 +168,13 @@ async def test_completions_of_short_runs_are_told_together(tmp_path: Path) -> No
     assert [len(event.completions) for event in bench.said if event.completions] == [8]
 
 
-async def test_the_completion_of_a_long_run_is_told_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_completion_of_a_long_run_is_told_at_once(tmp_path: Path) -> None:
     """Its instance waits for what the batcher sends next."""
-    async with announcing(tmp_path) as bench:
+    tuning = replace(TUNING.transport, completion_delay_s=0.0)
+    async with announcing(tmp_path, tuning) as bench:
         await eventually(lambda: bench.said)
         batch = batch_of(1)
         bench.announcer.received(batch)
-        monkeypatch.setattr("headrace.transport.heartbeat.TELL_S", 0.0)
         bench.announcer.finished("b-1", ran(batch.requests, rows=1, compute_us=50))
         assert bench.announcer._news.is_set()
         await bench.completed(1)

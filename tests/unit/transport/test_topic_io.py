@@ -21,7 +21,13 @@ from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
-from headrace.transport.topic_io import item_inlet, item_outlet, refuse, result_inlet, result_outlet
+from headrace.transport.topic_io import (
+    item_receiver,
+    item_sender,
+    refuse_oversized,
+    result_receiver,
+    result_sender,
+)
 from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.work import Tray, make_request, receipt_of
@@ -79,9 +85,9 @@ async def test_items_come_out_as_they_went_in() -> None:
     sent = [make_request(inputs=PIXELS, deadline_ms=number) for number in range(3)]
     sent[1].partition = 1
 
-    await written(log, lambda producer, topic: item_outlet(producer, topic, Tray()), *sent)
+    await written(log, lambda producer, topic: item_sender(producer, topic, Tray()), *sent)
     async with reading(log) as source:
-        got = await received(source, lambda of: item_inlet(of, Tray()), 3)
+        got = await received(source, lambda of: item_receiver(of, Tray()), 3)
         for request in got:
             request.ack_handle.ack()
 
@@ -101,9 +107,9 @@ async def test_results_come_out_as_they_went_in() -> None:
     done.outputs, done.inputs = done.inputs, ()
     failed.fail(Failure(Code.MODEL_FAILED, "no", "executor", 5))
 
-    await written(log, result_outlet, done, failed)
+    await written(log, result_sender, done, failed)
     async with reading(log) as source:
-        first, second = await received(source, result_inlet, 2)
+        first, second = await received(source, result_receiver, 2)
         first.ack_handle.ack()
         second.ack_handle.ack()
 
@@ -124,9 +130,9 @@ async def test_keys_and_headers_of_items_are_charged(part: str) -> None:
     else:
         sent.headers = [("name", b"x" * 50_000)]
 
-    await written(log, lambda producer, topic: item_outlet(producer, topic, Tray()), sent)
+    await written(log, lambda producer, topic: item_sender(producer, topic, Tray()), sent)
     async with reading(log) as source:
-        (got,) = await received(source, lambda of: item_inlet(of, Tray()), 1)
+        (got,) = await received(source, lambda of: item_receiver(of, Tray()), 1)
         charged_bytes = source.snapshot().in_flight_bytes
         got.ack_handle.ack()
 
@@ -142,7 +148,7 @@ async def test_an_item_that_does_not_fit_is_answered() -> None:
     large.value = b"x" * 5000
     refused = Tray()
 
-    await written(log, lambda producer, topic: item_outlet(producer, topic, refused), small, large)
+    await written(log, lambda producer, topic: item_sender(producer, topic, refused), small, large)
 
     assert refused.requests == [large]
     assert large.failure is not None
@@ -174,9 +180,9 @@ async def test_a_result_that_does_not_fit_goes_without_what_is_large(
     if request.outputs is None:
         request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
 
-    await written(log, result_outlet, request)
+    await written(log, result_sender, request)
     async with reading(log) as source:
-        (got,) = await received(source, result_inlet, 1)
+        (got,) = await received(source, result_receiver, 1)
         got.ack_handle.ack()
 
     assert got.failure is not None
@@ -191,10 +197,10 @@ def test_a_topic_that_takes_nothing_ends_the_process() -> None:
     request = make_request()
     request.headers = [("kafka_correlationId", b"7")]
     for _ in range(4):
-        refuse(request, "results", Stage.EXECUTOR)
+        refuse_oversized(request, "results", Stage.EXECUTOR)
 
     with pytest.raises(LogRefused, match="results"):
-        refuse(request, "results", Stage.EXECUTOR)
+        refuse_oversized(request, "results", Stage.EXECUTOR)
 
 
 class HeldProducer:
@@ -220,7 +226,7 @@ class HeldProducer:
 async def test_what_comes_while_a_run_is_under_way_leaves_together() -> None:
     """Once that one is acknowledged; other partitions do not wait for it."""
     producer = HeldProducer()
-    outlet = result_outlet(cast(Producer, producer), TOPIC)
+    outlet = result_sender(cast(Producer, producer), TOPIC)
     writer = outlet.writer()
     other = make_request()
     other.partition = 1
@@ -245,7 +251,7 @@ async def test_void_requests_are_not_written() -> None:
     revoked = make_request()
     receipt_of(revoked).revoked = True
 
-    await written(log, result_outlet, revoked)
+    await written(log, result_sender, revoked)
 
     assert receipt_of(revoked).acked == 1
     async with log.reader([TopicPartition(TOPIC, 0)]) as reader:
@@ -256,10 +262,10 @@ async def test_a_record_of_somebody_elses_is_passed_over() -> None:
     """What no request can be made out in is acknowledged, and holds up nobody."""
     log = await make_log()
     await write_to(log, TopicPartition(TOPIC, 0), b"junk")
-    await written(log, result_outlet, make_request())
+    await written(log, result_sender, make_request())
 
     async with reading(log) as source:
-        (got,) = await received(source, result_inlet, 1)
+        (got,) = await received(source, result_receiver, 1)
         assert source.tracker.in_flight() == 1
         got.ack_handle.ack()
 
