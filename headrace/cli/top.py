@@ -1,36 +1,174 @@
-"""`headrace top`: shows running processes in a terminal, repeatedly."""
+"""`headrace top`: show running processes in a terminal, from their `/status`.
+
+Rates and means are computed from the totals in two successive answers; everything else is shown as
+`/status` has it. `docs/health.md` describes the fields.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import shutil
 import sys
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 import click
-import msgspec
 
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
-from headrace.cli.top_figures import ProcessFigures, figures_of
-from headrace.cli.top_status import Status
-from headrace.cli.top_view import Table, fit, lines, tables
+from headrace.printable import printable
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
-    from rich.console import Group
 
-DEFAULT_URL = "http://127.0.0.1:8080"
 TIMEOUT_S = 5.0
+SHOWN_ERRORS = 8
+MIB = 1024 * 1024
 
-_decoder = msgspec.json.Decoder(Status)
+Status: TypeAlias = dict[str, Any]
+"""The body of `/status`, or `{"error": reason}` from a process that did not answer."""
 
 
-class _Show(Protocol):
-    def __call__(self, processes: Sequence[ProcessFigures]) -> None: ...
+class Change(NamedTuple):
+    """Two successive answers of one process. Across a restart nothing is known of its rates."""
+
+    before: Status
+    after: Status
+
+    def growth(self, name: str, field: str = "count", **labels: str) -> float:
+        """Return the growth of a total, summed over the labels that are not given."""
+        return _total(self.after, name, field, labels) - _total(self.before, name, field, labels)
+
+    def per_s(self, name: str, **labels: str) -> float | None:
+        """Return the growth of a total per second; None if there is only one answer."""
+        elapsed_s: float = self.after["uptime_s"] - self.before.get("uptime_s", 0.0)
+        if elapsed_s <= 0 or self.before.get("started_at") != self.after["started_at"]:
+            return None
+        return self.growth(name, **labels) / elapsed_s
+
+    def mean_ms(self, name: str) -> float | None:
+        """Return the mean of a duration; None if nothing was measured between the answers."""
+        if not self.per_s(name):
+            return None
+        return self.growth(name, "seconds") / self.growth(name) * 1e3
+
+
+def _total(status: Status, name: str, field: str, labels: Mapping[str, str]) -> float:
+    totals = status.get("totals", {})
+    entries = totals.get(name) or totals.get("times", {}).get(name, [])
+    return float(sum(each[field] for each in entries if labels.items() <= each.items()))
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def tables(changes: Mapping[str, Change]) -> Iterator[str]:
+    """Yield the lines that show all processes, by URL."""
+    heads = ["process", "state", "stages", "answers/s", "not ok/s", "rows/s", "runs/s"]
+    heads += ["run ms", "queue ms", "total ms", "waiting", "loop lag ms"]
+    yield from _lines(heads, [_process(url, change) for url, change in changes.items()])
+    answered = {url: change for url, change in changes.items() if "error" not in change.after}
+    heads = [
+        "process",
+        "topic",
+        "backlog",
+        "MiB in flight",
+        "of",
+        "oldest s",
+        "drain s",
+        "commit s",
+    ]
+    sources = [
+        _source(url, source) for url, each in answered.items() for source in each.after["sources"]
+    ]
+    yield from _lines([*heads, "remarks"], sources)
+    models = [
+        _model(url, each, model) for url, each in answered.items() for model in each.after["models"]
+    ]
+    yield from _lines(["process", "model", "state", "answers/s", "remarks"], models)
+    errors = [(url, error) for url, each in answered.items() for error in each.after["last_errors"]]
+    newest = sorted(errors, key=lambda entry: str(entry[1]["time"]), reverse=True)[:SHOWN_ERRORS]
+    rows = [_error(url, error) for url, error in newest]
+    yield from _lines(["process", "time", "event", "reason", "trace"], rows)
+
+
+def _process(url: str, change: Change) -> list[str]:
+    status = change.after
+    if "error" in status:
+        return [url, status["error"]]
+    answers, ok = change.per_s("requests"), change.per_s("requests", outcome="ok")
+    waiting = status["waiting"] or {"requests": None}
+    fault = status["live"]["reason"] or status["ready"]["reason"]
+    return [
+        url,
+        f"{status['phase']}: {fault}" if fault else status["phase"],
+        ",".join(status["stages"]),
+        _number(answers),
+        _number(None if answers is None or ok is None else answers - ok),
+        _number(change.per_s("rows")),
+        _number(change.per_s("runs")),
+        _number(change.mean_ms("compute_duration"), 2),
+        _number(change.mean_ms("queue_wait"), 2),
+        _number(change.mean_ms("request_duration"), 2),
+        _number(waiting["requests"]),
+        _number(status["event_loop_lag_s"] * 1e3, 1),
+    ]
+
+
+def _source(url: str, source: Status) -> list[str]:
+    commit = source["commit"]
+    paused = f"paused: {source['paused']}" if source["paused"] else ""
+    return [
+        url,
+        source["topic"],
+        _number(source["backlog_records"]),
+        _number(source["in_flight_bytes"] / MIB, 1),
+        _number(source["limit_bytes"] / MIB),
+        _number(source["oldest_age_s"], 1),
+        _number(source["time_to_drain_s"], 1),
+        _number(commit["age_s"] if commit["commits"] else None, 1),
+        "; ".join(filter(None, (paused, commit["last_failure"]))),
+    ]
+
+
+def _model(url: str, change: Change, model: Status) -> list[str]:
+    name, version = model["name"], model["version"]
+    remarks = (model.get(field) for field in ("reason", "batching_off", "contradiction"))
+    return [
+        url,
+        f"{name}/{version}",
+        model["state"],
+        _number(change.per_s("requests", model=name, version=version)),
+        "; ".join(filter(None, remarks)),
+    ]
+
+
+def _error(url: str, error: Status) -> list[str]:
+    record = "/".join(str(error[name]) for name in ("partition", "offset") if name in error)
+    reason = error["reason"] or f"{error.get('code', '')} {record}".strip()
+    return [url, error["time"], error["event"], reason, error["trace_id"] or ""]
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield a table, if it has rows, and a blank line."""
+    if not rows:
+        return
+    grid = [[printable(cell) for cell in row] for row in (heads, *rows)]
+    complete = [row for row in grid if len(row) == len(heads)]
+    widths = [max(map(len, column)) for column in zip(*complete, strict=True)]
+    for row in grid:
+        yield "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=False)
+        ).rstrip()
+    yield ""
+
+
+# --- the command ---------------------------------------------------------------------------------
 
 
 def _addresses(
@@ -48,11 +186,11 @@ def _addresses(
     "--url",
     "urls",
     multiple=True,
-    default=(DEFAULT_URL,),
+    default=("http://127.0.0.1:8080",),
     show_default=True,
     callback=_addresses,
     metavar="URL",
-    help="A process to look at: its telemetry.http_host and http_port. Can be repeated.",
+    help="A process to show: its telemetry.http_host and http_port. Can be repeated.",
 )
 @click.option(
     "--interval",
@@ -60,115 +198,56 @@ def _addresses(
     type=click.FloatRange(min=0.1),
     default=1.0,
     show_default=True,
-    help="Seconds between two looks.",
+    help="Seconds between two requests to each process.",
 )
-@click.option("--once", is_flag=True, help="Take two looks, print what they make, and end.")
-@click.option("--json", "as_json", is_flag=True, help="Write a line of JSON for each look.")
-def command(urls: tuple[str, ...], interval_s: float, once: bool, as_json: bool) -> None:
-    """Show running processes: rates, waits, batches, models, budgets and the last errors.
+@click.option("--once", is_flag=True, help="Print the tables once, and end.")
+def command(urls: tuple[str, ...], interval_s: float, once: bool) -> None:
+    """Show running processes: rates, waits, backlogs, models and the last errors.
 
     Ends with Ctrl-C, or with --once, whose exit code is 1 when a process does not answer.
     """
-    with ExitStack() as stack:
-        show = _as_json if as_json else _opened_view(stack, once=once)
-        try:
-            answered = run(_watch(urls, interval_s, show, once=once))
-        except KeyboardInterrupt:
-            return
-    if not answered:
+    try:
+        all_answered = run(_watch(urls, interval_s, once=once))
+    except KeyboardInterrupt:
+        return
+    if not all_answered:
         raise Unsuccessful
 
 
-async def _watch(urls: Sequence[str], interval_s: float, show: _Show, *, once: bool) -> bool:
-    """Poll and show repeatedly; with `once`, return after one round whether all
-    processes answered.
-    """
-    async with aclosing(_looks(urls, interval_s)) as looks:
-        first = await anext(looks)
-        if not once:  # with a single output the rates are needed as well, which take two polls
-            show(first)
-        async for processes in looks:
-            show(processes)
-            if once:
-                return not any(each.fault for each in processes)
-    return True
-
-
-async def _looks(
-    urls: Sequence[str], interval_s: float
-) -> AsyncGenerator[Sequence[ProcessFigures], None]:
+async def _watch(urls: Sequence[str], interval_s: float, *, once: bool) -> bool:
+    """Show all processes until cancelled; with `once`, return whether all of them answered."""
     from aiohttp import ClientSession, ClientTimeout
 
     before: dict[str, Status] = {}
     async with ClientSession(timeout=ClientTimeout(total=TIMEOUT_S)) as session:
         while True:
-            answers = await asyncio.gather(*(_ask(session, url) for url in urls))
-            found = []
-            for url, answer in zip(urls, answers, strict=True):
-                if isinstance(answer, str):
-                    found.append(ProcessFigures(url=url, fault=answer))
-                else:
-                    found.append(figures_of(url, before.get(url), answer))
-                    before[url] = answer
-            yield found
+            answers = await asyncio.gather(*(_fetch(session, url) for url in urls))
+            now = dict(zip(urls, answers, strict=True))
+            if before or not once:  # the rates need two answers
+                _print(before, now, in_place=not once and sys.stdout.isatty())
+                if once:
+                    return not any("error" in status for status in answers)
+            before = now
             await asyncio.sleep(interval_s)
 
 
-async def _ask(session: ClientSession, url: str) -> Status | str:
-    """Return the status of a process, or the reason why there is none."""
+async def _fetch(session: ClientSession, url: str) -> Status:
     from aiohttp import ClientError
 
     try:
         async with session.get(f"{url}/status") as answer:
-            if answer.status != 200:
-                return f"expected status 200 from /status, got {answer.status}"
-            return _decoder.decode(await answer.read())
+            answer.raise_for_status()
+            return dict(await answer.json())
     except TimeoutError:
-        return f"no answer within {TIMEOUT_S:g} s"
-    except ClientError as error:
-        return f"no answer: {error}"
-    except msgspec.MsgspecError as error:
-        return f"/status is not what this version of headrace reads: {error}"
+        return {"error": f"no answer within {TIMEOUT_S:g} s"}
+    except (ClientError, ValueError) as error:
+        return {"error": f"no answer: {error}"}
 
 
-# --- showing -----------------------------------------------------------------------------------
-
-
-def _as_json(processes: Sequence[ProcessFigures]) -> None:
-    click.echo(msgspec.json.encode({"processes": processes}))
-
-
-def _as_lines(processes: Sequence[ProcessFigures]) -> None:
-    click.echo("\n".join([*lines(tables(processes)), ""]))
-
-
-def _opened_view(stack: ExitStack, *, once: bool) -> _Show:
-    """Return a view that stays in place, on a terminal with rich; otherwise lines."""
-    if once or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        return _as_lines
-    from rich.live import Live
-
-    live = stack.enter_context(Live(screen=True, auto_refresh=False))
-
-    def show(processes: Sequence[ProcessFigures]) -> None:
-        live.update(draw(fit(tables(processes), live.console.height)), refresh=True)
-
-    return show
-
-
-def draw(shown: Sequence[Table]) -> Group:
-    """Return the tables in rich's form: a line for each row, every cell as text."""
-    from rich.console import Group
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawn: list[RichTable | Text] = []
-    for table in shown:
-        made = RichTable(title=table.title or None, title_justify="left", box=None, pad_edge=False)
-        for column, head in enumerate(table.heads):
-            justify: Literal["left", "right"] = "right" if column in table.numeric else "left"
-            made.add_column(head, justify=justify, no_wrap=True, overflow="ellipsis")
-        for row in table.rows:
-            made.add_row(*map(Text, row))
-        drawn += (made, Text("")) if table.title else (made,)
-    return Group(*drawn)
+def _print(before: Mapping[str, Status], now: Mapping[str, Status], *, in_place: bool) -> None:
+    lines = list(tables({url: Change(before.get(url, {}), now[url]) for url in now}))
+    if in_place:
+        width, height = shutil.get_terminal_size()
+        lines = [line[:width] for line in lines[: height - 1]]
+        click.clear()
+    click.echo("\n".join(lines))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import logging
 import re
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,15 +11,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import structlog
 from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
-from headrace.cli.top_figures import ProcessFigures, figures_of
-from headrace.cli.top_status import Status
 from headrace.client import Client, InferenceError
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
@@ -225,41 +221,17 @@ def box(stage: str) -> str:
     return f"document.querySelector('[data-stage={stage}]')"
 
 
-async def test_top_reads_what_a_process_answers(settings: Settings) -> None:
-    """Its types fit a real answer, and two looks give each stage a rate."""
+async def test_top_shows_what_processes_answer(settings: Settings, call: Call) -> None:
+    """Rates of a busy process; exit code 1, since another one does not answer."""
     log = await log_for(settings)
     async with shown(settings, log) as url, load(settings, log):
-        before = await look(url)
-        caller = Caller(settings, log)
-        await caller.send(CHUNK)
-        await caller.all_answered()
-        # An answer can be read a moment before it is counted.
-        async with asyncio.timeout(COUNTED_WITHIN_S):
-            rates = rates_of(figures_of(url, before, await look(url)))
-            while not rates[Stage.RESPONDER]:
-                rates = rates_of(figures_of(url, before, await look(url)))
-
-    assert all(rates.values()), rates
-
-
-def rates_of(figures: ProcessFigures) -> dict[Stage, float]:
-    """The first figure of each stage, which is a rate; 0 where it is not known."""
-    return {stage: next(iter(figures.stages[stage].values())) or 0.0 for stage in STAGES}
-
-
-async def look(url: str) -> Status:
-    """One answer, as `top` reads it."""
-    return msgspec.convert(await status_of(url), Status)
-
-
-async def test_top_looks_once(settings: Settings, call: Call) -> None:
-    """One line of JSON for two processes; exit code 1, since one of them does not answer."""
-    log = await log_for(settings)
-    async with shown(settings, log) as url:
-        arguments = ("top", "--once", "--json", "--interval", "0.1", "--url", url)
+        arguments = ("top", "--once", "--interval", "1", "--url", url)
         ended = await asyncio.to_thread(call, *arguments, "--url", f"http://{HOST}:1")
-    there, gone = json.loads(ended.stdout)["processes"]
+    heads, process, gone, *_ = ended.stdout.splitlines()
 
     assert ended.exit_code == 1
-    assert (there["url"], there["condition"], list(there["stages"])) == (url, "ready", [*STAGES])
-    assert gone["fault"].startswith("no answer")
+    assert heads.split()[:4] == ["process", "state", "stages", "answers/s"]
+    assert process.split()[:3] == [url, "ready", ",".join(STAGES)]
+    assert float(process.split()[3].replace(",", "")) > 0
+    assert re.match(rf"http://{HOST}:1 +no answer: ", gone)
+    assert re.search(r"digits/1 +ready +[\d,]+", ended.stdout)
