@@ -24,7 +24,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.signature import Signature, read_onnx_signature
 from headrace.protocol.messages import Envelope, Request
 from headrace.protocol.tensors import from_array
-from headrace.services.executor.gather import scatter
+from headrace.services.executor.buffers import scatter
 from headrace.services.executor.instance import Instance, Room
 
 ROWS = (1, 2, 8, 32)

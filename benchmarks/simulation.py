@@ -50,7 +50,7 @@ from benchmarks.told_load import (
 )
 from headrace.config import Settings, make_settings
 from headrace.log.port import Log
-from headrace.services.batcher.forming import DynamicBatcher
+from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.telemetry.logs import configure_logging
 from headrace.tools.replay.arrivals import read_arrivals
 from headrace.tools.replay.events import Arrivals, Limits

@@ -19,7 +19,7 @@ from headrace.models.repository import checksum_of
 from headrace.models.signature import TensorSpec
 from headrace.models.user_code import describe as describe_error
 from headrace.models.version import ModelVersion, State
-from headrace.services.executor.hosting import make_instance
+from headrace.services.executor.loading import make_instance
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 

@@ -30,7 +30,7 @@ from headrace.errors import ConfigurationError
 from headrace.log.port import Log
 from headrace.models.version import ModelVersion
 from headrace.runtime.log_factory import open_log
-from headrace.services.batcher.forming import DynamicBatcher
+from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.tools.replay.arrivals import read_arrivals
 from headrace.tools.replay.events import Limits, Policy
 from headrace.tools.replay.jobs import Source

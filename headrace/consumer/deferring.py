@@ -33,7 +33,7 @@ from headrace.tuning import TUNING, ConsumerTuning
 
 Refusal: TypeAlias = Callable[[Envelope, int], Failure | None]
 """Why a request with this envelope, behind so many deferred rows, would be late; see
-`headrace.services.batcher.forming.DynamicBatcher.refusal`."""
+`headrace.services.batcher.batcher.DynamicBatcher.refusal`."""
 
 
 class Sorted(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from headrace.crash_isolation.isolation import is_isolated
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
-from headrace.services.batcher.forming import DynamicBatcher, ModelKey
-from headrace.services.batcher.lanes import BatchLimits
+from headrace.services.batcher.batcher import DynamicBatcher, ModelKey
+from headrace.services.batcher.fair_queue import BatchLimits
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import QueueSnapshot
 from headrace.topics import Stage

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 from headrace.crash_isolation.isolation import alone_of, is_isolated, places_of
 from headrace.crash_isolation.run_gate import RunGate
 from headrace.protocol.messages import Batch, Request
-from headrace.services.executor.intake import PreparedBatch
+from headrace.services.executor.prefetch import PreparedBatch
 
 Outcome: TypeAlias = tuple[list[Request], list[Batch]]
 """Finished requests, and batches still to run."""

@@ -24,8 +24,7 @@ from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.models.backends.port import Arrays, Backend
 from headrace.models.user_code import describe, interrupt
 from headrace.protocol.messages import Request
-from headrace.services.executor.blocks import HostBlock
-from headrace.services.executor.gather import gather
+from headrace.services.executor.buffers import HostBlock, gather
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.tuning import TUNING, ExecutorTuning

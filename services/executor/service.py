@@ -23,14 +23,12 @@ from headrace.models.registry import Change, Models
 from headrace.models.user_code import describe
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.messages import Batch, Failure, Request
-from headrace.services.executor.again import apart, divide, pause_after
-from headrace.services.executor.comparing import Comparison
+from headrace.services.executor.buffers import scatter
 from headrace.services.executor.entering import Isolating, NotIsolating, enter_and_run
-from headrace.services.executor.finite import refuse_nonfinite
-from headrace.services.executor.gather import scatter
-from headrace.services.executor.hosting import make_instance, tell_ready
 from headrace.services.executor.instance import Instance, TooLate
-from headrace.services.executor.intake import Prefetch, PreparedBatch
+from headrace.services.executor.loading import make_instance, tell_ready
+from headrace.services.executor.prefetch import Prefetch, PreparedBatch, apart, divide, pause_after
+from headrace.services.executor.safety import Comparison, refuse_nonfinite
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot

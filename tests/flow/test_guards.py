@@ -29,7 +29,7 @@ from headrace.models.registry import Models
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.codec import encode_request, encode_response
 from headrace.protocol.messages import Request
-from headrace.services.executor.gather import gather, scatter
+from headrace.services.executor.buffers import gather, scatter
 from headrace.services.ingest.decode import Rules, read_requests
 from headrace.topics import STAGES
 from tests.support.models import add_version, identity, settings_for

@@ -14,8 +14,7 @@ from headrace.models.backends.port import Placed
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES, to_array
-from headrace.services.executor.blocks import HostBlock
-from headrace.services.executor.gather import gather, scatter
+from headrace.services.executor.buffers import HostBlock, gather, scatter
 from tests.support.work import make_request
 
 

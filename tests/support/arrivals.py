@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headrace.models.profiling.latency import Latency
-from headrace.services.batcher.forming import DynamicBatcher
+from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.tools.replay.events import (
     NO_TIMEOUT,
     Arrivals,

@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.device.port import Block, Device
 from headrace.device.widening import Widening
-from headrace.services.executor.ring import Ring, RingPlan, Slot, TensorPlan
+from headrace.services.executor.device.ring import Ring, RingPlan, Slot, TensorPlan
 from tests.support.happens_before import CheckedDevice, Clock, Operation
 
 ROW_BYTES = 3

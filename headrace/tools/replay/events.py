@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class Policy(Protocol):
-    """The batcher's interface; `headrace.services.batcher.forming.DynamicBatcher` implements it."""
+    """The batcher's interface; `headrace.services.batcher.batcher.DynamicBatcher` implements it."""
 
     ended: list[Request]
 

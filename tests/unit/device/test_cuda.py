@@ -13,7 +13,7 @@ from headrace.device.cuda import CudaDevice, source_of
 from headrace.device.port import Memory
 from headrace.device.widening import Widening
 from headrace.errors import ConfigurationError, Fatal
-from headrace.services.executor.ring import Ring, RingPlan, TensorPlan
+from headrace.services.executor.device.ring import Ring, RingPlan, TensorPlan
 from tests.support.fake_cupy import (
     CompileException,
     CUDARuntimeError,

@@ -18,8 +18,8 @@ from headrace.protocol.codec.requests import decode_request
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import to_array
-from headrace.services.executor.finite import refuse_nonfinite
-from headrace.services.executor.gather import gather, scatter
+from headrace.services.executor.buffers import gather, scatter
+from headrace.services.executor.safety import refuse_nonfinite
 from tests.support.work import make_request
 
 NAMED = ("batch", "sequence")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from headrace.services.batcher.forming import DynamicBatcher
+from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.tools.replay.events import Arrivals, Limits, Policy
 from headrace.tools.replay.service_times import Point, ServiceTime
 from headrace.tools.replay.simulate import Outcome, Scenario, Served, simulate

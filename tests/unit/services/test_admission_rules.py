@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.errors import Code
 from headrace.protocol.messages import Envelope
-from tests.support.forming import (
+from tests.support.batching import (
     LINE_US,
     NOW_MS,
     backlogged,

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from headrace.models.profiling.latency import Latency
-from headrace.services.batcher.forming import DynamicBatcher
+from headrace.services.batcher.batcher import DynamicBatcher
 from tests.support.work import NOW_US, Limits, make_request
 
 KEY = ("digits", "1")

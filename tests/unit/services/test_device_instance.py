@@ -22,7 +22,7 @@ from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.config import make_model_config
 from headrace.models.repository import FoundVersion, open_version
 from headrace.protocol.messages import Request
-from headrace.services.executor.device_instance import DeviceInstance, Loaded, OnDevice
+from headrace.services.executor.device.instance import DeviceInstance, Loaded, OnDevice
 from headrace.telemetry.snapshots import DeviceSnapshot
 from tests.support import models
 from tests.support.work import make_request

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.device.cpu import CpuDevice
-from headrace.services.executor.ring import Ring, RingPlan, Slot, TensorPlan
+from headrace.services.executor.device.ring import Ring, RingPlan, Slot, TensorPlan
 from headrace.tuning import TUNING
 from tests.support.happens_before import Operation, RaceError
 from tests.support.ring_schedule import Schedule

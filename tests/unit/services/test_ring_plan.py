@@ -7,8 +7,7 @@ import pytest
 from headrace.device.widening import Widening
 from headrace.models.processing import Adaptation
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.services.executor.ring import RingPlan, TensorPlan
-from headrace.services.executor.ring_plan import buckets, plan_ring
+from headrace.services.executor.device.ring import RingPlan, TensorPlan, buckets, plan_ring
 from headrace.tuning import TUNING
 
 

@@ -1,24 +1,25 @@
-"""Host blocks: the memory that the rows of an instance's batches are gathered into.
+"""Buffers: gather requests' tensors into one run's arrays, and scatter its outputs to the requests.
 
-An instance uses two alternately, so that the next batch can be gathered while one computes. A
-block has a part for each input, sized by the model's tensors, and is not reallocated once the
-largest batch has been seen. It returns the same arrays for the same rows and shapes
-(`headrace.models.backends.port.Placed`), so that a backend binds their addresses once.
+An instance gathers into two host blocks alternately, so that the next batch can be gathered while
+one computes. A block has a part for each input, sized by the model's tensors, and is not
+reallocated once the largest batch has been seen. It returns the same arrays for the same rows and
+shapes (`headrace.models.backends.port.Placed`), so that a backend binds their addresses once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.models.backends.port import Placed
+from headrace.models.backends.port import Arrays, Placed
+from headrace.models.inputs.padding import cut, pad
 from headrace.models.signature import Signature
-from headrace.protocol.messages import Request
-from headrace.protocol.tensors import DATATYPES
+from headrace.protocol.messages import Head, Request
+from headrace.protocol.tensors import DATATYPES, datatype_of, from_array, split_rows, to_array
 from headrace.tuning import TUNING, ExecutorTuning
 
 _ALIGNMENT_BYTES = 64
@@ -144,3 +145,80 @@ def _aligned(size_bytes: int) -> NDArray[np.uint8]:
     memory = np.empty(size_bytes + _ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT_BYTES
     return memory[start : start + size_bytes]
+
+
+def gather(
+    requests: Sequence[Request], signature: Signature, block: HostBlock | None = None
+) -> dict[str, NDArray[np.generic]]:
+    """Return the inputs of one run, with the requests' rows in order.
+
+    The requests are of one shape class. Their rows are copied once, into the block if there is one
+    and it takes them; a single request is otherwise not copied.
+    """
+    if signature.buckets:
+        pad(requests, signature)
+    placed = None if block is None else block.gather(requests)
+    if placed is not None:
+        return placed
+    if len(requests) == 1:
+        return {tensor.name: to_array(tensor) for tensor in requests[0].inputs}
+    return _joined(requests, signature)
+
+
+def _joined(requests: Sequence[Request], signature: Signature) -> dict[str, NDArray[np.generic]]:
+    """Return the requests' rows joined in new memory."""
+    rows = sum(request.rows for request in requests)
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for place, spec in enumerate(signature.inputs):
+        head = requests[0].inputs[place]
+        datatype = DATATYPES[spec.datatype]
+        if datatype.itemsize == 0:
+            parts = [to_array(request.inputs[place]) for request in requests]
+            arrays[spec.name] = np.concatenate(parts)
+            continue
+        joined = b"".join([request.inputs[place].data for request in requests])
+        arrays[spec.name] = np.frombuffer(joined, dtype=datatype.dtype).reshape(
+            rows, *head.shape[1:]
+        )
+    return arrays
+
+
+def scatter(requests: Sequence[Request], signature: Signature, outputs: Arrays) -> None:
+    """Give each request its rows of the outputs."""
+    rows = [request.rows for request in requests]
+    columns: list[list[bytes] | list[memoryview] | list[bytes | memoryview]] = []
+    for spec in signature.outputs:
+        array = outputs[spec.name]
+        if signature.batched:
+            columns.append(split_rows(spec.name, array, rows))
+        else:
+            columns.append([from_array(spec.name, array).data])
+    heads = _Heads(signature, outputs)
+    contents: Iterable[tuple[bytes | memoryview, ...]] = zip(*columns, strict=True)
+    for request, own in zip(requests, contents, strict=True):
+        request.heads = heads[request.rows]
+        request.contents = own
+        request.inputs = ()
+        wanted = request.wanted
+        if wanted is not None:
+            request.outputs = tuple([one for one in request.outputs or () if one.name in wanted])
+    if signature.buckets:
+        cut(requests, signature)
+
+
+class _Heads(dict[int, tuple[Head, ...]]):
+    """Cache of output headers (name, datatype, shape) by row count; not for BYTES outputs."""
+
+    def __init__(self, signature: Signature, outputs: Arrays) -> None:
+        self._batched = signature.batched
+        self._arrays = [(spec.name, outputs[spec.name]) for spec in signature.outputs]
+
+    def __missing__(self, rows: int) -> tuple[Head, ...]:
+        heads = tuple([self._head(rows, name, array) for name, array in self._arrays])
+        if "BYTES" not in [datatype for _, datatype, _ in heads]:
+            self[rows] = heads
+        return heads
+
+    def _head(self, rows: int, name: str, array: NDArray[Any]) -> Head:
+        shape = (rows, *array.shape[1:]) if self._batched else array.shape
+        return name, datatype_of(array.dtype, name).name, shape

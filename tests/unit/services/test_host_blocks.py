@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.messages import Request
-from headrace.services.executor.blocks import HostBlock
+from headrace.services.executor.buffers import HostBlock
 from tests.support.work import make_request
 
 SIGNATURE = make_signature(

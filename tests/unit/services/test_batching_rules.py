@@ -9,7 +9,7 @@ from headrace.errors import Code
 from headrace.protocol.messages import Envelope
 from headrace.transport.channels import Ask
 from headrace.tuning import TUNING
-from tests.support.forming import (
+from tests.support.batching import (
     KEY,
     LINE_US,
     NOW_MS,

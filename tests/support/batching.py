@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
-from headrace.services.batcher.forming import DynamicBatcher
+from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.transport.channels import Ask
 from tests.support.work import NOW_US, Limits, make_request
 

@@ -26,15 +26,14 @@ from headrace.errors import ConfigurationError, Fatal
 from headrace.models.backends.port import Arrays, Backend, Placed, StreamBackend
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES
-from headrace.services.executor.blocks import copy_rows
+from headrace.services.executor.buffers import copy_rows
+from headrace.services.executor.device.ring import Ring, RingPlan, Slot, buckets, plan_ring
 from headrace.services.executor.instance import (
     Call,
     Instance,
     load_and_warm_up,
     serve_calls,
 )
-from headrace.services.executor.ring import Ring, RingPlan, Slot
-from headrace.services.executor.ring_plan import buckets, plan_ring
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
 from headrace.tuning import TUNING, ExecutorTuning

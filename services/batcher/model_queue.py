@@ -1,7 +1,7 @@
 """A model's queue: waiting requests in groups that may share a batch, and which group goes next.
 
 The queue has a lane for each tenant and shape class with waiting requests (see
-`headrace.services.batcher.lanes`). The tenant served least goes next, and of its lanes the one
+`headrace.services.batcher.fair_queue`). The tenant served least goes next, and of its lanes the one
 with the earliest deadline; the batch is then filled from all lanes of that shape class. With one
 tenant and one shape class there is one lane, and nothing to choose.
 """
@@ -13,8 +13,15 @@ from collections.abc import Sequence
 
 from headrace.protocol.messages import Request
 from headrace.services.batcher.admission import Pace
-from headrace.services.batcher.lanes import BatchLimits, FairQueue, Fifo, Group, Lane, Tenant
-from headrace.services.batcher.ranking import Ranking
+from headrace.services.batcher.fair_queue import (
+    BatchLimits,
+    FairQueue,
+    Fifo,
+    Group,
+    Lane,
+    Ranking,
+    Tenant,
+)
 from headrace.transport.channels import Ask
 from headrace.tuning import TUNING, BatcherTuning
 

@@ -1,4 +1,4 @@
-"""Create the instances of a version, and log when it is ready."""
+"""Create the instances of a version on its device, and log when it is ready."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.loader import Preparation
 from headrace.models.repository import files_of
 from headrace.models.version import ModelVersion
-from headrace.services.executor.device_instance import DeviceInstance, OnDevice
+from headrace.services.executor.device.instance import DeviceInstance, OnDevice
 from headrace.services.executor.instance import Instance, Room
 from headrace.telemetry.logs import Event
 from headrace.tuning import TUNING, ExecutorTuning

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from headrace.protocol.messages import Batch
-from headrace.services.executor.intake import Prefetch, PreparedBatch
+from headrace.services.executor.prefetch import Prefetch, PreparedBatch
 from headrace.transport.channels import Ask, BatchQueue
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually

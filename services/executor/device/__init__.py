@@ -1,0 +1,1 @@
+"""Instances whose batches pass through a ring of slots on a device."""
