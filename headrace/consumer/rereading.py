@@ -17,7 +17,7 @@ from headrace.consumer.ready_queue import Arrivals, Delivery
 from headrace.delivery.inflight import AssignedPartition, Deferred
 from headrace.errors import Retriable
 from headrace.log.errors import OffsetOutOfRange
-from headrace.log.port import Consumer, Log, Record, TopicPartition
+from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -33,6 +33,8 @@ class Rereading:
         deferral: picks records that have room.
         ready: receives the records read.
         is_wanted: returns True if records of a partition may be admitted now.
+        on_lost_end: called with a partition and an offset that was read and is now at or beyond
+            the end of the log; it may be called again until the partition is reassigned.
         metrics: counts records that the log no longer holds.
     """
 
@@ -41,12 +43,14 @@ class Rereading:
         deferral: Deferral,
         ready: Arrivals,
         is_wanted: Callable[[TopicPartition], bool],
+        on_lost_end: Callable[[TopicPartition, int], None],
         metrics: Metrics,
         tuning: ConsumerTuning = TUNING.consumer,
     ) -> None:
         self._deferral = deferral
         self._ready = ready
         self._is_wanted = is_wanted
+        self._on_lost_end = on_lost_end
         self._metrics = metrics
         self._tuning = tuning
         self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
@@ -93,11 +97,18 @@ class Rereading:
         wanted = {each.offset: each for each in picked}
         reader.resume([partition])
         try:
-            await self._read_all(reader, assignment, wanted)
-        except OffsetOutOfRange:
-            beginning = (await reader.beginning_offsets([partition]))[partition]
-            for offset in [each for each in wanted if each < beginning]:
-                self._lose(wanted.pop(offset))
+            try:
+                await self._read_all(reader, assignment, wanted)
+            except OffsetOutOfRange:
+                beginning = (await reader.beginning_offsets([partition]))[partition]
+                for offset in [each for each in wanted if each < beginning]:
+                    self._lose(wanted.pop(offset))
+            # The first lost record is often exactly at the new end, which is in range: only the
+            # end shows that it will not come.
+            if wanted and not assignment.revoked:
+                end = (await reader.end_offsets([partition]))[partition]
+                if max(wanted) >= end:
+                    self._on_lost_end(partition, max(wanted))
         finally:
             reader.pause([partition])
             self._deferral.put_back(wanted.values())
@@ -115,15 +126,21 @@ class Rereading:
                 reader.seek(partition, first)
             polled = await reader.poll(tuning.poll_timeout_s, tuning.max_poll_records)
             records: Sequence[Record] = polled.get(partition, ())
-            if not records:
+            gaps = [gap for gap in reader.gaps() if gap.partition == partition]
+            if not (records or gaps):
                 continue
-            position = records[-1].offset + 1
+            position = max(
+                *[record.offset + 1 for record in records[-1:]], *[gap.end for gap in gaps[-1:]], 0
+            )
             found = [record for record in records if record.offset in wanted]
             for record in found:
                 del wanted[record.offset]
             if found and self._is_wanted(partition):
                 self._ready.put(Delivery(assignment, found, again=True))
                 self._ready.tell()
+            for gap in gaps:
+                for offset in [each for each in wanted if gap.first <= each < gap.end]:
+                    self._pass_over(wanted.pop(offset), gap)
             for offset in [each for each in wanted if each < position]:
                 self._lose(wanted.pop(offset))  # deleted while it was deferred
 
@@ -132,6 +149,24 @@ class Rereading:
         where, offset = deferred.assignment.partition, deferred.offset
         self._metrics.skipped.inc()
         log.error(Event.RECORDS_SKIPPED, partition=str(where), first=offset, count=1)
-        if self._is_wanted(where):
-            self._ready.put(Delivery(deferred.assignment, (), skipped=offset, again=True))
+        self._skip(deferred)
+
+    def _pass_over(self, deferred: Deferred, gap: Gap) -> None:
+        """Skip a record that became unreadable while it was deferred."""
+        where, offset = deferred.assignment.partition, deferred.offset
+        self._metrics.passed_over(gap._replace(first=offset, end=offset + 1))
+        log.error(
+            Event.RECORDS_UNREADABLE,
+            partition=str(where),
+            first=offset,
+            count=1,
+            code=gap.code,
+            reason=gap.reason,
+        )
+        self._skip(deferred)
+
+    def _skip(self, deferred: Deferred) -> None:
+        if self._is_wanted(deferred.assignment.partition):
+            skipped = Delivery(deferred.assignment, (), skipped=deferred.offset, again=True)
+            self._ready.put(skipped)
             self._ready.tell()

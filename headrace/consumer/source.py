@@ -119,6 +119,7 @@ class Source:
         self._reads_requests = requests == settings.topic
         self._identity = TopicIdentity(log_, settings.topic)
         self._behind: dict[TopicPartition, int] = {}
+        self._lost_ends: dict[TopicPartition, int] = {}
         self._acked = AutoResetEvent()
         self._committer = Committer(
             self.tracker, companion, metrics, self._acked, self.sealing, tuning.delivery
@@ -175,7 +176,12 @@ class Source:
         yield "probation", self.probation.run()
         if self.deferral is not None:
             rereading = Rereading(
-                self.deferral, self._ready, self._is_wanted, self._metrics, self._tuning
+                self.deferral,
+                self._ready,
+                self._is_wanted,
+                self._lost_ends.__setitem__,
+                self._metrics,
+                self._tuning,
             )
             yield "rereading", rereading.run(self._log)
         if self._settings.commits:
@@ -269,8 +275,13 @@ class Source:
             try:
                 polled = await self._poll()
             except OffsetOutOfRange as error:
-                await self._go_on_in_range(error)
+                if not error.positions:
+                    raise
+                await self._go_on_in_range(error.positions)
                 continue
+            if self._lost_ends:  # of partitions that are paused, so that no poll notices it
+                await self._go_on_in_range(dict(self._lost_ends))
+                self._lost_ends.clear()  # also what was reported meanwhile, of the same loss
             for partition, records in polled.items():
                 assignment = self.tracker.get(partition)
                 if assignment is None or not self._is_wanted(partition):
@@ -332,14 +343,12 @@ class Source:
         await self._acked.wait(tuning.paused_poll_timeout_s)
         return await self._consumer.poll(0, tuning.max_poll_records)
 
-    async def _go_on_in_range(self, error: OffsetOutOfRange) -> None:
-        if not error.positions:
-            raise error
+    async def _go_on_in_range(self, positions: Mapping[TopicPartition, int]) -> None:
         former = self.tracker.assignments
         try:
             replacement = await self._identity.replacement()
             found = await go_on_in_range(
-                self._consumer, self.tracker, error.positions, is_replaced=bool(replacement)
+                self._consumer, self.tracker, positions, is_replaced=bool(replacement)
             )
             self._identity.known = replacement or self._identity.known
         except Retriable as unavailable:
@@ -350,7 +359,7 @@ class Source:
             for partition, beginning in found.skipped.items():
                 assignment = self.tracker.get(partition)
                 if assignment is not None:
-                    self._skip(assignment, error.positions[partition], beginning)
+                    self._skip(assignment, positions[partition], beginning)
             for assignment in self.tracker.assignments:
                 if assignment not in former:  # of a topic that replaced the one read before
                     self._begin(assignment)

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Self
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.consumer.deferring import Deferral, Refusal
@@ -23,6 +24,7 @@ from headrace.log.memory.reader import MemoryReader
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics
+from tests.support.conditions import eventually
 from tests.support.logs import write_to
 from tests.support.tuning import QUICK
 
@@ -32,6 +34,7 @@ AT_ONCE = replace(
     QUICK.consumer,
     deferral_grace_s=0,
     refusal_interval_s=0,
+    reread_timeout_s=0.05,
     room_check_interval_s=0,
     reread_idle_s=0.01,
 )
@@ -87,6 +90,7 @@ class Bench:
         self.metrics = Metrics(CollectorRegistry())
         self.ready = Arrivals()
         self.is_wanted = True
+        self.lost_ends: dict[TopicPartition, int] = {}
 
     def _notify(self) -> None:
         self.deferral.freed()
@@ -120,6 +124,7 @@ class Bench:
             self.deferral,
             self.ready,
             lambda _: self.is_wanted,
+            self.lost_ends.__setitem__,
             self.metrics,
             AT_ONCE,
         )
@@ -171,6 +176,40 @@ async def test_deleted_records_are_skipped_and_counted() -> None:
     assert [record.offset for record in delivery.records] == [2]
     assert bench.metrics.registry.get_sample_value("headrace_skipped_total") == 1
     assert bench.assignment.progress == Progress(2)
+
+
+async def test_unreadable_records_are_skipped_and_counted() -> None:
+    """A record that a broker damaged while it was deferred is passed over, as it is at first."""
+    bench = Bench()
+    await bench.log.create_topics([TopicInfo(ONE.topic, 2, {})], replication_factor=1)
+    await write_to(bench.log, ONE, b"value")
+    bench.log.faults.write_unreadable(ONE, 1)
+    await write_to(bench.log, ONE, b"value")
+    (first,) = await bench.let_in([bench.request(offset) for offset in range(3)])
+    first.ack_handle.ack()
+    async with asyncio.timeout(10), bench.rereading():
+        delivery = await bench.next()
+        assert delivery.skipped == 1
+        bench.assignment.admit(delivery.skipped, 0).ack()
+        delivery = await bench.next()
+
+    assert [record.offset for record in delivery.records] == [2]
+    unreadable = {"code": "INVALID_REQUEST"}
+    assert bench.metrics.registry.get_sample_value("headrace_unreadable_total", unreadable) == 1
+    assert bench.assignment.progress == Progress(2)
+
+
+@pytest.mark.parametrize("end", [0, 1])
+async def test_lost_end_of_the_log_is_reported(end: int) -> None:
+    """The next deferred record lies beyond the new end, or exactly there."""
+    bench = Bench()
+    (first,) = await bench.read(4)
+    bench.log.faults.truncate(ONE, end)
+    first.ack_handle.ack()
+    async with bench.rereading():
+        await eventually(lambda: bench.lost_ends)
+
+    assert bench.lost_ends[ONE] >= end
 
 
 async def test_revoked_assignment_gives_back_what_is_reserved() -> None:

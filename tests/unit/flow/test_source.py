@@ -13,11 +13,12 @@ from prometheus_client import CollectorRegistry
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
 from headrace.delivery.acked_offsets import Progress
-from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES
+from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, AssignedPartition, InFlightAck
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
+from headrace.log.port import Committed, Consumer, NewRecord, Record, TopicInfo, TopicPartition
+from headrace.protocol.messages import Envelope, Request
 from headrace.telemetry.metrics import Metrics
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, write_to
@@ -430,6 +431,82 @@ async def test_draining_and_the_last_commit_share_one_deadline(log: MemoryLog) -
         await eventually(lambda: other.assignments, deadline_s=3)
         log.faults.release_commits()
         stage.ack_handles.clear()
+
+
+async def test_partition_paused_for_a_share_continues_when_its_end_was_lost(
+    log: MemoryLog,
+) -> None:
+    """The deferred records are gone, so that it need not wait until the log has grown."""
+    consumer = replace(
+        QUICK.consumer,
+        max_deferred_records=2,
+        resume_deferred_records=1,
+        deferral_grace_s=0,
+        reread_timeout_s=0.05,
+    )
+    await fill(log, 6)
+    source = make_source(log, replace(QUICK, consumer=consumer), budget_bytes=1000, model_share=0.5)
+    stage = DeferringStage(source)
+    async with asyncio.TaskGroup() as tasks, source:
+        running = tasks.create_task(source.run())
+        work = tasks.create_task(stage.run())
+        await source.assigned.wait()
+        await eventually(lambda: _reasons(source) == {"share"})
+        log.faults.truncate(ONE, 3)
+        stage.answers = True
+        stage.answer_all()
+        await eventually(lambda: not _reasons(source))
+        await fill(log, 1)
+        await eventually(lambda: stage.offsets[-1:] == [3])
+        stage.answer_all()
+        await eventually(lambda: _is(log, Progress(4)))
+        source.stop_reading()
+        await work
+        await source.close_down(5)
+        await running
+
+    assert stage.offsets == [0, 1, 2, 3]
+
+
+def _reasons(source: Source) -> set[str]:
+    return {each.paused for each in source.snapshot().partitions if each.paused}
+
+
+class DeferringStage:
+    """Lets requests of one model in as they have room.
+
+    Attributes:
+        answers: True if they are answered at once.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.offsets: list[int] = []
+        self.answers = False
+        self._ack_handles: list[InFlightAck] = []
+
+    async def run(self) -> None:
+        deferral = self.source.deferral
+        assert deferral is not None
+        while (delivery := await self.source.receive()) is not None:
+            requests = [self._admit(delivery.assignment, each) for each in delivery.records]
+            kept, over, _ = deferral.sort_out(requests, again=delivery.again)
+            kept += await deferral.wait_for_room(over)
+            for request in kept:
+                assert isinstance(request.ack_handle, InFlightAck)
+                self.offsets.append(request.ack_handle.offset)
+                self._ack_handles.append(request.ack_handle)
+            if self.answers:
+                self.answer_all()
+
+    def answer_all(self) -> None:
+        while self._ack_handles:
+            self._ack_handles.pop().ack()
+
+    def _admit(self, assignment: AssignedPartition, record: Record) -> Request:
+        ack_handle = assignment.admit(record.offset, 600)
+        origin = (assignment.partition.partition, record.offset, ack_handle.previous, 0)
+        return Request(ack_handle, *origin, None, b"", [], Envelope(), model="m")
 
 
 class ReluctantOrigins(SourceOffsets):
