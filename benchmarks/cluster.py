@@ -14,7 +14,7 @@ from headrace.config import KafkaSettings
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Consumer, NewRecord, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
-from headrace.tools.local_kafka.ports import free_port
+from headrace.tools.local_kafka.broker import free_port
 
 PARTITIONS = 4
 CHUNK = 500

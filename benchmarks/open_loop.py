@@ -24,8 +24,8 @@ from headrace.client.rpc import CORRELATION_ID
 from headrace.config import KafkaSettings
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import NewRecord, Record, Run, TopicPartition
-from headrace.tools.bench.arrivals import PoissonArrivals
-from headrace.tools.bench.histogram import Histogram
+from headrace.tools.bench.load import PoissonArrivals
+from headrace.tools.bench.measured import Histogram
 
 START_S = 30.0
 """For a process to start, and to connect."""

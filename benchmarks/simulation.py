@@ -1,20 +1,16 @@
-"""The simulation against real runs: what `headrace replay simulate` says of the 99th percentile
-of a run, and what that run had.
+"""The simulation against real runs: the 99th percentile that `headrace replay simulate` predicts
+from a run's arrivals, and the one that the run had.
 
     python -m benchmarks.simulation [--model NAME,...] [--load SHARE,...] [--rounds N] [--seconds N]
 
 The four services run in this process on the embedded log. Requests of one row arrive as a Poisson
-process, whose moments a process of its own tells. Digits runs on the event loop: its turns are
-measured before and after each run (`headrace.tools.replay.loop_measuring`), since a machine that
-others use changes its pace within minutes. The run itself tells the simulation nothing but its
-arrivals, and compared in both is from when a request was due until its answer was written. Of the
-others it is from when ingest began to read a request until its answer was encoded, which is what
-the times in an answer add up to. Magika and ResNet-50 are bound by computing: S(b) is learned
-from the run's own answers, and a second time from those of the run before, at another load. So is
-that of *paced*, whose runs wait for 200 ms and 25 ms for each row, as for a device: where a
-machine is busy with other work it is the one model whose runs still take what they take. Loads
-are shares of what these times allow. Every round has all loads in turn; what counts is the median
-of each load's rounds.
+process, whose times come from a process of its own. Compared is the time from when ingest began to
+read a request until its answer was encoded, which is what the times in an answer add up to. S(b) is
+learned from the run's own answers, and a second time from those of the run before, at another load.
+*paced* is a model whose runs wait for 200 ms and 25 ms for each row, as for a device: on a machine
+that is busy with other work it is the one model whose runs always take the same time. Loads are
+shares of what these times allow. Every round has all loads in turn; the result is the median of
+each load's rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ import gc
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -43,25 +38,27 @@ from benchmarks.told_load import (
     Load,
     all_answered,
     ask,
-    latencies_us,
     served,
-    ticking_unheard,
     told_us,
 )
 from headrace.config import Settings, make_settings
 from headrace.log.port import Log
 from headrace.services.batcher.batcher import DynamicBatcher
 from headrace.telemetry.logs import configure_logging
-from headrace.tools.replay.arrivals import read_arrivals
-from headrace.tools.replay.events import Arrivals, Limits
-from headrace.tools.replay.loop_measuring import MeasuredTurns, measure_turns
-from headrace.tools.replay.measuring import measure
-from headrace.tools.replay.opening import open_recording
-from headrace.tools.replay.present import latest_models, resolved, served_now
-from headrace.tools.replay.selection import Selection
-from headrace.tools.replay.service_times import ServiceTime, learn
-from headrace.tools.replay.simulate import Outcome, Scenario, Served, simulate
-from headrace.tools.replay.simulated_loop import LoopTime
+from headrace.tools.replay.jobs import open_recording
+from headrace.tools.replay.recording import Selection
+from headrace.tools.simulate.arrivals import read_arrivals
+from headrace.tools.simulate.events import Arrivals, Limits
+from headrace.tools.simulate.scenarios import (
+    Outcome,
+    Scenario,
+    Served,
+    latest_models,
+    resolved,
+    served_now,
+    simulate,
+)
+from headrace.tools.simulate.service_times import ServiceTime, learn, measure
 from headrace.topics import Topic
 
 WARM_UP_S = 1.0
@@ -70,15 +67,8 @@ SLOW_MEASURE_S = 2.0
 WITHIN = 0.15
 
 
-class Times(NamedTuple):
-    """What a simulation knows of how long things take."""
-
-    service: Mapping[str, ServiceTime]
-    loop: Mapping[str, LoopTime]
-
-
 class Run(NamedTuple):
-    """The latency of each request in microseconds, S(b) of the runs, and when requests came."""
+    """Latency of each request in microseconds, S(b) of the runs, and the arrivals."""
 
     real_us: NDArray[np.int64]
     service: Mapping[str, ServiceTime]
@@ -107,7 +97,7 @@ def paced(scratch: Path) -> Subject:
     return waiting("paced", scratch, run_s=0.2, row_s=0.025)
 
 
-MODELS = {**SUBJECTS, "paced": paced}
+MODELS = {"magika": SUBJECTS["magika"], "resnet50": SUBJECTS["resnet50"], "paced": paced}
 
 
 def settings_of(subject: Subject) -> Settings:
@@ -132,10 +122,10 @@ async def recorded(log: Log, settings: Settings, skipped: int) -> Arrivals:
     return resolved(read.arrivals, latest_models(settings, None)).chosen(slice(skipped, None))
 
 
-def outcome(arrivals: Arrivals, settings: Settings, times: Times) -> Outcome:
+def outcome(arrivals: Arrivals, settings: Settings, times: Mapping[str, ServiceTime]) -> Outcome:
     """Their simulation."""
     models = latest_models(settings, None)
-    now = served_now(settings, arrivals, times.service, models, times.loop)
+    now = served_now(settings, arrivals, times, models)
     return simulate(arrivals, now, Scenario(), lambda limits: DynamicBatcher(limits, "simulated"))
 
 
@@ -145,14 +135,12 @@ class Comparison:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._settings = settings_of(subject)
-        self._before: Times | None = None
+        self._before: Mapping[str, ServiceTime] | None = None
 
     async def capacity_per_s(self) -> float:
         """What the model's times, measured now, allow."""
         versions = latest_models(self._settings, None)
         version = versions[self._subject.name]
-        if not self._subject.slow:
-            return (await self._turns()).loop_time().capacity_per_s(256)
         service_time = await asyncio.to_thread(measure, version, SLOW_MEASURE_S)
         limits = served_limits(self._settings, self._subject.name, service_time)
         return limits.known().capacity_per_s()
@@ -160,17 +148,12 @@ class Comparison:
     async def compared(self, load: Load) -> Compared:
         """One run, and what the simulation makes of its arrivals."""
         subject, settings, busy = self._subject, self._settings, os.getloadavg()[0]
-        turns = None if subject.slow else await self._turns(load)
         run = await self._run(load)
-        loop = {}
-        if turns is not None:
-            loop[subject.name] = turns.and_then(await self._turns(load)).loop_time()
-        times = Times(run.service, loop)
-        found = outcome(run.arrivals, settings, times)
+        found = outcome(run.arrivals, settings, run.service)
         before = None
-        if subject.slow and self._before is not None:
+        if self._before is not None:
             before = outcome(run.arrivals, settings, self._before)
-        self._before = times
+        self._before = run.service
         p50_ms, p99_ms = (np.quantile(run.real_us, (0.5, 0.99)) / 1000).tolist()
         return Compared(
             subject.name,
@@ -179,12 +162,12 @@ class Comparison:
             len(run.real_us),
             p50_ms,
             p99_ms,
-            _latency_ms(found, subject, 0.5),
-            _latency_ms(found, subject, 0.99),
-            None if before is None else _latency_ms(before, subject, 0.99),
+            found.latency_ms(0.5),
+            found.latency_ms(0.99),
+            None if before is None else before.latency_ms(0.99),
             float(found.load),
             busy,
-            str(loop.get(subject.name) or times.service[subject.name]),
+            str(run.service[subject.name]),
         )
 
     async def _run(self, load: Load) -> Run:
@@ -198,10 +181,7 @@ class Comparison:
             await all_answered(log, settings, skipped := len(due))
             await ask(log, settings, subject.values, load, due)
             await all_answered(log, settings, len(due))
-            if subject.slow:
-                real_us = await told_us(log, settings, skipped)
-            else:
-                real_us = await latencies_us(log, settings, due, skipped)
+            real_us = await told_us(log, settings, skipped)
             service = await learned(log, settings)
             arrivals = await recorded(log, settings, skipped)
         gc.unfreeze()
@@ -209,20 +189,6 @@ class Comparison:
         if len(real_us) != sent:
             raise RuntimeError(f"expected {sent} answers in the log, got {len(real_us)}")
         return Run(real_us, service, arrivals)
-
-    async def _turns(self, load: Load | None = None) -> MeasuredTurns:
-        """With the process beside it that tells the arrivals of a load, as in the run."""
-        async with served(self._settings) as log, AsyncExitStack() as stack:
-            if load is not None:
-                await stack.enter_async_context(ticking_unheard(load))
-            return await measure_turns(log, self._settings, self._subject.values)
-
-
-def _latency_ms(found: Outcome, subject: Subject, probability: float) -> float:
-    """Between the two points that are compared in real runs."""
-    if subject.slow:
-        return found.in_process_latency_ms(probability)
-    return found.latency_ms(probability)
 
 
 def served_limits(settings: Settings, model: str, service_time: ServiceTime) -> Served:
@@ -286,7 +252,7 @@ def numbers(text: str) -> list[float]:
 
 
 @click.command(help=__doc__)
-@click.option("--model", "names", default="digits,magika,paced", show_default=True)
+@click.option("--model", "names", default="magika,paced", show_default=True)
 @click.option("--load", "loads", default="0.3,0.5,0.8", show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--seconds", default=20.0, show_default=True)

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from headrace.tools.bench.arrivals import PoissonArrivals
+from headrace.tools.bench.load import PoissonArrivals
 
 TICK_BYTES = 8
 STARTS_AFTER_S = 0.2

@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.ticking import TICK_BYTES
-from headrace.client.rpc import last_header
 from headrace.config import Settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Log, NewRecord, Record, TopicPartition
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
-from headrace.tools.replay.opening import open_recording
-from headrace.tools.replay.selection import Selection
+from headrace.tools.replay.jobs import open_recording
+from headrace.tools.replay.recording import Selection
 from headrace.topics import Topic
 
 PARTITIONS = 4
@@ -34,7 +33,6 @@ KEPT_BYTES = 1 << 34
 FREEZE_EVERY_S = 0.5
 """So often the records of the embedded log are taken out of the garbage collector's sight: with a
 broker they would be none of this process's objects, and going through them takes long."""
-TICKING_AFTER_S = 1.5
 
 
 class Load(NamedTuple):
@@ -83,23 +81,6 @@ async def ask(
     await ticking.wait()
 
 
-@asynccontextmanager
-async def ticking_unheard(load: Load) -> AsyncIterator[None]:
-    """Somebody tells when requests are due, and nobody listens. It has begun when this is entered:
-    to start a process keeps a machine busy.
-    """
-    ticking = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.ticking", str(load.per_s), "3600", str(load.seed)),
-        stdout=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        await asyncio.sleep(TICKING_AFTER_S)
-        yield
-    finally:
-        ticking.kill()
-        await ticking.wait()
-
-
 async def all_answered(log: Log, settings: Settings, count: int) -> None:
     """Wait until the log holds so many answers. Raises `TimeoutError`."""
     give_up_s = time.monotonic() + ANSWER_DEADLINE_S
@@ -115,23 +96,6 @@ async def held(log: Log, settings: Settings, topic: Topic) -> int:
     partitions = [TopicPartition(name, number) for number in range(PARTITIONS)]
     async with log.reader(partitions) as reader:
         return sum((await reader.end_offsets(partitions)).values())
-
-
-async def latencies_us(
-    log: Log, settings: Settings, due: Sequence[int], skipped: int
-) -> NDArray[np.int64]:
-    """From when a request was due until its answer was written, without the first requests; the
-    log tells the millisecond of the latter.
-    """
-    found: list[int] = []
-    async with _answers(log, settings) as records:
-        async for record in records:
-            origin = last_header(record.headers, "x-request") or b""
-            _, partition, offset = origin.decode().rsplit("/", 2)
-            number = int(offset) * PARTITIONS + int(partition)
-            if number >= skipped:
-                found.append(record.timestamp * 1000 + 500 - due[number])
-    return np.array(found, dtype=np.int64)
 
 
 async def told_us(log: Log, settings: Settings, skipped: int) -> NDArray[np.int64]:

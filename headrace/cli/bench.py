@@ -2,19 +2,294 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mimetypes
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import click
+from numpy.typing import NDArray
 
 from headrace.cli.event_loop import run
 from headrace.cli.infer_inputs import parse_inputs
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say
+from headrace.cli.progress import Progress
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
+from headrace.errors import ConfigurationError
+from headrace.log.port import Log, TopicPartition
+from headrace.models.version import ModelVersion
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
+from headrace.telemetry.logs import configure_logging
+from headrace.tools.bench.advice import Facts, advise
+from headrace.tools.bench.load import Load, LoadPlan, Payload
+from headrace.tools.bench.measured import Histogram, Measured
+from headrace.tools.bench.payloads import from_arrays, from_capture, from_file, made_up
+from headrace.tools.simulate.scenarios import latest_models
+from headrace.topics import Topic
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+URL_TIMEOUT_S = 5.0
+SHOW_EVERY_S = 0.2
+CPU_SECONDS = "process_cpu_seconds_total "
+
+
+class Asked(NamedTuple):
+    """Parameters of a measurement; see `headrace.cli.bench`.
+
+    Attributes:
+        rate: requests per second; None to saturate.
+        file: content and content type.
+        url: of a process to observe; empty for none.
+    """
+
+    model: str
+    version: str | None
+    rate: float | None
+    under_way: int
+    seconds: float
+    warm_up_s: float
+    as_json: bool
+    inputs: dict[str, NDArray[Any]]
+    file: tuple[bytes, str] | None
+    capture: Path | None
+    url: str
+
+
+async def measure(settings: Settings, asked: Asked, shown: Progress) -> tuple[Facts, Measured]:
+    """Run the load and gather the results.
+
+    Raises:
+        ConfigurationError: topics or models are missing, or nothing answers at the URL.
+        LogUnavailable: no broker answers.
+    """
+    known = latest_models(settings, None).get(asked.model)
+    payloads = await _payloads(asked, known)
+    async with AsyncExitStack() as stack:
+        log = await stack.enter_async_context(open_log(settings))
+        if settings.kafka is None:
+            configure_logging("warning")
+            await stack.enter_async_context(running(Pipeline(settings, log)))
+        course = await _course(settings, log, asked)
+        cores = _Cores(asked.url)
+        await cores.begin()
+        load = Load(log, course, payloads)
+        showing = asyncio.create_task(_show(shown, load.measured, course.seconds), name="progress")
+        try:
+            if asked.rate is None:
+                measured = await load.closed_loop(asked.under_way)
+            else:
+                measured = await load.open_loop(asked.rate)
+        finally:
+            showing.cancel()
+        kept_busy = await cores.end()
+    offered_per_s = measured.counted / (course.seconds - course.skip_s)
+    facts = _facts(asked, measured, known, payloads)
+    if asked.rate is not None:  # the rate actually reached by so short a process
+        facts = facts._replace(offered_per_s=offered_per_s)
+    return facts._replace(cores=kept_busy), measured
+
+
+async def _show(shown: Progress, measured: Measured, seconds: float) -> None:
+    began_s = time.monotonic()
+    while True:
+        part = (time.monotonic() - began_s) / seconds
+        shown.show(part, f"{measured.answered} of {measured.sent} requests answered")
+        await asyncio.sleep(SHOW_EVERY_S)
+
+
+async def _payloads(asked: Asked, known: ModelVersion | None) -> Sequence[Payload]:
+    if asked.capture is not None:
+        return await from_capture(asked.capture)
+    if asked.file is not None:
+        return [from_file(asked.model, asked.version, *asked.file)]
+    if asked.inputs:
+        given = from_arrays(asked.model, asked.version, asked.inputs, as_json=asked.as_json)
+        return [given]
+    if known is None:
+        raise ConfigurationError(
+            f"{asked.model}: expected it in models.repository, to make requests by its signature, "
+            "or requests by --input, --file or --capture"
+        )
+    return [made_up(known, asked.version, as_json=asked.as_json)]
+
+
+async def _course(settings: Settings, log: Log, asked: Asked) -> LoadPlan:
+    names = [settings.topic(topic) for topic in (Topic.REQUESTS, Topic.RESPONSES)]
+    found = await log.describe_topics(names)
+    sized: list[TopicPartition] = []
+    for name in names:
+        topic = found[name]
+        if topic is None:
+            raise ConfigurationError(f"topic {name}: expected it; `headrace topics create`")
+        sized.append(TopicPartition(name, topic.partitions))
+    return LoadPlan(
+        sized[0], sized[1], asked.seconds, skip_s=min(asked.warm_up_s, asked.seconds / 2)
+    )
+
+
+def _facts(
+    asked: Asked, measured: Measured, known: ModelVersion | None, payloads: Sequence[Payload]
+) -> Facts:
+    rows = measured.rows_per_batch
+    runs_per_s = measured.per_s / rows if rows else 0.0
+    failed = measured.answered - measured.statuses["ok"]
+    return Facts(
+        offered_per_s=None,
+        answered_per_s=measured.per_s,
+        failed_share=failed / max(1, measured.answered),
+        queue_s=measured.queue.mean_s,
+        batch_s=measured.batch.mean_s,
+        compute_s=measured.compute.mean_s,
+        outside_s=measured.outside.mean_s,
+        rows_per_batch=rows,
+        computing=runs_per_s * measured.compute.mean_s / (known.config.instances if known else 1),
+        max_batch_size=known.max_batch_size if known else 0,
+        request_bytes=sum(len(each.value) for each in payloads) // len(payloads),
+        as_json=any((b"json" in value) for each in payloads for _, value in each.headers[:1]),
+    )
+
+
+class _Cores:
+    """Number of cores that a process keeps busy, from its own metrics."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._before: tuple[float, float] = (0.0, 0.0)
+
+    async def begin(self) -> None:
+        """Take the first sample. Raises `ConfigurationError`."""
+        if self._url:
+            self._before = (time.monotonic(), await self._cpu_s())
+
+    async def end(self) -> float | None:
+        """Take the second sample and return the number of busy cores; None without a URL."""
+        if not self._url:
+            return None
+        began_s, cpu_s = self._before
+        return (await self._cpu_s() - cpu_s) / (time.monotonic() - began_s)
+
+    async def _cpu_s(self) -> float:
+        from aiohttp import ClientError, ClientSession, ClientTimeout
+
+        url = f"{self._url}/metrics"
+        try:
+            async with (
+                ClientSession(timeout=ClientTimeout(URL_TIMEOUT_S)) as session,
+                session.get(url) as response,
+            ):
+                text = await response.text()
+        except (ClientError, TimeoutError, ValueError) as error:
+            raise ConfigurationError(f"{url}: expected metrics, got {error!r}") from error
+        for line in text.splitlines():
+            if line.startswith(CPU_SECONDS):
+                return float(line.removeprefix(CPU_SECONDS))
+        raise ConfigurationError(f"{url}: expected {CPU_SECONDS.strip()}, got none")
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+BAR = 40
+PERCENTILES = (50, 90, 99, 99.9)
+
+
+def as_fields(facts: Facts, measured: Measured) -> dict[str, Any]:
+    """Return all results, with times in milliseconds."""
+    sizes = sorted(measured.batch_sizes.items())
+    return {
+        "sent": measured.sent,
+        "answered": measured.answered,
+        "unanswered": measured.unanswered,
+        "duplicates": measured.duplicates,
+        "answers_per_s": measured.per_s,
+        "statuses": dict(measured.statuses),
+        "latency_ms": _percentiles(measured.latency),
+        "sent_late_ms": _percentiles(measured.lateness) if len(measured.lateness) else None,
+        "histogram": [
+            {"up_to_ms": 1e3 * bound_s, "answers": count}
+            for bound_s, count in measured.latency.bars()
+        ],
+        "mean_ms": {
+            "queue": 1e3 * facts.queue_s,
+            "batch": 1e3 * facts.batch_s,
+            "compute": 1e3 * facts.compute_s,
+            "outside": 1e3 * facts.outside_s,
+        },
+        "rows_per_batch": facts.rows_per_batch,
+        "batch_sizes": [{"rows": rows, "answers_looked_into": count} for rows, count in sizes],
+        "computing": facts.computing,
+        "cores": facts.cores,
+        "advice": [each._asdict() for each in advise(facts)],
+    }
+
+
+def _percentiles(histogram: Histogram) -> dict[str, float]:
+    found = {f"p{percent:g}": 1e3 * histogram.percentile_s(percent) for percent in PERCENTILES}
+    return found | {"max": 1e3 * histogram.max_s}
+
+
+def as_text(fields: dict[str, Any]) -> str:
+    """Format the fields as text."""
+    return "\n".join([*_outcome(fields), "", *_histogram(fields), "", *_times(fields)])
+
+
+def _outcome(fields: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{fields['answered']} of {fields['sent']} requests answered, "
+        f"{fields['answers_per_s']:,.0f} a second"
+        + (f"; {fields['unanswered']} unanswered" if fields["unanswered"] else "")
+        + (f"; {fields['duplicates']} answered twice" if fields["duplicates"] else "")
+    )
+    others = {name: count for name, count in fields["statuses"].items() if name != "ok"}
+    for name, count in sorted(others.items()):
+        yield f"{name}: {count}"
+    yield f"latency: {_shown(fields['latency_ms'])}"
+    if fields["sent_late_ms"] is not None:
+        yield f"sent late, which is part of it: {_shown(fields['sent_late_ms'])}"
+
+
+def _shown(percentiles: dict[str, float]) -> str:
+    return ", ".join(f"{name} {_ms(value)}" for name, value in percentiles.items())
+
+
+def _histogram(fields: dict[str, Any]) -> Iterator[str]:
+    bars = fields["histogram"]
+    most = max((bar["answers"] for bar in bars), default=1)
+    for bar in bars:
+        marks = "#" * round(BAR * bar["answers"] / most)
+        yield f"  up to {_ms(bar['up_to_ms']):>9}  {bar['answers']:>9}  {marks}"
+
+
+def _times(fields: dict[str, Any]) -> Iterator[str]:
+    mean = fields["mean_ms"]
+    yield (
+        f"mean: waiting for a batch {_ms(mean['queue'])}, computing {_ms(mean['compute'])}, the "
+        f"rest of the batch {_ms(mean['batch'])}, Kafka and decoding {_ms(mean['outside'])}"
+    )
+    yield (
+        f"{fields['rows_per_batch']:.1f} rows in a run; the model computes "
+        f"{fields['computing']:.0%} of the time"
+        + (f"; {fields['cores']:.2f} cores busy" if fields["cores"] is not None else "")
+    )
+    for advice in fields["advice"]:
+        yield f"{advice['binds']}: {advice['sentence']}"
+
+
+def _ms(value: float) -> str:
+    return f"{value / 1e3:.2f} s" if value >= 1000 else f"{value:.2f} ms"
+
+
+# --- the command ---------------------------------------------------------------------------------
+
 
 UNDER_WAY = 1024
 
@@ -120,8 +395,7 @@ def command(
     if file is not None:
         guessed = content_type or mimetypes.guess_type(file.name)[0]
         payload = (file.read(), guessed or "application/octet-stream")
-    from headrace.cli.bench_report import as_fields, as_text
-    from headrace.cli.bench_run import Asked, measure
+    from headrace.cli.bench import Asked, as_fields, as_text, measure
     from headrace.cli.progress import progress
 
     asked = Asked(file=payload, as_json=encoding == "json", **given)

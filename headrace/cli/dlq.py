@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import json
+import re
+import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import wraps
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import click
 
-from headrace.cli.dlq_options import (
-    PLACE,
-    Newest,
-    Place,
-    counts_lines,
-    selecting,
-    table,
-    tally_lines,
-)
 from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say, say_gap
@@ -29,14 +26,189 @@ from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log
+from headrace.printable import printable
 from headrace.runtime.log_factory import open_log
-from headrace.tools.dead_letters import Letter, Order, Redrive, Selection, Tally, read_letters
+from headrace.tools.dead_letters import (
+    DeadLetter,
+    Order,
+    Redrive,
+    Selection,
+    Tally,
+    read_dead_letters,
+)
+from headrace.tools.dead_letters.copies import load_transform
+from headrace.tools.dead_letters.dead_letter import full, paragraphs, summary
 from headrace.tools.dead_letters.reading import partitions_of, spans_of
-from headrace.tools.dead_letters.remembering import recall
-from headrace.tools.dead_letters.showing import full, paragraphs, summary
-from headrace.tools.dead_letters.transforming import load_transform
+from headrace.tools.dead_letters.redrive_state import recall
 from headrace.tools.replay.capture import CaptureWriter
-from headrace.topics import Topic
+from headrace.topics import STAGES, Topic
+
+# --- options and tables --------------------------------------------------------------------------
+
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_AGO = re.compile(r"(\d+)([smhd])")
+_COLUMNS = ("letter", "time", "code", "model", "stage", "attempt", "redriven", "message")
+_MAX_CELL = 60
+
+
+class Place(NamedTuple):
+    """Position of a letter; `topic` is None if only partition and offset were given."""
+
+    topic: str | None
+    partition: int
+    offset: int
+
+
+class PlaceType(click.ParamType[Place]):
+    """`TOPIC/PARTITION/OFFSET` or `PARTITION/OFFSET`."""
+
+    name = "place"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Place:
+        """Convert a value; called by click."""
+        if isinstance(value, Place):
+            return value
+        *topic, partition, offset = ["", *str(value).split("/")][-3:]
+        if not (partition.isdecimal() and offset.isdecimal()) or str(value).count("/") > 2:
+            self.fail(f"expected [TOPIC/]PARTITION/OFFSET, got {value!r}", param, ctx)
+        return Place(topic[0] or None, int(partition), int(offset))
+
+
+class WhenType(click.ParamType[int]):
+    """A time in epoch milliseconds, as ISO 8601, or as a duration until now, such as `2h`."""
+
+    name = "when"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Convert a value; called by click."""
+        text = str(value)
+        if text.isdecimal():
+            return int(text)
+        if ago := _AGO.fullmatch(text):
+            return int((time.time() - int(ago[1]) * _UNITS_S[ago[2]]) * 1000)
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            self.fail(
+                f"expected 2026-01-31T12:00:00Z, epoch milliseconds, or 2h, got {text!r}",
+                param,
+                ctx,
+            )
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return int(moment.timestamp() * 1000)
+
+
+PLACE = PlaceType()
+WHEN = WhenType()
+
+
+def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that select letters to a command, as one argument `selection`."""
+
+    @wraps(function)
+    def with_selection(
+        *args: Any,
+        codes: Sequence[str],
+        models: Sequence[str],
+        stages: Sequence[str],
+        since_ms: int | None,
+        until_ms: int | None,
+        **options: Any,
+    ) -> Any:
+        selection = Selection(
+            frozenset(codes), frozenset(models), frozenset(stages), since_ms, until_ms
+        )
+        return function(*args, selection=selection, **options)
+
+    options = (
+        click.option("--code", "codes", multiple=True, help="Of this code; several may be given."),
+        click.option("--model", "models", multiple=True, help="Of this model; likewise."),
+        click.option(
+            "--stage",
+            "stages",
+            multiple=True,
+            type=click.Choice([stage.value for stage in STAGES]),
+            help="Failed here.",
+        ),
+        click.option(
+            "--since", "since_ms", type=WHEN, help="Dead since then: ISO 8601 (UTC), or 2h ago."
+        ),
+        click.option("--until", "until_ms", type=WHEN, help="Dead before then."),
+    )
+    for option in reversed(options):
+        with_selection = option(with_selection)
+    return with_selection
+
+
+class Newest:
+    """The newest of many letters, in bounded memory."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._heap: list[tuple[int, int, dict[str, Any]]] = []
+        self._numbers = itertools.count()
+
+    def add(self, timestamp_ms: int, row: dict[str, Any]) -> None:
+        """Keep a letter's row if it is one of the newest."""
+        heapq.heappush(self._heap, (timestamp_ms, next(self._numbers), row))
+        if len(self._heap) > self._limit:
+            heapq.heappop(self._heap)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows by time, the newest last; those of one time as they were added."""
+        return [row for _, _, row in sorted(self._heap, key=lambda entry: entry[:2])]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield rows under their headings, in columns that fit; the last column is not cut."""
+    if not rows:
+        return
+    cells = [list(_COLUMNS), *([_cell(row[name]) for name in _COLUMNS] for row in rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(_COLUMNS) - 1)]
+    for line in cells:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
+        yield "  ".join([*padded, line[-1]])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = printable(" ".join(str(value).split())) or "-"
+    return text if len(text) <= _MAX_CELL else text[: _MAX_CELL - 1] + "…"
+
+
+def counts_lines(counts: Counter[str], shown: int) -> Iterator[str]:
+    """Yield the number of letters by code, the most frequent first."""
+    if not counts:
+        yield "no dead letters"
+        return
+    by_code = ", ".join(f"{code or 'no code'} {count}" for code, count in counts.most_common())
+    hidden = counts.total() - shown
+    yield f"{counts.total()} dead letters: {by_code}" + (f"; {hidden} not shown" if hidden else "")
+
+
+def tally_lines(tally: Tally, order: Order) -> Iterator[str]:
+    """Yield the results of a redrive as text."""
+    verb = "discarded" if order.discard else "sent"
+    by_code = ", ".join(f"{code or 'no code'} {count}" for code, count in tally.sent.most_common())
+    would = "would be " if order.dry_run else ""
+    yield f"{tally.sent.total()} {would}{verb}" + (f": {by_code}" if by_code else "")
+    if tally.done_before:
+        yield f"{tally.done_before} passed over: redriven before"
+    if tally.left:
+        yield f"{tally.left} left where they are: transform gave None"
+    if tally.deadlines_dropped:
+        yield f"{tally.deadlines_dropped} without their x-deadline-ms, which has passed"
+    for identity, reason in tally.refused:
+        yield f"refused {identity}: {reason}"
+
+
+# --- the command ---------------------------------------------------------------------------------
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 
@@ -99,7 +271,7 @@ def show(settings: Settings, place: Place, as_json: bool) -> None:
         say(line)
 
 
-async def _one(settings: Settings, place: Place) -> tuple[Letter, bool]:
+async def _one(settings: Settings, place: Place) -> tuple[DeadLetter, bool]:
     selection = Selection(places=_chosen(settings, [place]))
     async with aclosing(_letters(settings, selection)) as letters:
         async for letter, redriven in letters:
@@ -221,13 +393,13 @@ def export(
     with ExitStack() as stack:
         if capture is None:
 
-            def write(letter: Letter, redriven: bool) -> None:
+            def write(letter: DeadLetter, redriven: bool) -> None:
                 output.write(json.dumps(full(letter, redriven)) + "\n")
         else:
             source = settings.topic(Topic.DEAD_LETTERS)
             writer = stack.enter_context(CaptureWriter(capture, source))
 
-            def write(letter: Letter, redriven: bool) -> None:
+            def write(letter: DeadLetter, redriven: bool) -> None:
                 writer.add([letter.record])
 
         count = run(_export(settings, selection, pending, write))
@@ -238,7 +410,7 @@ async def _export(
     settings: Settings,
     selection: Selection,
     pending: bool,
-    write: Callable[[Letter, bool], None],
+    write: Callable[[DeadLetter, bool], None],
 ) -> int:
     count = 0
     async with aclosing(_letters(settings, selection)) as letters:
@@ -265,14 +437,14 @@ async def _open(settings: Settings) -> AsyncIterator[Log]:
 
 async def _letters(
     settings: Settings, selection: Selection
-) -> AsyncGenerator[tuple[Letter, bool], None]:
+) -> AsyncGenerator[tuple[DeadLetter, bool], None]:
     """Yield letters, and whether each was redriven."""
     topic = settings.topic(Topic.DEAD_LETTERS)
     async with _open(settings) as log:
         partitions = await partitions_of(log, topic)
         async with log.reader(partitions) as reader:
             done = await recall(log, settings, await spans_of(reader, partitions))
-        async with aclosing(read_letters(log, topic, selection, say_gap)) as letters:
+        async with aclosing(read_dead_letters(log, topic, selection, say_gap)) as letters:
             async for letter in letters:
                 yield letter, letter.record.offset in done[letter.partition]
 

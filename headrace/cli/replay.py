@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +23,18 @@ from headrace.cli.selection_options import (
     selection_options,
 )
 from headrace.cli.settings import pass_settings
-from headrace.config import Settings
+from headrace.config import ModelSettings, Settings
 from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
+from headrace.telemetry.logs import configure_logging
 from headrace.tools.replay.jobs import (
     Replayed,
     Source,
     TopicJob,
     Watch,
     new_run_id,
+    now_ms,
+    open_recording,
     replay_into_topic,
 )
 from headrace.tools.replay.jobs import (
@@ -37,12 +43,58 @@ from headrace.tools.replay.jobs import (
 from headrace.tools.replay.jobs import (
     save as save_records,
 )
-from headrace.tools.replay.marking import Marking
-from headrace.tools.replay.opening import open_recording
-from headrace.tools.replay.pacing import FixedRate, OriginalSpacing, Pace, Unpaced
-from headrace.tools.replay.recording import Recording
-from headrace.tools.replay.totals import PartitionTotals
+from headrace.tools.replay.recording import PartitionTotals, Recording
+from headrace.tools.replay.replay import FixedRate, OriginalSpacing, Outcome, Pace, Replay, Unpaced
+from headrace.tools.replay.sinks import Marking, into_pipeline
 from headrace.topics import Topic
+
+# --- replay into a pipeline in this process ------------------------------------------------------
+
+
+class PipelineJob(NamedTuple):
+    """Parameters of a replay into a pipeline with the models of a directory."""
+
+    models: Path
+    pace: Pace
+    marking: Marking
+    by_key: bool = False
+
+
+async def replay_into_models(
+    settings: Settings,
+    source: Source,
+    job: PipelineJob,
+    watch: Watch,
+) -> tuple[Outcome, Counter[str]]:
+    """Replay into the four services with the models of a directory; no broker is written to.
+
+    Returns the outcome, and the number of answers by `x-status`.
+
+    Raises:
+        ConfigurationError: the models cannot be served.
+        Unanswered: an answer did not come.
+    """
+    configure_logging("warning")
+    embedded = settings.model_copy(
+        update={"kafka": None, "models": ModelSettings(repository=job.models)}
+    )
+
+    async with AsyncExitStack() as stack:
+        log = await stack.enter_async_context(open_log(settings))
+        recording = await stack.enter_async_context(
+            open_recording(log, source.origin, source.selection)
+        )
+        memory = await stack.enter_async_context(open_log(embedded))
+        await stack.enter_async_context(running(Pipeline(embedded, memory)))
+        sink = await stack.enter_async_context(
+            into_pipeline(memory, embedded, job.marking, now_ms, by_key=job.by_key)
+        )
+        outcome = await Replay(recording, job.pace, sink, advanced=watch(recording)).run()
+    return outcome, sink.statuses
+
+
+# --- the command ---------------------------------------------------------------------------------
+
 
 MODULES = {
     "compare": (
@@ -254,7 +306,7 @@ def models(
 
     No broker is written to. Answers are counted by their status.
     """
-    from headrace.cli.replay_pipeline import PipelineJob, replay_into_models
+    from headrace.cli.replay import PipelineJob, replay_into_models
 
     marking = Marking(given.run_id or new_run_id())
     job = PipelineJob(repository, _pace(given), marking, given.by_key)
@@ -276,7 +328,7 @@ def _telling(watch: Watch) -> Watch:
     return telling
 
 
-# --- what is said of them ---------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def _report(

@@ -4,32 +4,306 @@ from __future__ import annotations
 
 import json
 import shlex
-from contextlib import AsyncExitStack
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
-from headrace.cli.compare_options import COMPARE_OPTIONS, Compared
 from headrace.cli.event_loop import run
-from headrace.cli.options import chosen_answers, options_as, report_option, write_report
+from headrace.cli.options import (
+    ANSWERS_FILE,
+    chosen_answers,
+    options_as,
+    report_option,
+    write_report,
+)
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.output import say
 from headrace.cli.progress import watching
-from headrace.cli.replay_sides import Repositories, ask_pipeline, repositories
 from headrace.cli.selection_options import chosen_source, selection_options
 from headrace.cli.settings import pass_settings
-from headrace.config import Settings
+from headrace.client.rpc import RpcClient
+from headrace.config import ModelSettings, Settings
+from headrace.errors import ConfigurationError
+from headrace.models.repository import FoundModel, Repository
 from headrace.runtime.log_factory import open_log
-from headrace.tools.replay.compare.asking import RecordedSubject, Subject, load_answers
-from headrace.tools.replay.compare.report import Subjects, report
-from headrace.tools.replay.compare.run import Comparison, compare
-from headrace.tools.replay.compare.summary import describe, lines, summary
-from headrace.tools.replay.compare.tally import WorstCase
-from headrace.tools.replay.compare.verdict import Thresholds, is_same, judge
-from headrace.tools.replay.jobs import Source, Watch
-from headrace.tools.replay.opening import open_recording
-from headrace.tools.replay.selection import Selection
+from headrace.runtime.process import Pipeline, running
+from headrace.telemetry.logs import configure_logging
+from headrace.tools.compare.report import Subjects, report
+from headrace.tools.compare.run import (
+    DEFAULT_CONCURRENCY,
+    DEFAULT_TOP_K,
+    Comparison,
+    PipelineSubject,
+    RecordedSubject,
+    Subject,
+    compare,
+    load_answers,
+)
+from headrace.tools.compare.summary import describe, lines, summary
+from headrace.tools.compare.tally import WorstCase
+from headrace.tools.compare.verdict import COMPARABLE_UNRECORDED, Thresholds, is_same, judge
+from headrace.tools.replay.jobs import Source, Watch, open_recording
+from headrace.tools.replay.recording import Selection
+
+# --- options -------------------------------------------------------------------------------------
+
+
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_SHARE = click.FloatRange(min=0, max=1)
+_POSITIVE = click.FloatRange(min=0)
+
+
+class Compared(NamedTuple):
+    """Values of the options, as given."""
+
+    models: Path | None
+    candidate: Path | None
+    candidate_version: int | None
+    current_version: int | None
+    answers: str | None
+    answers_file: Path | None
+    without_current: bool
+    margin: float
+    max_difference: float | None
+    max_mismatched: float | None
+    min_top1: float | None
+    max_code_changes: float | None
+    max_latency_ratio: float
+    min_recorded: float
+    min_comparable: float | None
+    top_k: int
+    concurrency: int
+
+    def check(self) -> None:
+        """Raise `click.UsageError` if options conflict."""
+        if (self.candidate is None) == (self.candidate_version is None):
+            raise click.UsageError("give either --candidate or --candidate-version")
+        if self.current_version is not None and self.candidate_version is None:
+            raise click.UsageError("--current-version goes with --candidate-version")
+        if self.without_current and self.answers is None and self.answers_file is None:
+            raise click.UsageError("--without-current goes with --answers or --answers-file")
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """Return the user's limits."""
+        return Thresholds(
+            self.margin,
+            self.max_difference,
+            self.max_mismatched,
+            self.min_top1,
+            self.max_code_changes,
+            self.max_latency_ratio,
+            self.min_recorded,
+            self.min_comparable,
+        )
+
+
+COMPARE_OPTIONS = (
+    click.option(
+        "--models",
+        type=_DIRECTORY,
+        metavar="DIR",
+        help="The current models.  [default: models.repository]",
+    ),
+    click.option("--candidate", type=_DIRECTORY, metavar="DIR", help="The candidate's models."),
+    click.option(
+        "--candidate-version",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="The candidate is this version of the current models.",
+    ),
+    click.option(
+        "--current-version",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="With --candidate-version: the current one.  [default: the one that is served]",
+    ),
+    click.option(
+        "--answers",
+        metavar="TOPIC",
+        help="The reference is answers that were recorded on this topic.",
+    ),
+    ANSWERS_FILE,
+    click.option(
+        "--without-current",
+        is_flag=True,
+        help="With recorded answers: do not run the current models.",
+    ),
+    click.option(
+        "--margin", type=_POSITIVE, default=4.0, show_default=True, help="Times the noise."
+    ),
+    click.option("--max-difference", type=_POSITIVE, metavar="X", help="Of any float output."),
+    click.option(
+        "--max-mismatched", type=_SHARE, metavar="SHARE", help="Of labels, texts, integers."
+    ),
+    click.option("--min-top1", type=_SHARE, metavar="SHARE", help="Of rows with the same largest."),
+    click.option("--max-code-changes", type=_SHARE, metavar="SHARE", help="Of answers' codes."),
+    click.option(
+        "--max-latency-ratio",
+        type=_POSITIVE,
+        default=1.5,
+        show_default=True,
+        help="Of the medians, candidate to current.",
+    ),
+    click.option(
+        "--min-recorded",
+        type=_SHARE,
+        default=1.0,
+        show_default=True,
+        metavar="SHARE",
+        help="Of requests, with a recorded answer.",
+    ),
+    click.option(
+        "--min-comparable",
+        type=_SHARE,
+        metavar="SHARE",
+        help="Of requests, with outputs on both sides.  [default: as many as were recorded with "
+        f"outputs, or {COMPARABLE_UNRECORDED:g} without recorded answers]",
+    ),
+    click.option("--top-k", type=click.IntRange(min=1), default=DEFAULT_TOP_K, show_default=True),
+    click.option(
+        "--concurrency",
+        type=click.IntRange(min=1, max=1024),
+        default=DEFAULT_CONCURRENCY,
+        show_default=True,
+        help="Requests under way at once.",
+    ),
+)
+
+
+# --- sides ---------------------------------------------------------------------------------------
+
+
+class Directories(NamedTuple):
+    """Two repositories."""
+
+    current: Path
+    candidate: Path
+
+
+class Repositories(NamedTuple):
+    """Repositories as given by the options.
+
+    Attributes:
+        current: the directory of the current models.
+        candidate: the candidate's, or None for `candidate_version` of `current`.
+        current_version: the current version; None for what `current` serves.
+        model: the compared model, in the form of a filter; None for all.
+    """
+
+    current: Path
+    candidate: Path | None
+    candidate_version: int | None
+    current_version: int | None
+    model: str | None
+
+    @property
+    def current_name(self) -> str:
+        """Name of the current side, for display."""
+        version = f", version {self.current_version}" if self.current_version else ""
+        return f"{self.current}{version}"
+
+    @property
+    def candidate_name(self) -> str:
+        """Name of the candidate, for display."""
+        if self.candidate is not None:
+            return str(self.candidate)
+        return f"{self.current}, version {self.candidate_version}"
+
+    def options(self) -> list[str]:
+        """Return the same as command line options."""
+        words = ["--models", str(self.current)]
+        if self.candidate is not None:
+            words += ["--candidate", str(self.candidate)]
+        if self.candidate_version is not None:
+            words += ["--candidate-version", str(self.candidate_version)]
+        if self.current_version is not None:
+            words += ["--current-version", str(self.current_version)]
+        return words
+
+
+@contextmanager
+def repositories(settings: Settings, chosen: Repositories) -> Iterator[Directories]:
+    """Yield the two directories; for a named version, a temporary one made of links.
+
+    Raises:
+        ConfigurationError: there is no such directory or version.
+    """
+    if chosen.candidate is not None:
+        yield Directories(chosen.current, chosen.candidate)
+        return
+    assert chosen.candidate_version is not None
+    found = [
+        model
+        for model in Repository(chosen.current, settings).scan()
+        if chosen.model is None or model.name == chosen.model.partition("/")[0]
+    ]
+    with tempfile.TemporaryDirectory(prefix="headrace-compare-") as place:
+        made = Directories(Path(place, "current"), Path(place, "candidate"))
+        _link(found, chosen.candidate_version, made.candidate)
+        if chosen.current_version is None:
+            _require_another(found, chosen.candidate_version)
+            made = made._replace(current=chosen.current)
+        else:
+            _link(found, chosen.current_version, made.current)
+        yield made
+
+
+def _link(models: list[FoundModel], version: int, target: Path) -> None:
+    """Link a repository that answers with this version, whichever version a request names."""
+    linked = 0
+    for model in models:
+        directory = (model.directory / str(version)).resolve()
+        if not directory.is_dir():
+            continue
+        linked += 1
+        place = target / model.name
+        place.mkdir(parents=True)
+        for path in model.directory.iterdir():
+            if path.is_file():
+                (place / path.name).symlink_to(path.resolve())
+        for served in {each.version for each in model.versions} or {str(version)}:
+            (place / served).symlink_to(directory, target_is_directory=True)
+    if not linked:
+        names = ", ".join(model.name for model in models) or "no model"
+        raise ConfigurationError(f"version {version}: expected it of {names}, but there is none")
+
+
+def _require_another(models: list[FoundModel], version: int) -> None:
+    for model in models:
+        served = [int(each.version) for each in model.versions]
+        if served and max(served) == version:
+            raise ConfigurationError(
+                f"{model.name}: version {version} is the one that is served; name the one to "
+                "compare it with (--current-version)"
+            )
+
+
+@asynccontextmanager
+async def ask_pipeline(settings: Settings, models: Path) -> AsyncIterator[PipelineSubject]:
+    """Run the four services with the models of a directory, on their own embedded log.
+
+    Raises:
+        ConfigurationError: the models cannot be served.
+    """
+    configure_logging("warning")
+    embedded = settings.model_copy(
+        update={"kafka": None, "models": ModelSettings(repository=models)}
+    )
+    async with (
+        open_log(embedded) as log,
+        running(Pipeline(embedded, log)),
+        RpcClient(log, embedded) as rpc,
+    ):
+        yield PipelineSubject(rpc)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
 
 SHOWN_WORST = 3
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from headrace.cli.event_loop import run
-from headrace.cli.loop_times import loop_times, on_the_loop
 from headrace.cli.options import (
     ANSWERS_FILE,
     chosen_answers,
@@ -24,24 +23,28 @@ from headrace.cli.output import say
 from headrace.cli.progress import Progress, progress
 from headrace.cli.selection_options import chosen_source, selection_options
 from headrace.cli.settings import pass_settings
-from headrace.cli.simulation_table import HEADINGS, cells, curve, table
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log
 from headrace.models.version import ModelVersion
 from headrace.runtime.log_factory import open_log
 from headrace.services.batcher.batcher import DynamicBatcher
-from headrace.tools.replay.arrivals import read_arrivals
-from headrace.tools.replay.events import Limits, Policy
-from headrace.tools.replay.jobs import Source
-from headrace.tools.replay.measuring import measure
-from headrace.tools.replay.opening import open_recording
-from headrace.tools.replay.present import latest_models, only, resolved, served_now
-from headrace.tools.replay.selection import Selection
-from headrace.tools.replay.service_times import ServiceTime, learn, parse_service_time
-from headrace.tools.replay.simulate import Outcome, Scenario, scenarios, simulate
-from headrace.tools.replay.simulated_loop import LoopTime
-from headrace.tools.replay.simulation_report import report
+from headrace.tools.replay.jobs import Source, open_recording
+from headrace.tools.replay.recording import Selection
+from headrace.tools.simulate.arrivals import read_arrivals
+from headrace.tools.simulate.events import Limits, Policy
+from headrace.tools.simulate.report import HEADINGS, cells, curve, report, table
+from headrace.tools.simulate.scenarios import (
+    Outcome,
+    Scenario,
+    latest_models,
+    only,
+    resolved,
+    scenarios,
+    served_now,
+    simulate,
+)
+from headrace.tools.simulate.service_times import ServiceTime, learn, measure, parse_service_time
 
 T = TypeVar("T", int, float)
 
@@ -55,7 +58,6 @@ class SimulationJob(NamedTuple):
         service_times: by model, or under "" for all others.
         answers: a topic, or a capture file.
         steady: all batches of one size take the same time.
-        measure_loop: models with short runs are served by an event loop that is measured.
         asked: the scenarios.
     """
 
@@ -65,7 +67,6 @@ class SimulationJob(NamedTuple):
     answers: str | Path | None
     overhead_us: float
     steady: bool
-    measure_loop: bool
     asked: Sequence[Scenario]
 
 
@@ -74,13 +75,11 @@ class Simulated(NamedTuple):
 
     Attributes:
         times: S(b) of each arriving model.
-        loop: T(n) and U(n) of the models on the event loop.
         notices: what was left out, for display.
     """
 
     source: str
     times: Mapping[str, ServiceTime]
-    loop: Mapping[str, LoopTime]
     outcomes: Sequence[Outcome]
     notices: Sequence[str]
 
@@ -123,7 +122,6 @@ class Asked(NamedTuple):
     models: Path | None
     overhead_us: float
     steady: bool
-    measure_loop: bool
     rate_factors: tuple[float, ...]
     instances: tuple[int, ...]
     max_batch_sizes: tuple[int, ...]
@@ -157,11 +155,6 @@ _OPTIONS = (
         help="What a batch costs its instance besides the model's run.",
     ),
     click.option("--steady", is_flag=True, help="All batches of a size take the median of it."),
-    click.option(
-        "--measure-loop",
-        is_flag=True,
-        help="Measure what the event loop does around the runs of models that are short.",
-    ),
     click.option(
         "--rate-factor",
         "rate_factors",
@@ -233,7 +226,6 @@ def _job(settings: Settings, given: Asked, chosen: dict[str, Any]) -> Simulation
         recorded,
         given.overhead_us,
         given.steady,
-        given.measure_loop,
         scenarios(
             given.rate_factors,
             given.instances,
@@ -254,18 +246,12 @@ def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
         fields = {
             "source": found.source,
             "service_times": {name: curve(each) for name, each in found.times.items()},
-            "loop_times": {
-                name: {"answered": curve(each.answered), "busy": curve(each.busy)}
-                for name, each in found.loop.items()
-            },
             "outcomes": [each.as_json() for each in found.outcomes],
         }
         click.echo(json.dumps(fields, indent=2))
         return
     for name, service_time in sorted(found.times.items()):
         say(f"S(b) of {name}: {service_time}")
-    for name, loop_time in sorted(found.loop.items()):
-        say(f"event loop with {name}: {loop_time}")
     for line in table(rows):
         say(line)
 
@@ -296,40 +282,14 @@ async def simulated(settings: Settings, job: SimulationJob, shown: Progress) -> 
             f"{name}: expected requests of models whose service time is known, got none; "
             "see --service-time, --answers and --models"
         )
-    loop = await _loop(settings, job, times, models, notices)
-    served = served_now(settings, arrivals, times, models, loop)
+    served = served_now(settings, arrivals, times, models)
     outcomes: list[Outcome] = []
     for each in job.asked:
         shown.show(len(outcomes) / len(job.asked), f"{len(outcomes)} of {len(job.asked)} scenarios")
         await asyncio.sleep(0)  # Ctrl-C takes effect between two scenarios
         outcomes.append(simulate(arrivals, served, each, _policy))
     source = f"{len(arrivals.at_us)} requests of {name}"
-    return Simulated(source, times, loop, outcomes, notices)
-
-
-async def _loop(
-    settings: Settings,
-    job: SimulationJob,
-    times: Mapping[str, ServiceTime],
-    models: Mapping[str, ModelVersion],
-    notices: list[str],
-) -> dict[str, LoopTime]:
-    """Measure the turns of the event loop for the models that it runs, if requested."""
-    short = on_the_loop(times)
-    if not job.measure_loop:
-        if short:
-            notices.append(
-                f"runs of {', '.join(short)} are made on the event loop, whose own work is not "
-                "simulated; see --measure-loop"
-            )
-        return {}
-    known = {name: models[name] for name in short if name in models}
-    if not known:
-        raise ConfigurationError(
-            "--measure-loop: expected a model with runs so short that they are made on the event "
-            f"loop, in --models or models.repository, got {', '.join(sorted(models)) or 'none'}"
-        )
-    return await loop_times(settings, known, job.models)
+    return Simulated(source, times, outcomes, notices)
 
 
 def _policy(limits: Callable[[str, str], Limits]) -> Policy:

@@ -13,7 +13,7 @@ import click
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.tools.replay.jobs import Source
-from headrace.tools.replay.selection import Filters, Selection, Window
+from headrace.tools.replay.recording import Filters, Selection, Window
 from headrace.topics import Topic
 
 F = TypeVar("F", bound=Callable[..., Any])

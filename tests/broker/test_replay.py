@@ -15,7 +15,7 @@ from headrace.config import KafkaSettings
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Committed, Log, Record, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
-from headrace.tools.replay.selection import Selection
+from headrace.tools.replay.recording import Selection
 from headrace.tools.replay.topic_recording import open_topic
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from headrace.tools.local_kafka import LocalKafka
-from headrace.tools.local_kafka.ports import free_port
+from headrace.tools.local_kafka.broker import free_port
 from tests.support.tcp_proxy import HOST, TcpProxy
 
 # A machine that is busy otherwise makes a broker miss the heartbeats of its own controller.

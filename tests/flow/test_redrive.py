@@ -14,8 +14,8 @@ from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.codec import decode_response
 from headrace.protocol.codec.client import Answer
 from headrace.runtime.process import Pipeline, running
-from headrace.tools.dead_letters import Order, Redrive, Selection, read_letters
-from headrace.tools.dead_letters.ownership import RedriveUnderWay
+from headrace.tools.dead_letters import Order, Redrive, Selection, read_dead_letters
+from headrace.tools.dead_letters.redrive import RedriveUnderWay
 from headrace.topics import Topic
 from tests.support.conditions import eventually
 from tests.support.dead_letters import (
@@ -164,7 +164,7 @@ async def test_a_letter_that_fails_again_counts_its_attempts(tmp_path: Path) -> 
         async with log.reader([letters]) as reader, running(Pipeline(strict, log)):
             await Redrive(log, strict, Order()).run()
             await read(reader, 1)
-        again = [each async for each in read_letters(log, letters.topic, Selection())]
+        again = [each async for each in read_dead_letters(log, letters.topic, Selection())]
 
     assert [letter.attempt for letter in again] == [1, 2]
     assert dict(again[1].record.headers)["x-replay-of"] == b"headrace.requests/1/0"

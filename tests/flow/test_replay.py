@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.replay_pipeline import PipelineJob, replay_into_models
+from headrace.cli.replay import PipelineJob, replay_into_models
 from headrace.client.rpc import last_header
 from headrace.config import make_settings
 from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Record, TopicInfo, TopicPartition
-from headrace.tools.replay import resume, topic_recording
+from headrace.tools.replay import checkpoint, topic_recording
 from headrace.tools.replay.capture import CaptureWriter
 from headrace.tools.replay.jobs import Advanced, Source, TopicJob, replay_into_topic
-from headrace.tools.replay.marking import Marking
-from headrace.tools.replay.pacing import Unpaced
-from headrace.tools.replay.recording import Recording, identity
-from headrace.tools.replay.selection import Filters, Selection, Window
+from headrace.tools.replay.recording import Filters, Recording, Selection, Window, identity
+from headrace.tools.replay.replay import Unpaced
+from headrace.tools.replay.sinks import Marking
 from headrace.tools.replay.topic_recording import open_topic
 from tests.support.models import add_version, digits
 from tests.support.recordings import START_MS, recorded, write_recorded
@@ -133,7 +132,7 @@ async def test_an_interrupted_run_goes_on_without_loss_or_repetition(
     log: MemoryLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
     """Ended again and again with records sent that its checkpoint does not know."""
-    monkeypatch.setattr(resume, "WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr(checkpoint, "WRITE_EVERY_S", 0.0)
 
     def ending(recording: Recording) -> Advanced:
         left = turns

@@ -12,10 +12,9 @@ from headrace.delivery.acked_offsets import Progress
 from headrace.errors import Code
 from headrace.log.port import Gap, NewRecord, Record, TopicPartition
 from headrace.protocol.codec import encode_request
-from headrace.tools.dead_letters import Selection, read_letters
-from headrace.tools.replay.capture import CaptureWriter
-from headrace.tools.replay.capture_recording import open_capture
-from headrace.tools.replay.selection import Selection as RecordedSelection
+from headrace.tools.dead_letters import Selection, read_dead_letters
+from headrace.tools.replay.capture import CaptureWriter, open_capture
+from headrace.tools.replay.recording import Selection as RecordedSelection
 from headrace.tools.replay.topic_recording import open_topic
 from headrace.topics import STAGES, Topic
 from tests.support.conditions import eventually
@@ -133,7 +132,7 @@ async def test_dead_letters_around_an_unreadable_one_are_read(tmp_path: Path) ->
     await write_to(log, DEAD_LETTERS, NewRecord(b"k", b"2"))
     gaps: list[Gap] = []
 
-    letters = read_letters(log, settings.topic(Topic.DEAD_LETTERS), Selection(), gaps.append)
+    letters = read_dead_letters(log, settings.topic(Topic.DEAD_LETTERS), Selection(), gaps.append)
     found = [letter.record.offset async for letter in letters]
 
     assert found == [0, 2]

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.log.port import Record
-from headrace.tools.replay.capture import CaptureWriter
-from headrace.tools.replay.capture_reader import read_contents, read_frame
+from headrace.tools.replay.capture import CaptureWriter, read_contents, read_frame
 
 content = st.none() | st.binary(max_size=200)
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)

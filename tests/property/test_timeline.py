@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.log.port import Record, TopicPartition
-from headrace.tools.replay.timeline import Timeline
+from headrace.tools.replay.topic_recording import Timeline
 from tests.support.recordings import recorded
 
 partitions = st.lists(st.lists(st.integers(-1, 20), max_size=12), min_size=1, max_size=4)

@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace.models.profiling.latency import Latency
 from headrace.services.batcher.batcher import DynamicBatcher
-from headrace.tools.replay.events import (
+from headrace.tools.simulate.events import (
     NO_TIMEOUT,
     Arrivals,
     ExecutorPool,
@@ -96,5 +96,6 @@ def simulated(
 
     instances = {kind.key: setup.instances for kind in arriving.kinds}
     leads_us = dict.fromkeys(instances, setup.prepare_us) if setup.ahead else {}
-    farm = ExecutorPool(instances, run_us, setup.prepare_us, leads_us)
-    return Simulation(arriving, DynamicBatcher(lambda _name, _version: limits, "test"), farm).run()
+    executors = ExecutorPool(instances, run_us, setup.prepare_us, leads_us)
+    policy = DynamicBatcher(lambda _name, _version: limits, "test")
+    return Simulation(arriving, policy, executors).run()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import aiohttp
 
-from headrace.tools.local_kafka.ports import free_port
+from headrace.tools.local_kafka.broker import free_port
 from tests.support.conditions import eventually
 
 HOST = "127.0.0.1"

@@ -20,7 +20,7 @@ def test_the_graph_sees_the_services(graph: grimp.ImportGraph) -> None:
 
 
 # It starts brokers and asks them, as any client would, whether they serve.
-_OUTSIDE_THE_ADAPTER = frozenset({"headrace.tools.local_kafka.readiness"})
+_OUTSIDE_THE_ADAPTER = frozenset({"headrace.tools.local_kafka.broker"})
 
 
 def test_only_the_kafka_adapter_imports_aiokafka(graph: grimp.ImportGraph) -> None:

@@ -13,19 +13,24 @@ import pytest
 
 from headrace.errors import ConfigurationError
 from headrace.tools.local_kafka import BrokerUnavailable, ChecksumMismatch, ScramTls
-from headrace.tools.local_kafka.jars import (
+from headrace.tools.local_kafka.broker import free_port
+from headrace.tools.local_kafka.configuration import (
+    ClusterDirectory,
+    NodePorts,
+    render,
+    server_properties,
+)
+from headrace.tools.local_kafka.installation import (
     Jar,
     cache_directory,
     ensure_jars,
+    fetch_jars,
+    find_java,
     format_lock,
     kafka_version,
+    parse_java_version,
     read_lock,
 )
-from headrace.tools.local_kafka.java import find_java, parse_java_version
-from headrace.tools.local_kafka.maven import fetch_from_repository, fetch_jars, pom_of_exactly
-from headrace.tools.local_kafka.ports import free_port
-from headrace.tools.local_kafka.properties import NodePorts, render, server_properties
-from headrace.tools.local_kafka.storage import ClusterDirectory
 
 CONTENT = b"the bytes of a jar"
 JAR = Jar("org.example", "thing", "1.0", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
@@ -126,54 +131,29 @@ def test_starts_at_the_same_time_fetch_once(tmp_path: Path) -> None:
     assert (len(fetched), len(set(results))) == (1, 1)
 
 
-def test_a_repository_is_read_in_the_default_layout(tmp_path: Path) -> None:
-    """A Maven repository given by its URL serves the jar."""
-    url = _repository(tmp_path / "repository")
-    fetch_from_repository(url, [JAR], tmp_path)
-    assert (tmp_path / JAR.file_name).read_bytes() == CONTENT
-
-
-def test_a_repository_without_the_jar_is_reported(tmp_path: Path) -> None:
-    """A file that is not there is an error with its address."""
-    with pytest.raises(BrokerUnavailable, match=r"org/example/thing/1\.0/thing-1\.0\.jar"):
-        fetch_from_repository(tmp_path.as_uri(), [JAR], tmp_path)
-
-
-def test_a_repository_with_another_scheme_is_refused(tmp_path: Path) -> None:
-    """Only https, http and file URLs are taken."""
-    with pytest.raises(BrokerUnavailable, match="got 'ftp://mirror'"):
-        fetch_from_repository("ftp://mirror", [JAR], tmp_path)
-
-
-def test_the_repository_of_the_environment_goes_first(
+def test_repository_is_read_in_the_default_layout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who sets `HEADRACE_MAVEN_REPOSITORY` gets the jars from there."""
+    """Jars come from the Maven repository of `HEADRACE_MAVEN_REPOSITORY`."""
     monkeypatch.setenv("HEADRACE_MAVEN_REPOSITORY", _repository(tmp_path / "repository"))
     fetch_jars([JAR], tmp_path)
     assert (tmp_path / JAR.file_name).read_bytes() == CONTENT
 
 
-def test_without_any_way_to_fetch_the_error_names_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("file:///nowhere", r"org/example/thing/1\.0/thing-1\.0\.jar.*HEADRACE_MAVEN_REPOSITORY"),
+        ("ftp://mirror", "expected a URL with https, http or file, got 'ftp://mirror'"),
+    ],
+)
+def test_repository_that_cannot_be_read_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, said: str
 ) -> None:
-    """A machine with neither mvn nor jgo is told what to do."""
-    monkeypatch.delenv("HEADRACE_MAVEN_REPOSITORY", raising=False)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BrokerUnavailable, match=r"mvn.*jgo.*HEADRACE_MAVEN_REPOSITORY"):
+    """A missing file is an error with its address; only https, http and file URLs are accepted."""
+    monkeypatch.setenv("HEADRACE_MAVEN_REPOSITORY", url)
+    with pytest.raises(BrokerUnavailable, match=said):
         fetch_jars([JAR], tmp_path)
-
-
-def test_maven_is_asked_for_the_jars_and_nothing_else() -> None:
-    """The generated project excludes what its dependencies depend on."""
-    assert pom_of_exactly([JAR]).decode() == (
-        "<project><modelVersion>4.0.0</modelVersion>"
-        "<groupId>local</groupId><artifactId>kafka</artifactId><version>1</version>"
-        "<dependencies><dependency><groupId>org.example</groupId><artifactId>thing</artifactId>"
-        "<version>1.0</version><exclusions><exclusion><groupId>*</groupId>"
-        "<artifactId>*</artifactId></exclusion></exclusions></dependency></dependencies></project>"
-    )
 
 
 @pytest.mark.parametrize(

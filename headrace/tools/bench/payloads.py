@@ -15,8 +15,8 @@ from headrace.models.version import ModelVersion
 from headrace.protocol.codec import encode_request
 from headrace.protocol.headers import JSON, MSGPACK
 from headrace.tools.bench.load import Payload
-from headrace.tools.replay.opening import open_recording
-from headrace.tools.replay.selection import Selection
+from headrace.tools.replay.jobs import open_recording
+from headrace.tools.replay.recording import Selection
 
 MAX_CAPTURED = 10_000
 """Maximum number of captured requests that are sent in rotation."""
@@ -67,7 +67,7 @@ async def from_capture(path: Path) -> list[Payload]:
 
     Raises:
         ConfigurationError: the file is missing, is not a capture, or contains no requests.
-        CaptureFault: it is damaged.
+        CaptureError: it is damaged.
     """
     found: list[Payload] = []
     async with (

@@ -1,23 +1,22 @@
-"""Dead letters: requests that failed permanently as they were, and tools to redrive them.
+"""Dead letters: requests that failed permanently, and tools to show and redrive them.
 
-- `letter`: parsing and selection of letters;
-- `reading`: the letters of a topic, up to its current end;
-- `showing`: a letter as text, and as data for files;
-- `copies`: the request made from a letter;
-- `remembering`: the record of redriven letters;
-- `redriving`: sending letters as requests, each at most once.
+- `dead_letter`: parsing, selection and formatting
+- `reading`: the dead letters of a topic, up to its current end
+- `copies`: the request made from a dead letter, and a user's transform of it
+- `redrive`: sending dead letters as requests, each at most once
+- `redrive_state`: the record of what was redriven
 """
 
-from headrace.tools.dead_letters.letter import Letter, Selection, parse_letter
-from headrace.tools.dead_letters.reading import read_letters
-from headrace.tools.dead_letters.redriving import Order, Redrive, Tally
+from headrace.tools.dead_letters.dead_letter import DeadLetter, Selection, parse_dead_letter
+from headrace.tools.dead_letters.reading import read_dead_letters
+from headrace.tools.dead_letters.redrive import Order, Redrive, Tally
 
 __all__ = [
-    "Letter",
+    "DeadLetter",
     "Order",
     "Redrive",
     "Selection",
     "Tally",
-    "parse_letter",
-    "read_letters",
+    "parse_dead_letter",
+    "read_dead_letters",
 ]

@@ -8,10 +8,14 @@ origin.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
+from headrace.errors import ConfigurationError
 from headrace.log.port import NewRecord
-from headrace.tools.dead_letters.letter import Letter
+from headrace.models.user_code import describe, load_attribute
+from headrace.tools.dead_letters.dead_letter import DeadLetter
 
 DEADLINE = "x-deadline-ms"
 
@@ -38,7 +42,7 @@ class Copy(NamedTuple):
     deadline_dropped: bool
 
 
-def copy_of(letter: Letter, now_ms: int) -> Copy:
+def copy_of(letter: DeadLetter, now_ms: int) -> Copy:
     """Return the request without the headers of the letter; `marked` adds those of its origin.
 
     A deadline that has passed is removed, since it would only cause the next error. An unreadable
@@ -57,7 +61,7 @@ def copy_of(letter: Letter, now_ms: int) -> Copy:
     return Copy(NewRecord(letter.record.key, letter.record.value, kept), dropped)
 
 
-def marked(record: NewRecord, letter: Letter, run_id: str) -> NewRecord:
+def marked(record: NewRecord, letter: DeadLetter, run_id: str) -> NewRecord:
     """Set the replay headers and the attempt number, whatever a transform did to them."""
     headers = [header for header in record.headers if header[0] not in _REPLACED]
     headers += [
@@ -69,7 +73,7 @@ def marked(record: NewRecord, letter: Letter, run_id: str) -> NewRecord:
     return record._replace(headers=headers)
 
 
-def first_identity(letter: Letter) -> str:
+def first_identity(letter: DeadLetter) -> str:
     """Return the original request across all redrives; the letter's identity if unknown."""
     headers = dict(letter.record.headers)
     first = headers.get(REPLAY_OF)
@@ -80,3 +84,56 @@ def first_identity(letter: Letter) -> str:
 
 def _has_passed(value: bytes | None, now_ms: int) -> bool:
     return value is not None and value.isdigit() and len(value) <= 15 and int(value) <= now_ms
+
+
+# --- a user's transform --------------------------------------------------------------------------
+
+
+Transform: TypeAlias = Callable[[NewRecord], NewRecord | None]
+"""Returns the record to send instead; None skips the letter."""
+
+
+def load_transform(path: Path) -> Transform:
+    """Load the function `transform` of a user's file, and check its results.
+
+    It receives the request as a `headrace.log.port.NewRecord` (`key`, `value`, `headers`,
+    `timestamp_ms`), and returns one: `record._replace(value=…)`.
+
+    Raises:
+        ConfigurationError: there is no such function. The returned function raises it if the user's
+            function raises, or returns something else.
+    """
+    function = load_attribute(path, "transform")
+
+    def transform(record: NewRecord) -> NewRecord | None:
+        try:
+            result: NewRecord | None = function(record)
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigurationError(f"{path}: transform: {describe(error)}") from error
+        if result is not None and not _is_record(result):
+            raise ConfigurationError(
+                f"{path}: transform: expected a record with key and value of bytes or None and "
+                f"headers of (str, bytes or None), or None, got {result!r:.200}"
+            )
+        return result
+
+    return transform
+
+
+def _is_record(result: Any) -> bool:
+    return (
+        isinstance(result, NewRecord)
+        and isinstance(result.key, bytes | None)
+        and isinstance(result.value, bytes | None)
+        and isinstance(result.headers, Sequence)
+        and all(_is_header(header) for header in result.headers)
+    )
+
+
+def _is_header(header: Any) -> bool:
+    return (
+        isinstance(header, tuple)
+        and len(header) == 2
+        and isinstance(header[0], str)
+        and isinstance(header[1], bytes | None)
+    )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogUnavailable, OffsetOutOfRange
 from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
-from headrace.tools.dead_letters.letter import Letter, Selection, parse_letter
+from headrace.tools.dead_letters.dead_letter import DeadLetter, Selection, parse_dead_letter
 
 POLL_TIMEOUT_S = 0.2
 POLL_MAX_RECORDS = 200
@@ -115,12 +115,12 @@ async def _skip_what_is_gone(consumer: Consumer, partitions: Iterable[TopicParti
         consumer.seek(partition, offset)
 
 
-async def read_letters(
+async def read_dead_letters(
     log: Log,
     topic: str,
     selection: Selection,
     passed_over: Callable[[Gap], object] | None = None,
-) -> AsyncGenerator[Letter, None]:
+) -> AsyncGenerator[DeadLetter, None]:
     """Yield the selected letters, in offset order per partition.
 
     Args:
@@ -138,7 +138,7 @@ async def read_letters(
         spans = {name: narrowed(span, name, selection) for name, span in spans.items()}
         async with aclosing(read_spans(reader, spans, passed_over)) as chunks:
             async for records in chunks:
-                for letter in map(parse_letter, records):
+                for letter in map(parse_dead_letter, records):
                     if selection.takes(letter):
                         yield letter
 

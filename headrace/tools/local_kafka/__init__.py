@@ -5,8 +5,13 @@ the foreground. Java 17 or newer comes from the machine, or from the Python pack
 """
 
 from headrace.tools.local_kafka.broker import LocalKafka
-from headrace.tools.local_kafka.errors import BrokerFailed, BrokerUnavailable, ChecksumMismatch
-from headrace.tools.local_kafka.installation import Installation, install
+from headrace.tools.local_kafka.installation import (
+    BrokerFailed,
+    BrokerUnavailable,
+    ChecksumMismatch,
+    Installation,
+    install,
+)
 from headrace.tools.local_kafka.security import ScramTls
 
 __all__ = [

@@ -11,11 +11,9 @@ import click
 
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.tools.local_kafka.broker import LocalKafka
-from headrace.tools.local_kafka.jars import LOCK_FILE
-from headrace.tools.local_kafka.lock import write_lock
 
 
-@click.group(invoke_without_command=True)
+@click.command()
 @click.option("--nodes", default=1, show_default=True, type=click.IntRange(min=1))
 @click.option(
     "--port",
@@ -29,18 +27,9 @@ from headrace.tools.local_kafka.lock import write_lock
     type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
     help="Where the data is kept; without it, it goes when the broker goes.",
 )
-@click.pass_context
-def main(context: click.Context, nodes: int, port: int, directory: Path | None) -> None:
+def main(nodes: int, port: int, directory: Path | None) -> None:
     """Run a local Kafka until Ctrl-C."""
-    if context.invoked_subcommand is None:
-        asyncio.run(_serve(LocalKafka(directory, nodes=nodes, port=port)))
-
-
-@main.command()
-def lock() -> None:
-    """Write jars.lock anew, with Maven."""
-    write_lock(LOCK_FILE)
-    click.echo(LOCK_FILE)
+    asyncio.run(_serve(LocalKafka(directory, nodes=nodes, port=port)))
 
 
 async def _serve(cluster: LocalKafka) -> None:

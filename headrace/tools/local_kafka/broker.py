@@ -5,19 +5,21 @@ tests and the demo.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
+import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from headrace.tools.local_kafka.errors import BrokerUnavailable
-from headrace.tools.local_kafka.installation import install
-from headrace.tools.local_kafka.ports import free_port, is_free
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import KafkaError
+
+from headrace.tools.local_kafka.configuration import HOST, ClusterDirectory, NodePorts
+from headrace.tools.local_kafka.installation import BrokerUnavailable, install
 from headrace.tools.local_kafka.process import JvmProcess
-from headrace.tools.local_kafka.properties import HOST, NodePorts
-from headrace.tools.local_kafka.readiness import known_brokers, listens
 from headrace.tools.local_kafka.security import (
     Certificates,
     ScramTls,
@@ -25,7 +27,81 @@ from headrace.tools.local_kafka.security import (
     scram_arguments,
     secure_listener,
 )
-from headrace.tools.local_kafka.storage import ClusterDirectory
+
+# --- ports ---------------------------------------------------------------------------------------
+
+
+_FIRST, _LAST = 20_000, 32_000
+"""Below the ports that Linux uses for outgoing connections (32768 and up). While a node is down, a
+client of that node could take such a port: even by trying to connect to it, which then connects to
+itself.
+"""
+_ATTEMPTS = 200
+
+
+def free_port(taken: Container[int], host: str) -> int:
+    """Return a random port that is not in `taken` and that nothing listens on.
+
+    It is random so that two processes that choose at once rarely choose the same.
+
+    Raises:
+        BrokerUnavailable: a few hundred attempts found none.
+    """
+    for _ in range(_ATTEMPTS):
+        port = _FIRST + secrets.randbelow(_LAST - _FIRST)
+        if port not in taken and is_free(port, host):
+            return port
+    raise BrokerUnavailable(f"{_ATTEMPTS} ports between {_FIRST} and {_LAST} are all in use")
+
+
+def is_free(port: int, host: str) -> bool:
+    """Return whether a server could listen there now, as Java's do (with SO_REUSEADDR)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+# --- readiness -----------------------------------------------------------------------------------
+
+
+_ATTEMPT_TIMEOUT_S = 5.0
+
+
+async def listens(host: str, port: int) -> bool:
+    """Return whether something accepts connections there."""
+    try:
+        async with asyncio.timeout(_ATTEMPT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+async def known_brokers(bootstrap_servers: str) -> frozenset[int]:
+    """Return the ids of the brokers that this one lists; empty while it does not answer."""
+    admin = AIOKafkaAdminClient(
+        bootstrap_servers=bootstrap_servers,
+        request_timeout_ms=int(_ATTEMPT_TIMEOUT_S * 1000),
+        client_id="headrace-local-kafka",
+    )
+    try:
+        async with asyncio.timeout(2 * _ATTEMPT_TIMEOUT_S):
+            await admin.start()
+            cluster = await admin.describe_cluster()
+    except (KafkaError, OSError, TimeoutError):
+        return frozenset()
+    finally:
+        await admin.close()
+    return frozenset(broker["node_id"] for broker in cluster["brokers"])
+
+
+# --- the cluster ---------------------------------------------------------------------------------
+
 
 _POLL_S = 0.05
 _WATCH_POLL_S = 0.5

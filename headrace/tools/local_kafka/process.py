@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headrace.tools.local_kafka.errors import BrokerFailed
+from headrace.tools.local_kafka.installation import BrokerFailed
 
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 _POLL_S = 0.02

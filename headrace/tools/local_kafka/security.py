@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.tools.local_kafka.properties import HOST, SECURE
+from headrace.tools.local_kafka.configuration import HOST, SECURE
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -1,11 +1,9 @@
-"""Replay of recordings: from a topic or a capture file, at a chosen pace, into a topic or a
-pipeline.
+"""Replay of recorded requests: from a topic or a capture file, into a topic or a pipeline.
 
-- `recording`: the common interface, an iterable of recorded records; `opening` makes one
-- `selection`: which records; `timeline`: partitions merged into one order of time
-- `topic_recording`, `capture_recording`: the two kinds of recordings
-- `capture`: the capture file's format and writer; `capture_reader`: its reader
-- `pacing`: due times of records, and how precisely they were kept
-- `marking`: differences between a copy and its original
-- `replay`: the run; `sinks`: destinations of copies; `checkpoint`, `resume`: resuming a run
+- `recording`: the interface of recordings, the selection of records, and totals
+- `topic_recording`, `capture`: recordings backed by a topic, and by a capture file
+- `replay`: the run, which sends records at a pace
+- `sinks`: destinations of the copies: a topic, a capture file, a pipeline in this process
+- `checkpoint`: files from which an interrupted run is resumed
+- `jobs`: what the commands do with a recording: count it, save it, send it
 """

@@ -1,29 +1,59 @@
-"""Jobs on a recording: count it, save it, or replay it into a topic."""
+"""What the commands do with a recording: open it, count it, save it, or send it to a topic."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log, Producer, TopicPartition
-from headrace.tools.replay.capture import CaptureWriter
-from headrace.tools.replay.checkpoint import Checkpoint, read_checkpoint
-from headrace.tools.replay.marking import Marking
-from headrace.tools.replay.opening import open_recording
-from headrace.tools.replay.pacing import Pace, Unpaced
-from headrace.tools.replay.recording import Recording, record_bytes
-from headrace.tools.replay.replay import Outcome, Replay
-from headrace.tools.replay.resume import already_there, keeping
-from headrace.tools.replay.selection import Selection
-from headrace.tools.replay.sinks import CaptureSink, TopicSink
-from headrace.tools.replay.totals import PartitionTotals, Totals
+from headrace.tools.replay.capture import CaptureWriter, open_capture
+from headrace.tools.replay.checkpoint import Checkpoint, already_there, keeping, read_checkpoint
+from headrace.tools.replay.recording import (
+    PartitionTotals,
+    Recording,
+    Selection,
+    Totals,
+    record_bytes,
+)
+from headrace.tools.replay.replay import Outcome, Pace, Replay, Unpaced
+from headrace.tools.replay.sinks import CaptureSink, Marking, TopicSink
+from headrace.tools.replay.topic_recording import open_topic
+
+# --- sources -------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_recording(
+    log: Log | None, source: str | Path, selection: Selection
+) -> AsyncIterator[Recording]:
+    """Open a topic (a `str`, its name) or a capture file (a `Path`) as a recording.
+
+    The log must be open; a file needs none.
+
+    Raises:
+        ConfigurationError: the topic or file is missing, or is not a capture file of this version.
+        CaptureError: the file's index is damaged.
+        LogUnavailable: no broker answers.
+    """
+    if isinstance(source, Path):
+        async with open_capture(source, selection) as capture:
+            yield capture
+        return
+    if log is None:
+        raise ConfigurationError(f"{source}: a topic is read from a log, and none is open")
+    async with open_topic(log, source, selection) as recording:
+        yield recording
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
 
 Advanced: TypeAlias = Callable[[int, int, Mapping[TopicPartition, int]], None]
 """See `headrace.tools.replay.replay.Replay`."""
@@ -95,7 +125,7 @@ async def save(recording: Recording, path: Path, advanced: Advanced) -> Outcome:
 
     Raises:
         ConfigurationError: the file already exists, or cannot be created.
-        CaptureFault: writing failed.
+        CaptureError: writing failed.
     """
     with CaptureWriter(path, recording.name) as writer:
         return await Replay(recording, Unpaced(), CaptureSink(writer), advanced=advanced).run()

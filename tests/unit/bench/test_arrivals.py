@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.tools.bench.arrivals import PoissonArrivals
+from headrace.tools.bench.load import PoissonArrivals
 
 
 def test_arrivals_are_poisson() -> None:

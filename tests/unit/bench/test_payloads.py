@@ -10,7 +10,7 @@ import pytest
 
 from headrace.config import ModelSettings, Settings
 from headrace.tools.bench.payloads import made_up
-from headrace.tools.replay.present import latest_models
+from headrace.tools.simulate.scenarios import latest_models
 from tests.support.models import digits
 
 

@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 import click
 import pytest
 
-from headrace.cli.dlq_options import PLACE, WHEN, Newest, Place, counts_lines, table, tally_lines
+from headrace.cli.dlq import PLACE, WHEN, Newest, Place, counts_lines, table, tally_lines
 from headrace.cli.outcome import Exit
 from headrace.tools.dead_letters import Order, Tally
-from headrace.tools.dead_letters.letter import Identity
+from headrace.tools.dead_letters.dead_letter import Identity
 from tests.support.command_line import Call
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from headrace.cli import Exit
 from headrace.cli.selection_options import parse_header, parse_offsets, parse_time_ms
-from headrace.tools.replay.capture import CaptureWriter
-from headrace.tools.replay.capture_reader import read_contents
+from headrace.tools.replay.capture import CaptureWriter, read_contents
 from tests.support.command_line import Call
 from tests.support.models import add_version, digits
 from tests.support.recordings import START_MS, recorded

@@ -12,18 +12,23 @@ from headrace.delivery.acked_offsets import Progress, UnknownMetadata
 from headrace.errors import ConfigurationError
 from headrace.log.port import Committed, NewRecord, Record, TopicPartition
 from headrace.protocol.codec import encode_request
-from headrace.tools.dead_letters.copies import copy_of, marked
-from headrace.tools.dead_letters.letter import Identity, Letter, Selection, parse_letter
+from headrace.tools.dead_letters.copies import copy_of, load_transform, marked
+from headrace.tools.dead_letters.dead_letter import (
+    DeadLetter,
+    Identity,
+    Selection,
+    hex_lines,
+    paragraphs,
+    parse_dead_letter,
+)
 from headrace.tools.dead_letters.reading import Span
-from headrace.tools.dead_letters.remembering import (
+from headrace.tools.dead_letters.redrive_state import (
     MemoryFull,
     committable,
     count_copies,
     done_letters,
     require_room,
 )
-from headrace.tools.dead_letters.showing import hex_lines, paragraphs
-from headrace.tools.dead_letters.transforming import load_transform
 from tests.support.dead_letters import letter_headers
 
 NOW_MS = 1_700_000_000_000
@@ -31,9 +36,11 @@ LETTERS = TopicPartition("t.dead-letters", 1)
 DIGITS = encode_request("application/msgpack", "digits", {"x": np.ones((1, 2), np.float32)})
 
 
-def _letter(value: bytes | None = DIGITS, *headers: tuple[str, bytes], **changed: Any) -> Letter:
+def _letter(
+    value: bytes | None = DIGITS, *headers: tuple[str, bytes], **changed: Any
+) -> DeadLetter:
     ours = letter_headers("t.requests", 3, 9, **changed)
-    return parse_letter(Record(*LETTERS, 5, NOW_MS, b"k", value, [*headers, *ours.items()]))
+    return parse_dead_letter(Record(*LETTERS, 5, NOW_MS, b"k", value, [*headers, *ours.items()]))
 
 
 def test_a_letter_says_what_failed_where_and_how_often() -> None:
@@ -48,7 +55,7 @@ def test_a_letter_says_what_failed_where_and_how_often() -> None:
 @pytest.mark.parametrize("value", [None, b"", b"\xc1", b"\x93\x01"])
 def test_a_letter_that_says_nothing_is_a_letter_all_the_same(value: bytes | None) -> None:
     """Whoever wrote it: what is absent is empty."""
-    letter = parse_letter(Record(*LETTERS, 5, -1, None, value, []))
+    letter = parse_dead_letter(Record(*LETTERS, 5, -1, None, value, []))
 
     assert letter == (letter.record, None, "", "", "", 1, "", "")
 

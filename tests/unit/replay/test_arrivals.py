@@ -9,8 +9,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from headrace.tools.replay.arrivals import read_arrivals
-from headrace.tools.replay.events import NO_TIMEOUT, Kind
+from headrace.tools.simulate.arrivals import read_arrivals
+from headrace.tools.simulate.events import NO_TIMEOUT, Kind
 from tests.support.recordings import START_MS, GivenRecording, recorded
 
 

@@ -13,10 +13,14 @@ import pytest
 
 from headrace.errors import ConfigurationError
 from headrace.log.port import Record
-from headrace.tools.replay.capture import CaptureFault, CaptureWriter
-from headrace.tools.replay.capture_reader import read_contents, read_frame
-from headrace.tools.replay.capture_recording import open_capture
-from headrace.tools.replay.selection import Filters, Selection, Window
+from headrace.tools.replay.capture import (
+    CaptureError,
+    CaptureWriter,
+    open_capture,
+    read_contents,
+    read_frame,
+)
+from headrace.tools.replay.recording import Filters, Selection, Window
 from tests.support.recordings import START_MS, recorded
 
 ODD = [
@@ -132,7 +136,7 @@ def test_a_damaged_frame_is_refused_by_its_place(capture: Path) -> None:
     content = bytearray(capture.read_bytes())
     content[frame.at + 100] ^= 1
     capture.write_bytes(content)
-    with pytest.raises(CaptureFault, match=rf"capture: frame at byte {frame.at}: expected CRC-32"):
+    with pytest.raises(CaptureError, match=rf"capture: frame at byte {frame.at}: expected CRC-32"):
         read(capture)
 
 
@@ -146,7 +150,7 @@ def test_no_changed_byte_gives_other_records(tmp_path: Path) -> None:
         )
         try:
             records = read(damaged)
-        except (CaptureFault, ConfigurationError):
+        except (CaptureError, ConfigurationError):
             continue
         assert records == RECORDS[: len(records)], position
 

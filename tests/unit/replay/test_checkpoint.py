@@ -10,15 +10,14 @@ import pytest
 from headrace.errors import ConfigurationError
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
-from headrace.tools.replay import resume
+from headrace.tools.replay import checkpoint as resume
 from headrace.tools.replay.checkpoint import (
     Checkpoint,
     CheckpointFault,
     read_checkpoint,
     write_checkpoint,
 )
-from headrace.tools.replay.recording import Span
-from headrace.tools.replay.selection import Selection, Window
+from headrace.tools.replay.recording import Selection, Span, Window
 from tests.support.logs import write_to
 
 P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)

@@ -13,15 +13,18 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.log.port import Record
-from headrace.tools.replay.compare.answers import Measured, compare_answers
-from headrace.tools.replay.compare.arrays import ArrayDifference, compare_arrays
-from headrace.tools.replay.compare.asking import Asked
-from headrace.tools.replay.compare.plots import cumulative, magnitudes
-from headrace.tools.replay.compare.report import Subjects, report
-from headrace.tools.replay.compare.run import Comparison
-from headrace.tools.replay.compare.summary import describe, summary
-from headrace.tools.replay.compare.tally import WorstCase, WorstCases
-from headrace.tools.replay.compare.verdict import Thresholds, is_same, judge
+from headrace.tools.compare.differences import (
+    ArrayDifference,
+    Measured,
+    compare_answers,
+    compare_arrays,
+)
+from headrace.tools.compare.plots import cumulative, magnitudes
+from headrace.tools.compare.report import Subjects, report
+from headrace.tools.compare.run import Asked, Comparison
+from headrace.tools.compare.summary import describe, summary
+from headrace.tools.compare.tally import WorstCase, WorstCases
+from headrace.tools.compare.verdict import Thresholds, is_same, judge
 
 K = 2
 

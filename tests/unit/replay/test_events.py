@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 
-from headrace.services.batcher.batcher import DynamicBatcher
-from headrace.tools.replay.events import (
+from headrace.tools.simulate.events import (
     EXPIRED,
-    Arrivals,
-    EventLoop,
-    ExecutorPool,
     Kind,
-    Limits,
-    Observed,
-    Simulation,
-    Turn,
 )
-from tests.support.arrivals import KIND, Setup, arrivals, poisson, simulated
+from tests.support.arrivals import Setup, arrivals, poisson, simulated
 
 T0_US, A_US = 1000, 50
 CAP = 32
@@ -149,59 +139,3 @@ def test_preparing_afterwards_takes_its_time_from_the_instance() -> None:
     seen = simulated(arrivals([0, 300]), line, Setup(prepare_us=200))
 
     assert seen.latency_us.tolist() == [200 + 1050, 200 + 1050 + 200 + 1050 - 300]
-
-
-def on_the_loop(arriving: Arrivals, turn: Turn | None = None, most: int = 512) -> Observed:
-    """Every kind's model runs on the event loop; a turn takes `line` where not told otherwise."""
-    keys = list(dict.fromkeys(kind.key for kind in arriving.kinds))
-
-    def taken(counts: Mapping[tuple[str, str], int]) -> Turn:
-        return turn or Turn(*[line(sum(counts.values()))] * 2)
-
-    farm = ExecutorPool(dict.fromkeys(keys, 1), lambda *_: 0, loop=EventLoop(keys, taken, most))
-    limits = Limits(CAP, 1 << 40, 0.0)
-    return Simulation(arriving, DynamicBatcher(lambda *_: limits, "test"), farm).run()
-
-
-def test_a_turn_that_is_busy_until_it_has_answered_is_an_instance_without_a_limit() -> None:
-    """Every single latency, for as many requests as a batch of an instance may have."""
-    arriving = poisson(20_000, 0.9 / A_US, seed=4)
-
-    seen = on_the_loop(arriving)
-
-    alone = simulated(arriving, line, Setup(max_batch_size=512))
-    assert seen.latency_us.tolist() == alone.latency_us.tolist()
-
-
-def test_the_loop_answers_before_it_can_read_again() -> None:
-    """The second request waits to be read until 700 us; its own turn answers after 200."""
-    seen = on_the_loop(arrivals([0, 100]), Turn(200, 700))
-
-    assert seen.latency_us.tolist() == [200, 700 - 100 + 200]
-    assert seen.in_process_us.tolist() == [200, 200]
-
-
-def test_one_loop_serves_all_models() -> None:
-    """Requests to two models come together, and share one turn."""
-    kinds = (KIND, Kind("n", "1", ()))
-
-    seen = on_the_loop(arrivals([0, 0, 300], kinds=kinds))
-
-    assert seen.in_process_us.tolist() == [1100, 1100, 1050]
-    assert seen.latency_us.tolist() == [1100, 1100, 1100 - 300 + 1050]
-
-
-def test_a_turn_reads_what_a_poll_returns() -> None:
-    """Five at once, two to a poll; what is read together runs in batches of its own."""
-    seen = on_the_loop(arrivals([0] * 5), most=2)
-
-    assert seen.latency_us.tolist() == [1100, 1100, 2200, 2200, 3250]
-    assert dict(seen.batch_rows) == {2: 2, 1: 1}
-
-
-def test_what_has_expired_before_it_is_read_is_not_run() -> None:
-    """The second request's deadline passes while the loop is busy with the first."""
-    seen = on_the_loop(arrivals([0, 10], timeout_us=1000))
-
-    assert seen.latency_us.tolist() == [1050, EXPIRED]
-    assert seen.batch_rows.total() == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.log.port import Headers
-from headrace.tools.replay.marking import Marking
+from headrace.tools.replay.sinks import Marking
 from tests.support.recordings import START_MS, recorded
 
 MARKS = [("x-replay-of", b"recorded/1/0"), ("x-replay-run", b"run")]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from headrace.log.port import Record
-from headrace.tools.replay.pacing import (
+from headrace.tools.replay.replay import (
     FixedRate,
     OriginalSpacing,
     Pace,

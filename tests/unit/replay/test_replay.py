@@ -9,9 +9,8 @@ import pytest
 
 from headrace.log.errors import LogUnavailable
 from headrace.log.port import Record, Run
-from headrace.tools.replay.pacing import FixedRate, OriginalSpacing, Pace, Unpaced
 from headrace.tools.replay.recording import identity
-from headrace.tools.replay.replay import Replay
+from headrace.tools.replay.replay import FixedRate, OriginalSpacing, Pace, Replay, Unpaced
 from tests.support.clock import ManualClock
 from tests.support.recordings import GivenRecording, recorded
 

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from headrace.log.port import Record, TopicPartition
-from headrace.tools.replay.recording import Span
-from headrace.tools.replay.selection import Filters, Selection, Window, model_of
+from headrace.tools.replay.recording import Filters, Selection, Span, Window, model_of
 from tests.support.recordings import START_MS, recorded
 
 P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)

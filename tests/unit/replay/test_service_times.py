@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from headrace.errors import ConfigurationError
-from headrace.tools.replay.service_times import (
+from headrace.tools.simulate.service_times import (
     Point,
     ServiceTime,
     learn,

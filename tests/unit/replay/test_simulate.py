@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from headrace.services.batcher.batcher import DynamicBatcher
-from headrace.tools.replay.events import Arrivals, Limits, Policy
-from headrace.tools.replay.service_times import Point, ServiceTime
-from headrace.tools.replay.simulate import Outcome, Scenario, Served, simulate
-from headrace.tools.replay.simulated_loop import LoopTime, event_loop
+from headrace.tools.simulate.events import Arrivals, Limits, Policy
+from headrace.tools.simulate.scenarios import Outcome, Scenario, Served, simulate
+from headrace.tools.simulate.service_times import Point, ServiceTime
 from tests.support.arrivals import KIND, arrivals, poisson
 
 LIMITS = Limits(32, 1 << 40, 0.0)
@@ -26,11 +24,6 @@ def policy(limits: Callable[[str, str], Limits]) -> Policy:
 def outcome(arriving: Arrivals, served: Served, scenario: Scenario | None = None) -> Outcome:
     """Of one scenario, or of the present."""
     return simulate(arriving, {KIND.key: served}, scenario or Scenario(), policy)
-
-
-def loop_time(answered: tuple[float, float], busy: tuple[float, float]) -> LoopTime:
-    """Two lines."""
-    return LoopTime(ServiceTime((), answered), ServiceTime((), busy))
 
 
 def test_what_is_around_a_run_is_its_requests_and_not_its_instances() -> None:
@@ -62,41 +55,6 @@ def test_batches_are_as_large_as_is_best() -> None:
     found = outcome(poisson(4000, 2 * 4 / 1200, seed=1), Served(LIMITS, 1, times))
 
     assert 3.5 < found.mean_batch < 4.5
-
-
-def test_what_runs_on_the_loop_takes_turns_of_it() -> None:
-    """Beyond the times of its runs, which are nothing here."""
-    served = Served(LIMITS, 1, ServiceTime((), (1, 0)), loop_time((200, 10), (300, 20)))
-
-    found = outcome(arrivals([0, 100]), served)
-
-    assert found.latencies_ms[-1] == pytest.approx((320 - 100 + 210) / 1000)
-    assert found.in_process_ms[-1] == pytest.approx(0.21)
-    assert found.utilisation == pytest.approx(1.0)
-
-
-def test_a_delay_is_not_waited_out_on_the_loop() -> None:
-    """Such a model is simulated as an instance of its own."""
-    times = ServiceTime((), (100, 0)), loop_time((200, 10), (300, 20))
-    served = Served(LIMITS._replace(max_queue_delay_ms=2), 1, *times)
-
-    assert set(outcome(arrivals([0, 100]), served).reasons) == {"delay"}
-
-
-def test_the_load_of_the_loop_is_of_its_largest_turns() -> None:
-    """300 us for a turn, and 20 for each request."""
-    served = Served(LIMITS, 1, ServiceTime((), (1, 0)), loop_time((200, 10), (300, 20)))
-
-    assert served.capacity_per_s() == pytest.approx(512 / (300 + 512 * 20) * 1e6)
-
-
-def test_turns_are_as_slow_as_recorded_ones() -> None:
-    """A slow turn answers late, and reads late by as much."""
-    spread = ServiceTime((), (200, 10)).spread([(1, 630.0)])
-    loop = event_loop({KIND.key: LoopTime(spread, ServiceTime((), (300, 20)))}, random.Random(1))
-
-    assert loop is not None
-    assert loop.turn({KIND.key: 1}) == (630, 740)
 
 
 def test_slow_stretches_make_the_tail_that_they_made() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.log.port import Record, TopicPartition
-from headrace.tools.replay.timeline import Timeline
+from headrace.tools.replay.topic_recording import Timeline
 from tests.support.recordings import recorded
 
 P0, P1 = TopicPartition("recorded", 0), TopicPartition("recorded", 1)

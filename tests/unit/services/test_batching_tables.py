@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headrace.models.profiling.latency import Latency
-from headrace.tools.replay.events import EXPIRED, Kind
+from headrace.tools.simulate.events import EXPIRED, Kind
 from tests.support.arrivals import Setup, poisson, simulated, together
 
 CAP = 32

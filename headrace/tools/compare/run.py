@@ -1,0 +1,290 @@
+"""Comparison run: sends every recorded request to all sides, and compares the answers at once.
+
+A side is a pipeline in this process, or recorded answers. A few requests are in flight at a time.
+Each is sent to the sides one after the other, in an order that rotates from request to request, so
+that other load on the machine affects all sides equally.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from headrace.client.rpc import RpcClient, last_header
+from headrace.errors import Code, ConfigurationError, Retriable
+from headrace.log.port import NewRecord, Record, TopicPartition
+from headrace.tools.compare.differences import MISSING, Measured, compare_answers, measured
+from headrace.tools.compare.tally import Latencies, PairTally, WorstCase, WorstCases
+from headrace.tools.compare.verdict import Sides
+from headrace.tools.replay.jobs import Advanced
+from headrace.tools.replay.recording import Recording, identity, model_of, record_bytes
+
+# --- sides ---------------------------------------------------------------------------------------
+
+
+ANSWER_TIMEOUT_S = 60.0
+MAX_RECORDED_BYTES = 1024 * 1024 * 1024
+"""Limit of recorded answers, which are held in memory until they are used."""
+
+RECORD_OVERHEAD_BYTES = 500
+
+_LEFT_OUT = frozenset(
+    {
+        "kafka_correlationId",
+        "kafka_replyTopic",
+        "kafka_replyPartition",
+        "x-deadline-ms",
+        "x-timeout-ms",
+    }
+)
+
+
+class Asked(NamedTuple):
+    """One request and its three answers; `again` is None without a second run."""
+
+    request: Record
+    reference: Measured
+    again: Measured | None
+    candidate: Measured
+
+
+class Subject(Protocol):
+    """One side, which answers requests."""
+
+    async def answer(self, request: Record) -> Measured:
+        """Return the answer to a recorded request."""
+        ...
+
+
+class Unanswered(Retriable):
+    """The pipeline has not answered for a minute."""
+
+
+class PipelineSubject:
+    """A pipeline behind this request/reply client. Requests are sent without their deadlines, which
+    would make the outcome depend on timing.
+    """
+
+    def __init__(self, rpc: RpcClient) -> None:
+        self._rpc = rpc
+
+    async def answer(self, request: Record) -> Measured:
+        """See `Subject`. Raises `Unanswered`."""
+        headers = [header for header in request.headers if header[0] not in _LEFT_OUT]
+        started = time.perf_counter_ns()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await self._rpc.call(NewRecord(request.key, request.value, headers))
+        except TimeoutError:
+            raise Unanswered(
+                f"{identity(request)}: no answer within {ANSWER_TIMEOUT_S:g} s"
+            ) from None
+        return measured(answer, (time.perf_counter_ns() - started) // 1000)
+
+
+class RecordedSubject:
+    """Answers by the identity of their request; see `load_answers`. For a copy made by a replay
+    (`x-replay-of`) the answer to its original may be used.
+    """
+
+    def __init__(self, answers: Mapping[str, Record]) -> None:
+        self._answers = answers
+
+    async def answer(self, request: Record) -> Measured:
+        """See `Subject`; `missing` if no answer was recorded."""
+        record = self._answers.get(identity(request))
+        if record is None:
+            copied_from = last_header(request.headers, "x-replay-of")
+            record = self._answers.get((copied_from or b"").decode(errors="replace"))
+        if record is None:
+            return Measured(MISSING, "no answer to this request was recorded")
+        return measured(record)
+
+
+async def load_answers(
+    recording: Recording, max_bytes: int = MAX_RECORDED_BYTES
+) -> dict[str, Record]:
+    """Return recorded answers by their request (`x-request`); later duplicates are ignored.
+
+    Raises:
+        ConfigurationError: they are more than `max_bytes`.
+    """
+    answers: dict[str, Record] = {}
+    size = 0
+    async with aclosing(recording.chunks()) as chunks:
+        async for chunk in chunks:
+            for record in chunk:
+                size += record_bytes(record) + RECORD_OVERHEAD_BYTES
+                request = last_header(record.headers, "x-request")
+                if request is not None:
+                    answers.setdefault(request.decode(errors="replace"), record)
+            if size > max_bytes:
+                raise ConfigurationError(
+                    f"{recording.name}: expected at most {max_bytes} bytes of recorded answers, "
+                    "got more; select fewer"
+                )
+    return answers
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+DEFAULT_CONCURRENCY = 8
+DEFAULT_TOP_K = 5
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Results of a run.
+
+    Attributes:
+        top_k: the k of the top-k agreement.
+        noise: the second run of the current model against the reference; None without one.
+        reference, again, other: latencies of the reference, of the second run, and of the
+            candidate.
+        reference_is_recorded: it was not run here, and its timings are another machine's.
+        missing: requests without a recorded answer; they are excluded from everything else.
+    """
+
+    top_k: int = DEFAULT_TOP_K
+    reference_is_recorded: bool = False
+    missing: int = 0
+    candidate: PairTally = field(default_factory=PairTally)
+    noise: PairTally | None = None
+    reference: Latencies = field(default_factory=Latencies)
+    again: Latencies = field(default_factory=Latencies)
+    other: Latencies = field(default_factory=Latencies)
+    worst: WorstCases = field(default_factory=WorstCases)
+
+    def add(self, asked: Asked) -> None:
+        """Compare the answers to one request.
+
+        Raises:
+            ConfigurationError: a side that runs here lacks the model, or it has failed there.
+        """
+        require_model(asked, reference_is_recorded=self.reference_is_recorded)
+        if asked.reference.code == MISSING:
+            self.missing += 1
+            return
+        self.reference.add(asked.reference)
+        self.other.add(asked.candidate)
+        if asked.again is not None:
+            self.again.add(asked.again)
+            self.noise = self.noise or PairTally()
+            difference = compare_answers(asked.reference, asked.again, self.top_k)
+            self.noise.add(difference, asked.reference)
+        difference = compare_answers(asked.reference, asked.candidate, self.top_k)
+        self.candidate.add(difference, asked.reference)
+        request = asked.request
+        self.worst.add(
+            WorstCase(
+                request.topic,
+                request.partition,
+                request.offset,
+                model_of(request)[0],
+                difference,
+                asked.reference,
+                asked.candidate,
+            )
+        )
+
+    def sides(self) -> Sides:
+        """Return the data to judge. Latencies are compared only if the reference ran here."""
+        again = None if self.noise is None else self.again
+        if not self.reference_is_recorded:
+            return Sides(self.candidate, self.noise, self.other, self.reference, again)
+        return Sides(
+            self.candidate, self.noise, self.other, again, missing=self.missing, recorded=True
+        )
+
+
+def require_model(asked: Asked, *, reference_is_recorded: bool = False) -> None:
+    """Check that all sides serve the request's model, or none does.
+
+    A model that has failed, or that only one side lacks, says nothing about the candidate. If all
+    sides lack it, that is the caller's mistake, which stays in the comparison as an equal refusal.
+
+    Raises:
+        ConfigurationError: with the side, and its answer.
+    """
+    answers = {"the current model's side": asked.reference, "the candidate's side": asked.candidate}
+    if reference_is_recorded:
+        answers = {"the candidate's side": asked.candidate}
+        if asked.again is not None:
+            answers["the current model's side"] = asked.again
+    known = {each.code for each in (asked.reference, asked.candidate)} - {MISSING}
+    for side, answer in answers.items():
+        lacking = answer.code == Code.UNKNOWN_MODEL and known != {Code.UNKNOWN_MODEL}
+        if lacking or answer.code == Code.MODEL_NOT_READY:
+            # Without the request, so that concurrent failures produce a single line.
+            raise ConfigurationError(
+                f"expected a model that {side} serves, got {answer.code}: {answer.message}"
+            )
+
+
+async def compare(
+    recording: Recording,
+    subjects: tuple[Subject, Subject | None, Subject],
+    comparison: Comparison,
+    *,
+    concurrency: int = DEFAULT_CONCURRENCY,
+    advanced: Advanced = lambda *_: None,
+) -> None:
+    """Send the recorded requests to the reference, the second run and the candidate.
+
+    The results are added to `comparison`; `concurrency` is the number of requests in flight, and
+    `advanced` is called for each answered request.
+
+    Raises:
+        ExceptionGroup: with the cause of the end, such as `Unanswered` or `ConfigurationError` (see
+            `require_model`).
+        ConfigurationError: no side had a model for any request.
+    """
+    async with aclosing(_numbered(recording)) as requests:
+        taking = asyncio.Lock()
+
+        async def work() -> None:
+            while True:
+                async with taking:
+                    numbered = await anext(requests, None)
+                if numbered is None:
+                    return
+                comparison.add(await _ask(subjects, *numbered))
+                request = numbered[1]
+                place = TopicPartition(request.topic, request.partition)
+                advanced(1, record_bytes(request), {place: request.offset + 1})
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(concurrency):
+                tasks.create_task(work(), name=f"compare-{number}")
+    unknown = comparison.candidate.codes[Code.UNKNOWN_MODEL, Code.UNKNOWN_MODEL]
+    if unknown and unknown == comparison.candidate.count:
+        raise ConfigurationError(
+            f"{recording.name}: expected requests of models that are served, got {unknown} of "
+            "models that neither side has"
+        )
+
+
+async def _numbered(recording: Recording) -> AsyncGenerator[tuple[int, Record], None]:
+    number = 0
+    async with aclosing(recording.chunks()) as chunks:
+        async for chunk in chunks:
+            for record in chunk:
+                yield number, record
+                number += 1
+
+
+async def _ask(
+    subjects: tuple[Subject, Subject | None, Subject], number: int, request: Record
+) -> Asked:
+    answers: dict[int, Measured] = {}
+    for turn in range(len(subjects)):
+        place = (number + turn) % len(subjects)
+        subject = subjects[place]
+        if subject is not None:
+            answers[place] = await subject.answer(request)
+    return Asked(request, answers[0], answers.get(1), answers[2])

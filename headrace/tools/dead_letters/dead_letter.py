@@ -1,0 +1,305 @@
+"""Dead letters: parsing, selection, and formatting as text and as plain values.
+
+No record makes this code raise, whatever wrote it: missing or unreadable fields are empty.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from headrace.config import LimitSettings
+from headrace.errors import Rejected
+from headrace.log.port import Record, TopicPartition
+from headrace.protocol.codec import decode_request
+from headrace.protocol.codec.faults import DECODE_ERRORS
+from headrace.protocol.headers import DECODED_TYPES, JSON, MSGPACK_TYPES, parse_envelope, shown_name
+from headrace.protocol.messages import Envelope, InputTensor, Tensor
+from headrace.protocol.tensors import to_array
+
+_INT32 = struct.Struct(">i")
+_INT64 = struct.Struct(">q")
+_MAX_ATTEMPT_DIGITS = 4
+
+
+class Identity(NamedTuple):
+    """Topic, partition and offset of a record, which identify it."""
+
+    topic: str
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}/{self.offset}"
+
+
+class DeadLetter(NamedTuple):
+    """A dead letter.
+
+    Attributes:
+        record: as read, with the request's key, value and headers, and the headers of the failure.
+        origin: the request that failed; None if the headers do not name it.
+        code: a `headrace.errors.Code`, or another program's value.
+        attempt: number of attempts, counted from 1.
+        model, version: as requested; empty if unreadable.
+    """
+
+    record: Record
+    origin: Identity | None
+    code: str
+    message: str
+    stage: str
+    attempt: int
+    model: str
+    version: str
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of the letter itself."""
+        return Identity(self.record.topic, self.record.partition, self.record.offset)
+
+    @property
+    def partition(self) -> TopicPartition:
+        """Partition that contains the letter."""
+        return TopicPartition(self.record.topic, self.record.partition)
+
+
+class _Named(msgspec.Struct):
+    model_name: str = ""
+    model_version: str | None = None
+
+
+_decode_msgpack = msgspec.msgpack.Decoder(_Named).decode
+_decode_json = msgspec.json.Decoder(_Named).decode
+
+
+def parse_dead_letter(record: Record) -> DeadLetter:
+    """Parse a record of the dead-letter topic."""
+    headers = {name: value for name, value in record.headers if value is not None}
+    model, version = _model(record)
+    return DeadLetter(
+        record,
+        _origin(headers),
+        _text(headers, "kafka_dlt-exception-fqcn"),
+        _text(headers, "kafka_dlt-exception-message"),
+        _text(headers, "x-stage"),
+        attempts(headers.get("x-attempt")),
+        model,
+        version,
+    )
+
+
+def attempts(value: bytes | None) -> int:
+    """Return the value of an `x-attempt` header; 1 if it is unreadable."""
+    if value is None or not value.isdigit() or len(value) > _MAX_ATTEMPT_DIGITS:
+        return 1
+    return max(int(value), 1)
+
+
+def _text(headers: Mapping[str, bytes], name: str) -> str:
+    return headers.get(name, b"").decode(errors="replace")
+
+
+def _origin(headers: Mapping[str, bytes]) -> Identity | None:
+    topic = _text(headers, "kafka_dlt-original-topic")
+    partition = headers.get("kafka_dlt-original-partition", b"")
+    offset = headers.get("kafka_dlt-original-offset", b"")
+    if not topic or len(partition) != _INT32.size or len(offset) != _INT64.size:
+        return None
+    return Identity(topic, _INT32.unpack(partition)[0], _INT64.unpack(offset)[0])
+
+
+def _model(record: Record) -> tuple[str, str]:
+    """Read the model from `x-model`, otherwise from the body, even one too large to be served."""
+    envelope = parse_envelope(record.headers, record.timestamp, 0)
+    if envelope.model or record.value is None:
+        return envelope.model, envelope.version
+    content_type = envelope.content_type
+    if content_type != JSON and content_type not in MSGPACK_TYPES:
+        return "", ""
+    decode = _decode_json if content_type == JSON else _decode_msgpack
+    try:
+        body = decode(record.value)
+    except DECODE_ERRORS:
+        return "", ""
+    return body.model_name, body.model_version or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A selection of letters; empty fields and None select all.
+
+    Attributes:
+        codes, models, stages: any of these. A model is selected with all its versions.
+        since_ms, until_ms: time at which the request became a letter, in epoch milliseconds;
+            `until_ms` is exclusive.
+        places: single letters, by partition and offset.
+    """
+
+    codes: frozenset[str] = frozenset()
+    models: frozenset[str] = frozenset()
+    stages: frozenset[str] = frozenset()
+    since_ms: int | None = None
+    until_ms: int | None = None
+    places: frozenset[tuple[int, int]] = frozenset()
+
+    def takes(self, letter: DeadLetter) -> bool:
+        """Return whether the letter is selected."""
+        record = letter.record
+        return (
+            (not self.codes or letter.code in self.codes)
+            and (not self.models or letter.model in self.models)
+            and (not self.stages or letter.stage in self.stages)
+            and (self.since_ms is None or record.timestamp >= self.since_ms)
+            and (self.until_ms is None or record.timestamp < self.until_ms)
+            and (not self.places or (record.partition, record.offset) in self.places)
+        )
+
+
+# --- formatting ----------------------------------------------------------------------------------
+
+
+SHOWN_ELEMENTS = 16
+HEX_WIDTH = 16
+SHOWN_BYTES = 512
+
+_NO_LIMITS = LimitSettings(max_request_bytes=2**31 - 1)
+"""Without the usual limit, since a request too large to be served can be a letter."""
+
+_NUMBERS = {
+    "kafka_dlt-original-partition",
+    "kafka_dlt-original-offset",
+    "kafka_dlt-original-timestamp",
+    "kafka_replyPartition",
+}
+
+
+def time_text(timestamp_ms: int) -> str:
+    """Format epoch milliseconds as RFC 3339 in UTC; `-` if there are none."""
+    if timestamp_ms < 0:
+        return "-"
+    moment = datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def summary(letter: DeadLetter, redriven: bool) -> dict[str, Any]:
+    """Return a letter's row in a list."""
+    return {
+        "letter": str(letter.identity),
+        "time": time_text(letter.record.timestamp),
+        "code": letter.code,
+        "model": "/".join(part for part in (letter.model, letter.version) if part),
+        "stage": letter.stage,
+        "attempt": letter.attempt,
+        "redriven": redriven,
+        "request": str(letter.origin) if letter.origin else "",
+        "message": letter.message,
+    }
+
+
+def full(letter: DeadLetter, redriven: bool) -> dict[str, Any]:
+    """Return all of a letter as JSON values: bytes that are not text in base64."""
+    record = letter.record
+    return {
+        **summary(letter, redriven),
+        "timestamp_ms": record.timestamp,
+        "key": _base64(record.key),
+        "headers": [[name, _base64(value)] for name, value in record.headers],
+        "value": _base64(record.value),
+    }
+
+
+def paragraphs(letter: DeadLetter, redriven: bool) -> Iterator[str]:
+    """Yield the lines of a letter in full: the failure, the headers, the request."""
+    record = letter.record
+    yield f"letter   {letter.identity}, written {time_text(record.timestamp)}"
+    yield f"request  {letter.origin or 'unknown'}"
+    yield f"error    {letter.code} in {letter.stage or 'unknown'}: {letter.message}"
+    yield f"attempt  {letter.attempt}" + (", redriven since" if redriven else "")
+    yield f"key      {'none' if record.key is None else _show_bytes(record.key)}"
+    yield "headers"
+    for name, value in record.headers:
+        yield f"  {shown_name(name)}: {_header(name, value)}"
+    yield "value"
+    for line in _value(letter):
+        yield f"  {line}"
+
+
+def _header(name: str, value: bytes | None) -> str:
+    if value is None:
+        return "null"
+    if name in _NUMBERS and len(value) in (4, 8):
+        return str(int.from_bytes(value, "big", signed=True))
+    return _show_bytes(value)
+
+
+def _show_bytes(value: bytes) -> str:
+    """Return text as it is, and other bytes in hexadecimal."""
+    try:
+        text = value.decode()
+    except UnicodeDecodeError:
+        return f"0x{value.hex()}"
+    return text if text.isprintable() else f"0x{value.hex()}"
+
+
+def _value(letter: DeadLetter) -> Iterator[str]:
+    value = letter.record.value
+    if value is None:
+        yield "null"
+        return
+    envelope = parse_envelope(letter.record.headers, letter.record.timestamp, 0)
+    try:
+        yield from _decoded(value, envelope)
+    except Rejected as error:
+        yield f"{len(value)} bytes that cannot be read as a request: {error}"
+        yield from hex_lines(value)
+
+
+def _decoded(value: bytes, envelope: Envelope) -> Iterator[str]:
+    if envelope.content_type not in DECODED_TYPES:
+        yield f"{len(value)} bytes of {envelope.content_type}"
+        yield from hex_lines(value)
+        return
+    # Faults in other headers must not keep the body from being shown.
+    request = decode_request(value, envelope._replace(fault=None), _NO_LIMITS)
+    version = f"/{request.model_version}" if request.model_version else ""
+    yield f"model {request.model_name}{version}, {len(value)} bytes"
+    if request.id is not None:
+        yield f"id {request.id}"
+    for name, parameter in (request.parameters or {}).items():
+        yield f"parameter {name} = {parameter!r}"
+    for tensor in request.inputs:
+        yield from _tensor(tensor)
+    for output in request.outputs or ():
+        yield f"output {output.name}"
+
+
+def _tensor(tensor: InputTensor) -> Iterator[str]:
+    array = to_array(Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.data))
+    yield f"input {tensor.name} {tensor.datatype} {tensor.shape}"
+    shown = np.array2string(array.ravel()[:SHOWN_ELEMENTS], separator=", ", max_line_width=92)
+    more = f" and {array.size - SHOWN_ELEMENTS} more" if array.size > SHOWN_ELEMENTS else ""
+    yield from (f"  {line}" for line in f"{shown}{more}".splitlines())
+
+
+def hex_lines(value: bytes, shown_bytes: int = SHOWN_BYTES) -> Iterator[str]:
+    """Yield hex dump lines of 16 bytes (offset, hexadecimal, ASCII), and the number of omitted
+    bytes.
+    """
+    for start in range(0, min(len(value), shown_bytes), HEX_WIDTH):
+        part = value[start : min(start + HEX_WIDTH, shown_bytes)]
+        ascii_text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
+        yield f"{start:08x}  {part.hex(' '):<{HEX_WIDTH * 3}} {ascii_text}"
+    if len(value) > shown_bytes:
+        yield f"and {len(value) - shown_bytes} bytes more"
+
+
+def _base64(value: bytes | None) -> str | None:
+    return None if value is None else base64.b64encode(value).decode("ascii")

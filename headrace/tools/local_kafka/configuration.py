@@ -1,0 +1,227 @@
+"""The broker's configuration (`server.properties`), computed from ports and choices."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import ConfigurationError
+from headrace.tools.local_kafka.installation import Installation
+from headrace.tools.local_kafka.process import JvmProcess
+
+PLAINTEXT = "PLAINTEXT"
+SECURE = "SASL_SSL"
+CONTROLLER = "CONTROLLER"
+HOST = "127.0.0.1"
+
+_MIB = 1024 * 1024
+
+SMALL_AND_QUICK: Mapping[str, str] = {
+    # The default is 50 partitions each; with only one, faults between partitions would not show.
+    "offsets.topic.num.partitions": "8",
+    "transaction.state.log.num.partitions": "8",
+    "share.coordinator.state.topic.num.partitions": "1",
+    "group.initial.rebalance.delay.ms": "0",
+    "group.min.session.timeout.ms": "1000",
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
+    # Expire the session of a killed node sooner than Kafka's 9 s, so that it may come back.
+    "broker.session.timeout.ms": "3000",
+    "broker.heartbeat.interval.ms": "500",
+    # A misspelled topic must be an error, not a new topic.
+    "auto.create.topics.enable": "false",
+    # The cleaner's buffer would be 128 MiB by default, a quarter of the heap.
+    "log.cleaner.dedupe.buffer.size": str(4 * _MIB),
+    "num.network.threads": "2",
+    "num.io.threads": "4",
+    "background.threads": "2",
+}
+"""Differences from Kafka's defaults on every local broker. `group.coordinator.append.linger.ms` is
+left at its default on purpose: it determines how long a commit takes, and so what is measured.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    """Ports of one node; `secure` is 0 without a secure listener."""
+
+    plaintext: int
+    controller: int
+    secure: int = 0
+
+
+def server_properties(
+    node_id: int,
+    ports: Sequence[NodePorts],
+    log_directory: Path,
+    *,
+    security: Mapping[str, str],
+    overrides: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the settings of node `node_id` among `len(ports)` nodes, all of them controllers.
+
+    Args:
+        node_id: from 1.
+        ports: of all nodes, in the order of their ids.
+        log_directory: the node's data directory.
+        security: settings of the secure listener; empty for none.
+        overrides: settings that override all others.
+    """
+    return (
+        _identity(node_id, ports, log_directory)
+        | _listeners(ports[node_id - 1])
+        | _replication(len(ports))
+        | dict(SMALL_AND_QUICK)
+        | dict(security)
+        | dict(overrides)
+    )
+
+
+def _identity(node_id: int, ports: Sequence[NodePorts], log_directory: Path) -> dict[str, str]:
+    voters = (f"{number}@{HOST}:{each.controller}" for number, each in enumerate(ports, start=1))
+    return {
+        "process.roles": "broker,controller",
+        "node.id": str(node_id),
+        "controller.quorum.voters": ",".join(voters),
+        "log.dirs": str(log_directory),
+    }
+
+
+def _listeners(ports: NodePorts) -> dict[str, str]:
+    clients = [f"{PLAINTEXT}://{HOST}:{ports.plaintext}"]
+    if ports.secure:
+        clients.append(f"{SECURE}://{HOST}:{ports.secure}")
+    return {
+        "listeners": ",".join([*clients, f"{CONTROLLER}://{HOST}:{ports.controller}"]),
+        "advertised.listeners": ",".join(clients),
+        "controller.listener.names": CONTROLLER,
+        "inter.broker.listener.name": PLAINTEXT,
+        "listener.security.protocol.map": (
+            f"{CONTROLLER}:{PLAINTEXT},{PLAINTEXT}:{PLAINTEXT},{SECURE}:{SECURE}"
+        ),
+    }
+
+
+def _replication(nodes: int) -> dict[str, str]:
+    replicas = str(min(nodes, 3))
+    in_sync = str(max(1, min(nodes, 3) - 1))
+    return {
+        "default.replication.factor": replicas,
+        "min.insync.replicas": in_sync,
+        "offsets.topic.replication.factor": replicas,
+        "transaction.state.log.replication.factor": replicas,
+        "transaction.state.log.min.isr": in_sync,
+        "share.coordinator.state.topic.replication.factor": replicas,
+        "share.coordinator.state.topic.min.isr": in_sync,
+    }
+
+
+def render(properties: Mapping[str, str]) -> str:
+    """Return the text of a Java properties file, in ASCII. Source: `java.util.Properties.load`.
+
+    Raises:
+        ValueError: a key contains anything but letters, digits, `.`, `_` and `-`.
+    """
+    lines = []
+    for key, value in properties.items():
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", key):
+            raise ValueError(f"expected the name of a broker setting, got {key!r}")
+        # JSON's escapes are valid in Java too, including those of non-ASCII characters.
+        lines.append(f"{key}={json.dumps(value)[1:-1]}\n")
+    return "".join(lines)
+
+
+# --- directories ---------------------------------------------------------------------------------
+
+
+_DATA = "data"
+_SERVER_PROPERTIES = "server.properties"
+_CLUSTER_ID = "cluster-id"
+_LOG4J = Path(__file__).with_name("log4j2.properties")
+_HEAP = ("-Xms256m", "-Xmx512m")
+# The format tool runs for half a second, for which the optimising compiler does not pay.
+_SHORT_RUN = ("-Xmx128m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
+
+
+class ClusterDirectory:
+    """Folder of a cluster with `nodes` nodes."""
+
+    def __init__(self, path: Path, nodes: int) -> None:
+        self.path = path
+        self.nodes = nodes
+
+    def node_path(self, node_id: int) -> Path:
+        return self.path / f"node-{node_id}"
+
+    def configure(
+        self,
+        ports: Sequence[NodePorts],
+        security: Mapping[str, str],
+        overrides: Mapping[str, str],
+    ) -> None:
+        """Write each node's `server.properties`.
+
+        Raises:
+            ConfigurationError: the folder contains a cluster of another size.
+        """
+        found = len(list(self.path.glob("node-*")))
+        if found not in {0, self.nodes}:
+            raise ConfigurationError(
+                f"{self.path}: expected a cluster of {self.nodes} nodes, got one of {found}"
+            )
+        for node_id in range(1, self.nodes + 1):
+            directory = self.node_path(node_id)
+            directory.mkdir(parents=True, exist_ok=True)
+            properties = server_properties(
+                node_id, ports, directory / _DATA, security=security, overrides=overrides
+            )
+            text = render(properties)
+            (directory / _SERVER_PROPERTIES).write_text(text, encoding="ascii")
+
+    async def format(
+        self, installation: Installation, arguments: Sequence[str], timeout_s: float
+    ) -> None:
+        """Format the storage of unformatted nodes; `arguments` are passed to the tool.
+
+        Raises:
+            BrokerFailed: the tool failed; with its output.
+        """
+        options = [f"--cluster-id={self._cluster_id()}", f"--config={_SERVER_PROPERTIES}"]
+        command = installation.command(
+            "kafka.tools.StorageTool", "format", *options, *arguments, jvm=(*_SHORT_RUN, _log4j())
+        )
+        tools = [
+            JvmProcess("format", self.node_path(node_id), command)
+            for node_id in range(1, self.nodes + 1)
+            if not (self.node_path(node_id) / _DATA / "meta.properties").exists()
+        ]
+        try:
+            for tool in tools:
+                tool.spawn()
+            for tool in tools:
+                if not await tool.wait(timeout_s) or tool.exit_status != 0:
+                    raise tool.failure("to format the storage")
+        finally:
+            for tool in tools:
+                tool.kill()
+
+    def broker(self, installation: Installation, node_id: int) -> JvmProcess:
+        """Return the process of a node, not yet spawned."""
+        command = installation.command("kafka.Kafka", _SERVER_PROPERTIES, jvm=(*_HEAP, _log4j()))
+        return JvmProcess(f"kafka-{node_id}", self.node_path(node_id), command)
+
+    def _cluster_id(self) -> str:
+        """Return the cluster's id: sixteen bytes in base64 without padding, as Kafka writes it."""
+        file = self.path / _CLUSTER_ID
+        if not file.exists():
+            text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=")
+            file.write_bytes(text)
+        return file.read_text(encoding="ascii")
+
+
+def _log4j() -> str:
+    return f"-Dlog4j2.configurationFile={_LOG4J}"
