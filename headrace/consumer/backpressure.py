@@ -157,7 +157,7 @@ class Backpressure:
             try:
                 committed = await log_.committed(group, crowded)
             except Retriable as error:
-                log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
+                log.warning(Event.ACKED_OFFSETS_UNKNOWN, reason=str(error))
                 continue
             for partition, found in committed.items():
                 if found is not None:

@@ -97,7 +97,7 @@ class QuarantineGate:
         try:
             await self._marks.remove_dead_members(topic)
         except Retriable as error:
-            log.warning(Event.MARK_DELAYED, reason=str(error))
+            log.warning(Event.CRASH_MARKER_DELAYED, reason=str(error))
 
     async def assigned(
         self, consumer: Consumer, progresses: Mapping[TopicPartition, Progress]
@@ -125,8 +125,10 @@ class QuarantineGate:
         await self._write()
         if self.is_active:
             names = [str(each) for each in unclean]
-            log.warning(Event.SUSPECTS_FOUND, partitions=names, offsets=self._suspects.count)
-        self._metrics.attempts.inc(sum(mark.alone is not None for mark, _ in found.values()))
+            log.warning(Event.QUARANTINE_STARTED, partitions=names, offsets=self._suspects.count)
+        self._metrics.isolated_crashes.inc(
+            sum(mark.alone is not None for mark, _ in found.values())
+        )
 
     async def revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Mark partitions as released cleanly, at a revocation or when the process ends.
@@ -150,7 +152,7 @@ class QuarantineGate:
             async with asyncio.timeout(self._tuning.closing_marker_timeout_s):
                 await self._marks.write(marks, Owner(self._member, process_name()))
         except (Retriable, TimeoutError) as error:
-            log.warning(Event.MARK_DELAYED, reason=str(error) or "no answer in time")
+            log.warning(Event.CRASH_MARKER_DELAYED, reason=str(error) or "no answer in time")
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -233,9 +235,9 @@ class QuarantineGate:
         offsets = {record.offset for record in delivery.records} if isolation.condemned else ()
         for offset, place in sorted(isolation.condemned):
             if offset in offsets:
-                self._metrics.condemned.inc()
+                self._metrics.poisoned.inc()
                 record = f"{delivery.assignment.partition}/{offset}"
-                log.error(Event.REQUEST_CONDEMNED, record=record, place=place)
+                log.error(Event.REQUEST_POISONED, record=record, place=place)
 
     # --- running alone -----------------------------------------------------------------------
 
@@ -291,12 +293,12 @@ class QuarantineGate:
             # would otherwise count against that request.
             if self.gate.is_marking and not self._suspects.is_careful:
                 self.gate.is_marking = False
-                log.info(Event.SUSPECTS_CLEARED)
+                log.info(Event.QUARANTINE_ENDED)
 
     def _reckon(self) -> None:
         """Apply the current state of the search to gate, metrics and markers."""
         self.gate.is_marking = self.gate.is_marking or self._suspects.is_careful
-        self._metrics.suspects.set(self._suspects.count)
+        self._metrics.quarantined.set(self._suspects.count)
         self._outdated.set()
 
     async def _write(self) -> None:
@@ -313,7 +315,7 @@ class QuarantineGate:
             try:
                 await self._write()
             except Retriable as error:
-                log.warning(Event.MARK_DELAYED, reason=str(error))
+                log.warning(Event.CRASH_MARKER_DELAYED, reason=str(error))
                 await pauses.sleep()
             else:
                 return

@@ -154,7 +154,7 @@ class Source:
                 while self._reading:
                     await self._acked.wait(self._tuning.poll_timeout_s)
         except TimeoutError:
-            log.warning(Event.READING_CUT_OFF)
+            log.warning(Event.CONSUMER_CUT_OFF)
 
     async def run(self) -> None:
         """Read and commit until `close_down`."""

@@ -65,7 +65,7 @@ class Bases:
                 ours = [each.partition for each in self._tracker.assignments]
                 committed = await log_.committed(group, ours)
             except Retriable as error:
-                log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
+                log.warning(Event.ACKED_OFFSETS_UNKNOWN, reason=str(error))
             else:
                 self.look(committed, time.monotonic())
 

@@ -128,7 +128,7 @@ def _read(partition: TopicPartition, committed: Committed | None) -> tuple[Crash
         return decode_mark(committed.metadata)
     except ValueError as error:
         # A hint that nobody can read is none.
-        log.warning(Event.MARK_UNREADABLE, partition=str(partition), reason=str(error))
+        log.warning(Event.CRASH_MARKER_UNREADABLE, partition=str(partition), reason=str(error))
         return CLEAN, NOBODY
 
 

@@ -74,7 +74,7 @@ def truncate(partition: TopicPartition, progress: Progress, end: int) -> bool:
     if progress.highest <= end:
         return False
     log.error(
-        Event.POSITION_BEYOND_END,
+        Event.OFFSET_BEYOND_END,
         partition=str(partition),
         position=progress.highest,
         reading_from=min(progress.base, end),

@@ -111,7 +111,7 @@ class SourceOffsets:
             except UnknownPartition:
                 return False  # the topic is gone: there is nothing to answer
             except Retriable as error:
-                log.warning(Event.PROGRESS_UNKNOWN, reason=str(error))
+                log.warning(Event.ACKED_OFFSETS_UNKNOWN, reason=str(error))
                 await pauses.sleep()
             else:
                 return True

@@ -140,7 +140,7 @@ class PartitionTransactions:
                     if seat.producer is not None:
                         tasks.create_task(seat.producer.close(), name=f"release-{seat.number}")
         except TimeoutError:
-            log.warning(Event.SEAT_LEFT_OPEN, partitions=[seat.number for seat in seats])
+            log.warning(Event.TRANSACTION_LEFT_OPEN, partitions=[seat.number for seat in seats])
 
     async def seal(self, number: int, outgoing: list[Outgoing], compose: Compose) -> None:
         """Commit the answers of one source partition in one transaction, then acknowledge.
@@ -256,7 +256,7 @@ class PartitionTransactions:
                 ) from error
             if not isinstance(error, Rejected | Retriable):
                 raise
-            log.warning(Event.SEAL_FAILED, partition=seat.number, reason=str(error))
+            log.warning(Event.TRANSACTION_FAILED, partition=seat.number, reason=str(error))
             drop_tracebacks(error)
             return error
         self._books.sealed(offsets)
@@ -305,7 +305,9 @@ class PartitionTransactions:
             except Retriable as unavailable:
                 fenced = fenced or isinstance(unavailable, Fenced)
                 seat.spent = True
-                log.warning(Event.SEAL_DELAYED, partition=seat.number, reason=str(unavailable))
+                log.warning(
+                    Event.TRANSACTION_DELAYED, partition=seat.number, reason=str(unavailable)
+                )
                 await pauses.sleep()
             else:
                 seat.require_ours()

@@ -91,7 +91,8 @@ REQUESTS = (
         "headrace_refused_requests",
         "counter",
         ("stage", "code"),
-        "Requests that could not be run as they are, or not now, by who refused them and why.",
+        "Requests that could not be run as they are, or not now, by the stage that refused them "
+        "and the code.",
     ),
 )
 
@@ -134,21 +135,22 @@ RUNS = (
         "headrace_deadline_slack_seconds",
         "gauge",
         (),
-        "Least time left to a deadline among the requests that wait for a batch; "
-        "not shown while none of them has one.",
+        "Least time left to a deadline among the requests that wait for a batch; not shown while "
+        "none of them has one.",
     ),
     MetricSpec(
         "headrace_known_executors",
         "gauge",
         (),
-        "Executors in other processes that this batcher has heard of; 0 where it needs none.",
+        "Executors in other processes that this batcher knows; 0 if it needs none.",
     ),
     MetricSpec("headrace_waiting_requests", "gauge", (), "Requests that wait for a batch."),
     MetricSpec(
         "headrace_device_memory_bytes",
         "gauge",
         ("device", "kind"),
-        "Of a GPU that models run on: free, total, or the pool of ours that holds it.",
+        "Memory of a GPU that models run on: free, total, or the pool of this process that holds "
+        "it.",
     ),
     MetricSpec(
         "headrace_model_state",
@@ -159,11 +161,19 @@ RUNS = (
 )
 
 ENDS = (
-    MetricSpec("headrace_dead_letters", "counter", ("code",), "Requests kept as dead letters."),
+    MetricSpec("headrace_dead_letters", "counter", ("code",), "Requests written as dead letters."),
     MetricSpec(
-        "headrace_unkept_dead_letters", "counter", (), "Dead letters too large for their topic."
+        "headrace_dead_letters_dropped",
+        "counter",
+        (),
+        "Dead letters that were not written, because they are too large for their topic.",
     ),
-    MetricSpec("headrace_duplicates", "counter", (), "Results whose request was answered already."),
+    MetricSpec(
+        "headrace_duplicate_results",
+        "counter",
+        (),
+        "Results whose request had already been answered.",
+    ),
     MetricSpec(
         "headrace_cancellations",
         "counter",
@@ -171,10 +181,13 @@ ENDS = (
         "Records with x-cancel: ended the request that they name, or found none that waits.",
     ),
     MetricSpec(
-        "headrace_void", "counter", (), "Requests dropped because their partition was revoked."
+        "headrace_revoked_requests",
+        "counter",
+        (),
+        "Requests dropped because their partition was revoked.",
     ),
     MetricSpec(
-        "headrace_unanswered",
+        "headrace_unanswerable_requests",
         "counter",
         (),
         "Requests whose answer topic takes not even an error record.",
@@ -189,7 +202,7 @@ ENDS = (
         "headrace_retries",
         "counter",
         ("operation",),
-        "What was tried again: send (records not acknowledged), run, commit.",
+        "Retries: send (records not acknowledged), run, commit.",
     ),
 )
 
@@ -215,19 +228,19 @@ READING = (
         "headrace_consumer_lag_records",
         "gauge",
         _PARTITION,
-        "End offset minus committed offset, asked every 5 s.",
+        "End offset minus committed offset, queried every 5 s.",
     ),
     MetricSpec(
         "headrace_backlog_records",
         "gauge",
         _TOPIC,
-        "Records of our partitions that are not answered, read or not.",
+        "Records of the assigned partitions that are not answered, read or not.",
     ),
     MetricSpec(
         "headrace_throughput_records_per_second",
         "gauge",
         _TOPIC,
-        "Learned: what this process answers per second when there is enough to do.",
+        "Estimate of what this process answers per second when there is enough to do.",
     ),
     MetricSpec(
         "headrace_time_to_drain_seconds",
@@ -235,34 +248,39 @@ READING = (
         _TOPIC,
         "Backlog over learned throughput; not shown before any was learned.",
     ),
-    MetricSpec("headrace_assigned_partitions", "gauge", _TOPIC, "Partitions that are ours now."),
+    MetricSpec(
+        "headrace_assigned_partitions", "gauge", _TOPIC, "Partitions assigned to this process."
+    ),
     MetricSpec("headrace_rebalances", "counter", (), "Assignments received."),
     MetricSpec(
-        "headrace_skipped", "counter", (), "Records that retention took before they were read."
+        "headrace_skipped_records",
+        "counter",
+        (),
+        "Records that retention took before they were read.",
     ),
     MetricSpec(
-        "headrace_unreadable",
+        "headrace_unreadable_records",
         "counter",
         ("code",),
-        "Offsets passed over because nothing there can be read, `TOO_LARGE` or `INVALID_REQUEST`.",
+        "Offsets skipped because nothing there can be read, `TOO_LARGE` or `INVALID_REQUEST`.",
     ),
     MetricSpec(
-        "headrace_suspects",
+        "headrace_quarantined_records",
         "gauge",
         (),
-        "Offsets that ran when a process ended, and that have not run alone since.",
+        "Records that were running when a process crashed, and that have not run alone since.",
     ),
     MetricSpec(
-        "headrace_suspect_attempts",
+        "headrace_isolated_crashes",
         "counter",
         (),
-        "Requests that were found to have run alone and marked when their process ended.",
+        "Requests that were running alone when their process crashed.",
     ),
     MetricSpec(
-        "headrace_condemned",
+        "headrace_poisoned_requests",
         "counter",
         (),
-        "Requests that are not run again, since their process ended each time.",
+        "Requests that are not run again, because their process crashed each time.",
     ),
     MetricSpec(
         "headrace_stalled_seconds",
@@ -274,13 +292,13 @@ READING = (
         "headrace_assigning_seconds",
         "gauge",
         _TOPIC,
-        "For how long partitions that the group has assigned could not be taken up; 0 otherwise.",
+        "For how long assigned partitions could not be started; 0 otherwise.",
     ),
     MetricSpec(
         "headrace_log_last_contact_seconds",
         "gauge",
         _TOPIC,
-        "Time since the log was last heard of.",
+        "Time since the last response of the log.",
     ),
 )
 
@@ -346,8 +364,8 @@ PARTITIONS = (
         "headrace_partition_base_age_seconds",
         "gauge",
         _PARTITION,
-        "For how long the base stands though its request was passed on to the process that "
-        "answers; 0 where one process does all.",
+        "For how long the base has not moved although its request was passed on to the "
+        "process that answers; 0 where one process has all stages.",
     ),
     MetricSpec(
         "headrace_partition_paused",
@@ -359,12 +377,12 @@ PARTITIONS = (
 )
 
 TRACES = (
-    MetricSpec("headrace_trace_spans", "counter", (), "Spans that the collector has taken."),
+    MetricSpec("headrace_trace_spans", "counter", (), "Spans that the collector has accepted."),
     MetricSpec(
         "headrace_trace_spans_dropped",
         "counter",
         (),
-        "Spans lost: the queue was full, or no collector took them.",
+        "Spans lost: the queue was full, or no collector accepted them.",
     ),
     MetricSpec(
         "headrace_trace_links_dropped",
@@ -376,7 +394,7 @@ TRACES = (
         "headrace_trace_export_failures",
         "counter",
         (),
-        "Exports of spans that no collector took.",
+        "Exports of spans that no collector accepted.",
     ),
     MetricSpec(
         "headrace_traces_rate_limited",
@@ -406,7 +424,7 @@ PROCESS = (
         "headrace_log_lines_suppressed",
         "counter",
         ("event",),
-        "Log lines left out because too many of their kind came.",
+        "Log lines left out by the rate limit of their kind.",
     ),
     MetricSpec(
         "headrace_build_info",

@@ -52,10 +52,11 @@ class Metrics:
         tuning: tuning values.
 
     Attributes:
-        duplicates, revoked, bisections, unkept, unanswered, skipped, heap_trimmed: counters without
-            labels.
+        duplicates, revoked, bisections, dead_letters_dropped, unanswered, skipped, heap_trimmed:
+            counters without labels.
         rebound: likewise, of requests that were bound to another version.
-        attempts, condemned, transaction_timeouts: likewise; suspects, known_executors: gauges.
+        isolated_crashes, poisoned, transaction_timeouts: likewise.
+        quarantined, known_executors: gauges.
         trace_spans, trace_spans_dropped, trace_links_dropped, trace_export_failures: likewise.
         traces_rate_limited: by `sampled_by`, see `headrace.telemetry.tracing`.
         loop_lag: see `headrace.telemetry.watchdog`.
@@ -89,20 +90,20 @@ class Metrics:
         self._comparisons = self._counter("batch_comparisons")
         self._commit_failures = self._counter("commit_failures")
         self._rebalances = self._counter("rebalances")
-        self.duplicates = self._counter("duplicates")
-        self.revoked = self._counter("void")
+        self.duplicates = self._counter("duplicate_results")
+        self.revoked = self._counter("revoked_requests")
         self.bisections = self._counter("bisections")
         self.rebound = self._counter("rebound_requests")
-        self.unkept = self._counter("unkept_dead_letters")
-        self.unanswered = self._counter("unanswered")
+        self.dead_letters_dropped = self._counter("dead_letters_dropped")
+        self.unanswered = self._counter("unanswerable_requests")
         self.transaction_timeouts = self._counter("transaction_timeouts")
-        self.skipped = self._counter("skipped")
-        self._unreadable = self._counter("unreadable")
+        self.skipped = self._counter("skipped_records")
+        self._unreadable = self._counter("unreadable_records")
         self.heap_trimmed = self._counter("heap_trimmed_bytes")
         self.known_executors = self._gauge("known_executors")
-        self.suspects = self._gauge("suspects")
-        self.attempts = self._counter("suspect_attempts")
-        self.condemned = self._counter("condemned")
+        self.quarantined = self._gauge("quarantined_records")
+        self.isolated_crashes = self._counter("isolated_crashes")
+        self.poisoned = self._counter("poisoned_requests")
         self.trace_spans = self._counter("trace_spans")
         self.trace_spans_dropped = self._counter("trace_spans_dropped")
         self.trace_links_dropped = self._counter("trace_links_dropped")

@@ -151,7 +151,7 @@ class AnswerEncoder:
 
     def record_dropped_dead_letters(self, target: TopicPartition, count: int) -> None:
         """Count and log dead letters that were dropped because they are too large."""
-        self._metrics.unkept.inc(count)
+        self._metrics.dead_letters_dropped.inc(count)
         log.error(Event.DEAD_LETTER_TOO_LARGE, topic=str(target), count=count)
 
     def record_answered(

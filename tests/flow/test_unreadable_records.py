@@ -95,8 +95,8 @@ async def test_batch_that_cannot_be_read_is_counted_and_passed_over(
 
         await eventually(is_committed, deadline_s=20)
         counted = pipelines[0].metrics.registry.get_sample_value
-        assert counted("headrace_unreadable_total", {"code": "TOO_LARGE"}) == 3
-        assert counted("headrace_unreadable_total", {"code": "INVALID_REQUEST"}) == 2
+        assert counted("headrace_unreadable_records_total", {"code": "TOO_LARGE"}) == 3
+        assert counted("headrace_unreadable_records_total", {"code": "INVALID_REQUEST"}) == 2
 
 
 async def test_topic_with_unreadable_offsets_is_replayed_around_them(tmp_path: Path) -> None:

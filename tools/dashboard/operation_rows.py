@@ -159,11 +159,15 @@ ENDS = Row(
         ),
         Panel(
             "Duplicates, void and lost",
-            "Void work comes with every rebalance; unanswered, unkept and skipped should be none.",
+            "Every rebalance revokes requests. There should be no unanswerable requests, dropped "
+            "dead letters and skipped records.",
             "ops",
             tuple(
                 Query(rate(f"headrace_{metric}"), metric.replace("_", " "))
-                for metric in ("duplicates", "void", "unanswered", "unkept_dead_letters", "skipped")
+                for metric in (
+                    *("duplicate_results", "revoked_requests", "unanswerable_requests"),
+                    *("dead_letters_dropped", "skipped_records"),
+                )
             ),
         ),
     ),

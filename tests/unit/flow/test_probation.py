@@ -230,11 +230,13 @@ async def test_end_while_one_ran_alone_condemns_at_max_attempts(log: MemoryLog) 
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
         isolation = stage.isolations[0]
-        suspects = stage.registry.get_sample_value("headrace_suspects")
+        suspects = stage.registry.get_sample_value("headrace_quarantined_records")
         stage.ack_all()
-        await eventually(lambda: stage.registry.get_sample_value("headrace_suspects") == 0)
-        attempts = stage.registry.get_sample_value("headrace_suspect_attempts_total")
-        condemned = stage.registry.get_sample_value("headrace_condemned_total")
+        await eventually(
+            lambda: stage.registry.get_sample_value("headrace_quarantined_records") == 0
+        )
+        attempts = stage.registry.get_sample_value("headrace_isolated_crashes_total")
+        condemned = stage.registry.get_sample_value("headrace_poisoned_requests_total")
 
     assert isolation is not None
     assert isolation.condemned == {(3, 0)}
@@ -250,7 +252,9 @@ async def test_accused_offsets_without_a_request_are_forgotten(log: MemoryLog) -
     async with reading(log) as stage:
         await eventually(lambda: len(stage.ack_handles) == 10)
         stage.ack_all()
-        await eventually(lambda: stage.registry.get_sample_value("headrace_suspects") == 0)
+        await eventually(
+            lambda: stage.registry.get_sample_value("headrace_quarantined_records") == 0
+        )
 
 
 async def test_suspects_beyond_what_the_log_holds_are_forgotten(log: MemoryLog) -> None:
@@ -274,7 +278,7 @@ async def test_search_goes_on_after_a_rebalance(log: MemoryLog) -> None:
         log.faults.force_rebalance("group")
         stage.ack_all()
         await eventually(_becomes(log, CrashMarker(True)))
-        attempts = stage.registry.get_sample_value("headrace_suspect_attempts_total")
+        attempts = stage.registry.get_sample_value("headrace_isolated_crashes_total")
 
     assert attempts == 0
 

@@ -174,7 +174,7 @@ async def test_deleted_records_are_skipped_and_counted() -> None:
         delivery = await bench.next()
 
     assert [record.offset for record in delivery.records] == [2]
-    assert bench.metrics.registry.get_sample_value("headrace_skipped_total") == 1
+    assert bench.metrics.registry.get_sample_value("headrace_skipped_records_total") == 1
     assert bench.assignment.progress == Progress(2)
 
 

@@ -277,7 +277,7 @@ async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) ->
         await eventually(lambda: _is(log, Progress(13)))
 
         registry = stage.source._metrics.registry
-        assert registry.get_sample_value("headrace_skipped_total") == 5
+        assert registry.get_sample_value("headrace_skipped_records_total") == 5
 
 
 async def test_retention_that_passed_the_base_is_skipped_at_the_start(log: MemoryLog) -> None:

@@ -50,7 +50,12 @@ def test_a_base_that_was_passed_on_and_stands_is_stuck_after_a_while(
 
     assert (bases.age_s(ONE, 130.0), bases.is_stuck(ONE, 130.0)) == (130.0, True)
     assert lines == [
-        {"event": Event.BASE_STUCK, "record": "requests/0/5", "age_s": 100, "log_level": "error"}
+        {
+            "event": Event.BASE_STUCK,
+            "record": "requests/0/5",
+            "age_s": 100,
+            "log_level": "error",
+        }
     ]
 
 

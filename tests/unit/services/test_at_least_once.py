@@ -66,7 +66,7 @@ async def test_what_was_revoked_is_not_tried_again(order: OrderBy) -> None:
         answers = await bench.responses()
 
     assert [dict(each.headers)["x-request"] for each in answers] == [b"headrace.requests/0/0"]
-    assert counted(bench.instruments, "void_total") == 1
+    assert counted(bench.instruments, "revoked_requests_total") == 1
 
 
 @pytest.mark.parametrize("order", ["key", "partition"])

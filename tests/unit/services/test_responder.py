@@ -146,7 +146,7 @@ async def test_what_becomes_void_while_its_reply_topic_is_looked_up_gets_no_answ
         bench.log.faults.bring_back()
         await eventually(lambda: receipt_of(request).acked)
         assert await bench.records(MINE.topic) == []
-        assert counted(bench.instruments, "void_total") == 1
+        assert counted(bench.instruments, "revoked_requests_total") == 1
 
 
 async def test_a_late_answer_is_an_expiry() -> None:
@@ -199,7 +199,7 @@ async def test_an_answer_that_does_not_fit_becomes_the_error_that_says_so() -> N
         records = await bench.responses()
 
     assert sorted(map(status, records)) == ["TOO_LARGE", "ok"]
-    assert counted(bench.instruments, "unanswered_total") == 0
+    assert counted(bench.instruments, "unanswerable_requests_total") == 0
 
 
 async def test_an_error_that_does_not_fit_goes_without_the_callers_headers() -> None:
@@ -221,7 +221,7 @@ async def test_a_dead_letter_that_does_not_fit_is_counted() -> None:
     async with running() as bench:
         await bench.answer(request)
         assert [status(record) for record in await bench.responses()] == ["MODEL_FAILED"]
-        assert counted(bench.instruments, "unkept_dead_letters_total") == 1
+        assert counted(bench.instruments, "dead_letters_dropped_total") == 1
 
 
 async def test_a_void_request_gets_no_answer_here() -> None:
@@ -231,7 +231,7 @@ async def test_a_void_request_gets_no_answer_here() -> None:
     async with running() as bench:
         await bench.answer(revoked, good)
         assert len(await bench.responses()) == 1
-        assert counted(bench.instruments, "void_total") == 1
+        assert counted(bench.instruments, "revoked_requests_total") == 1
 
 
 async def origins_of(log: MemoryLog) -> SourceOffsets:
@@ -259,7 +259,7 @@ async def test_a_result_that_comes_twice_is_answered_once() -> None:
         await bench.answer(*requests[:2])
         await bench.answer(requests[2])
         assert len(await bench.responses()) == 1
-        assert counted(bench.instruments, "duplicates_total") == 2
+        assert counted(bench.instruments, "duplicate_results_total") == 2
 
 
 @pytest.mark.parametrize("order", ["none", "partition"])

@@ -54,7 +54,7 @@ async def test_answers_that_are_too_large_cost_no_producer() -> None:
         statuses = list((await bench.statuses()).values())
         assert Counter(statuses) == {"TOO_LARGE": 80, "INVALID_REQUEST": 40, "ok": 40}
         assert bench.log.faults.entered_producers(TRANSACTIONAL_ID) == entered
-        assert counted(bench.instruments, "unkept_dead_letters_total") == 80
+        assert counted(bench.instruments, "dead_letters_dropped_total") == 80
 
 
 @contextmanager
@@ -88,7 +88,7 @@ async def test_failed_step_frees_its_answers_without_the_collector(
             await bench.inlet.send([bench.request(size=size) for _ in range(32)])
             await eventually(lambda: counted(bench.instruments, "transaction_timeouts_total") >= 3)
             bench.tracker.revoke(SOURCE)
-            await eventually(lambda: counted(bench.instruments, "void_total") == 32)
+            await eventually(lambda: counted(bench.instruments, "revoked_requests_total") == 32)
             assert encoded_answers() == before
 
 

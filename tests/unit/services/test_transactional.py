@@ -194,7 +194,7 @@ async def test_an_error_that_does_not_fit_goes_bare() -> None:
 
     assert status_of(record) == "TOO_LARGE"
     assert record.key is None
-    assert counted(bench.instruments, "unkept_dead_letters_total") == 1
+    assert counted(bench.instruments, "dead_letters_dropped_total") == 1
 
 
 async def test_a_dead_letter_goes_with_its_answer() -> None:
@@ -209,7 +209,7 @@ async def test_a_dead_letter_goes_with_its_answer() -> None:
         await bench.acked()
         assert await bench.statuses() == {0: "MODEL_FAILED", 1: "MODEL_FAILED"}
         assert [each.value for each in await visible(bench.log, DEAD_LETTERS.topic)] == [b"kept"]
-        assert counted(bench.instruments, "unkept_dead_letters_total") == 1
+        assert counted(bench.instruments, "dead_letters_dropped_total") == 1
 
 
 async def test_a_failed_transaction_takes_nothing_from_an_answer_whose_letter_does_not_fit() -> (
@@ -227,7 +227,7 @@ async def test_a_failed_transaction_takes_nothing_from_an_answer_whose_letter_do
         (record,) = await visible(bench.log, "headrace.mine")
 
     assert ("kafka_correlationId", b"c-1") in list(record.headers)
-    assert counted(bench.instruments, "unkept_dead_letters_total") == 1
+    assert counted(bench.instruments, "dead_letters_dropped_total") == 1
 
 
 async def test_an_answer_that_nothing_fits_is_given_up_and_committed() -> None:
@@ -240,7 +240,7 @@ async def test_an_answer_that_nothing_fits_is_given_up_and_committed() -> None:
         await bench.acked()
         assert await bench.statuses() == {1: "ok"}
         assert await bench.committed() == Progress(2)
-        assert counted(bench.instruments, "unanswered_total") == 1
+        assert counted(bench.instruments, "unanswerable_requests_total") == 1
 
 
 async def test_responses_that_refuse_for_good_end_the_process() -> None:
@@ -292,7 +292,7 @@ async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
         bench.log.faults.release_seals()
         await eventually(lambda: not bench.tracker.budget.used_bytes)
         assert await bench.statuses() == {}
-        assert counted(bench.instruments, "void_total") == 20
+        assert counted(bench.instruments, "revoked_requests_total") == 20
 
 
 async def offsets_in_order(bench: Bench, topic: str = RESPONSES.topic) -> Sequence[int]:

@@ -96,7 +96,7 @@ async def test_in_order_a_partition_without_a_leader_holds_up_what_follows() -> 
     async with running("partition") as bench:
         bench.log.faults.take_leaders(RESPONSES.topic)
         await bench.inlet.send([bench.request() for _ in range(9)])
-        await eventually(lambda: counted(bench.instruments, "void_total") == 0)
+        await eventually(lambda: counted(bench.instruments, "revoked_requests_total") == 0)
         for _ in range(5):
             await asyncio.sleep(0)
         assert bench.in_flight == 9
