@@ -222,9 +222,9 @@ class ModelTuning:
     seconds, 97 % of the best throughput was missed in 3 % of 200 seeds; without normalization it
     was 66 %.
     """
-    max_slowness: float = 2.0
+    max_slowdown: float = 2.0
     """Above this, or below its inverse, the stored durations are rescaled; otherwise many small
-    errors of durations and slowness would make both drift without bound.
+    errors of durations and slowdown would make both drift without bound.
     """
     batch_overhead_us: float = 100.0
     """Approximate overhead of a batch beside its run: closing, dispatching and splitting it. For

@@ -20,7 +20,7 @@ from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed
 from headrace.log.port import Log, TopicInfo
 from headrace.models.backends.onnx_runtime import find_runtime
-from headrace.models.user_code import describe
+from headrace.models.user_code import describe_error
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.topic_plan import compare, plan_topics
 from headrace.topics import Topic
@@ -186,7 +186,7 @@ def _check_model(model: FoundModel) -> Iterator[Finding]:
         try:
             signature = ModelVersion(model, found).signature
         except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
-            fault = str(error) if isinstance(error, HeadraceError) else describe(error)
+            fault = str(error) if isinstance(error, HeadraceError) else describe_error(error)
             yield Finding("models", Health.ERROR, f"{name}: {fault}", f"mend {found.directory}")
             continue
         inputs = ", ".join(

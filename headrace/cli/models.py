@@ -1,4 +1,4 @@
-"""`headrace models list|describe|check`: lists the repository, and checks that its models run."""
+"""`headrace models list|describe|check`: list the repository, and check that its models run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
 from headrace.errors import ConfigurationError, HeadraceError
-from headrace.models.loader import Cores, Preparation
+from headrace.models.loader import BackendLoader, Cores
 from headrace.models.profiling.batch_safety import Batching
 from headrace.models.registry import Models
-from headrace.models.repository import checksum_of
+from headrace.models.repository import compute_checksum
 from headrace.models.signature import TensorSpec
-from headrace.models.user_code import describe as describe_error
+from headrace.models.user_code import describe_error
 from headrace.models.version import ModelVersion, State
 from headrace.services.executor.loading import make_instance
 
@@ -106,18 +106,18 @@ def _require(models: Models, name: str) -> None:
 
 async def _try_out(models: Models, version: ModelVersion) -> None:
     """Load one instance as an executor does: on its own thread, within `max_load_s`."""
-    preparation = Preparation(version, Cores.of_process())
+    loader = BackendLoader(version, Cores.of_process())
     try:
-        async with make_instance(version, 0, preparation):
+        async with make_instance(version, 0, loader):
             pass
     except HeadraceError as error:
         models.mark_failed(version, str(error))
     except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
         models.mark_failed(version, describe_error(error))
     else:
-        models.mark_ready(version, preparation.verdict)
+        models.mark_ready(version, loader.verdict)
     finally:
-        preparation.release()
+        loader.release_cores()
 
 
 def _found(state: str) -> str:
@@ -165,7 +165,7 @@ def _described(version: ModelVersion) -> dict[str, Any]:
         "inputs": [_tensor(spec) for spec in version.signature.inputs],
         "outputs": [_tensor(spec) for spec in version.signature.outputs],
         "batching_off": version.batching_off,
-        "checksum": checksum_of(version.directory),
+        "checksum": compute_checksum(version.directory),
         "config": version.config.model_dump(mode="json", exclude={"inputs", "outputs"}),
     }
 

@@ -55,8 +55,8 @@ class CpuDevice:
         def run(source: Block, target: Block, rows: int) -> None:
             widen(
                 widening,
-                view(source, source_dtype, (rows, *source_row)),
-                view(target, target_dtype, (rows, *row_shape)),
+                view_block(source, source_dtype, (rows, *source_row)),
+                view_block(target, target_dtype, (rows, *row_shape)),
             )
 
         return run
@@ -75,7 +75,7 @@ class CpuDevice:
         return Memory(0, 0, {})
 
 
-def view(block: Block, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+def view_block(block: Block, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Return the beginning of a host block as an array."""
     assert block.array is not None
     size_bytes = math.prod(shape) * dtype.itemsize

@@ -29,7 +29,7 @@ from headrace.device.widening import Widening
 from headrace.errors import ConfigurationError, Fatal
 from headrace.tuning import TUNING, ModelTuning
 
-NAME = "widen"
+KERNEL_NAME = "widen"
 
 _LOADS = {
     "UINT8": ("unsigned char", "return (float)value;"),
@@ -78,7 +78,7 @@ extern "C" __global__ void {name}(
 """
 
 
-class Layout(NamedTuple):
+class KernelLayout(NamedTuple):
     """Layout of a row for the kernel: channels, pixels in each, and whether channels come last."""
 
     channels: int
@@ -87,24 +87,24 @@ class Layout(NamedTuple):
     target_last: bool
 
 
-def source_of(widening: Widening) -> str:
+def make_kernel_source(widening: Widening) -> str:
     """Return the kernel for these datatypes, in CUDA C++."""
     source, load = _LOADS[widening.source]
     target, store = _STORES[widening.target]
-    return _SOURCE.format(name=NAME, source=source, load=load, target=target, store=store)
+    return _SOURCE.format(name=KERNEL_NAME, source=source, load=load, target=target, store=store)
 
 
-def layout_of(widening: Widening, row_shape: tuple[int, ...]) -> Layout:
+def plan_kernel_layout(widening: Widening, row_shape: tuple[int, ...]) -> KernelLayout:
     """Return the layout of a row of the model's input, without the batch axis."""
     elements = 1
     for size in row_shape:
         elements *= size
     axis = widening.target_channels
     if not axis:
-        return Layout(1, elements, source_last=False, target_last=False)
+        return KernelLayout(1, elements, source_last=False, target_last=False)
     channels = row_shape[axis - 1]
     last = len(row_shape)
-    return Layout(
+    return KernelLayout(
         channels,
         elements // channels,
         source_last=widening.source_channels == last,
@@ -189,11 +189,11 @@ class CudaDevice:
     def widening(self, widening: Widening, row_shape: tuple[int, ...], stream: Stream) -> Widen:
         cupy = self._cupy
         threads, max_blocks = self._tuning.kernel_block_threads, self._tuning.kernel_max_blocks
-        layout = layout_of(widening, row_shape)
+        layout = plan_kernel_layout(widening, row_shape)
         per_channel = max(len(widening.scale), len(widening.offset)) > 1
         size = layout.channels if per_channel else 1
         with self._fatal():
-            kernel = cupy.RawKernel(source_of(widening), NAME)
+            kernel = cupy.RawKernel(make_kernel_source(widening), KERNEL_NAME)
             kernel.compile()
             scale, offset = (
                 cupy.asarray(

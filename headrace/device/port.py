@@ -158,7 +158,7 @@ class Device(Protocol):
 _MIB = 1024 * 1024
 
 
-def require(
+def require_memory(
     device: str,
     memory: Memory,
     needs: Mapping[str, int],
@@ -179,13 +179,14 @@ def require(
     total = sum(needed.values())
     if total <= memory.free_bytes:
         return
-    parts = ", ".join(f"{name} {_mib(size)}" for name, size in needed.items())
-    used = ", ".join(f"{name} {_mib(size)}" for name, size in memory.used_bytes.items())
+    parts = ", ".join(f"{name} {_format_mib(size)}" for name, size in needed.items())
+    used = ", ".join(f"{name} {_format_mib(size)}" for name, size in memory.used_bytes.items())
     raise ConfigurationError(
-        f"memory of {device}: expected {_mib(total)} free ({parts}), got {_mib(memory.free_bytes)} "
-        f"of {_mib(memory.total_bytes)}" + (f", ours so far: {used}" if used else "")
+        f"memory of {device}: expected {_format_mib(total)} free ({parts}), got "
+        f"{_format_mib(memory.free_bytes)} of {_format_mib(memory.total_bytes)}"
+        + (f", of which this process uses: {used}" if used else "")
     )
 
 
-def _mib(size_bytes: int) -> str:
+def _format_mib(size_bytes: int) -> str:
     return f"{-(-size_bytes // _MIB)} MiB"

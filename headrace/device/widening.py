@@ -64,15 +64,15 @@ def widen(widening: Widening, source: NDArray[Any], target: NDArray[Any]) -> Non
         np.copyto(target, source, casting="unsafe")
         return
     wide = target if target.dtype == np.float32 else np.empty(target.shape, np.float32)
-    scale = _along(widening.scale, widening.target_channels, target.ndim)
-    offset = _along(widening.offset, widening.target_channels, target.ndim)
+    scale = _broadcast_along(widening.scale, widening.target_channels, target.ndim)
+    offset = _broadcast_along(widening.offset, widening.target_channels, target.ndim)
     np.multiply(source, scale, out=wide, dtype=np.float32, casting="unsafe")
     np.add(wide, offset, out=wide)
     if wide is not target:
         np.copyto(target, wide, casting="unsafe")
 
 
-def _along(values: tuple[float, ...], axis: int, rank: int) -> NDArray[np.float32]:
+def _broadcast_along(values: tuple[float, ...], axis: int, rank: int) -> NDArray[np.float32]:
     """Return the values as an array that broadcasts along the channel axis."""
     array = np.array(values, np.float32)
     return (

@@ -163,7 +163,7 @@ class ModelConfig(_Group):
     max_load_s: _Seconds = 600.0
     """Time limit for loading and warming up, after which the version has failed."""
     checksum: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = None
-    """Checksum of the version's files, see `headrace.models.repository.checksum_of`."""
+    """Checksum of the version's files, see `headrace.models.repository.compute_checksum`."""
     transform: Literal["python", "text", "octets"] | None = None
     """How inputs are made from a payload that is neither MessagePack nor JSON."""
     preprocess: dict[str, Preprocess] = {}

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.models.backends.port import Backend
-from headrace.models.backends.warmup import Inputs, NotMadeUpError, all_sizes
+from headrace.models.backends.warmup import Inputs, NoMadeUpInputsError, make_sample_batches
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.profiling.probe import probe
-from headrace.models.signature import Signature, unbatched
-from headrace.models.user_code import describe
+from headrace.models.signature import Signature, without_batching
+from headrace.models.user_code import describe_error
 from headrace.models.version import ModelVersion
 
 
@@ -25,7 +25,7 @@ class Cores:
     """
 
     def __init__(self, available: Iterable[int]) -> None:
-        self._taken = dict.fromkeys(sorted(available), 0)
+        self._reserved = dict.fromkeys(sorted(available), 0)
         self._lock = threading.Lock()
 
     @classmethod
@@ -36,9 +36,9 @@ class Cores:
 
     def __len__(self) -> int:
         """Number of cores; 0 if threads cannot be pinned."""
-        return len(self._taken)
+        return len(self._reserved)
 
-    def take(self, count: int, beside: frozenset[int] = frozenset()) -> frozenset[int]:
+    def reserve(self, count: int, beside: frozenset[int] = frozenset()) -> frozenset[int]:
         """Reserve the cores with the fewest instances on them, and return their numbers.
 
         Args:
@@ -49,30 +49,30 @@ class Cores:
             ConfigurationError: there are not enough cores.
         """
         with self._lock:
-            free = [core for core in self._taken if core not in beside]
+            free = [core for core in self._reserved if core not in beside]
             if count > len(free):
                 raise ConfigurationError(
                     f"pinned: expected {count} cores for each instance, apart from those of the "
-                    f"others; got {len(free)} of {len(self._taken)}"
+                    f"others; got {len(free)} of {len(self._reserved)}"
                 )
-            chosen = frozenset(sorted(free, key=lambda core: self._taken[core])[:count])
+            chosen = frozenset(sorted(free, key=lambda core: self._reserved[core])[:count])
             for core in chosen:
-                self._taken[core] += 1
+                self._reserved[core] += 1
             return chosen
 
-    def give_back(self, cores: Iterable[int]) -> None:
-        """Release cores that `take` reserved."""
+    def release(self, cores: Iterable[int]) -> None:
+        """Release cores that `reserve` reserved."""
         with self._lock:
             for core in cores:
-                self._taken[core] -= 1
+                self._reserved[core] -= 1
 
 
-def keep_to(cores: Iterable[int]) -> None:
+def pin_thread(cores: Iterable[int]) -> None:
     """Pin the calling thread, and all threads that it starts, to these cores."""
     os.sched_setaffinity(0, cores)
 
 
-class Preparation:
+class BackendLoader:
     """Prepares the backends of one version, one after the other; only the first is probed.
 
     Args:
@@ -87,12 +87,12 @@ class Preparation:
     def __init__(self, version: ModelVersion, cores: Cores) -> None:
         self._version = version
         self._cores = cores
-        self._taken: list[frozenset[int]] = []
+        self._reserved: list[frozenset[int]] = []
         self._is_first = True
         self.signature = version.signature
         self.verdict: Verdict | None = None
 
-    def prepare(self, backend: Backend) -> None:
+    def load(self, backend: Backend) -> None:
         """Make a backend ready to run. Blocks; call it on the backend's thread.
 
         Raises:
@@ -100,36 +100,36 @@ class Preparation:
         """
         version = self._version
         if version.config.pinned:
-            self._pin()
+            self._pin_to_cores()
         backend.load()
-        asking = self._is_first and version.config.probe
-        if asking:
-            self._try_out(backend)
+        probing = self._is_first and version.config.probe
+        if probing:
+            self._probe(backend)
         warmed_up = backend.warm_up()
         if warmed_up.omitted:
             version.warm_up_omitted = warmed_up.omitted
         fault = warmed_up.batching_fault
         if fault and not (self.verdict and self.verdict.batching is Batching.NOT_BATCHABLE):
             self.verdict = Verdict(Batching.NOT_BATCHABLE, fault)
-        if asking:
-            self._time(backend)
+        if probing:
+            self._time_runs(backend)
         self._is_first = False
 
-    def release(self) -> None:
+    def release_cores(self) -> None:
         """Release the cores of backends that are gone."""
-        for cores in self._taken:
-            self._cores.give_back(cores)
-        self._taken.clear()
+        for cores in self._reserved:
+            self._cores.release(cores)
+        self._reserved.clear()
 
-    def _pin(self) -> None:
+    def _pin_to_cores(self) -> None:
         """Pin this thread, and those that the backend starts, to cores no other instance uses."""
         config = self._version.config
         count = config.intra_op_threads or max(1, len(self._cores) // config.instances)
-        cores = self._cores.take(count, beside=frozenset().union(*self._taken))
-        self._taken.append(cores)
-        keep_to(cores)
+        cores = self._cores.reserve(count, beside=frozenset().union(*self._reserved))
+        self._reserved.append(cores)
+        pin_thread(cores)
 
-    def _try_out(self, backend: Backend) -> None:
+    def _probe(self, backend: Backend) -> None:
         version = self._version
         try:
             verdict = probe(
@@ -138,20 +138,20 @@ class Preparation:
         except HeadraceError:
             raise
         except Exception as error:  # noqa: BLE001 - outputs may be anything, and prove nothing then
-            verdict = Verdict(Batching.UNDECIDED, f"the probe failed: {describe(error)}")
+            verdict = Verdict(Batching.UNDECIDED, f"the probe failed: {describe_error(error)}")
         if verdict.has_no_batch:
-            self.signature = unbatched(version.signature, verdict.reason)
-            backend.adopt(self.signature)
+            self.signature = without_batching(version.signature, verdict.reason)
+            backend.use_signature(self.signature)
         self.verdict = verdict
 
-    def _time(self, backend: Backend) -> None:
+    def _time_runs(self, backend: Backend) -> None:
         """Measure run durations as initial data of the version's `latency`."""
         version, tuning = self._version, self._version.tuning
         end_s = time.monotonic() + tuning.timing_budget_s
         signature = backend.signature
         try:
-            sizes = list(all_sizes(signature, version.config, version.directory, tuning))
-        except NotMadeUpError:
+            sizes = list(make_sample_batches(signature, version.config, version.directory, tuning))
+        except NoMadeUpInputsError:
             return
         for rows, inputs in sizes * tuning.timed_runs:
             began_s = time.monotonic()

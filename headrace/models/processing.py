@@ -90,7 +90,7 @@ class Appendix(NamedTuple):
             outputs.append(outputs[-1]._replace(name=self.labelled, datatype="BYTES"))
         return outputs
 
-    def look_up(self, indices: NDArray[Any]) -> NDArray[Any]:
+    def look_up_labels(self, indices: NDArray[Any]) -> NDArray[Any]:
         """Return the labels of indices of any shape, as an object array of bytes."""
         labels: NDArray[Any] = np.array(self.labels, dtype=object)
         # Indexing by a scalar would return the label itself instead of an array.
@@ -111,7 +111,7 @@ def plan_appendix(
     Raises:
         ConfigurationError: there is no such output, or the steps do not fit it.
     """
-    source = _find(signature, output)
+    source = _find_output(signature, output)
     where = f"postprocess of {source.name}"
     if source.datatype not in _FLOATS:
         raise ConfigurationError(f"{where}: expected {', '.join(_FLOATS)}, got {source.datatype}")
@@ -130,7 +130,7 @@ def plan_appendix(
     return appendix
 
 
-def _find(signature: Signature, output: str) -> TensorSpec:
+def _find_output(signature: Signature, output: str) -> TensorSpec:
     names = {spec.name: spec for spec in signature.outputs}
     if not output and len(names) == 1:
         return signature.outputs[0]
@@ -183,7 +183,7 @@ def read_labels(directory: Path, name: str) -> tuple[bytes, ...]:
     raise ConfigurationError(f"labels: expected a file {places[0]} or {places[1]}, got none")
 
 
-def append(model: onnx.ModelProto, appendix: Appendix) -> None:
+def append_nodes(model: onnx.ModelProto, appendix: Appendix) -> None:
     """Append the nodes to a model in place; tensors in other files are not read.
 
     Raises:
@@ -243,7 +243,7 @@ _CHANNELS = {None: 0, "NCHW": 1, "NHWC": 3}
 """Axis of the channels, by layout."""
 
 
-class Adaptation(NamedTuple):
+class Processing(NamedTuple):
     """The model-side and the request-side signature of a model, and the conversions between them.
 
     Attributes:
@@ -259,7 +259,7 @@ class Adaptation(NamedTuple):
     appendix: Appendix | None
 
 
-def adapt(found: Signature, config: ModelConfig, directory: Path) -> Adaptation:
+def plan_processing(found: Signature, config: ModelConfig, directory: Path) -> Processing:
     """Apply `preprocess`, `postprocess` and `labels`.
 
     Args:
@@ -278,9 +278,9 @@ def adapt(found: Signature, config: ModelConfig, directory: Path) -> Adaptation:
         seen = with_appendix(found, appendix)
     widenings = _plan_widenings(found, config.preprocess)
     if widenings:
-        inputs = [_as_it_travels(spec, widenings.get(spec.name)) for spec in found.inputs]
+        inputs = [_make_request_spec(spec, widenings.get(spec.name)) for spec in found.inputs]
         seen = make_signature(inputs, seen.outputs, utf8=seen.utf8, precision=seen.precision)
-    return Adaptation(own, seen, widenings, appendix)
+    return Processing(own, seen, widenings, appendix)
 
 
 def _plan_widenings(found: Signature, preprocess: Mapping[str, Preprocess]) -> dict[str, Widening]:
@@ -289,10 +289,10 @@ def _plan_widenings(found: Signature, preprocess: Mapping[str, Preprocess]) -> d
         raise ConfigurationError(
             f"preprocess: expected some of {', '.join(specs)}, got {', '.join(sorted(unknown))}"
         )
-    return {name: _widening(specs[name], asked) for name, asked in preprocess.items()}
+    return {name: _make_widening(specs[name], asked) for name, asked in preprocess.items()}
 
 
-def _widening(spec: TensorSpec, asked: Preprocess) -> Widening:
+def _make_widening(spec: TensorSpec, asked: Preprocess) -> Widening:
     where = f"preprocess.{spec.name}"
     if spec.datatype not in TARGETS:
         raise ConfigurationError(
@@ -311,7 +311,7 @@ def _widening(spec: TensorSpec, asked: Preprocess) -> Widening:
     return Widening(asked.datatype, spec.datatype, asked.scale, asked.offset, source, target)
 
 
-def _as_it_travels(spec: TensorSpec, widening: Widening | None) -> TensorSpec:
+def _make_request_spec(spec: TensorSpec, widening: Widening | None) -> TensorSpec:
     if widening is None:
         return spec
     order = source_shape(widening, tuple(range(len(spec.shape))))

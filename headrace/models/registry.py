@@ -22,8 +22,15 @@ from headrace.config import Settings
 from headrace.errors import Code, Rejected
 from headrace.models.profiling.batch_safety import Verdict
 from headrace.models.repository import Repository
-from headrace.models.scan import Importings, Known, Opened, is_outrun, look, relative
-from headrace.models.user_code import on_daemon_thread
+from headrace.models.scan import (
+    KnownVersions,
+    OpenedModel,
+    UnfinishedImports,
+    has_retired_version,
+    open_versions,
+    relative_to_repository,
+)
+from headrace.models.user_code import run_on_daemon_thread
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.events import ExecutorEvent
 from headrace.tuning import TUNING, ModelTuning
@@ -177,7 +184,7 @@ class Models:
         self._ready: dict[tuple[str, str], ModelVersion] = {}
         self._subscribers: list[Subscriber] = []
         self._reloading = asyncio.Lock()
-        self._importings: Importings = {}
+        self._importings: UnfinishedImports = {}
 
     # --- what the services ask ----------------------------------------------------------------
 
@@ -242,7 +249,7 @@ class Models:
                 "batching_off": version.batching_off,
                 "contradiction": version.contradiction,
                 "warm_up_omitted": version.warm_up_omitted,
-                "batching": version.verdict and version.verdict.entry(),
+                "batching": version.verdict and version.verdict.to_dict(),
                 "latency": version.latency.table(),
             }
             for version in self.versions()
@@ -262,7 +269,7 @@ class Models:
         Raises:
             ConfigurationError: the repository is missing. Faults of single models are recorded.
         """
-        return self._apply(look(self._repository, {}, self._importings, self._tuning))
+        return self._apply(open_versions(self._repository, {}, self._importings, self._tuning))
 
     async def reload(self) -> Reloaded:
         """Scan the repository again; failed versions are retried.
@@ -276,26 +283,26 @@ class Models:
                 for version in self.versions()
                 if version.state is not State.FAILED
             }
-            opened = await self._look(known)
-            while is_outrun(opened):
-                opened = await self._look({})
+            opened = await self._scan(known)
+            while has_retired_version(opened):
+                opened = await self._scan({})
             return self._apply(opened)
 
-    async def _look(self, known: Known) -> list[Opened]:
+    async def _scan(self, known: KnownVersions) -> list[OpenedModel]:
         # On a daemon thread: an import that hangs must not keep the process from ending.
-        return await on_daemon_thread(
-            lambda: look(self._repository, known, self._importings, self._tuning)
+        return await run_on_daemon_thread(
+            lambda: open_versions(self._repository, known, self._importings, self._tuning)
         )
 
-    def _apply(self, opened: list[Opened]) -> Reloaded:
+    def _apply(self, opened: list[OpenedModel]) -> Reloaded:
         before = {name: dict(model.selected) for name, model in self._models.items()}
         for name in self._models.keys() - {each.name for each in opened}:
             self._remove(name)
         for each in opened:
             self._update(self._models.setdefault(each.name, _Model()), each)
-        return self._difference(before)
+        return self._summarize_changes(before)
 
-    def _update(self, model: _Model, opened: Opened) -> None:
+    def _update(self, model: _Model, opened: OpenedModel) -> None:
         model.faults = opened.faults
         if not opened.versions:
             # No version can be opened, so the versions selected before stay.
@@ -303,7 +310,7 @@ class Models:
             return
         dropped = model.selected
         model.selected = opened.versions
-        self._take_back(model)
+        self._restore_replaced(model)
         for version in dropped.values():
             if id(version) not in model.versions() and version.state is State.LOADING:
                 self._unload(version)
@@ -314,14 +321,14 @@ class Models:
                 self._notify(Change("load", version))
             else:
                 self.mark_ready(version)
-        self._ack(opened.name)
+        self._publish_and_retire(opened.name)
 
     def _remove(self, name: str) -> None:
         model = self._models.pop(name)
         self._publish(name)
         for version in model.versions().values():
             if version.state is State.READY:
-                self._put_aside(version)
+                self._retain_or_unload(version)
             elif version.state is not State.FAILED:
                 self._unload(version)
 
@@ -343,12 +350,12 @@ class Models:
         if model is None or model.selected.get(version.version) is not version:
             return
         if verdict is not None:
-            version.judge(verdict)
+            version.apply_verdict(verdict)
         version.state, version.reason = State.READY, ""
         # The new version is published before the old one is unloaded, so that lookups never fail.
         previous = model.serving.get(version.version)
         model.serving[version.version] = version
-        self._ack(version.name)
+        self._publish_and_retire(version.name)
         if previous is not None and previous is not version:
             self._unload(previous)
         replaced = self._replaced.take(version.name, version.version)
@@ -357,17 +364,20 @@ class Models:
 
     def mark_failed(self, version: ModelVersion, reason: str) -> None:
         """Record that a version cannot take requests (any more); its predecessor stays."""
-        version.state, version.reason = State.FAILED, relative(reason, self._repository.path)
+        version.state, version.reason = (
+            State.FAILED,
+            relative_to_repository(reason, self._repository.path),
+        )
         model = self._models.get(version.name)
         if model is None:
             return
         if model.serving.get(version.version) is version:
             del model.serving[version.version]
-        self._ack(version.name)
+        self._publish_and_retire(version.name)
 
     # --- what executors of other processes say ------------------------------------------------
 
-    def heed(self, event: ExecutorEvent) -> None:
+    def apply_executor_event(self, event: ExecutorEvent) -> None:
         """Apply an executor event: batch limits of its models, and durations of its runs.
 
         A version that was replaced here is kept as long as an executor announces it.
@@ -390,12 +400,12 @@ class Models:
         for version in self._replaced.take_unused():
             self._unload(version)
 
-    def _put_aside(self, version: ModelVersion) -> None:
+    def _retain_or_unload(self, version: ModelVersion) -> None:
         """Keep a version that is no longer selected, or unload it at once if none are kept."""
         if not self._replaced.add(version):
             self._unload(version)
 
-    def _take_back(self, model: _Model) -> None:
+    def _restore_replaced(self, model: _Model) -> None:
         """Let replaced versions that are selected again serve as before."""
         for number, version in model.selected.items():
             if self._replaced.find(version.name, number) is version:
@@ -407,14 +417,14 @@ class Models:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _ack(self, name: str) -> None:
+    def _publish_and_retire(self, name: str) -> None:
         model = self._models[name]
         outdated = model.outdated()
         for version in outdated:
             del model.serving[version.version]
         self._publish(name)
         for version in outdated:
-            self._put_aside(version)
+            self._retain_or_unload(version)
 
     def _publish(self, name: str) -> None:
         """Update the table of `lookup` from the model."""
@@ -435,7 +445,7 @@ class Models:
         for subscriber in self._subscribers:
             subscriber(change)
 
-    def _difference(self, before: Mapping[str, Mapping[str, ModelVersion]]) -> Reloaded:
+    def _summarize_changes(self, before: Mapping[str, Mapping[str, ModelVersion]]) -> Reloaded:
         old = {f"{name}/{n}": v for name, versions in before.items() for n, v in versions.items()}
         new = {
             f"{name}/{n}": v
@@ -467,7 +477,7 @@ class Models:
             raise Rejected.mismatch(
                 Code.UNKNOWN_MODEL,
                 "model_name",
-                expected=self._one_of(self.names()),
+                expected=self._list_names(self.names()),
                 got=f'"{name}"',
             )
         there = model.selected.keys() | model.serving.keys() | model.faults.keys()
@@ -475,12 +485,12 @@ class Models:
             raise Rejected.mismatch(
                 Code.UNKNOWN_MODEL,
                 "model_version",
-                expected=f"{self._one_of(sorted(there, key=int))} of {name}",
+                expected=f"{self._list_names(sorted(there, key=int))} of {name}",
                 got=f'"{number}"',
             )
         _refuse_unready(model, name, number, self._tuning.loading_retry_after_ms)
 
-    def _one_of(self, names: list[str]) -> str:
+    def _list_names(self, names: list[str]) -> str:
         if not names:
             return "a model, of which there is none"
         listed = ", ".join(names[: self._tuning.listed_names])
@@ -490,12 +500,14 @@ class Models:
 
 def _refuse_unready(model: _Model, name: str, number: str, retry_after_ms: int) -> NoReturn:
     """Reject with the reason, and with a retry time if waiting may help."""
-    asked = f"model {name}/{number}" if number else f"model {name}"
+    requested = f"model {name}/{number}" if number else f"model {name}"
     wanted = model.selected.get(number)
     candidates = [wanted] if wanted else list(model.selected.values())
     if any(version.state is State.LOADING for version in candidates):
-        raise Rejected(Code.MODEL_NOT_READY, f"{asked} is loading", retry_after_ms=retry_after_ms)
+        raise Rejected(
+            Code.MODEL_NOT_READY, f"{requested} is loading", retry_after_ms=retry_after_ms
+        )
     reasons = [version.reason for version in candidates if version.reason]
     reasons += [fault for key, fault in model.faults.items() if key in ("", number) or not number]
-    told = "; ".join(reason.splitlines()[0] for reason in reasons)
-    raise Rejected(Code.MODEL_NOT_READY, f"{asked}: {told}")
+    listed = "; ".join(reason.splitlines()[0] for reason in reasons)
+    raise Rejected(Code.MODEL_NOT_READY, f"{requested}: {listed}")

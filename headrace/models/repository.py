@@ -17,9 +17,9 @@ from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.models.backends.python import python_signature
 from headrace.models.config import ModelConfig, read_model_config
-from headrace.models.processing import adapt
+from headrace.models.processing import plan_processing
 from headrace.models.signature import Signature, read_onnx_signature
-from headrace.models.user_code import describe
+from headrace.models.user_code import describe_error
 from headrace.tuning import TUNING
 
 MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}
@@ -78,64 +78,64 @@ class Repository:
             directories = sorted(entry for entry in self.path.iterdir() if entry.is_dir())
         except OSError as error:
             raise ConfigurationError(f"models.repository: {self.path}: {error.strerror}") from error
-        return [self._look_at(each) for each in directories if not each.name.startswith(".")]
+        return [self._read_model(each) for each in directories if not each.name.startswith(".")]
 
-    def _look_at(self, directory: Path) -> FoundModel:
+    def _read_model(self, directory: Path) -> FoundModel:
         name = directory.name
         if not _MODEL_NAME.fullmatch(name):
             fault = f"expected a name of letters, digits, '.', '_' and '-', got {name!r}"
             return FoundModel(name, directory, None, (), fault)
         try:
             config = read_model_config(directory / "model.toml", self._settings)
-            versions = _selected(directory, config)
+            versions = _select_versions(directory, config)
         except ConfigurationError as error:
             return FoundModel(name, directory, None, (), str(error))
         except OSError as error:
             fault = f"{error.filename or directory}: {error.strerror}"
             return FoundModel(name, directory, None, (), fault)
         except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
-            fault = f"{directory}: {describe(error)}"
+            fault = f"{directory}: {describe_error(error)}"
             return FoundModel(name, directory, None, (), fault)
         return FoundModel(name, directory, config, versions)
 
 
-def _selected(directory: Path, config: ModelConfig) -> tuple[FoundVersion, ...]:
-    there = sorted(
+def _select_versions(directory: Path, config: ModelConfig) -> tuple[FoundVersion, ...]:
+    present = sorted(
         int(entry.name)
         for entry in directory.iterdir()
         if entry.is_dir() and _VERSION.fullmatch(entry.name)
     )
-    if not there:
+    if not present:
         raise ConfigurationError(
             f"{directory}: expected a version, a directory such as 1, got none"
         )
     if config.versions == "latest":
-        numbers = there[-1:]
+        numbers = present[-1:]
     elif config.versions == "all":
-        numbers = there
+        numbers = present
     else:
         numbers = sorted(set(config.versions))
-        if missing := set(numbers).difference(there):
+        if missing := set(numbers).difference(present):
             raise ConfigurationError(
-                f"{directory / 'model.toml'}: versions: expected some of {there}, "
+                f"{directory / 'model.toml'}: versions: expected some of {present}, "
                 f"got {sorted(missing)}"
             )
-    beside = _stamp(path for path in directory.iterdir() if path.is_file())
+    beside = _compute_stamp(path for path in directory.iterdir() if path.is_file())
     return tuple(
-        FoundVersion(str(number), path, beside + _stamp(files_of(path)))
+        FoundVersion(str(number), path, beside + _compute_stamp(list_files(path)))
         for number in numbers
         for path in [directory / str(number)]
     )
 
 
-def files_of(directory: Path) -> Iterator[Path]:
+def list_files(directory: Path) -> Iterator[Path]:
     """Yield all files below a directory except Python's caches, sorted by relative name."""
     yield from sorted(
         path for path in directory.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     )
 
 
-def _stamp(files: Iterator[Path]) -> str:
+def _compute_stamp(files: Iterator[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         status = path.stat()
@@ -143,7 +143,7 @@ def _stamp(files: Iterator[Path]) -> str:
     return digest.hexdigest()
 
 
-def checksum_of(directory: Path, chunk_bytes: int = TUNING.models.checksum_chunk_bytes) -> str:
+def compute_checksum(directory: Path, chunk_bytes: int = TUNING.models.checksum_chunk_bytes) -> str:
     """Return the checksum of a version, in the form of `checksum` in `model.toml`.
 
     It is SHA-256 over, for each file below the directory in the order of its relative name (with
@@ -151,7 +151,9 @@ def checksum_of(directory: Path, chunk_bytes: int = TUNING.models.checksum_chunk
     content's length as 8 bytes big-endian, and the content.
     """
     digest = hashlib.sha256()
-    files = {path.relative_to(directory).as_posix().encode(): path for path in files_of(directory)}
+    files = {
+        path.relative_to(directory).as_posix().encode(): path for path in list_files(directory)
+    }
     for name, path in sorted(files.items()):
         digest.update(name + b"\0" + path.stat().st_size.to_bytes(8, "big"))
         with path.open("rb") as file:
@@ -160,7 +162,7 @@ def checksum_of(directory: Path, chunk_bytes: int = TUNING.models.checksum_chunk
     return f"sha256:{digest.hexdigest()}"
 
 
-def open_version(found: FoundVersion, config: ModelConfig) -> Signature:
+def read_signature(found: FoundVersion, config: ModelConfig) -> Signature:
     """Check a version's files and read its signature.
 
     Raises:
@@ -168,7 +170,7 @@ def open_version(found: FoundVersion, config: ModelConfig) -> Signature:
     """
     if config.checksum is not None:
         try:
-            checksum = checksum_of(found.directory)
+            checksum = compute_checksum(found.directory)
         except OSError as error:
             raise ConfigurationError(f"{error.filename}: {error.strerror}") from error
         if checksum != config.checksum:
@@ -180,4 +182,4 @@ def open_version(found: FoundVersion, config: ModelConfig) -> Signature:
         raise ConfigurationError(f"{path}: expected the model here, got no file")
     if config.backend == "python":
         return python_signature(path, config)
-    return adapt(read_onnx_signature(path), config, found.directory).signature
+    return plan_processing(read_onnx_signature(path), config, found.directory).signature

@@ -9,15 +9,15 @@ from typing import NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError
 from headrace.models.repository import FoundModel, Repository
-from headrace.models.user_code import StillImporting, describe
+from headrace.models.user_code import StillImporting, describe_error
 from headrace.models.version import ModelVersion, State
 from headrace.tuning import TUNING, ModelTuning
 
-Known: TypeAlias = Mapping[tuple[str, str], ModelVersion]
+KnownVersions: TypeAlias = Mapping[tuple[str, str], ModelVersion]
 """Versions that are already open, by model and number."""
 
 
-class Importing(NamedTuple):
+class UnfinishedImport(NamedTuple):
     """A version whose import exceeded its time limit, with the stamp that it had."""
 
     stamp: str
@@ -28,11 +28,11 @@ class Importing(NamedTuple):
         return self.stamp == stamp and self.error.thread.is_alive()
 
 
-Importings: TypeAlias = dict[tuple[str, str], Importing]
+UnfinishedImports: TypeAlias = dict[tuple[str, str], UnfinishedImport]
 """Unfinished imports by model and number; kept between scans, so that only the first one waits."""
 
 
-class Opened(NamedTuple):
+class OpenedModel(NamedTuple):
     """A model on disk.
 
     Attributes:
@@ -46,12 +46,12 @@ class Opened(NamedTuple):
     faults: dict[str, str]
 
 
-def look(
+def open_versions(
     repository: Repository,
-    known: Known,
-    importings: Importings,
+    known: KnownVersions,
+    importings: UnfinishedImports,
     tuning: ModelTuning = TUNING.models,
-) -> list[Opened]:
+) -> list[OpenedModel]:
     """Scan the repository and open new or changed versions. Blocks; any thread may call it.
 
     Args:
@@ -63,33 +63,37 @@ def look(
     Raises:
         ConfigurationError: the repository is missing. Faults of single models are returned.
     """
-    opened: list[Opened] = []
+    opened: list[OpenedModel] = []
     for found in repository.scan():
         if found.fault:
-            opened.append(Opened(found.name, {}, {"": relative(found.fault, repository.path)}))
+            opened.append(
+                OpenedModel(
+                    found.name, {}, {"": relative_to_repository(found.fault, repository.path)}
+                )
+            )
         else:
-            opened.append(_open(found, known, importings, repository.path, tuning))
+            opened.append(_open_model(found, known, importings, repository.path, tuning))
     return opened
 
 
-def is_outrun(opened: list[Opened]) -> bool:
+def has_retired_version(opened: list[OpenedModel]) -> bool:
     """Return whether a version that was found unchanged was replaced during the scan."""
     versions = (version for each in opened for version in each.versions.values())
     return any(version.state is State.UNLOADING for version in versions)
 
 
-def relative(fault: str, repository: Path) -> str:
+def relative_to_repository(fault: str, repository: Path) -> str:
     """Make the paths in a fault relative to the repository, as remote callers may see it."""
     return fault.replace(f"{repository}{os.sep}", "")
 
 
-def _open(
+def _open_model(
     found: FoundModel,
-    known: Known,
-    importings: Importings,
+    known: KnownVersions,
+    importings: UnfinishedImports,
     repository: Path,
     tuning: ModelTuning,
-) -> Opened:
+) -> OpenedModel:
     versions: dict[str, ModelVersion] = {}
     faults: dict[str, str] = {}
     for each in found.versions:
@@ -99,15 +103,15 @@ def _open(
             versions[each.version] = same
             continue
         if importing is not None and importing.is_under_way(each.stamp):
-            faults[each.version] = relative(str(importing.error), repository)
+            faults[each.version] = relative_to_repository(str(importing.error), repository)
             continue
         importings.pop(key, None)
         try:
             versions[each.version] = ModelVersion(found, each, tuning)
         except ConfigurationError as error:
-            faults[each.version] = relative(str(error), repository)
+            faults[each.version] = relative_to_repository(str(error), repository)
             if isinstance(error, StillImporting):
-                importings[key] = Importing(each.stamp, error)
+                importings[key] = UnfinishedImport(each.stamp, error)
         except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
-            faults[each.version] = relative(describe(error), repository)
-    return Opened(found.name, versions, faults)
+            faults[each.version] = relative_to_repository(describe_error(error), repository)
+    return OpenedModel(found.name, versions, faults)

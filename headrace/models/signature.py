@@ -87,7 +87,7 @@ def make_signature(
     return Signature(inputs, outputs, not reason, utf8, reason, precision)
 
 
-def unbatched(signature: Signature, reason: str) -> Signature:
+def without_batching(signature: Signature, reason: str) -> Signature:
     """Return the signature of a model whose dimension 0 turned out not to be the batch."""
     return signature._replace(batched=False, unbatched_reason=reason)
 
@@ -108,7 +108,7 @@ def read_onnx_signature(path: Path) -> Signature:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except DecodeError as error:
         raise ConfigurationError(
-            f"{path}: expected an ONNX model, got {_got(path, error)}"
+            f"{path}: expected an ONNX model, got {_describe_unreadable_file(path, error)}"
         ) from error
     if not model.HasField("graph"):
         raise ConfigurationError(f"{path}: expected an ONNX model, got no graph")
@@ -117,29 +117,29 @@ def read_onnx_signature(path: Path) -> Signature:
     constants.update(tensor.values.name for tensor in graph.sparse_initializer)
     try:
         return make_signature(
-            [_read(value, "input") for value in graph.input if value.name not in constants],
-            [_read(value, "output") for value in graph.output],
+            [_read_tensor(value, "input") for value in graph.input if value.name not in constants],
+            [_read_tensor(value, "output") for value in graph.output],
             utf8=True,
-            precision=_precision(graph),
+            precision=_find_precision(graph),
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
-def _got(path: Path, error: Exception) -> str:
+def _describe_unreadable_file(path: Path, error: Exception) -> str:
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             return "a pointer of Git LFS; fetch the file with `git lfs pull`"
     return f"another file: {error}"
 
 
-def _precision(graph: onnx.GraphProto) -> str:
+def _find_precision(graph: onnx.GraphProto) -> str:
     """Return the weights' datatype; converters to fp16 often keep fp32 inputs and outputs."""
     kept = {tensor.data_type for tensor in graph.initializer}
     return next((name for name in ("BF16", "FP16") if DATATYPES[name].onnx in kept), "FP32")
 
 
-def _read(value: onnx.ValueInfoProto, kind: str) -> TensorSpec:
+def _read_tensor(value: onnx.ValueInfoProto, kind: str) -> TensorSpec:
     _check_name(value.name, kind)
     where = f"{kind} {value.name}"
     what = value.type.WhichOneof("value")

@@ -61,7 +61,7 @@ def run_bounded(work: Callable[[], T], path: Path, limit_s: float) -> T:
         except HeadraceError as error:
             errors.append(error)
         except BaseException as error:  # noqa: BLE001 - a user's code may raise anything
-            errors.append(ConfigurationError(f"{path}: {describe(error)}"))
+            errors.append(ConfigurationError(f"{path}: {describe_error(error)}"))
 
     thread = threading.Thread(target=run, name=f"import {path.parent.name}", daemon=True)
     thread.start()
@@ -84,7 +84,7 @@ def interrupt(thread: threading.Thread) -> None:
     )
 
 
-async def on_daemon_thread(work: Callable[[], T]) -> T:
+async def run_on_daemon_thread(work: Callable[[], T]) -> T:
     """Run blocking work on a thread that does not keep the process from ending.
 
     A thread of `asyncio.to_thread` would: the interpreter waits for it at exit.
@@ -128,7 +128,7 @@ def load_module(path: Path) -> ModuleType:
     except BaseException as error:  # a user's code may raise anything, SystemExit included
         if not is_of_user_code(error):
             raise
-        raise ConfigurationError(f"{path}: {describe(error)}") from error
+        raise ConfigurationError(f"{path}: {describe_error(error)}") from error
     return module
 
 
@@ -147,7 +147,9 @@ def load_attribute(path: Path, name: str) -> Any:
     return found
 
 
-def describe(error: BaseException, max_chars: int = TUNING.models.max_error_text_chars) -> str:
+def describe_error(
+    error: BaseException, max_chars: int = TUNING.models.max_error_text_chars
+) -> str:
     """Describe an exception in one printable line: its class and its text, cut at `max_chars`."""
     try:
         text = str(error)

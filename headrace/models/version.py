@@ -10,12 +10,12 @@ from headrace.models.backends.port import Backend
 from headrace.models.backends.python import PythonBackend
 from headrace.models.config import CPU, ModelConfig
 from headrace.models.inputs.binding import Binder
-from headrace.models.inputs.padding import with_padding
+from headrace.models.inputs.padding import add_padding
 from headrace.models.inputs.transforms import make_transform
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.profiling.latency import Latency
-from headrace.models.repository import FoundModel, FoundVersion, open_version
-from headrace.models.signature import Signature, unbatched
+from headrace.models.repository import FoundModel, FoundVersion, read_signature
+from headrace.models.signature import Signature, without_batching
 from headrace.tuning import TUNING, ModelTuning
 
 
@@ -65,7 +65,7 @@ class ModelVersion:
         self.directory: Path = found.directory
         self.stamp = found.stamp
         self.config: ModelConfig = model.config
-        self.signature = with_padding(open_version(found, model.config), model.config)
+        self.signature = add_padding(read_signature(found, model.config), model.config)
         self.bind = self._binder().bind
         self.transform = make_transform(model.directory, model.config, self.signature)
         self.max_batch_size = model.config.max_batch_size
@@ -81,7 +81,7 @@ class ModelVersion:
         if self.max_batch_size == 1:
             self.batching_off = "max_batch_size is 1"
         elif not self.signature.batched:
-            self.judge(Verdict(Batching.NOT_BATCHABLE, self.signature.unbatched_reason))
+            self.apply_verdict(Verdict(Batching.NOT_BATCHABLE, self.signature.unbatched_reason))
 
     def _binder(self) -> Binder:
         config = self.config
@@ -91,7 +91,7 @@ class ModelVersion:
         return f"<ModelVersion {self.name}/{self.version} {self.state}>"
 
     @property
-    def looks_inside(self) -> bool:
+    def depends_on_values(self) -> bool:
         """Whether `bind` depends on the values of inputs, not only on their shapes."""
         return bool(self.config.range) or self.config.finite_inputs
 
@@ -114,7 +114,7 @@ class ModelVersion:
         undecided = verdict is not None and verdict.batching is Batching.UNDECIDED
         return undecided and bool(self.batching_off)
 
-    def judge(self, verdict: Verdict) -> None:
+    def apply_verdict(self, verdict: Verdict) -> None:
         """Allow or forbid shared runs according to a verdict.
 
         A declaration in `model.toml` overrides the verdict, and the contradiction is recorded;
@@ -123,7 +123,7 @@ class ModelVersion:
         self.verdict, self.contradiction = verdict, ""
         declared = self.config.max_batch_size
         if verdict.has_no_batch and self.signature.batched:
-            self.signature = unbatched(self.signature, verdict.reason)
+            self.signature = without_batching(self.signature, verdict.reason)
             self.bind = self._binder().bind
         if declared == 1:
             self.max_batch_size, self.batching_off = 1, "max_batch_size is 1"
@@ -131,10 +131,12 @@ class ModelVersion:
             self.max_batch_size, self.batching_off = declared, ""
         elif self.config.declares("max_batch_size") and self.signature.batched:
             if verdict.batching is Batching.NOT_BATCHABLE:
-                self.contradiction = f"max_batch_size is declared as {declared}; {verdict.told}"
+                self.contradiction = (
+                    f"max_batch_size is declared as {declared}; {verdict.description}"
+                )
         elif verdict.batching is Batching.UNDECIDED:
             self.max_batch_size = min(declared, self.tuning.undecided_rows)
-            self.batching_off = verdict.told
+            self.batching_off = verdict.description
         else:
             self.max_batch_size, self.batching_off = 1, verdict.reason
 

@@ -16,7 +16,7 @@ from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log
 from headrace.models.registry import Models
-from headrace.models.user_code import on_daemon_thread
+from headrace.models.user_code import run_on_daemon_thread
 from headrace.runtime.heap import trimming
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.shutdown import Stop, stop_on_signals
@@ -126,7 +126,7 @@ class Pipeline:
         if faults:
             raise ConfigurationError("\n".join(faults))
         if self._stages != (Stage.RESPONDER,):
-            await on_daemon_thread(self.models.open)
+            await run_on_daemon_thread(self.models.open)
         self.health.explain("loading the models and joining the group")
         joining = len(self._groups)
 

@@ -298,7 +298,7 @@ async def _wants_only_ready(request: web.Request) -> bool:
 
 def _batching_metadata(version: ModelVersion) -> dict[str, Any]:
     """Return batch limits and batch-safety results, which the protocol does not have."""
-    found = version.verdict.entry() if version.verdict else {}
+    found = version.verdict.to_dict() if version.verdict else {}
     return {"max_batch_size": version.max_batch_size, **found}
 
 

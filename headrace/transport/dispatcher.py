@@ -136,7 +136,7 @@ class BatchDispatcher:
         now_s = time.monotonic()
         for event in events:
             self._registry.apply(event, now_s)
-            self._models.heed(event)
+            self._models.apply_executor_event(event)
             self._record_completions(event.completions, now_s)
         self._registry.expire(now_s)
         self._drop_overdue(now_s)

@@ -3,7 +3,7 @@
 An instance gathers into two host blocks alternately, so that the next batch can be gathered while
 one computes. A block has a part for each input, sized by the model's tensors, and is not
 reallocated once the largest batch has been seen. It returns the same arrays for the same rows and
-shapes (`headrace.models.backends.port.Placed`), so that a backend binds their addresses once.
+shapes (`headrace.models.backends.port.ReusedInputs`), so that a backend binds their addresses once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.models.backends.port import Arrays, Placed
+from headrace.models.backends.port import Arrays, ReusedInputs
 from headrace.models.inputs.padding import cut, pad
 from headrace.models.signature import Signature
 from headrace.protocol.messages import Head, Request
@@ -28,7 +28,7 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class _Place(NamedTuple):
-    arrays: Placed
+    arrays: ReusedInputs
     parts: tuple[memoryview, ...]
 
 
@@ -66,7 +66,7 @@ class HostBlock:
         """Return True if the elements of all inputs have a fixed size."""
         return all(DATATYPES[spec.datatype].itemsize for spec in signature.inputs)
 
-    def gather(self, requests: Sequence[Request]) -> Placed | None:
+    def gather(self, requests: Sequence[Request]) -> ReusedInputs | None:
         """Return the inputs of one run, with the requests' rows in order; None if they are not
         gathered here: they are too large, or a single request costs less where it is.
 
@@ -94,7 +94,7 @@ class HostBlock:
 
     def _lay_out(self, shapes: Shapes) -> _Place | None:
         """Create the arrays for new shapes; return None if an input is too large."""
-        arrays = Placed()
+        arrays = ReusedInputs()
         parts: list[memoryview] = []
         for position, shape in enumerate(shapes):
             datatype = self._datatypes[position]

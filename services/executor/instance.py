@@ -22,7 +22,7 @@ import structlog
 
 from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.models.backends.port import Arrays, Backend
-from headrace.models.user_code import describe, interrupt
+from headrace.models.user_code import describe_error, interrupt
 from headrace.protocol.messages import Request
 from headrace.services.executor.buffers import HostBlock, gather
 from headrace.telemetry.logs import Event
@@ -159,7 +159,7 @@ class Instance:
             await self._end()
             if isinstance(error, HeadraceError) or not isinstance(error, Exception):
                 raise
-            raise ConfigurationError(f"{self._thread.name}: {describe(error)}") from error
+            raise ConfigurationError(f"{self._thread.name}: {describe_error(error)}") from error
         return self
 
     async def _loaded(self, call: Call) -> None:
@@ -200,7 +200,7 @@ class Instance:
         error = None if done.cancelled() else done.exception()
         if error is not None:
             log.warning(
-                Event.MODEL_UNLOAD_FAILED, instance=self._thread.name, reason=describe(error)
+                Event.MODEL_UNLOAD_FAILED, instance=self._thread.name, reason=describe_error(error)
             )
 
     @property
@@ -372,7 +372,7 @@ def _nothing() -> None:
 
 def _as_error(raised: BaseException) -> RuntimeError:
     """Return as a model's error what it raised to end a thread, a task or the process."""
-    error = RuntimeError(describe(raised))
+    error = RuntimeError(describe_error(raised))
     error.__cause__ = raised
     return error
 

@@ -9,8 +9,8 @@ import structlog
 from headrace.device.cpu import CpuDevice
 from headrace.device.port import Device
 from headrace.models.backends.onnx_runtime import OnnxBackend
-from headrace.models.loader import Preparation
-from headrace.models.repository import files_of
+from headrace.models.loader import BackendLoader
+from headrace.models.repository import list_files
 from headrace.models.version import ModelVersion
 from headrace.services.executor.device.instance import DeviceInstance, OnDevice
 from headrace.services.executor.instance import Instance, Room
@@ -23,13 +23,13 @@ log = structlog.get_logger(__name__)
 def make_instance(
     version: ModelVersion,
     number: int,
-    preparation: Preparation,
+    loader: BackendLoader,
     tuning: ExecutorTuning = TUNING.executor,
 ) -> Instance:
     """Return one instance of a version, not yet entered."""
     config = version.config
     name = f"{version.name}-{version.version}-{number}"
-    backend = version.new_backend(preparation.signature)
+    backend = version.new_backend(loader.signature)
     if isinstance(backend, OnnxBackend) and (config.ring or config.device != "cpu"):
         return DeviceInstance(
             backend,
@@ -37,7 +37,7 @@ def make_instance(
             _on_device(version),
             max_execution_s=config.max_execution_s,
             max_load_s=config.max_load_s,
-            prepare=preparation.prepare,
+            prepare=loader.load,
             tuning=tuning,
         )
     return Instance(
@@ -46,7 +46,7 @@ def make_instance(
         max_execution_s=config.max_execution_s,
         max_load_s=config.max_load_s,
         may_inline=version.may_inline,
-        prepare=preparation.prepare,
+        prepare=loader.load,
         room=_room_of(version),
         tuning=tuning,
     )
@@ -68,7 +68,7 @@ def _on_device(version: ModelVersion) -> OnDevice:
         ring=config.ring,
         graphs=config.cuda_graphs and config.device != "cpu",
         needs={
-            "weights": sum(path.stat().st_size for path in files_of(version.directory)),
+            "weights": sum(path.stat().st_size for path in list_files(version.directory)),
             "arena": config.gpu_memory_limit_bytes,
         },
     )
@@ -93,7 +93,7 @@ def tell_ready(version: ModelVersion) -> None:
         Event.MODEL_READY,
         model=version.name,
         version=version.version,
-        batching=version.verdict and version.verdict.told,
+        batching=version.verdict and version.verdict.description,
     )
     for event, reason in (
         (Event.MODEL_NOT_WARMED_UP, version.warm_up_omitted),

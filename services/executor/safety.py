@@ -20,13 +20,13 @@ from headrace.models.backends.port import Arrays
 from headrace.models.profiling.batch_safety import (
     Batching,
     Verdict,
-    distance,
-    identical,
-    scale_of,
-    tolerance_of,
+    choose_tolerance,
+    is_identical,
+    output_scale,
+    relative_difference,
 )
 from headrace.models.signature import Signature
-from headrace.models.user_code import describe
+from headrace.models.user_code import describe_error
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Failure, Request
 from headrace.protocol.tensors import to_array
@@ -56,7 +56,7 @@ class Comparison:
         self._tuning = tuning
         self._version = version
         self._names = [spec.name for spec in version.signature.outputs]
-        self._tolerance = tolerance_of(version.config, version.signature, version.tuning)
+        self._tolerance = choose_tolerance(version.config, version.signature, version.tuning)
         self._offered = 0
         self._agreed = 0
         self._rounding = 0.0
@@ -90,7 +90,7 @@ class Comparison:
         except Fatal:
             raise
         except Exception as error:  # noqa: BLE001 - a model may raise anything; it is reported
-            reason = f"requests that succeed alone fail together: {describe(error)}"
+            reason = f"requests that succeed alone fail together: {describe_error(error)}"
         return self._note(reason)
 
     async def _compare(
@@ -101,11 +101,11 @@ class Comparison:
         staying = requests[0].rows
         others = await run(_among_itself(batch, staying))
         for name in self._names:
-            scale = max(scale_of(outputs[name]) for outputs in alone)
+            scale = max(output_scale(outputs[name]) for outputs in alone)
             begin = 0
             for request, outputs in zip(requests, alone, strict=True):
                 end = begin + request.rows
-                apart = distance(outputs[name], together[name][begin:end], scale)
+                apart = relative_difference(outputs[name], together[name][begin:end], scale)
                 self._rounding = max(self._rounding, apart)
                 if apart > self._tolerance:
                     return (
@@ -113,10 +113,10 @@ class Comparison:
                         f"{apart:.1e} of the output's scale"
                     )
                 begin = end
-            if not identical(together[name][:staying], others[name][:staying]):
+            if not is_identical(together[name][:staying], others[name][:staying]):
                 again = await run(batch)
-                if identical(together[name], again[name]):
-                    return f"mates leak: {name} of a request changes with what runs beside it"
+                if is_identical(together[name], again[name]):
+                    return f"rows leak: {name} of a request changes with what runs beside it"
         return ""
 
     def _note(self, reason: str) -> Outcome:
@@ -136,7 +136,7 @@ class Comparison:
     def _all_alike(self, alone: Sequence[Arrays]) -> bool:
         """True if all answers are equal: they would show nothing about other batch members."""
         return all(
-            identical(alone[0][name], outputs[name]) for outputs in alone for name in self._names
+            is_identical(alone[0][name], outputs[name]) for outputs in alone for name in self._names
         )
 
 

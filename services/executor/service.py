@@ -18,9 +18,9 @@ import structlog
 from headrace.delivery.failures import VOID, any_void, deadline_passed, rejection
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected, Retriable
 from headrace.models.backends.port import Arrays
-from headrace.models.loader import Cores, Preparation
+from headrace.models.loader import BackendLoader, Cores
 from headrace.models.registry import Change, Models
-from headrace.models.user_code import describe
+from headrace.models.user_code import describe_error
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.messages import Batch, Failure, Request
 from headrace.services.executor.buffers import scatter
@@ -129,15 +129,15 @@ class ExecutorService:
         name = f"{version.name}-{version.version}"
         try:
             async with AsyncExitStack() as stack:
-                preparation = Preparation(version, self._cores)
-                stack.callback(preparation.release)
+                loader = BackendLoader(version, self._cores)
+                stack.callback(loader.release_cores)
                 instances = [
                     await stack.enter_async_context(
-                        make_instance(version, number, preparation, self._tuning)
+                        make_instance(version, number, loader, self._tuning)
                     )
                     for number in range(len(pullers))
                 ]
-                self._models.mark_ready(version, preparation.verdict)
+                self._models.mark_ready(version, loader.verdict)
                 tell_ready(version)
                 self._acked(version)
                 async with asyncio.TaskGroup() as tasks:
@@ -238,7 +238,7 @@ class ExecutorService:
             # Another run may have been started meanwhile; it goes first.
             return ended, [Batch(batch.batch_id, wanted, batch.reason)]
         except Retriable as error:
-            run.failure = Failure(Code.INTERNAL, describe(error), Stage.EXECUTOR)
+            run.failure = Failure(Code.INTERNAL, describe_error(error), Stage.EXECUTOR)
             late = self._put_off(intake, run, run.failure)
             if late is not None:
                 return ended + late, []
@@ -280,12 +280,12 @@ class ExecutorService:
         )
         self._metrics.tried_together(version.name, outcome)
         if comparison.verdict is not None and version.is_undecided:
-            version.judge(comparison.verdict)
+            version.apply_verdict(comparison.verdict)
             log.info(
                 Event.MODEL_BATCHING_DECIDED,
                 model=version.name,
                 version=version.version,
-                batching=comparison.verdict.told,
+                batching=comparison.verdict.description,
             )
         if not version.is_undecided:
             self._comparisons.pop(version, None)
@@ -324,7 +324,7 @@ class ExecutorService:
         except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends as an answer
             return Failure(
                 Code.MODEL_FAILED,
-                f"model {version.name} version {version.version}: {describe(error)}",
+                f"model {version.name} version {version.version}: {describe_error(error)}",
                 Stage.EXECUTOR,
             )
         return None
@@ -395,7 +395,7 @@ class ExecutorService:
         version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
         self._models.note_use(version.name, version.version)
         if run.batch.end_us:
-            version.latency.slipped(run.ended_steady_us - run.batch.end_us)
+            version.latency.observe_lateness(run.ended_steady_us - run.batch.end_us)
         self._metrics.ran(
             (version.name, version.version),
             rows,

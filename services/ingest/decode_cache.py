@@ -41,7 +41,7 @@ class Binding(Protocol):
     @property
     def bind(self) -> Bind: ...
     @property
-    def looks_inside(self) -> bool: ...
+    def depends_on_values(self) -> bool: ...
 
 
 Lookup: TypeAlias = Callable[[str, str | None], Binding]
@@ -109,7 +109,7 @@ class Layout:
             name=known.name, datatype=known.datatype, shape=known.shape, data=content
         )
         bound = version.bind([given], self.message.outputs)
-        if not version.looks_inside:
+        if not version.depends_on_values:
             place = (self.head, self.tail, self._start, self._stop)
             tensor = bound.tensors[0][:3]
             self._bind = version.bind

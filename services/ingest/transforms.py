@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from headrace.errors import Code, Fatal, Rejected
-from headrace.models.user_code import Interrupted, describe, interrupt
+from headrace.models.user_code import Interrupted, describe_error, interrupt
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import InputTensor, Request
 
@@ -157,7 +157,7 @@ def _apply(payload: Payload) -> None:
     except Interrupted:
         raise
     except BaseException as error:  # noqa: BLE001 - a user's code must not end the thread
-        payload.error = Rejected(Code.INVALID_REQUEST, f"transform: {describe(error)}")
+        payload.error = Rejected(Code.INVALID_REQUEST, f"transform: {describe_error(error)}")
 
 
 async def _happened(event: asyncio.Event, within_s: float) -> bool:

@@ -10,7 +10,7 @@ import onnx
 from numpy.typing import NDArray
 
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.profiling.batch_safety import distance, identical, scale_of
+from headrace.models.profiling.batch_safety import is_identical, output_scale, relative_difference
 from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
 from tests.support.logs import read, write_to
@@ -71,7 +71,9 @@ async def test_a_transformer_shares_runs_and_answers_as_alone(tmp_path: Path) ->
     answers = await served(tmp_path, transformer())
     assert max(int(answer.parameters["batch_size"]) for answer in answers) > 1
     for answer, expected in zip(answers, alone(tmp_path), strict=True):
-        assert distance(expected, answer.outputs["summary"], scale_of(expected)) <= 1e-4
+        assert (
+            relative_difference(expected, answer.outputs["summary"], output_scale(expected)) <= 1e-4
+        )
 
 
 async def test_a_quantised_one_answers_each_request_from_a_run_of_its_own(tmp_path: Path) -> None:
@@ -79,4 +81,4 @@ async def test_a_quantised_one_answers_each_request_from_a_run_of_its_own(tmp_pa
     answers = await served(tmp_path, quantised(transformer(), tmp_path))
     assert {answer.parameters["batch_size"] for answer in answers} == {1}
     for answer, expected in zip(answers, alone(tmp_path), strict=True):
-        assert identical(expected, answer.outputs["summary"])
+        assert is_identical(expected, answer.outputs["summary"])

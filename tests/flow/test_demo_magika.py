@@ -13,7 +13,7 @@ import pytest
 from headrace.config import Settings
 from headrace.errors import Code, Rejected
 from headrace.models.inputs.transforms import Transform, make_transform
-from headrace.models.repository import FoundModel, Repository, open_version
+from headrace.models.repository import FoundModel, Repository, read_signature
 from headrace.tools.demo.magika_model import OUTPUT, MagikaModel, find_magika
 from headrace.tools.demo.samples import kinds, make_samples
 
@@ -52,7 +52,7 @@ def entry(model: MagikaModel, tmp_path_factory: pytest.TempPathFactory) -> Found
 def transform(entry: FoundModel) -> Transform:
     assert entry.config is not None
     return make_transform(
-        entry.directory, entry.config, open_version(entry.versions[0], entry.config)
+        entry.directory, entry.config, read_signature(entry.versions[0], entry.config)
     )
 
 

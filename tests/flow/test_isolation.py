@@ -21,7 +21,7 @@ from headrace.config import Settings, make_settings
 from headrace.errors import Code
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicPartition
-from headrace.models.profiling.batch_safety import distance, scale_of
+from headrace.models.profiling.batch_safety import output_scale, relative_difference
 from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.protocol.messages import ErrorResponse
 from headrace.topics import STAGES
@@ -200,7 +200,7 @@ async def test_poison_harms_nobody_else(tmp_path: Path) -> None:
         names = list(answer.outputs)
         alone = session.run(names, case.inputs)
         for name, expected in zip(names, alone, strict=True):
-            apart = distance(expected, answer.outputs[name], scale_of(expected))
+            apart = relative_difference(expected, answer.outputs[name], output_scale(expected))
             assert apart <= TOLERANCE, (number, name)
         batch_rows[int(answer.parameters["batch_size"])] += 1
     assert sum(batch_rows.values()) == GOOD

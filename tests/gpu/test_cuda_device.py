@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from headrace.device.cpu import view
+from headrace.device.cpu import view_block
 from headrace.device.cuda import CudaDevice
 from headrace.device.port import Block
 from headrace.errors import ConfigurationError
@@ -100,7 +100,7 @@ def test_kernel_gives_the_expected_bits(cuda: CudaDevice, name: str) -> None:
     cuda.record(done, stream)
     cuda.synchronize(done)
 
-    assert view(back, dtype, case.shape).tobytes() == expected(case, source).tobytes()
+    assert view_block(back, dtype, case.shape).tobytes() == expected(case, source).tobytes()
 
 
 def test_memory_is_told(cuda: CudaDevice) -> None:

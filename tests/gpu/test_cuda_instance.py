@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace.device.cuda import CudaDevice
 from headrace.models.backends.onnx_runtime import OnnxBackend, find_runtime
 from headrace.models.config import make_model_config
-from headrace.models.repository import FoundVersion, open_version
+from headrace.models.repository import FoundVersion, read_signature
 from headrace.protocol.messages import Request
 from headrace.services.executor.device.instance import DeviceInstance, OnDevice
 from tests.support import models
@@ -44,7 +44,7 @@ def instance(request: pytest.FixtureRequest, tmp_path: Path, cuda: CudaDevice) -
         **way,
     }
     made = make_model_config(config, models.settings_for(tmp_path))
-    signature = open_version(FoundVersion("1", directory, ""), made)
+    signature = read_signature(FoundVersion("1", directory, ""), made)
     where = OnDevice(lambda: CudaDevice(0), MAX_ROWS, way["ring"], way["cuda_graphs"], {})
     return DeviceInstance(
         OnnxBackend(directory, made, signature),

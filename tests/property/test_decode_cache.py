@@ -51,7 +51,7 @@ class Version:
 
     def __init__(self, *, finite: bool) -> None:
         self.bind = Binder(SIGNATURE, finite=finite).bind
-        self.looks_inside = finite
+        self.depends_on_values = finite
 
 
 def plainly(value: bytes, version: Version) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace.models.backends.port import Placed
+from headrace.models.backends.port import ReusedInputs
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES, to_array
@@ -97,7 +97,7 @@ def test_in_a_block_lies_what_would_lie_elsewhere(datatype: str, data: st.DataOb
         expected = gather(requests, signature)
         placed = gather(requests, signature, block)
 
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, ReusedInputs)
         assert {name: (array.shape, array.tobytes()) for name, array in placed.items()} == {
             name: (array.shape, array.tobytes()) for name, array in expected.items()
         }

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headrace.device.cuda import NAME, Layout
+from headrace.device.cuda import KERNEL_NAME, KernelLayout
 
 THREADS, GROUPS = 4, 3
 """Fewer than there are elements, so that a thread takes several."""
@@ -61,7 +61,14 @@ class HostKernel:
         (directory / "kernel.cpp").write_text(_SHIM + code + _LAUNCH)
         subprocess.run(
             [
-                *(compiler, "-shared", "-fPIC", "-O1", "-ffp-contract=off", f"-DKERNEL={NAME}"),
+                *(
+                    compiler,
+                    "-shared",
+                    "-fPIC",
+                    "-O1",
+                    "-ffp-contract=off",
+                    f"-DKERNEL={KERNEL_NAME}",
+                ),
                 *(f"-DSOURCE={source}", f"-DTARGET={target}", "kernel.cpp", "-o", "kernel.so"),
             ],
             cwd=directory,
@@ -75,7 +82,7 @@ class HostKernel:
         given: NDArray[Any],
         target: NDArray[Any],
         factors: tuple[NDArray[np.float32], NDArray[np.float32]],
-        layout: Layout,
+        layout: KernelLayout,
     ) -> None:
         scale, offset = factors
         self.launch(

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 
 from headrace.device.widening import Widening, widen
 from headrace.errors import Code, ConfigurationError, Fatal, Rejected
-from headrace.models.backends.port import Arrays, Placed, WarmUp, check_outputs
+from headrace.models.backends.port import Arrays, ReusedInputs, WarmUp, check_outputs
 from headrace.models.backends.warmup import warm_up
 from headrace.models.config import CPU, CUDA, TENSORRT, ModelConfig
-from headrace.models.processing import Adaptation, adapt, append
+from headrace.models.processing import Processing, append_nodes, plan_processing
 from headrace.models.signature import Signature, TensorSpec, read_onnx_signature
 from headrace.protocol.tensors import DATATYPES
 from headrace.tuning import TUNING, ModelTuning
@@ -60,26 +60,26 @@ class OnnxBackend:
         self._signature = signature
         self._session: Any = None
         self._options: Any = None
-        self._adaptation: Adaptation | None = None
+        self._adaptation: Processing | None = None
         self._stream: int | None = None
         self._graphs = False
         self._bound_options: list[Any] = []
-        self._outlets: Outlets | None = None
-        self._entrance: Entrance | None = None
+        self._bindings: OutputBindings | None = None
+        self._converter: InputConverter | None = None
 
     @property
     def signature(self) -> Signature:
         return self._signature
 
     @property
-    def adaptation(self) -> Adaptation:
+    def processing(self) -> Processing:
         if self._adaptation is None:
             config, signature = self._config, self._signature
             if config.preprocess or config.postprocess:
                 found = read_onnx_signature(self._directory / "model.onnx")
-                self._adaptation = adapt(found, config, self._directory)
+                self._adaptation = plan_processing(found, config, self._directory)
             else:
-                self._adaptation = Adaptation(signature, signature, {}, None)
+                self._adaptation = Processing(signature, signature, {}, None)
         return self._adaptation
 
     def load(self) -> None:
@@ -87,7 +87,7 @@ class OnnxBackend:
         import onnxruntime
 
         path = self._directory / "model.onnx"
-        self._look_at_own()
+        self._choose_run_path()
         if self._bound and self._texts:
             raise ConfigurationError(
                 f"{path}: expected no BYTES beside BF16, which ONNX Runtime cannot bind; "
@@ -102,7 +102,7 @@ class OnnxBackend:
             )
         if wanted[0] != CPU:
             onnxruntime.preload_dlls()  # CUDA and cuDNN from their wheels
-        session = self._open(path, wanted)
+        session = self._open_session(path, wanted)
         got = session.get_providers()[0]
         if got != wanted[0]:
             raise ConfigurationError(
@@ -113,19 +113,19 @@ class OnnxBackend:
         self._session = session
         self._options = _run_options()
 
-    def _look_at_own(self) -> None:
+    def _choose_run_path(self) -> None:
         """Decide how to run the session from its inputs and outputs."""
-        config, own = self._config, self.adaptation.own
-        if self.adaptation.widenings:
-            self._entrance = Entrance(own, self.adaptation.widenings)
+        config, own = self._config, self.processing.own
+        if self.processing.widenings:
+            self._converter = InputConverter(own, self.processing.widenings)
         specs = own.inputs + own.outputs
         self._output_names = [spec.name for spec in own.outputs]
         self._texts = [spec for spec in specs if spec.datatype == "BYTES"]
         self._bound = any(spec.datatype == "BF16" for spec in specs)
         if config.io_binding and config.execution_providers == (CPU,):
-            self._outlets = Outlets(own, self._tuning.max_bound_output_bytes)
+            self._bindings = OutputBindings(own, self._tuning.max_bound_output_bytes)
 
-    def _open(self, path: Path, providers: tuple[str, ...]) -> Any:
+    def _open_session(self, path: Path, providers: tuple[str, ...]) -> Any:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -137,23 +137,23 @@ class OnnxBackend:
         options.add_session_config_entry("session.inter_op.allow_spinning", "0")
         try:
             return onnxruntime.InferenceSession(
-                self._model(path, options),
+                self._path_or_content(path, options),
                 sess_options=options,
                 providers=list(providers),
                 provider_options=[self._provider_options(name) for name in providers],
             )
         except Exception as error:  # its errors have no narrower common class
-            raise ConfigurationError(f"{path}: {_first_line(error)}") from error
+            raise ConfigurationError(f"{path}: {_first_line_of(error)}") from error
 
-    def _model(self, path: Path, options: Any) -> Path | bytes:
+    def _path_or_content(self, path: Path, options: Any) -> Path | bytes:
         """Return the model's path, or its content with the appended nodes."""
-        appendix = self.adaptation.appendix
+        appendix = self.processing.appendix
         if appendix is None:
             return path
         import onnx
 
         model = onnx.load(path, load_external_data=False)
-        append(model, appendix)
+        append_nodes(model, appendix)
         options.add_session_config_entry(_EXTERNAL_DATA, str(path.parent))
         content: bytes = model.SerializeToString()
         return content
@@ -165,7 +165,7 @@ class OnnxBackend:
         if provider == CUDA:
             options |= self._cuda_options()
         options |= self._config.provider_options.get(provider, {})  # type: ignore[call-overload]
-        return {name: _text(value) for name, value in options.items()}
+        return {name: _format_option(value) for name, value in options.items()}
 
     def _cuda_options(self) -> dict[str, Any]:
         """Return the defaults for all models; `provider_options` overrides them."""
@@ -187,7 +187,9 @@ class OnnxBackend:
         self, rows: int, number: int, inputs: Mapping[str, int], outputs: Mapping[str, int]
     ) -> Callable[[], None]:
         device = self._config.device
-        binding = bind_blocks(self._session, self.adaptation.own, device, rows, (inputs, outputs))
+        binding = bind_device_memory(
+            self._session, self.processing.own, device, rows, (inputs, outputs)
+        )
         options = _run_options(number if self._graphs else -1, wait=False)
         self._bound_options.append(options)
 
@@ -197,12 +199,12 @@ class OnnxBackend:
                 self._session.run_with_iobinding(binding, options)
             except Exception as error:
                 if device != "cpu" and _is_cuda_error(error):
-                    raise Fatal(f"{device}: {_first_line(error)}") from error
+                    raise Fatal(f"{device}: {_first_line_of(error)}") from error
                 raise
 
         return enqueue
 
-    def adopt(self, signature: Signature) -> None:
+    def use_signature(self, signature: Signature) -> None:
         self._signature = signature
 
     def warm_up(self) -> WarmUp:
@@ -212,17 +214,17 @@ class OnnxBackend:
         if self._options.terminate:
             # A cancel that arrived after its run had ended must not end this run.
             self._options = _run_options()
-        if self._entrance is not None:
-            inputs = self._entrance.widen(inputs)
-        if isinstance(inputs, Placed) and self._outlets is not None:
-            return self._run_placed(inputs, self._outlets)
+        if self._converter is not None:
+            inputs = self._converter.widen(inputs)
+        if isinstance(inputs, ReusedInputs) and self._bindings is not None:
+            return self._run_reused(inputs, self._bindings)
         return self._run(inputs)
 
-    def _run_placed(self, inputs: Placed, outlets: Outlets) -> Arrays:
+    def _run_reused(self, inputs: ReusedInputs, bindings: OutputBindings) -> Arrays:
         """Run on addresses that are bound once; the first run on them determines what to bind."""
         if inputs.bound is None:
             outputs = self._run(inputs)
-            inputs.bound = outlets.bind(self._session, inputs, outputs)
+            inputs.bound = bindings.bind(self._session, inputs, outputs)
             return outputs
         if inputs.bound is UNBOUND:
             return self._run(inputs)
@@ -231,7 +233,7 @@ class OnnxBackend:
         return self.label({name: array.copy() for name, array in bound.outputs.items()})
 
     def _run(self, inputs: Arrays) -> Arrays:
-        feeds = self._decoded(inputs) if self._texts else inputs
+        feeds = self._decode_texts(inputs) if self._texts else inputs
         outputs = self._run_bound(feeds) if self._bound else self._run_plain(feeds)
         outputs = self.label(outputs)
         rows = len(inputs[self._signature.inputs[0].name]) if self._signature.batched else 1
@@ -241,19 +243,19 @@ class OnnxBackend:
     def _run_plain(self, feeds: Arrays) -> dict[str, NDArray[Any]]:
         arrays = self._session.run(self._output_names, feeds, self._options)
         outputs: dict[str, NDArray[Any]] = dict(zip(self._output_names, arrays, strict=True))
-        for spec in self.adaptation.own.outputs:
+        for spec in self.processing.own.outputs:
             if spec.datatype == "BYTES":
-                outputs[spec.name] = _each(outputs[spec.name], str.encode)
+                outputs[spec.name] = _convert_elements(outputs[spec.name], str.encode)
         return outputs
 
-    def _decoded(self, inputs: Arrays) -> Arrays:
+    def _decode_texts(self, inputs: Arrays) -> Arrays:
         """Decode `BYTES` to strings: given bytes, ONNX Runtime would use their `repr`."""
         feeds = dict(inputs)
-        for spec in self.adaptation.own.inputs:
+        for spec in self.processing.own.inputs:
             if spec.datatype != "BYTES":
                 continue
             try:
-                feeds[spec.name] = _each(inputs[spec.name], bytes.decode)
+                feeds[spec.name] = _convert_elements(inputs[spec.name], bytes.decode)
             except UnicodeDecodeError as error:
                 raise Rejected.mismatch(
                     Code.INVALID_TENSOR, spec.name, expected="UTF-8", got=str(error)
@@ -265,7 +267,7 @@ class OnnxBackend:
         from onnxruntime import OrtValue
 
         binding = self._session.io_binding()
-        for spec in self.adaptation.own.inputs:
+        for spec in self.processing.own.inputs:
             array = feeds[spec.name]
             raw = array.view(np.uint16) if spec.datatype == "BF16" else array
             element_type = DATATYPES[spec.datatype].onnx
@@ -276,14 +278,14 @@ class OnnxBackend:
         self._session.run_with_iobinding(binding, self._options)
         values = binding.get_outputs_as_ortvaluevector()
         return {
-            spec.name: _copied(spec, values[position])
-            for position, spec in enumerate(self.adaptation.own.outputs)
+            spec.name: _copy_value(spec, values[position])
+            for position, spec in enumerate(self.processing.own.outputs)
         }
 
     def label(self, outputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        appendix = self.adaptation.appendix
+        appendix = self.processing.appendix
         if appendix is not None and appendix.labels:
-            outputs[appendix.labelled] = appendix.look_up(outputs[appendix.indices])
+            outputs[appendix.labelled] = appendix.look_up_labels(outputs[appendix.indices])
         return outputs
 
     def cancel(self) -> None:
@@ -360,13 +362,13 @@ def _is_cuda_error(error: Exception) -> bool:
     )
 
 
-def _each(array: NDArray[Any], convert: Any) -> NDArray[Any]:
+def _convert_elements(array: NDArray[Any], convert: Any) -> NDArray[Any]:
     converted = np.empty(array.size, dtype=object)
     converted[:] = [convert(element) for element in array.ravel()]
     return converted.reshape(array.shape)
 
 
-def _copied(spec: TensorSpec, value: Any) -> NDArray[Any]:
+def _copy_value(spec: TensorSpec, value: Any) -> NDArray[Any]:
     """Copy a value of ONNX Runtime to an array; a bfloat16 value is read through its address."""
     if spec.datatype != "BF16":
         array: NDArray[Any] = value.numpy()
@@ -377,11 +379,11 @@ def _copied(spec: TensorSpec, value: Any) -> NDArray[Any]:
     return np.frombuffer(raw, DATATYPES["BF16"].dtype).reshape(shape)
 
 
-def _text(value: object) -> str:
+def _format_option(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line_of(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -396,7 +398,7 @@ class Binding(NamedTuple):
     outputs: dict[str, NDArray[Any]]
 
 
-class Outlets:
+class OutputBindings:
     """Memory for a session's outputs. Runs are sequential, so all sizes share it.
 
     Args:
@@ -411,7 +413,7 @@ class Outlets:
         self._max_bytes = max_bytes
         self._memory = [np.empty(0, np.uint8) for _ in signature.outputs]
 
-    def bind(self, session: Any, inputs: Placed, outputs: Arrays) -> Binding | str:
+    def bind(self, session: Any, inputs: ReusedInputs, outputs: Arrays) -> Binding | str:
         """Bind a run's inputs, and outputs like those of its unbound run; `UNBOUND` if impossible.
 
         Args:
@@ -425,14 +427,14 @@ class Outlets:
             return UNBOUND
         binding = session.io_binding()
         for spec in self._signature.inputs:
-            binding.bind_ortvalue_input(spec.name, _value(spec, inputs[spec.name]))
+            binding.bind_ortvalue_input(spec.name, _make_value(spec, inputs[spec.name]))
         bound: dict[str, NDArray[Any]] = {}
         for position, spec in enumerate(specs):
-            array = bound[spec.name] = self._place(position, outputs[spec.name])
-            binding.bind_ortvalue_output(spec.name, _value(spec, array))
+            array = bound[spec.name] = self._allocate(position, outputs[spec.name])
+            binding.bind_ortvalue_output(spec.name, _make_value(spec, array))
         return Binding(binding, bound)
 
-    def _place(self, position: int, like: NDArray[Any]) -> NDArray[Any]:
+    def _allocate(self, position: int, like: NDArray[Any]) -> NDArray[Any]:
         if self._memory[position].size < like.nbytes:
             # Earlier bindings keep their memory.
             self._memory[position] = np.empty(like.nbytes, np.uint8)
@@ -440,7 +442,7 @@ class Outlets:
         return memory.view(like.dtype).reshape(like.shape)
 
 
-def bind_blocks(
+def bind_device_memory(
     session: Any,
     own: Signature,
     device: str,
@@ -476,7 +478,7 @@ def _is_fixed(spec: TensorSpec, array: NDArray[Any]) -> bool:
     return fits and bool(DATATYPES[spec.datatype].itemsize)
 
 
-def _value(spec: TensorSpec, array: NDArray[Any]) -> Any:
+def _make_value(spec: TensorSpec, array: NDArray[Any]) -> Any:
     """Return an OrtValue on an array's memory; ONNX Runtime does not know NumPy's bfloat16."""
     from onnxruntime import OrtValue
 
@@ -484,7 +486,7 @@ def _value(spec: TensorSpec, array: NDArray[Any]) -> Any:
     return OrtValue.ortvalue_from_numpy_with_onnx_type(raw, DATATYPES[spec.datatype].onnx)
 
 
-class Entrance:
+class InputConverter:
     """Reused memory of the model's own inputs, which every run overwrites.
 
     Args:
@@ -498,20 +500,22 @@ class Entrance:
         self._own = own
 
     def widen(self, inputs: Arrays) -> Arrays:
-        """Return the model's inputs. `Placed` inputs always give the same `Placed` object."""
-        if not isinstance(inputs, Placed):
-            wide = self._place(inputs)
+        """Return the model's inputs. `ReusedInputs` inputs always give the same `ReusedInputs`
+        object.
+        """
+        if not isinstance(inputs, ReusedInputs):
+            wide = self._allocate(inputs)
         elif inputs.bound is None:
-            wide = inputs.bound = self._place(inputs)
+            wide = inputs.bound = self._allocate(inputs)
         else:
             wide = inputs.bound
         for name, widening in self._widenings.items():
             widen(widening, inputs[name], wide[name])
-        return wide if isinstance(inputs, Placed) else dict(wide)
+        return wide if isinstance(inputs, ReusedInputs) else dict(wide)
 
-    def _place(self, inputs: Arrays) -> Placed:
+    def _allocate(self, inputs: Arrays) -> ReusedInputs:
         """Return arrays with the shapes of the converted inputs."""
-        wide = Placed()
+        wide = ReusedInputs()
         for spec in self._own.inputs:
             given = inputs[spec.name]
             widening = self._widenings.get(spec.name)
@@ -519,10 +523,12 @@ class Entrance:
                 wide[spec.name] = given
                 continue
             shape = _target_shape(widening, given.shape)
-            wide[spec.name] = self._array(spec.name, DATATYPES[spec.datatype].dtype, shape)
+            wide[spec.name] = self._allocate_array(spec.name, DATATYPES[spec.datatype].dtype, shape)
         return wide
 
-    def _array(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    def _allocate_array(
+        self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> NDArray[Any]:
         size_bytes = math.prod(shape) * dtype.itemsize
         if self._memory[name].size < size_bytes:
             # Arrays that were returned earlier keep their memory.

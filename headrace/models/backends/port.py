@@ -13,14 +13,14 @@ from headrace.models.signature import Signature
 from headrace.protocol.tensors import datatype_of
 
 if TYPE_CHECKING:
-    from headrace.models.processing import Adaptation
+    from headrace.models.processing import Processing
     from headrace.models.signature import Signature
 
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
-class Placed(dict[str, npt.NDArray[np.generic]]):
+class ReusedInputs(dict[str, npt.NDArray[np.generic]]):
     """Inputs in reused memory.
 
     Every run of the same shapes from the same slot passes the same object, so a backend can cache
@@ -75,7 +75,7 @@ class Backend(Protocol):
         """
         ...
 
-    def adopt(self, signature: Signature) -> None:
+    def use_signature(self, signature: Signature) -> None:
         """Use this signature from now on; probing the model found out more than its file states."""
         ...
 
@@ -92,7 +92,7 @@ class Backend(Protocol):
 
         Args:
             inputs: by name, little-endian, C-contiguous, with the batch dimension first if the
-                model has one. `BYTES` inputs are object arrays of bytes. See `Placed`.
+                model has one. `BYTES` inputs are object arrays of bytes. See `ReusedInputs`.
 
         Raises:
             Retriable: the same run may succeed later.
@@ -115,7 +115,7 @@ class StreamBackend(Backend, Protocol):
     """A backend that can run on a given device stream, on device memory."""
 
     @property
-    def adaptation(self) -> Adaptation:
+    def processing(self) -> Processing:
         """Model-side and request-side signature. Available before `load`."""
         ...
 

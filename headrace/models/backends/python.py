@@ -35,7 +35,7 @@ from headrace.models.backends.port import (
 from headrace.models.backends.warmup import warm_up
 from headrace.models.config import DeclaredTensor, ModelConfig
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.models.user_code import describe, is_of_user_code, load_attribute, run_bounded
+from headrace.models.user_code import describe_error, is_of_user_code, load_attribute, run_bounded
 from headrace.tuning import TUNING, ModelTuning
 
 
@@ -123,12 +123,12 @@ class PythonBackend:
         except BaseException as error:  # a user's code may raise anything
             if not is_of_user_code(error):
                 raise
-            raise ConfigurationError(f"{path}: {describe(error)}") from error
+            raise ConfigurationError(f"{path}: {describe_error(error)}") from error
         if not callable(getattr(model, "run", None)):
             raise ConfigurationError(f"{path}: expected a method run(inputs), got none")
         self._model = model
 
-    def adopt(self, signature: Signature) -> None:
+    def use_signature(self, signature: Signature) -> None:
         self._signature = signature
 
     def warm_up(self) -> WarmUp:
@@ -139,14 +139,14 @@ class PythonBackend:
         except BaseException as error:  # a user's code may raise anything
             if not is_of_user_code(error):
                 raise
-            raise ConfigurationError(f"{self._directory}: {describe(error)}") from error
+            raise ConfigurationError(f"{self._directory}: {describe_error(error)}") from error
         return WarmUp()
 
     def run(self, inputs: Arrays) -> Arrays:
         try:
             outputs = self._model.run(dict(inputs))
         except Fatal as error:  # it would end the process, which a model must not decide
-            raise ModelFailed(describe(error)) from error
+            raise ModelFailed(describe_error(error)) from error
         if not isinstance(outputs, dict) or not all(
             isinstance(array, np.ndarray) for array in outputs.values()
         ):

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from headrace.errors import ConfigurationError, Fatal, HeadraceError
 from headrace.models.backends.port import Arrays, WarmUp
 from headrace.models.config import ModelConfig
-from headrace.models.inputs.ranges import limits_of
+from headrace.models.inputs.ranges import clip_range
 from headrace.models.signature import Signature, TensorSpec
-from headrace.models.user_code import describe, first_line, is_of_user_code
+from headrace.models.user_code import describe_error, first_line, is_of_user_code
 from headrace.protocol.tensors import DATATYPES
 from headrace.tuning import TUNING, ModelTuning
 
@@ -44,11 +44,11 @@ def warm_up(
         Fatal: the device failed.
     """
     try:
-        samples = list(_samples(signature, config, directory, tuning))
-    except NotMadeUpError as error:
+        samples = list(_read_or_make_samples(signature, config, directory, tuning))
+    except NoMadeUpInputsError as error:
         return WarmUp(omitted=f"{error}; {HOW_TO_GIVE_ROWS}")
     for where, sample in samples:
-        for rows, inputs in _sized(sample, signature, config):
+        for rows, inputs in _make_batches(sample, signature, config):
             try:
                 run(inputs)
             except Fatal:
@@ -56,18 +56,18 @@ def warm_up(
             except BaseException as error:  # a model may raise anything
                 if not is_of_user_code(error):
                     raise
-                told = first_line(describe(error))
+                text = first_line(describe_error(error))
                 if rows > 1:
-                    return WarmUp(f"a run of {rows} rows failed at warm-up with {where}: {told}")
+                    return WarmUp(f"a run of {rows} rows failed at warm-up with {where}: {text}")
                 if where == MADE_UP:
                     return WarmUp(
-                        omitted=f"the model fails with {where}: {told}; {HOW_TO_GIVE_ROWS}"
+                        omitted=f"the model fails with {where}: {text}; {HOW_TO_GIVE_ROWS}"
                     )
-                raise ConfigurationError(f"{directory}: warm-up with {where}: {told}") from error
+                raise ConfigurationError(f"{directory}: warm-up with {where}: {text}") from error
     return WarmUp()
 
 
-def sized_inputs(
+def make_sample_batch(
     signature: Signature,
     config: ModelConfig,
     directory: Path,
@@ -80,11 +80,11 @@ def sized_inputs(
         ConfigurationError: the sample does not fit the signature.
         NotMadeUpError: there is no sample, and none can be made up.
     """
-    _, sample = next(_samples(signature, config, directory, tuning))
-    return _repeat(sample, rows) if signature.batched else sample
+    _, sample = next(_read_or_make_samples(signature, config, directory, tuning))
+    return _repeat_rows(sample, rows) if signature.batched else sample
 
 
-def all_sizes(
+def make_sample_batches(
     signature: Signature,
     config: ModelConfig,
     directory: Path,
@@ -96,20 +96,20 @@ def all_sizes(
         ConfigurationError: the sample does not fit the signature.
         NotMadeUpError: there is no sample, and none can be made up.
     """
-    _, sample = next(_samples(signature, config, directory, tuning))
-    return _sized(sample, signature, config)
+    _, sample = next(_read_or_make_samples(signature, config, directory, tuning))
+    return _make_batches(sample, signature, config)
 
 
-def _samples(
+def _read_or_make_samples(
     signature: Signature, config: ModelConfig, directory: Path, tuning: ModelTuning
 ) -> Iterator[tuple[str, Inputs]]:
-    samples = recorded(signature, directory)
+    samples = read_samples(signature, directory)
     first = next(samples, None)
-    yield (MADE_UP, still_row(signature, config, tuning)) if first is None else first
+    yield (MADE_UP, make_neutral_row(signature, config, tuning)) if first is None else first
     yield from samples
 
 
-def _sizes(sample: Inputs, signature: Signature, config: ModelConfig) -> Iterator[int]:
+def _batch_sizes(sample: Inputs, signature: Signature, config: ModelConfig) -> Iterator[int]:
     """Yield the powers of two below the limit, and the limit itself."""
     limit = 1
     if signature.batched:
@@ -122,14 +122,14 @@ def _sizes(sample: Inputs, signature: Signature, config: ModelConfig) -> Iterato
     yield limit
 
 
-def _sized(
+def _make_batches(
     sample: Inputs, signature: Signature, config: ModelConfig
 ) -> Iterator[tuple[int, Inputs]]:
-    for rows in _sizes(sample, signature, config):
-        yield rows, _repeat(sample, rows) if signature.batched else sample
+    for rows in _batch_sizes(sample, signature, config):
+        yield rows, _repeat_rows(sample, rows) if signature.batched else sample
 
 
-def _repeat(sample: Inputs, rows: int) -> Inputs:
+def _repeat_rows(sample: Inputs, rows: int) -> Inputs:
     return {name: np.repeat(array[:1], rows, axis=0) for name, array in sample.items()}
 
 
@@ -139,21 +139,21 @@ MADE_UP = "made-up inputs"
 _LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz ", np.uint8)
 
 
-class NotMadeUpError(HeadraceError):
+class NoMadeUpInputsError(HeadraceError):
     """Rows of a model's inputs would be too large to make up."""
 
 
-def recorded(signature: Signature, directory: Path) -> Iterator[tuple[str, Inputs]]:
+def read_samples(signature: Signature, directory: Path) -> Iterator[tuple[str, Inputs]]:
     """Yield the samples of a version, each with its origin.
 
     Raises:
         ConfigurationError: a file cannot be read, or does not fit the signature.
     """
     for path in sorted((directory / "warmup").glob("*.npz")):
-        yield f"warmup/{path.name}", _read(path, signature)
+        yield f"warmup/{path.name}", _read_sample(path, signature)
 
 
-def still_row(
+def make_neutral_row(
     signature: Signature, config: ModelConfig, tuning: ModelTuning = TUNING.models
 ) -> Inputs:
     """Return a row of zeros, or lowest allowed values, with 1 for each free dimension.
@@ -161,22 +161,22 @@ def still_row(
     Raises:
         NotMadeUpError: it would be too large.
     """
-    _check_size(signature, 1, tuning)
+    _check_row_size(signature, 1, tuning)
     return {
-        spec.name: np.full(_sized_as(spec, 1), still_value(spec, config), _dtype(spec))
+        spec.name: np.full(_row_shape(spec, 1), neutral_value(spec, config), _dtype(spec))
         for spec in signature.inputs
     }
 
 
-def still_value(spec: TensorSpec, config: ModelConfig) -> Any:
+def neutral_value(spec: TensorSpec, config: ModelConfig) -> Any:
     """Return zero, or the lowest allowed value; the empty string for BYTES."""
     if spec.datatype == "BYTES":
         return b""
-    limits = limits_of(spec.datatype, config.range.get(spec.name))
+    limits = clip_range(spec.datatype, config.range.get(spec.name))
     return limits[0] if limits and not limits[0] <= 0 <= limits[1] else 0
 
 
-def distinct_rows(
+def make_distinct_rows(
     signature: Signature,
     config: ModelConfig,
     directory: Path,
@@ -190,34 +190,37 @@ def distinct_rows(
     without a range are 0 and 1, which every vocabulary has.
 
     Raises:
-        ConfigurationError: see `recorded`.
-        NotMadeUpError: see `still_row`.
+        ConfigurationError: see `read_samples`.
+        NotMadeUpError: see `make_neutral_row`.
     """
-    samples = list(recorded(signature, directory))
+    samples = list(read_samples(signature, directory))
     if samples:
         where, first = samples[0]
         alike = [sample for _, sample in samples if _row_shapes(sample) == _row_shapes(first)]
-        yield where, _spread(alike, rows)
+        yield where, _complete_rows(alike, rows)
         return
     for size in tuning.free_sizes:
-        _check_size(signature, size, tuning)
+        _check_row_size(signature, size, tuning)
         random = np.random.default_rng(tuning.seed)
         yield (
             MADE_UP,
-            {spec.name: _random(spec, config, (rows, size), random) for spec in signature.inputs},
+            {
+                spec.name: _make_random_values(spec, config, (rows, size), random)
+                for spec in signature.inputs
+            },
         )
         if all(-1 not in spec.shape[1:] for spec in signature.inputs):
             return
 
 
-def _read(path: Path, signature: Signature) -> Inputs:
+def _read_sample(path: Path, signature: Signature) -> Inputs:
     try:
         # Given a path, NumPy leaves the file open if it is not an archive.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             sample = dict(arrays)
     except Exception as error:  # from files, archives, headers and memory
         raise ConfigurationError(
-            f"{path}: expected arrays as numpy.savez writes them, got {describe(error)}"
+            f"{path}: expected arrays as numpy.savez writes them, got {describe_error(error)}"
         ) from error
     for spec in signature.inputs:
         array = sample.get(spec.name)
@@ -253,20 +256,20 @@ def _dtype(spec: TensorSpec) -> np.dtype[Any]:
     return DATATYPES[spec.datatype].dtype
 
 
-def _sized_as(spec: TensorSpec, free: int) -> tuple[int, ...]:
+def _row_shape(spec: TensorSpec, free: int) -> tuple[int, ...]:
     """Return the shape of one row, with size `free` for each free dimension except the batch."""
     rows = tuple(1 if size == -1 else size for size in spec.shape[:1])
     return rows + tuple(free if size == -1 else size for size in spec.shape[1:])
 
 
-def _check_size(signature: Signature, free: int, tuning: ModelTuning) -> None:
+def _check_row_size(signature: Signature, free: int, tuning: ModelTuning) -> None:
     """Refuse to make up arrays that do not fit into memory: a file may declare any dimension."""
     for spec in signature.inputs:
-        shape = _sized_as(spec, free)
+        shape = _row_shape(spec, free)
         itemsize = DATATYPES[spec.datatype].itemsize or tuning.made_up_text_bytes
         size_bytes = math.prod(shape) * itemsize
         if size_bytes > tuning.max_made_up_row_bytes:
-            raise NotMadeUpError(
+            raise NoMadeUpInputsError(
                 f"input {spec.name}: expected a row of at most {tuning.max_made_up_row_bytes} "
                 f"bytes to make up, got {size_bytes} bytes of {spec.datatype} {list(shape)}"
             )
@@ -276,7 +279,7 @@ def _row_shapes(sample: Inputs) -> list[tuple[int, ...]]:
     return [array.shape[1:] for array in sample.values()]
 
 
-def _spread(samples: list[Inputs], rows: int) -> Inputs:
+def _complete_rows(samples: list[Inputs], rows: int) -> Inputs:
     """Return the first rows of the samples, completed with copies of which the values are rolled.
 
     All inputs of a row are rolled alike, so every value is one that the model was given once.
@@ -289,20 +292,21 @@ def _spread(samples: list[Inputs], rows: int) -> Inputs:
     return spread
 
 
-def _random(
+def _make_random_values(
     spec: TensorSpec, config: ModelConfig, sizes: tuple[int, int], random: np.random.Generator
 ) -> NDArray[Any]:
     rows, free = sizes
-    shape = (rows, *_sized_as(spec, free)[1:])
+    shape = (rows, *_row_shape(spec, free)[1:])
     if spec.datatype == "BYTES":
         texts = [
-            random.choice(_LETTERS, 1 + place % 24).tobytes() for place in range(_count(shape))
+            random.choice(_LETTERS, 1 + place % 24).tobytes()
+            for place in range(_count_elements(shape))
         ]
         array = np.empty(len(texts), dtype=object)
         array[:] = texts
         return array.reshape(shape)
     dtype = _dtype(spec)
-    limits = limits_of(spec.datatype, config.range.get(spec.name))
+    limits = clip_range(spec.datatype, config.range.get(spec.name))
     if dtype.kind not in "iub":
         if limits is None:
             return random.standard_normal(shape).astype(dtype)
@@ -316,5 +320,5 @@ def _random(
     return random.integers(low, high, shape, endpoint=True, dtype=drawn).astype(dtype)
 
 
-def _count(shape: tuple[int, ...]) -> int:
+def _count_elements(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64))

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from headrace.errors import Code, Rejected
-from headrace.models.inputs.padding import bucket_for
+from headrace.models.inputs.padding import find_bucket
 from headrace.models.inputs.ranges import (
     FiniteCheck,
     Range,
     RangeCheck,
-    finite_checks,
-    range_checks,
+    make_finite_checks,
+    make_range_checks,
 )
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.messages import InputTensor, RequestedOutput, Tensor
@@ -23,7 +23,7 @@ Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 _BY_CONTENT = -1
 _ROWS = "\0rows"  # no dimension of a model can have this name
-_new = tuple.__new__  # half the cost of calling a NamedTuple's class
+_new_tuple = tuple.__new__  # half the cost of calling a NamedTuple's class
 
 
 class Bound(NamedTuple):
@@ -82,8 +82,8 @@ class Binder:
         self._outputs = {spec.name for spec in signature.outputs}
         self._signature_order = range(len(signature.inputs))
         self._checks: tuple[RangeCheck | FiniteCheck, ...] = (
-            *range_checks(signature, ranges or {}),
-            *(finite_checks(signature) if finite else ()),
+            *make_range_checks(signature, ranges or {}),
+            *(make_finite_checks(signature) if finite else ()),
         )
         self._layouts: dict[Shapes, _Layout] = {}
 
@@ -105,20 +105,20 @@ class Binder:
     ) -> Bound:
         """Check inputs; `order` holds their positions in the request, for error messages."""
         if len(inputs) != len(self._expected):
-            self._order_of(inputs)
+            self._match_names(inputs)
         tensors: list[Tensor] = []
         shapes = []
         for given, (name, datatype) in zip(inputs, self._expected, strict=True):
             if given.name != name or given.datatype != datatype:
-                order = self._order_of(inputs)
+                order = self._match_names(inputs)
                 return self._bind([inputs[place] for place in order], wanted, order)
             shape = tuple(given.shape)
             shapes.append(shape)
-            tensors.append(_new(Tensor, (name, datatype, shape, given.data)))
+            tensors.append(_new_tuple(Tensor, (name, datatype, shape, given.data)))
         key = tuple(shapes)
         layout = self._layouts.get(key)
         if layout is None:
-            layout = self._lay_out(key, order)
+            layout = self._check_shapes(key, order)
         size_bytes = 0
         for position, size in enumerate(layout.sizes):
             nbytes = len(tensors[position].data)
@@ -127,24 +127,28 @@ class Binder:
             size_bytes += nbytes
         for check in self._checks:
             tensor = tensors[check.position]
-            check.check(tensor, _place(order[check.position], "data", tensor.name))
+            check.check(tensor, _describe_location(order[check.position], "data", tensor.name))
         names = None if wanted is None else self._check_wanted(wanted)
-        return _new(Bound, (tuple(tensors), layout.rows, layout.shape_class, size_bytes, names))
+        return _new_tuple(
+            Bound, (tuple(tensors), layout.rows, layout.shape_class, size_bytes, names)
+        )
 
-    def _order_of(self, inputs: Sequence[InputTensor]) -> list[int]:
+    def _match_names(self, inputs: Sequence[InputTensor]) -> list[int]:
         """Check names and datatypes; return the request position of each input of the signature."""
         expected = dict(self._expected)
         places: dict[str, int] = {}
         for place, given in enumerate(inputs):
             datatype = expected.get(given.name)
             if datatype is None:
-                raise _request_fault(f"inputs[{place}].name", _one_of(expected), f'"{given.name}"')
+                raise _request_fault(
+                    f"inputs[{place}].name", _list_names(expected), f'"{given.name}"'
+                )
             if given.name in places:
                 raise _request_fault(
                     f"inputs[{place}].name", "each input once", f'"{given.name}" again'
                 )
             if given.datatype != datatype:
-                where = _place(place, "datatype", given.name)
+                where = _describe_location(place, "datatype", given.name)
                 raise _tensor_fault(where, datatype, f'"{given.datatype}"')
             places[given.name] = place
         missing = [name for name in expected if name not in places]
@@ -155,21 +159,21 @@ class Binder:
             )
         return [places[name] for name in expected]
 
-    def _lay_out(self, shapes: Shapes, order: Sequence[int]) -> _Layout:
+    def _check_shapes(self, shapes: Shapes, order: Sequence[int]) -> _Layout:
         """Check shapes that are not in the cache, and cache the result."""
         seen: dict[str, _Seen] = {}
         shape_class: list[int] = []
         sizes = []
         batched = self._signature.batched
         for spec, shape, place in zip(self._signature.inputs, shapes, order, strict=True):
-            where = _place(place, "shape", spec.name)
+            where = _describe_location(place, "shape", spec.name)
             _check_fixed(spec, shape, where)
             count = check_shape(spec.datatype, shape, f"inputs[{place}]")
             if batched and not shape[0]:
                 raise _tensor_fault(where, "at least one row", str(list(shape)))
             _check_agreement(spec, shape, where, seen, batched=batched)
             shape_class += [
-                bucket_for(size, self._signature.buckets)
+                find_bucket(size, self._signature.buckets)
                 for axis, size in enumerate(shape)
                 if spec.shape[axis] == -1 and not (batched and axis == 0)
             ]
@@ -191,7 +195,7 @@ class Binder:
                 element.decode()
             except UnicodeDecodeError as error:
                 raise _tensor_fault(
-                    _place(place, "data", tensor.name),
+                    _describe_location(place, "data", tensor.name),
                     "UTF-8 in each element",
                     f"byte {element[error.start]:#04x} at {error.start} of element {index}",
                 ) from error
@@ -202,7 +206,7 @@ class Binder:
         for place, name in enumerate(names):
             where = f"outputs[{place}].name"
             if name not in self._outputs:
-                raise _request_fault(where, _one_of(self._outputs), f'"{name}"')
+                raise _request_fault(where, _list_names(self._outputs), f'"{name}"')
             if name in names[:place]:
                 raise _request_fault(where, "each output once", f'"{name}" again')
         return names or None
@@ -239,11 +243,11 @@ def _check_agreement(
             )
 
 
-def _place(place: int, part: str, name: str) -> str:
+def _describe_location(place: int, part: str, name: str) -> str:
     return f"inputs[{place}].{part} ({name})"
 
 
-def _one_of(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     return "one of " + ", ".join(sorted(names))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from headrace.errors import ConfigurationError
 from headrace.models.config import ModelConfig
-from headrace.models.inputs.ranges import limits_of
+from headrace.models.inputs.ranges import clip_range
 from headrace.models.signature import Signature, TensorSpec
 from headrace.protocol.messages import Request, Tensor
 from headrace.protocol.tensors import DATATYPES, from_array, to_array
@@ -28,7 +28,7 @@ Sizes = dict[str, tuple[int, int]]
 _UNKNOWN = (-1, -1)
 
 
-def with_padding(signature: Signature, config: ModelConfig) -> Signature:
+def add_padding(signature: Signature, config: ModelConfig) -> Signature:
     """Return the signature with the padding of `model.toml`.
 
     Raises:
@@ -40,18 +40,18 @@ def with_padding(signature: Signature, config: ModelConfig) -> Signature:
         return signature
     if not signature.batched:
         raise ConfigurationError(f"sequence_buckets: {signature.unbatched_reason}")
-    free = [spec.name for spec in signature.inputs if any(_free_axes(spec))]
+    free = [spec.name for spec in signature.inputs if any(_list_free_axes(spec))]
     for name in free:
         if name not in config.pad:
             raise ConfigurationError(f"pad.{name}: expected a value, since {name} is padded")
     for name, value in config.pad.items():
         if name not in free:
-            told = ", ".join(free) or "none, since no input has a free dimension"
-            raise ConfigurationError(f"pad.{name}: expected one of {told}")
+            names = ", ".join(free) or "none, since no input has a free dimension"
+            raise ConfigurationError(f"pad.{name}: expected one of {names}")
         _check_value(next(spec for spec in signature.inputs if spec.name == name), value)
     if config.mask not in free:
-        told = f"one of {', '.join(free)}" if free else "an input with a free dimension"
-        raise ConfigurationError(f"mask: expected {told}, got {config.mask!r}")
+        names = f"one of {', '.join(free)}" if free else "an input with a free dimension"
+        raise ConfigurationError(f"mask: expected {names}, got {config.mask!r}")
     inputs = tuple(
         spec._replace(pad=config.pad[spec.name]) if spec.name in free else spec
         for spec in signature.inputs
@@ -59,7 +59,7 @@ def with_padding(signature: Signature, config: ModelConfig) -> Signature:
     return signature._replace(inputs=inputs, buckets=tuple(sorted(set(config.sequence_buckets))))
 
 
-def bucket_for(size: int, buckets: Sequence[int]) -> int:
+def find_bucket(size: int, buckets: Sequence[int]) -> int:
     """Return the smallest bucket that holds a size; the size itself if there is none."""
     place = bisect_left(buckets, size)
     return buckets[place] if place < len(buckets) else size
@@ -71,7 +71,7 @@ def pad(requests: Sequence[Request], signature: Signature) -> None:
         if request.own_sizes is None:
             request.own_sizes = _own_sizes(request, signature)
             request.inputs = tuple(
-                _padded(tensor, spec, signature.buckets)
+                _pad_tensor(tensor, spec, signature.buckets)
                 for tensor, spec in zip(request.inputs, signature.inputs, strict=True)
             )
 
@@ -84,7 +84,9 @@ def cut(requests: Sequence[Request], signature: Signature) -> None:
         assert sizes is not None, "cut before it was padded"
         if any(padded != own for padded, own in sizes.values()):
             outputs = request.outputs or ()
-            request.outputs = tuple(_cut(tensor, specs[tensor.name], sizes) for tensor in outputs)
+            request.outputs = tuple(
+                _cut_tensor(tensor, specs[tensor.name], sizes) for tensor in outputs
+            )
 
 
 def _check_value(spec: TensorSpec, value: float) -> None:
@@ -98,14 +100,14 @@ def _check_value(spec: TensorSpec, value: float) -> None:
     elif dtype.kind == "b":
         fits = value in (0, 1)
     else:
-        fits = limits_of(spec.datatype, (value, value)) is not None
+        fits = clip_range(spec.datatype, (value, value)) is not None
     if not fits:
         raise ConfigurationError(
             f"pad.{spec.name}: expected a value of {spec.datatype}, got {value}"
         )
 
 
-def _free_axes(spec: TensorSpec) -> Iterator[int]:
+def _list_free_axes(spec: TensorSpec) -> Iterator[int]:
     """Return the free axes except the batch."""
     return (axis for axis, size in enumerate(spec.shape) if axis and size == -1)
 
@@ -114,18 +116,18 @@ def _own_sizes(request: Request, signature: Signature) -> Sizes:
     """Return the sizes by dimension name. Equal sizes of unnamed dimensions count as one."""
     sizes: Sizes = {}
     for tensor, spec in zip(request.inputs, signature.inputs, strict=True):
-        for axis in _free_axes(spec):
+        for axis in _list_free_axes(spec):
             own = tensor.shape[axis]
-            found = (bucket_for(own, signature.buckets), own)
+            found = (find_bucket(own, signature.buckets), own)
             name = spec.dimension(axis)
             sizes[name] = found if sizes.get(name, found) == found else _UNKNOWN
     return sizes
 
 
-def _padded(tensor: Tensor, spec: TensorSpec, buckets: Sequence[int]) -> Tensor:
+def _pad_tensor(tensor: Tensor, spec: TensorSpec, buckets: Sequence[int]) -> Tensor:
     shape = list(tensor.shape)
-    for axis in _free_axes(spec):
-        shape[axis] = bucket_for(shape[axis], buckets)
+    for axis in _list_free_axes(spec):
+        shape[axis] = find_bucket(shape[axis], buckets)
     if tuple(shape) == tensor.shape:
         return tensor
     array = np.full(shape, spec.pad, DATATYPES[spec.datatype].dtype)
@@ -133,9 +135,9 @@ def _padded(tensor: Tensor, spec: TensorSpec, buckets: Sequence[int]) -> Tensor:
     return from_array(tensor.name, array)
 
 
-def _cut(tensor: Tensor, spec: TensorSpec, sizes: Sizes) -> Tensor:
+def _cut_tensor(tensor: Tensor, spec: TensorSpec, sizes: Sizes) -> Tensor:
     shape = list(tensor.shape)
-    for axis in _free_axes(spec):
+    for axis in _list_free_axes(spec):
         padded, own = sizes.get(spec.dimension(axis), _UNKNOWN)
         if shape[axis] == padded:
             shape[axis] = own

@@ -73,7 +73,7 @@ class FiniteCheck(NamedTuple):
         )
 
 
-def limits_of(datatype: str, allowed: Sequence[float] | None) -> tuple[Any, Any] | None:
+def clip_range(datatype: str, allowed: Sequence[float] | None) -> tuple[Any, Any] | None:
     """Return the lowest and highest value of a datatype within a range; None for no limit."""
     if allowed is None:
         return None
@@ -89,7 +89,7 @@ def limits_of(datatype: str, allowed: Sequence[float] | None) -> tuple[Any, Any]
     return max(low, -largest), min(high, largest)
 
 
-def finite_checks(signature: Signature) -> tuple[FiniteCheck, ...]:
+def make_finite_checks(signature: Signature) -> tuple[FiniteCheck, ...]:
     """Return a check for each floating-point input."""
     return tuple(
         FiniteCheck(position, DATATYPES[spec.datatype].dtype)
@@ -98,7 +98,7 @@ def finite_checks(signature: Signature) -> tuple[FiniteCheck, ...]:
     )
 
 
-def range_checks(
+def make_range_checks(
     signature: Signature, ranges: Mapping[str, Sequence[float]]
 ) -> tuple[RangeCheck, ...]:
     """Return the checks for the ranges of a model's configuration.
@@ -116,7 +116,7 @@ def range_checks(
         datatype = signature.inputs[positions[name]].datatype
         if datatype in ("BYTES", "BOOL"):
             raise ConfigurationError(f"range.{name}: expected an input of numbers, got {datatype}")
-        limits = limits_of(datatype, (low, high))
+        limits = clip_range(datatype, (low, high))
         if limits is None:
             raise ConfigurationError(
                 f"range.{name}: expected a range with values of {datatype} in it, "

@@ -12,7 +12,7 @@ import numpy as np
 from headrace.errors import Code, ConfigurationError, Rejected
 from headrace.models.config import ModelConfig
 from headrace.models.signature import Signature, TensorSpec
-from headrace.models.user_code import describe, load_attribute, run_bounded
+from headrace.models.user_code import describe_error, load_attribute, run_bounded
 from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import from_array
 
@@ -34,18 +34,18 @@ def make_transform(model_directory: Path, config: ModelConfig, signature: Signat
         ConfigurationError: the transform does not fit the signature, or the file cannot be run.
     """
     if config.transform is None:
-        return _refuse
+        return _refuse_payload
     if config.transform == "python":
-        return _from_python(model_directory / "transform.py", config.max_load_s)
-    spec = _single_input(config.transform, signature)
+        return _load_python_transform(model_directory / "transform.py", config.max_load_s)
+    spec = _find_single_input(config.transform, signature)
     if config.transform == "text":
-        return lambda payload, _: [_text(spec, payload)]
+        return lambda payload, _: [_make_text_input(spec, payload)]
     if spec.datatype == "BYTES":
-        return lambda payload, _: [_element(spec, payload)]
-    return lambda payload, _: [_octets(spec, payload)]
+        return lambda payload, _: [_make_element_input(spec, payload)]
+    return lambda payload, _: [_make_octets_input(spec, payload)]
 
 
-def _single_input(transform: str, signature: Signature) -> TensorSpec:
+def _find_single_input(transform: str, signature: Signature) -> TensorSpec:
     datatypes = ("BYTES",) if transform == "text" else ("BYTES", "UINT8")
     spec = signature.inputs[0]
     if len(signature.inputs) > 1 or spec.datatype not in datatypes:
@@ -57,7 +57,7 @@ def _single_input(transform: str, signature: Signature) -> TensorSpec:
     return spec
 
 
-def _refuse(payload: bytes, content_type: str) -> list[InputTensor]:
+def _refuse_payload(payload: bytes, content_type: str) -> list[InputTensor]:
     raise Rejected.mismatch(
         Code.INVALID_REQUEST,
         "content-type",
@@ -66,7 +66,7 @@ def _refuse(payload: bytes, content_type: str) -> list[InputTensor]:
     )
 
 
-def _text(spec: TensorSpec, payload: bytes) -> InputTensor:
+def _make_text_input(spec: TensorSpec, payload: bytes) -> InputTensor:
     try:
         payload.decode()
     except UnicodeDecodeError as error:
@@ -76,20 +76,20 @@ def _text(spec: TensorSpec, payload: bytes) -> InputTensor:
             expected="UTF-8",
             got=f"byte {payload[error.start]:#04x} at {error.start}",
         ) from error
-    return _element(spec, payload)
+    return _make_element_input(spec, payload)
 
 
-def _element(spec: TensorSpec, payload: bytes) -> InputTensor:
+def _make_element_input(spec: TensorSpec, payload: bytes) -> InputTensor:
     data = memoryview(struct.pack("<I", len(payload)) + payload)
     return InputTensor(name=spec.name, datatype="BYTES", shape=[1] * len(spec.shape), data=data)
 
 
-def _octets(spec: TensorSpec, payload: bytes) -> InputTensor:
+def _make_octets_input(spec: TensorSpec, payload: bytes) -> InputTensor:
     shape = [1, len(payload)]
     return InputTensor(name=spec.name, datatype="UINT8", shape=shape, data=memoryview(payload))
 
 
-def _from_python(path: Path, max_load_s: float) -> Transform:
+def _load_python_transform(path: Path, max_load_s: float) -> Transform:
     transform = run_bounded(lambda: load_attribute(path, "transform"), path, max_load_s)
 
     def apply(payload: bytes, content_type: str) -> list[InputTensor]:
@@ -98,18 +98,18 @@ def _from_python(path: Path, max_load_s: float) -> Transform:
         except Rejected:
             raise
         except Exception as error:  # a user's code may raise anything; it becomes the answer
-            raise Rejected(Code.INVALID_REQUEST, f"transform: {describe(error)}") from error
+            raise Rejected(Code.INVALID_REQUEST, f"transform: {describe_error(error)}") from error
         if not isinstance(made, Mapping):
             got = type(made).__name__
             raise Rejected.mismatch(
                 Code.INVALID_REQUEST, "transform", expected="a dict of arrays", got=got
             )
-        return [_input(name, value) for name, value in made.items()]
+        return [_make_input(name, value) for name, value in made.items()]
 
     return apply
 
 
-def _input(name: object, value: object) -> InputTensor:
+def _make_input(name: object, value: object) -> InputTensor:
     if not isinstance(name, str) or not isinstance(value, np.ndarray):
         raise Rejected.mismatch(
             Code.INVALID_REQUEST,

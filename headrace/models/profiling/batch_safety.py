@@ -1,7 +1,8 @@
 """Verdict on a model's batch safety, and the measures of difference that it rests on.
 
-`identical` compares bits, so it shows any influence of the other rows of the batch, however small.
-`distance` is the largest difference relative to the output's scale; rounding is judged by it.
+`is_identical` compares bits, so it shows any influence of the other rows of the batch, however
+small. `relative_difference` is the largest difference relative to the output's scale; rounding is
+judged by it.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class Verdict(NamedTuple):
     has_no_batch: bool = False
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Verdict and reason, for display."""
         return f"{self.batching}: {self.reason}" if self.reason else str(self.batching)
 
-    def entry(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fields for `/status` and `headrace models check --json`."""
         return {
             "verdict": str(self.batching),
@@ -61,7 +62,7 @@ class Verdict(NamedTuple):
         }
 
 
-def tolerance_of(
+def choose_tolerance(
     config: ModelConfig, signature: Signature, tuning: ModelTuning = TUNING.models
 ) -> float:
     """Return the allowed difference of batched from unbatched answers, relative to the output's
@@ -87,7 +88,7 @@ def tolerance_of(
 Array = NDArray[Any]
 
 
-def identical(one: Array, other: Array) -> bool:
+def is_identical(one: Array, other: Array) -> bool:
     """Return whether two arrays have the same shape, datatype and bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
@@ -96,7 +97,7 @@ def identical(one: Array, other: Array) -> bool:
     return one.tobytes() == other.tobytes()
 
 
-def scale_of(array: Array) -> float:
+def output_scale(array: Array) -> float:
     """Return the largest finite magnitude; 1 if there is none, and for BYTES."""
     if array.dtype == object:
         return 1.0
@@ -105,13 +106,13 @@ def scale_of(array: Array) -> float:
     return float(finite.max(initial=0.0)) or 1.0
 
 
-def distance(one: Array, other: Array, scale: float) -> float:
+def relative_difference(one: Array, other: Array, scale: float) -> float:
     """Return the largest difference between corresponding elements, divided by `scale`.
 
     Infinite if the shapes differ, a BYTES element differs, or only one of two elements is finite.
     Equal infinities, and NaN in both, count as no difference.
     """
-    if identical(one, other):
+    if is_identical(one, other):
         return 0.0
     if one.shape != other.shape or object in (one.dtype, other.dtype):
         return float("inf")

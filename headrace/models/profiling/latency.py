@@ -2,9 +2,9 @@
 
 For each batch size a class keeps the last runs and uses their median, so that a single delayed run
 changes nothing. A shared machine is fast in one second and slow in the next, and different sizes
-are rarely run in the same second. So each duration is normalized to a common slowness, which is
+are rarely run in the same second. So each duration is normalized to a common slowdown, which is
 measured by the runs right before and after it; sizes are thus compared under equal conditions. A
-prediction assumes the slowness of the last runs, and follows a change within a few runs.
+prediction assumes the slowdown of the last runs, and follows a change within a few runs.
 
 S(b) is interpolated from the sizes that have run. Their durations are made monotone by weighted
 isotonic regression (pool adjacent violators; Barlow et al., 1972), since a batch of more rows is
@@ -126,7 +126,7 @@ def _line(points: Sequence[Point], us: Sequence[float]) -> tuple[float, float]:
 ShapeClass = tuple[int, ...]
 
 
-def bucket_of(rows: int, exact_rows: int) -> int:
+def round_up_rows(rows: int, exact_rows: int) -> int:
     """Return the size under which a run of `rows` rows is stored; large ones are rounded up."""
     if rows <= exact_rows:
         return rows
@@ -170,19 +170,19 @@ class _Run(NamedTuple):
     """A recent run: its duration, absolute and relative to the curve.
 
     Attributes:
-        slowness: 0 for the first run of a size, which cannot be compared with anything.
+        slowdown: 0 for the first run of a size, which cannot be compared with anything.
     """
 
     bucket: int
     us: float
-    slowness: float
+    slowdown: float
 
 
 class _Class:
     """Learned durations of one shape class.
 
     Attributes:
-        slowness: ratio of current durations to the stored, normalized ones.
+        slowdown: ratio of current durations to the stored, normalized ones.
     """
 
     __slots__ = (
@@ -193,16 +193,16 @@ class _Class:
         "_tuning",
         "runs",
         "sizes",
-        "slowness",
+        "slowdown",
         "volume",
     )
 
     def __init__(self, shape_class: ShapeClass, tuning: ModelTuning) -> None:
         self._tuning = tuning
-        self.volume = _volume(shape_class)
+        self.volume = _class_volume(shape_class)
         self.sizes: dict[int, _Size] = {}
         self.runs = 0
-        self.slowness = 1.0
+        self.slowdown = 1.0
         self._last: deque[_Run] = deque(maxlen=2 * tuning.neighbour_runs + 1)
         self._drawn = 0
         self._curve: Curve | None = None
@@ -211,46 +211,46 @@ class _Class:
     def observe(self, rows: int, us: int) -> None:
         """Record a run. The first of a size is stored at once, others after their successors."""
         self.runs += 1
-        bucket = bucket_of(rows, self._tuning.exact_rows)
+        bucket = round_up_rows(rows, self._tuning.exact_rows)
         if bucket in self.sizes:
             self._last.append(_Run(bucket, us, us / self.curve()(bucket)))
-            self.slowness = _middle(run.slowness for run in self._last) or 1.0
+            self.slowdown = _median_slowdown(run.slowdown for run in self._last) or 1.0
         else:
             self._last.append(_Run(bucket, us, 0.0))
             self.sizes[bucket] = _Size(self._tuning)
-            self.sizes[bucket].add(self.runs, us / self.slowness)
+            self.sizes[bucket].add(self.runs, us / self.slowdown)
             self._curve = None
-        self._keep()
+        self._store_middle_run()
         refit_after_runs = self._tuning.refit_after_runs
         if self.runs - self._drawn >= refit_after_runs or self.runs < refit_after_runs:
             self._curve = None
 
-    def _keep(self) -> None:
+    def _store_middle_run(self) -> None:
         """Store the middle one of the last runs, normalized by the runs around it."""
         last, middle = self._last, self._tuning.neighbour_runs
-        if len(last) < 2 * middle + 1 or not last[middle].slowness:
+        if len(last) < 2 * middle + 1 or not last[middle].slowdown:
             return
         bucket, us, _ = last[middle]
-        beside = (run.slowness for place, run in enumerate(last) if place != middle)
-        self.sizes[bucket].add(self.runs, us / (_middle(beside) or self.slowness))
+        beside = (run.slowdown for place, run in enumerate(last) if place != middle)
+        self.sizes[bucket].add(self.runs, us / (_median_slowdown(beside) or self.slowdown))
 
     def _rescale(self) -> None:
-        """Fold the current slowness into the stored durations; predictions do not change."""
-        factor, self.slowness = self.slowness, 1.0
+        """Fold the current slowdown into the stored durations; predictions do not change."""
+        factor, self.slowdown = self.slowdown, 1.0
         for size in self.sizes.values():
             size.scale(factor)
         for place, run in enumerate(self._last):
-            self._last[place] = run._replace(slowness=run.slowness / factor)
+            self._last[place] = run._replace(slowdown=run.slowdown / factor)
 
     def predict_us(self, rows: int) -> float:
-        """Return the predicted duration at the current slowness."""
-        return self.curve()(bucket_of(rows, self._tuning.exact_rows)) * self.slowness
+        """Return the predicted duration at the current slowdown."""
+        return self.curve()(round_up_rows(rows, self._tuning.exact_rows)) * self.slowdown
 
     def curve(self) -> Curve:
         """Return the curve of the stored durations; it may lag by a few runs."""
         if self._curve is None:
-            max_slowness = self._tuning.max_slowness
-            if not 1 / max_slowness <= self.slowness <= max_slowness:
+            max_slowdown = self._tuning.max_slowdown
+            if not 1 / max_slowdown <= self.slowdown <= max_slowdown:
                 self._rescale()
             points = [size.point(rows, self.runs) for rows, size in self.sizes.items()]
             self._curve = Curve(sorted(points), self._tuning)
@@ -280,8 +280,8 @@ class Latency:
     def __init__(self, tuning: ModelTuning = TUNING.models) -> None:
         self._tuning = tuning
         self.margin_us = 0
-        self._slips: deque[int] = deque()
-        self._ordered_slips: list[int] = []
+        self._lateness_us: deque[int] = deque()
+        self._ordered_lateness_us: list[int] = []
         self._classes: OrderedDict[ShapeClass, _Class] = OrderedDict()
 
     def observe(self, shape_class: ShapeClass, rows: int, compute_us: int) -> None:
@@ -294,12 +294,12 @@ class Latency:
         self._classes.move_to_end(shape_class)
         known.observe(rows, max(1, compute_us))
 
-    def slipped(self, late_us: int) -> None:
+    def observe_lateness(self, late_us: int) -> None:
         """Record by how much a batch ended later than predicted when it closed; may be negative."""
-        slips, ordered = self._slips, self._ordered_slips
-        if len(slips) >= self._tuning.margin_batches:
-            del ordered[bisect_left(ordered, slips.popleft())]
-        slips.append(late_us)
+        lateness_us, ordered = self._lateness_us, self._ordered_lateness_us
+        if len(lateness_us) >= self._tuning.margin_batches:
+            del ordered[bisect_left(ordered, lateness_us.popleft())]
+        lateness_us.append(late_us)
         insort(ordered, late_us)
         self.margin_us = max(0, ordered[int(len(ordered) * self._tuning.margin_quantile)])
 
@@ -309,7 +309,7 @@ class Latency:
         For an unknown class, the largest known class that is not larger is used, so that nothing is
         refused for lack of data.
         """
-        known = self._like(shape_class)
+        known = self._closest_class(shape_class)
         return None if known is None else max(1, round(known.predict_us(rows)))
 
     def best_rows(self, shape_class: ShapeClass, limit: int, slack_us: int | None = None) -> int:
@@ -320,17 +320,17 @@ class Latency:
             limit: maximum number of rows.
             slack_us: limit of the run's duration, kept if possible; None: no limit.
         """
-        known = self._like(shape_class)
+        known = self._closest_class(shape_class)
         if known is None:
             return limit
         best = known.best(limit)
         if slack_us is None or known.predict_us(best) <= slack_us:
             return best
-        return known.curve().most_within(best, slack_us / known.slowness)
+        return known.curve().most_within(best, slack_us / known.slowdown)
 
     def rows_per_s(self, shape_class: ShapeClass, limit: int) -> float | None:
         """Return one instance's throughput at its best size up to `limit`; None if unknown."""
-        known = self._like(shape_class)
+        known = self._closest_class(shape_class)
         if known is None:
             return None
         best = known.best(limit)
@@ -344,12 +344,12 @@ class Latency:
         return [
             {
                 "shape_class": list(shape_class),
-                "t0_us": round(curve.t0_us * known.slowness, 1),
-                "row_us": round(curve.slope_us * known.slowness, 3),
+                "t0_us": round(curve.t0_us * known.slowdown, 1),
+                "row_us": round(curve.slope_us * known.slowdown, 3),
                 "runs": known.runs,
                 "best_rows": known.best(curve.rows[-1]),
                 "compute_us": {
-                    str(rows): round(us * known.slowness)
+                    str(rows): round(us * known.slowdown)
                     for rows, us in zip(curve.rows, curve.us, strict=True)
                 },
             }
@@ -357,30 +357,30 @@ class Latency:
             for curve in [known.curve()]
         ]
 
-    def _like(self, shape_class: ShapeClass) -> _Class | None:
+    def _closest_class(self, shape_class: ShapeClass) -> _Class | None:
         known = self._classes.get(shape_class)
         if known is not None or not self._classes:
             return known
-        volume = _volume(shape_class)
+        volume = _class_volume(shape_class)
         return min(
             self._classes.values(),
             key=lambda each: (each.volume > volume, abs(each.volume - volume)),
         )
 
 
-def _middle(slownesses: Iterable[float]) -> float:
+def _median_slowdown(slowdowns: Iterable[float]) -> float:
     """Return the median of the non-zero values; 0 if there are none.
 
     For an even number it is the geometric mean of the middle two, since the values are factors.
     """
-    known = sorted(slowness for slowness in slownesses if slowness)
+    known = sorted(slowdown for slowdown in slowdowns if slowdown)
     if not known:
         return 0.0
     half, is_odd = divmod(len(known), 2)
     return known[half] if is_odd else math.sqrt(known[half - 1] * known[half])
 
 
-def _volume(shape_class: ShapeClass) -> int:
+def _class_volume(shape_class: ShapeClass) -> int:
     volume = 1
     for size in shape_class:
         volume *= max(1, size)

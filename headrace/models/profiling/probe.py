@@ -24,28 +24,28 @@ from headrace.errors import HeadraceError
 from headrace.models.backends.port import Arrays, RowsMismatch
 from headrace.models.backends.warmup import (
     Inputs,
-    NotMadeUpError,
-    distinct_rows,
-    still_value,
+    NoMadeUpInputsError,
+    make_distinct_rows,
+    neutral_value,
 )
 from headrace.models.config import ModelConfig
 from headrace.models.profiling.batch_safety import (
     Array,
     Batching,
     Verdict,
-    distance,
-    identical,
-    scale_of,
-    tolerance_of,
+    choose_tolerance,
+    is_identical,
+    output_scale,
+    relative_difference,
 )
 from headrace.models.signature import Signature
-from headrace.models.user_code import describe, first_line, is_of_user_code
+from headrace.models.user_code import describe_error, first_line, is_of_user_code
 from headrace.tuning import TUNING, ModelTuning
 
 Run = Callable[[Arrays], Arrays]
 
 
-class _DecidedError(HeadraceError):
+class _VerdictReachedError(HeadraceError):
     """Ends the probe early with a verdict."""
 
     def __init__(self, batching: Batching, reason: str, *, has_no_batch: bool = False) -> None:
@@ -81,26 +81,26 @@ def probe(
     """
     if not signature.batched:
         return Verdict(Batching.NOT_BATCHABLE, signature.unbatched_reason)
-    asking = _Asking(run, signature, config, tuning, clock_s)
+    probing = _Probe(run, signature, config, tuning, clock_s)
     try:
-        asking.find_rows(directory)
-        asking.ask_for_two_rows()
+        probing.find_rows(directory)
+        probing.check_row_count()
         if config.max_batch_size > 1:
-            asking.ask_about_mates()
-            asking.judge_rounding()
-            asking.judge_distinctness()
-    except _DecidedError as decided:
+            probing.check_leakage()
+            probing.check_rounding()
+            probing.check_distinct_outputs()
+    except _VerdictReachedError as decided:
         verdict = decided.verdict
-    except NotMadeUpError as error:
+    except NoMadeUpInputsError as error:
         verdict = Verdict(Batching.UNDECIDED, str(error))
     else:
         verdict = Verdict(Batching.BATCHABLE)
     return verdict._replace(
-        rounding=asking.rounding, tolerance=asking.tolerance, seen_with=asking.seen_with
+        rounding=probing.rounding, tolerance=probing.tolerance, seen_with=probing.seen_with
     )
 
 
-class _Asking:
+class _Probe:
     """Runs of one probe and their results."""
 
     def __init__(
@@ -124,14 +124,14 @@ class _Asking:
         self._alone: list[dict[str, Array]] = []
         self._batched: dict[str, Array] = {}
         self._scales: dict[str, float] = {}
-        self.tolerance = tolerance_of(config, signature, tuning)
+        self.tolerance = choose_tolerance(config, signature, tuning)
         self.rounding: float | None = None
         self.seen_with = ""
 
     def _run(self, inputs: Inputs) -> dict[str, Array]:
         if self._clock_s() >= self._end_s:
             budget_s = self._tuning.probe_budget_s
-            raise _DecidedError(
+            raise _VerdictReachedError(
                 Batching.UNDECIDED, f"{budget_s:.0f} s were not enough to try the model out"
             )
         try:
@@ -141,7 +141,7 @@ class _Asking:
         except BaseException as error:  # a model may raise anything, SystemExit included
             if not is_of_user_code(error):
                 raise
-            raise _RunFailedError(describe(error)) from error
+            raise _RunFailedError(describe_error(error)) from error
         # A backend may reuse the memory of a run's outputs for the next run.
         return {name: np.array(outputs[name]) for name in self._names}
 
@@ -149,7 +149,7 @@ class _Asking:
         """Find rows that the model accepts, and run each of them alone."""
         fault = ""
         rows_per_batch = self._tuning.probe_rows
-        candidates = distinct_rows(
+        candidates = make_distinct_rows(
             self._signature,
             self._config,
             directory,
@@ -165,69 +165,69 @@ class _Asking:
                     for place in range(rows_per_batch)
                 ]
             except RowsMismatch as error:
-                raise _no_batch(error) from error
+                raise _make_no_batch_error(error) from error
             except _RunFailedError as error:
                 fault = str(error)
             else:
                 break
         else:
             reason = f"the model fails with {self.seen_with}: {first_line(fault)}"
-            raise _DecidedError(Batching.UNDECIDED, reason)
+            raise _VerdictReachedError(Batching.UNDECIDED, reason)
         for name in self._names:
-            self._scales[name] = max(scale_of(outputs[name]) for outputs in self._alone)
+            self._scales[name] = max(output_scale(outputs[name]) for outputs in self._alone)
 
-    def ask_for_two_rows(self) -> None:
+    def check_row_count(self) -> None:
         """Check that two rows in give two rows out."""
         try:
             self._run({name: array[:2] for name, array in self._rows.items()})
         except RowsMismatch as error:
-            raise _no_batch(error) from error
+            raise _make_no_batch_error(error) from error
         except _RunFailedError as error:
-            raise _DecidedError(
+            raise _VerdictReachedError(
                 Batching.NOT_BATCHABLE,
                 f"a run of 2 rows failed with {self.seen_with}: {first_line(str(error))}",
             ) from error
 
-    def ask_about_mates(self) -> None:
+    def check_leakage(self) -> None:
         """Check for leakage: two rows stay in place while the others are replaced."""
         self._batched = self._run(self._rows)
-        noise = self._apart(self._batched, self._run(self._rows))
+        noise = self._difference_of_repeats(self._batched, self._run(self._rows))
         if noise > self.tolerance:
-            raise _DecidedError(
+            raise _VerdictReachedError(
                 Batching.NOT_BATCHABLE,
                 f"two runs of the same batch differ by {noise:.1e} of the output's scale, so that "
-                "nobody can tell what rows do to each other",
+                "the influence of rows on each other cannot be measured",
             )
-        for kind, mates in self._mates():
+        for kind, replacements in self._replacement_rows():
             batch = {name: array.copy() for name, array in self._rows.items()}
             for name, array in batch.items():
-                array[1:-1] = mates[name]
+                array[1:-1] = replacements[name]
             try:
                 outputs = self._run(batch)
             except _RunFailedError:  # the model does not accept this kind
                 continue
-            self._judge_leak(kind, outputs, allowed=self.tolerance if noise else 0.0)
+            self._check_leak(kind, outputs, allowed=self.tolerance if noise else 0.0)
 
-    def _judge_leak(self, kind: str, outputs: dict[str, Array], *, allowed: float) -> None:
+    def _check_leak(self, kind: str, outputs: dict[str, Array], *, allowed: float) -> None:
         for name in self._names:
             for place in self._staying:
                 before, after = self._batched[name], outputs[name]
                 before, after = before[place : place + 1], after[place : place + 1]
-                if identical(before, after):
+                if is_identical(before, after):
                     continue
-                apart = distance(before, after, self._scales[name])
-                if apart > allowed or not allowed:
-                    how = f"changes {_told(apart, before, after)}"
-                    raise _DecidedError(
+                difference = relative_difference(before, after, self._scales[name])
+                if difference > allowed or not allowed:
+                    how = f"changes {_describe_change(difference, before, after)}"
+                    raise _VerdictReachedError(
                         Batching.NOT_BATCHABLE,
-                        f"mates leak: {name} of a row {how} when the other rows of its batch "
+                        f"rows leak: {name} of a row {how} when the other rows of its batch "
                         f"are {kind}",
                     )
 
-    def _mates(self) -> Iterator[tuple[str, Inputs]]:
+    def _replacement_rows(self) -> Iterator[tuple[str, Inputs]]:
         """Yield each kind of replacement rows, with its description."""
         specs = self._signature.inputs
-        still = {spec.name: still_value(spec, self._config) for spec in specs}
+        still = {spec.name: neutral_value(spec, self._config) for spec in specs}
         floats = {name for name, array in self._rows.items() if array.dtype.kind not in "iubO"}
         yield "other ones", self._spare
         yield (
@@ -235,10 +235,10 @@ class _Asking:
             {name: np.full_like(self._spare[name], still[name]) for name in still},
         )
         factor = self._tuning.probe_magnification
-        yield f"{factor:,.0f} times as large", {name: self._enlarged(name) for name in self._rows}
+        yield f"{factor:,.0f} times as large", {name: self._magnify(name) for name in self._rows}
         yield (
             "half empty",
-            {name: _half_empty(self._spare[name], still[name]) for name in still},
+            {name: _empty_second_half(self._spare[name], still[name]) for name in still},
         )
         if floats:
             yield (
@@ -249,7 +249,7 @@ class _Asking:
                 },
             )
 
-    def _enlarged(self, name: str) -> Array:
+    def _magnify(self, name: str) -> Array:
         array, limits = self._spare[name], self._config.range.get(name)
         if array.dtype == object:
             return np.full_like(array, b"z" * self._tuning.probe_text_bytes)
@@ -259,52 +259,56 @@ class _Asking:
             large = array.astype(np.float64) * self._tuning.probe_magnification
             return large.clip(*(limits or (None, None))).astype(array.dtype)
 
-    def judge_rounding(self) -> None:
+    def check_rounding(self) -> None:
         """Compare the outputs of each row alone with those of the same row in the batch."""
-        apart = {
+        difference = {
             name: max(
-                distance(alone[name], self._batched[name][place : place + 1], self._scales[name])
+                relative_difference(
+                    alone[name], self._batched[name][place : place + 1], self._scales[name]
+                )
                 for place, alone in enumerate(self._alone)
             )
             for name in self._names
         }
-        worst = max(apart, key=apart.__getitem__)
-        self.rounding = apart[worst]
+        worst = max(difference, key=difference.__getitem__)
+        self.rounding = difference[worst]
         if self.rounding > self.tolerance:
-            raise _DecidedError(
+            raise _VerdictReachedError(
                 Batching.NOT_BATCHABLE,
                 f"rounding: {worst} of a row alone and in a batch differ by {self.rounding:.1e} of "
                 f"the output's scale; batch_tolerance is {self.tolerance:.0e}",
             )
 
-    def judge_distinctness(self) -> None:
+    def check_distinct_outputs(self) -> None:
         """Refuse to decide if different rows give the same outputs, which proves nothing."""
         first = self._alone[0]
         if all(
-            identical(first[name], outputs[name])
+            is_identical(first[name], outputs[name])
             for outputs in self._alone[1:]
             for name in self._names
         ):
-            raise _DecidedError(Batching.UNDECIDED, "rows that differ give the same outputs")
+            raise _VerdictReachedError(Batching.UNDECIDED, "rows that differ give the same outputs")
 
-    def _apart(self, one: dict[str, Array], other: dict[str, Array]) -> float:
+    def _difference_of_repeats(self, one: dict[str, Array], other: dict[str, Array]) -> float:
         """Return the distance of two runs of the same batch; the smallest float if only bits
         differ.
         """
         least = 0.0
         for name in self._names:
-            if not identical(one[name], other[name]):
-                least = max(least, distance(one[name], other[name], self._scales[name]), 5e-324)
+            if not is_identical(one[name], other[name]):
+                least = max(
+                    least, relative_difference(one[name], other[name], self._scales[name]), 5e-324
+                )
         return least
 
 
-def _no_batch(error: RowsMismatch) -> _DecidedError:
-    return _DecidedError(
+def _make_no_batch_error(error: RowsMismatch) -> _VerdictReachedError:
+    return _VerdictReachedError(
         Batching.NOT_BATCHABLE, f"dimension 0 is not the batch: {error}", has_no_batch=True
     )
 
 
-def _half_empty(array: Array, empty: object) -> Array:
+def _empty_second_half(array: Array, empty: object) -> Array:
     """Empty the second half of each row, as in a shorter sequence."""
     cut = array.copy()
     if cut.ndim > 1:
@@ -312,7 +316,7 @@ def _half_empty(array: Array, empty: object) -> Array:
     return cut
 
 
-def _told(apart: float, one: Array, other: Array) -> str:
+def _describe_change(difference: float, one: Array, other: Array) -> str:
     if one.shape != other.shape:
         return f"its shape, {list(one.shape)} to {list(other.shape)},"
-    return f"by {apart:.1e} of the output's scale"
+    return f"by {difference:.1e} of the output's scale"

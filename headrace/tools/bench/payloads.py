@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headrace.errors import ConfigurationError
-from headrace.models.backends.warmup import sized_inputs
+from headrace.models.backends.warmup import make_sample_batch
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec import encode_request
 from headrace.protocol.headers import JSON, MSGPACK
@@ -58,7 +58,7 @@ def made_up(known: ModelVersion, version: str | None = None, *, as_json: bool = 
     Raises:
         ConfigurationError: the sample does not fit the signature.
     """
-    inputs = sized_inputs(known.signature, known.config, known.directory, 1)
+    inputs = make_sample_batch(known.signature, known.config, known.directory, 1)
     return from_arrays(known.name, version, inputs, as_json=as_json)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from headrace.errors import ConfigurationError
 from headrace.log.port import NewRecord
-from headrace.models.user_code import describe, load_attribute
+from headrace.models.user_code import describe_error, load_attribute
 from headrace.tools.dead_letters.dead_letter import DeadLetter
 
 DEADLINE = "x-deadline-ms"
@@ -109,7 +109,7 @@ def load_transform(path: Path) -> Transform:
         try:
             result: NewRecord | None = function(record)
         except Exception as error:  # a user's code may raise anything
-            raise ConfigurationError(f"{path}: transform: {describe(error)}") from error
+            raise ConfigurationError(f"{path}: transform: {describe_error(error)}") from error
         if result is not None and not _is_record(result):
             raise ConfigurationError(
                 f"{path}: transform: expected a record with key and value of bytes or None and "

@@ -186,7 +186,7 @@ def _executor_pool(served: Mapping[ModelKey, Served]) -> ExecutorPool:
         if latency is not None:
             latency.observe(batch.requests[0].shape_class, batch.rows, service_us)
             if batch.end_us:
-                latency.slipped(end_us - batch.end_us)
+                latency.observe_lateness(end_us - batch.end_us)
 
     # A single instance's next batch is closed during the run, as the executor does.
     tuning = TUNING.executor

@@ -19,7 +19,7 @@ import numpy as np
 from headrace.client.rpc import last_header
 from headrace.errors import ConfigurationError
 from headrace.log.port import Record
-from headrace.models.backends.warmup import sized_inputs
+from headrace.models.backends.warmup import make_sample_batch
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.headers import JSON
@@ -287,7 +287,7 @@ def measure(version: ModelVersion, measure_s: float = MEASURE_S) -> ServiceTime:
         backend.warm_up()
         runs: list[tuple[int, float]] = []
         for rows in _sizes(version.max_batch_size):
-            inputs = sized_inputs(version.signature, version.config, version.directory, rows)
+            inputs = make_sample_batch(version.signature, version.config, version.directory, rows)
             times_us: list[float] = []
             end_s = time.perf_counter() + measure_s
             while len(times_us) < LEAST_RUNS or (

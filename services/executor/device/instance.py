@@ -21,9 +21,9 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from headrace.device.port import Device, Memory, require
+from headrace.device.port import Device, Memory, require_memory
 from headrace.errors import ConfigurationError, Fatal
-from headrace.models.backends.port import Arrays, Backend, Placed, StreamBackend
+from headrace.models.backends.port import Arrays, Backend, ReusedInputs, StreamBackend
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES
 from headrace.services.executor.buffers import copy_rows
@@ -62,7 +62,7 @@ class OnDevice(NamedTuple):
     needs: dict[str, int]
 
 
-class Loaded(Placed):
+class Loaded(ReusedInputs):
     """A batch in a slot; its rows are not accessible as arrays."""
 
     __slots__ = ("call", "rows", "slot")
@@ -131,13 +131,13 @@ class DeviceInstance(Instance):
         device = self._device = where.open_device()
         plan = None
         if where.ring:
-            plan = plan_ring(backend.adaptation, where.max_rows, self._tuning.ring_slots)
+            plan = plan_ring(backend.processing, where.max_rows, self._tuning.ring_slots)
         needs = dict(where.needs)
         if plan is not None:
             needs["ring"] = plan.device_bytes
         self._look_at_memory()
         if self.memory is not None:
-            require(device.name, self.memory, needs)
+            require_memory(device.name, self.memory, needs)
         ring = Ring(device, plan) if plan is not None else None
         if ring is not None:
             backend.use_stream(ring.compute.address, graphs=where.graphs)
@@ -219,7 +219,7 @@ class DeviceInstance(Instance):
             raise slot.error
         assert self._plan is not None
         arrays: dict[str, NDArray[Any]] = {}
-        specs = self._streaming.adaptation.own.outputs
+        specs = self._streaming.processing.own.outputs
         for spec, tensor, block in zip(specs, self._plan.outputs, slot.answers, strict=True):
             assert block.array is not None
             content = block.array[: loaded.rows * tensor.row_bytes].copy()

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from headrace.device.port import Block, Device, Event
 from headrace.device.widening import Widening
 from headrace.errors import Fatal
-from headrace.models.processing import Adaptation
+from headrace.models.processing import Processing
 from headrace.models.signature import TensorSpec
 from headrace.protocol.tensors import DATATYPES
 from headrace.tuning import TUNING, ExecutorTuning
@@ -243,18 +243,18 @@ def buckets(max_rows: int, tuning: ExecutorTuning) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def plan_ring(adaptation: Adaptation, max_rows: int, slots: int) -> RingPlan | None:
+def plan_ring(processing: Processing, max_rows: int, slots: int) -> RingPlan | None:
     """Return the plan of a model's ring; None if it is not batched or has dynamic sizes."""
-    own = adaptation.own
+    own = processing.own
     if not own.batched or not all(_is_fixed(spec) for spec in own.inputs + own.outputs):
         return None
-    travelling = {spec.name: spec for spec in adaptation.signature.inputs}
+    travelling = {spec.name: spec for spec in processing.signature.inputs}
     inputs = tuple(
         TensorPlan(
             spec.name,
             _row_bytes(travelling[spec.name]),
             _row_bytes(spec),
-            adaptation.widenings.get(spec.name),
+            processing.widenings.get(spec.name),
             spec.shape[1:],
         )
         for spec in own.inputs

@@ -153,7 +153,7 @@ def test_check_tells_of_a_contradiction(repository: Path, call: Call) -> None:
     (repository / "leaky" / "model.toml").write_text(toml, encoding="utf-8")
     result = call("models", "check")
     assert result.exit_code == Exit.DONE
-    assert "max_batch_size is declared as 8; not batchable: mates leak: y of a row" in result.stdout
+    assert "max_batch_size is declared as 8; not batchable: rows leak: y of a row" in result.stdout
 
 
 def huge() -> onnx.ModelProto:

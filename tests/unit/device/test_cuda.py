@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.device.cuda import CudaDevice, source_of
+from headrace.device.cuda import CudaDevice, make_kernel_source
 from headrace.device.port import Memory
 from headrace.device.widening import Widening
 from headrace.errors import ConfigurationError, Fatal
@@ -39,7 +39,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCupy:
         assert {type(each) for each in (count, channels, pixels)} == {np.int64}
         assert {type(each) for each in (source_last, target_last, per_channel)} == {np.int32}
         if not kernel:
-            code = source_of(CASE.widening)
+            code = make_kernel_source(CASE.widening)
             kernel.append(HostKernel(tmp_path, code, "unsigned char", "float"))
         kernel[0].launch(
             [each.hidden.ctypes.data for each in arrays],

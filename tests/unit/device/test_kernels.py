@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.device.cuda import Layout, layout_of, source_of
+from headrace.device.cuda import KernelLayout, make_kernel_source, plan_kernel_layout
 from headrace.device.widening import SOURCES, TARGETS, Widening
 from headrace.protocol.tensors import DATATYPES
 from tests.support.host_kernel import HostKernel
@@ -28,7 +28,7 @@ ELF = b"\x7fELF"
 @pytest.mark.parametrize("source", SOURCES)
 def test_kernel_compiles(source: str, target: str, architecture: str) -> None:
     """For every pair of datatypes, to machine code of the GPUs of data centres."""
-    code = compile_cuda(source_of(Widening(source, target)), architecture)
+    code = compile_cuda(make_kernel_source(Widening(source, target)), architecture)
     assert code.startswith(ELF)
 
 
@@ -43,7 +43,9 @@ def test_kernel_gives_the_expected_bits(name: str, tmp_path: Path) -> None:
     """Run on the host, thread by thread: the same cases that NumPy's form is held to."""
     case = CASES[name]
     widening = case.widening
-    kernel = HostKernel(tmp_path, source_of(widening), HOST_TYPES[widening.source], "float")
+    kernel = HostKernel(
+        tmp_path, make_kernel_source(widening), HOST_TYPES[widening.source], "float"
+    )
     source = given(case)
     target = np.empty(case.shape, DATATYPES[widening.target].dtype)
     channels = case.shape[widening.target_channels] if widening.target_channels else 1
@@ -54,13 +56,13 @@ def test_kernel_gives_the_expected_bits(name: str, tmp_path: Path) -> None:
         for values in (widening.scale, widening.offset)
     )
 
-    kernel(source, target, (scale, offset), layout_of(widening, case.shape[1:]))
+    kernel(source, target, (scale, offset), plan_kernel_layout(widening, case.shape[1:]))
 
     assert target.tobytes() == expected(case, source).tobytes()
 
 
 def test_row_without_channels_is_one_long_one() -> None:
     """Every element is a pixel of the only channel."""
-    assert layout_of(Widening("UINT8", "FP32"), (3, 4)) == Layout(
+    assert plan_kernel_layout(Widening("UINT8", "FP32"), (3, 4)) == KernelLayout(
         1, 12, source_last=False, target_last=False
     )

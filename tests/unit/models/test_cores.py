@@ -14,31 +14,31 @@ from tests.support.tree import ROOT
 def test_instances_get_disjoint_cores() -> None:
     """Each asks for cores that the others do not have."""
     cores = Cores(range(4))
-    first = cores.take(2)
-    second = cores.take(2, beside=first)
+    first = cores.reserve(2)
+    second = cores.reserve(2, beside=first)
     assert first | second == {0, 1, 2, 3}
 
 
 def test_another_model_begins_where_the_fewest_are() -> None:
     """Models may share cores, but not while there are others."""
     cores = Cores(range(4))
-    taken = cores.take(3)
-    assert cores.take(1) == {0, 1, 2, 3} - taken
+    taken = cores.reserve(3)
+    assert cores.reserve(1) == {0, 1, 2, 3} - taken
 
 
 def test_cores_that_were_given_back_are_free_again() -> None:
     """As when a version is unloaded."""
     cores = Cores(range(2))
-    first = cores.take(1)
-    cores.give_back(first)
-    assert cores.take(1) == first
+    first = cores.reserve(1)
+    cores.release(first)
+    assert cores.reserve(1) == first
 
 
 def test_too_many_instances_are_refused_with_the_figures() -> None:
     """They would not be apart."""
     cores = Cores(range(3))
     with pytest.raises(ConfigurationError, match=r"expected 2 cores .* got 1 of 3"):
-        cores.take(2, beside=cores.take(2))
+        cores.reserve(2, beside=cores.reserve(2))
 
 
 def test_a_gpu_has_one_instance_of_a_model() -> None:

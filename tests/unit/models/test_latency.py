@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.models.profiling.latency import Latency, Point, bucket_of, isotonic
+from headrace.models.profiling.latency import Latency, Point, isotonic, round_up_rows
 from headrace.tuning import TUNING
 
 CLASS = (64,)
@@ -119,15 +119,15 @@ def test_sizes_are_compared_with_what_ran_beside_them() -> None:
 def test_a_machine_that_gets_ever_slower_keeps_the_sizes_apart() -> None:
     """What is kept is scaled before it gets out of bounds, and that moves no prediction."""
     latency = seeded({8: 800, 16: 1200}, times=20)
-    slowness = 1.0
+    slowdown = 1.0
     for _ in range(1000):
-        slowness *= 1.02
+        slowdown *= 1.02
         for rows, us in ((8, 800), (16, 1200)):
-            latency.observe(CLASS, rows, round(us * slowness))
+            latency.observe(CLASS, rows, round(us * slowdown))
 
     ratio = (latency.predict_us(CLASS, 16) or 0) / (latency.predict_us(CLASS, 8) or 1)
     assert ratio == pytest.approx(1.5, rel=0.02)
-    assert latency.predict_us(CLASS, 8) == pytest.approx(800 * slowness, rel=0.2)
+    assert latency.predict_us(CLASS, 8) == pytest.approx(800 * slowdown, rel=0.2)
 
 
 def test_the_best_size_is_found_where_larger_batches_cost_more_per_row() -> None:
@@ -208,10 +208,10 @@ def test_the_table_is_for_people() -> None:
 @given(st.integers(1, 100_000))
 def test_a_bucket_is_little_larger_than_what_it_holds(rows: int) -> None:
     """Sizes up to 64 are exact, and others rounded up by less than a sixteenth."""
-    bucket = bucket_of(rows, 64)
+    bucket = round_up_rows(rows, 64)
 
     assert rows <= bucket <= rows * 17 / 16
-    assert bucket_of(bucket, 64) == bucket
+    assert round_up_rows(bucket, 64) == bucket
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(0.01, 100)), min_size=1, max_size=40))
@@ -235,9 +235,9 @@ def test_the_margin_is_what_nearly_all_batches_kept_to() -> None:
     latency = Latency()
     assert latency.margin_us == 0
     for late_us in [*range(-500, 0), *range(TUNING.models.margin_batches)]:
-        latency.slipped(late_us)
+        latency.observe_lateness(late_us)
     assert latency.margin_us == TUNING.models.margin_batches - 2
 
     for _ in range(TUNING.models.margin_batches):
-        latency.slipped(-10)
+        latency.observe_lateness(-10)
     assert latency.margin_us == 0

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import ConfigurationError
 from headrace.models.backends.port import Arrays, WarmUp
-from headrace.models.loader import Cores, Preparation
+from headrace.models.loader import BackendLoader, Cores
 from headrace.models.profiling.batch_safety import Batching
 from headrace.models.registry import Models
 from headrace.models.signature import Signature
@@ -42,7 +42,7 @@ class Counting:
     def load(self) -> None:
         self.steps.append("load")
 
-    def adopt(self, signature: Signature) -> None:
+    def use_signature(self, signature: Signature) -> None:
         self.signature = signature
 
     def warm_up(self) -> WarmUp:
@@ -63,10 +63,10 @@ class Counting:
 def test_only_the_first_backend_is_asked(tmp_path: Path) -> None:
     """It runs before its warm-up, to be tried out, and after it, to be timed."""
     version = version_of(tmp_path)
-    preparation = Preparation(version, Cores(()))
+    preparation = BackendLoader(version, Cores(()))
     first, second = Counting(version.signature), Counting(version.signature)
-    preparation.prepare(first)
-    preparation.prepare(second)
+    preparation.load(first)
+    preparation.load(second)
     assert first.steps[:2] == ["load", "run"]
     assert first.steps[-13:] == ["warm up", *["run"] * 12]  # 1, 2, 4 and 8 rows, thrice
     assert second.steps == ["load", "warm up"]
@@ -75,7 +75,7 @@ def test_only_the_first_backend_is_asked(tmp_path: Path) -> None:
 def test_runs_are_timed_for_the_batcher_to_begin_with(tmp_path: Path) -> None:
     """Each size of the warm-up is known before the first request."""
     version = version_of(tmp_path)
-    Preparation(version, Cores(())).prepare(version.new_backend())
+    BackendLoader(version, Cores(())).load(version.new_backend())
     assert version.latency.predict_us((), 8) is not None
 
 
@@ -83,15 +83,15 @@ def test_times_are_kept_under_the_requests_own_shape_class(tmp_path: Path) -> No
     """The sizes of all free dimensions of all inputs but the batch."""
     add_version(tmp_path, "model", 1, tokens())
     version = opened(tmp_path)
-    Preparation(version, Cores(())).prepare(version.new_backend())
+    BackendLoader(version, Cores(())).load(version.new_backend())
     assert version.latency.predict_us((1, 1), 1) is not None
 
 
 def test_a_fault_at_warm_up_is_a_verdict(tmp_path: Path) -> None:
     """A size that was not tried out before may be too large."""
     version = version_of(tmp_path)
-    preparation = Preparation(version, Cores(()))
-    preparation.prepare(Counting(version.signature, fault="a run of 8 rows failed"))
+    preparation = BackendLoader(version, Cores(()))
+    preparation.load(Counting(version.signature, fault="a run of 8 rows failed"))
     assert preparation.verdict is not None
     assert preparation.verdict.batching is Batching.NOT_BATCHABLE
     assert preparation.verdict.reason == "a run of 8 rows failed"
@@ -100,9 +100,9 @@ def test_a_fault_at_warm_up_is_a_verdict(tmp_path: Path) -> None:
 def test_a_model_that_is_not_to_be_tried_out_is_only_warmed_up(tmp_path: Path) -> None:
     """Where `probe` is off."""
     version = version_of(tmp_path, "probe = false")
-    preparation = Preparation(version, Cores(()))
+    preparation = BackendLoader(version, Cores(()))
     backend = Counting(version.signature)
-    preparation.prepare(backend)
+    preparation.load(backend)
     assert backend.steps == ["load", "warm up"]
     assert preparation.verdict is None
 
@@ -111,11 +111,11 @@ def test_later_backends_go_by_what_the_first_has_shown(tmp_path: Path) -> None:
     """A model whose dimension 0 is not the batch is none for all of them."""
     add_version(tmp_path, "model", 1, falsely_batched())
     version = opened(tmp_path)
-    preparation = Preparation(version, Cores(()))
+    preparation = BackendLoader(version, Cores(()))
     first = version.new_backend(preparation.signature)
-    preparation.prepare(first)
+    preparation.load(first)
     second = version.new_backend(preparation.signature)
-    preparation.prepare(second)
+    preparation.load(second)
     for backend in (first, second):
         outputs = backend.run({"x": np.ones((5, 2), np.float32)})
         assert outputs["y"].tolist() == [[5.0, 5.0]]
@@ -126,5 +126,5 @@ def test_instances_that_cannot_have_cores_of_their_own_are_not_loaded(tmp_path: 
     version = version_of(tmp_path, "pinned = true\nintra_op_threads = 2")
     backend = Counting(version.signature)
     with pytest.raises(ConfigurationError, match="pinned: expected 2 cores"):
-        Preparation(version, Cores([])).prepare(backend)
+        BackendLoader(version, Cores([])).load(backend)
     assert backend.steps == []

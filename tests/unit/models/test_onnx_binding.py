@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from headrace.models.backends.onnx_runtime import UNBOUND, Binding, OnnxBackend
-from headrace.models.backends.port import Placed
+from headrace.models.backends.port import ReusedInputs
 from headrace.models.config import make_model_config
 from headrace.models.signature import read_onnx_signature
 from headrace.protocol.tensors import DATATYPES
@@ -28,9 +28,9 @@ def load(tmp_path: Path, model: onnx.ModelProto, **config: Any) -> OnnxBackend:
     return backend
 
 
-def placed(**arrays: np.ndarray[Any, Any]) -> Placed:
+def placed(**arrays: np.ndarray[Any, Any]) -> ReusedInputs:
     """Inputs in memory that stays."""
-    inputs = Placed()
+    inputs = ReusedInputs()
     inputs.update(arrays)
     return inputs
 

@@ -11,7 +11,7 @@ from headrace.config import LimitSettings, make_settings
 from headrace.errors import ConfigurationError
 from headrace.models.config import ModelConfig, make_model_config
 from headrace.models.inputs.binding import Binder
-from headrace.models.inputs.padding import bucket_for, with_padding
+from headrace.models.inputs.padding import add_padding, find_bucket
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.codec import encode_request
 from headrace.protocol.codec.requests import decode_request
@@ -48,7 +48,7 @@ def config_of(**values: Any) -> ModelConfig:
 
 def padded(signature: Signature = TEXT, **values: Any) -> Signature:
     """With the usual lengths, unless others are given."""
-    return with_padding(signature, config_of(**(PADDED | values)))
+    return add_padding(signature, config_of(**(PADDED | values)))
 
 
 def request_of(length: int, first: int = 1, rows: int = 1) -> Request:
@@ -61,7 +61,7 @@ def request_of(length: int, first: int = 1, rows: int = 1) -> Request:
 @pytest.mark.parametrize(("size", "bucket"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 9)])
 def test_a_size_goes_up_to_the_next_length(size: int, bucket: int) -> None:
     """One beyond the largest stays as it is."""
-    assert bucket_for(size, (4, 8)) == bucket
+    assert find_bucket(size, (4, 8)) == bucket
 
 
 def test_requests_of_one_length_have_one_shape_class() -> None:
@@ -185,4 +185,4 @@ def test_what_does_not_go_together_is_refused(values: dict[str, Any], told: str)
 
 def test_without_lengths_nothing_is_padded() -> None:
     """The signature is the model's own, and requests of different sizes do not meet."""
-    assert with_padding(TEXT, config_of()) == TEXT
+    assert add_padding(TEXT, config_of()) == TEXT

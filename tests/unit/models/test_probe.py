@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.backends.port import Arrays, check_outputs
 from headrace.models.config import make_model_config
-from headrace.models.profiling.batch_safety import Batching, Verdict, tolerance_of
+from headrace.models.profiling.batch_safety import Batching, Verdict, choose_tolerance
 from headrace.models.profiling.probe import probe
 from headrace.models.signature import Signature, TensorSpec, make_signature, read_onnx_signature
 from headrace.tuning import TUNING
@@ -63,7 +63,7 @@ def test_a_dynamically_quantised_transformer_leaks(tmp_path: Path) -> None:
     """Its scale is taken over the whole batch, so that a row's answer depends on its mates."""
     verdict = ask_onnx(quantised(transformer(), tmp_path), tmp_path)
     assert verdict.batching is Batching.NOT_BATCHABLE
-    assert verdict.reason.startswith("mates leak: hidden of a row changes by ")
+    assert verdict.reason.startswith("rows leak: hidden of a row changes by ")
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "BOOL", "BF16", "FP16", "FP64", "INT8", "UINT64"])
@@ -92,7 +92,7 @@ def test_a_leak_is_seen_with_the_mates_that_show_it(tmp_path: Path, leak: Rule, 
 def test_a_leak_below_the_tolerance_is_a_leak(tmp_path: Path) -> None:
     """One bit is enough: that it is small with these mates says nothing of others."""
     verdict = ask(lambda x: x + np.float32(1e-6) * x.sum(), tmp_path)
-    assert verdict.reason.startswith("mates leak: y of a row changes by ")
+    assert verdict.reason.startswith("rows leak: y of a row changes by ")
 
 
 def test_rounding_within_the_tolerance_is_no_leak(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_rows_of_other_shapes_in_company_are_a_leak(tmp_path: Path) -> None:
 
     signature = make_signature([X], [TensorSpec("y", "FP32", (-1, -1))])
     verdict = ask(longest, tmp_path, signature)
-    assert verdict.reason.startswith("mates leak: y of a row changes its shape")
+    assert verdict.reason.startswith("rows leak: y of a row changes its shape")
 
 
 def test_recorded_inputs_are_asked_first(tmp_path: Path) -> None:
@@ -280,4 +280,4 @@ def test_the_tolerance_goes_by_the_device(
 ) -> None:
     """A GPU multiplies FP32 as TF32 unless it is told not to."""
     chosen = make_model_config({"experimental_cuda": True} | config, settings_for(tmp_path))
-    assert tolerance_of(chosen, make_signature([X], [Y])) == tolerance
+    assert choose_tolerance(chosen, make_signature([X], [Y])) == tolerance

@@ -13,10 +13,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from headrace.errors import ConfigurationError
 from headrace.models.backends.onnx_runtime import OnnxBackend
-from headrace.models.backends.port import Placed
+from headrace.models.backends.port import ReusedInputs
 from headrace.models.config import make_model_config
-from headrace.models.processing import adapt
-from headrace.models.repository import FoundVersion, open_version
+from headrace.models.processing import plan_processing
+from headrace.models.repository import FoundVersion, read_signature
 from headrace.models.signature import read_onnx_signature
 from tests.support import models
 
@@ -58,7 +58,7 @@ def load(tmp_path: Path, model: onnx.ModelProto, **config: Any) -> OnnxBackend:
     directory = models.add_version(tmp_path, "model", 1, model)
     (tmp_path / "model" / "labels.txt").write_text(LABELS, encoding="utf-8")
     made = make_model_config(config, models.settings_for(tmp_path))
-    signature = open_version(FoundVersion("1", directory, ""), made)
+    signature = read_signature(FoundVersion("1", directory, ""), made)
     backend = OnnxBackend(directory, made, signature)
     backend.load()
     return backend
@@ -66,7 +66,7 @@ def load(tmp_path: Path, model: onnx.ModelProto, **config: Any) -> OnnxBackend:
 
 def runs(backend: OnnxBackend, **arrays: NDArray[Any]) -> list[dict[str, NDArray[Any]]]:
     """The outputs of a run alone, and of two where the inputs are bound."""
-    inputs = Placed()
+    inputs = ReusedInputs()
     inputs.update(arrays)
     return [dict(backend.run(each)) for each in (arrays, inputs, inputs)]
 
@@ -143,7 +143,9 @@ def test_tensors_in_other_files_are_found(tmp_path: Path) -> None:
         size_threshold=0,
     )
     config = make_model_config({"postprocess": "argmax"}, models.settings_for(tmp_path))
-    backend = OnnxBackend(directory, config, open_version(FoundVersion("1", directory, ""), config))
+    backend = OnnxBackend(
+        directory, config, read_signature(FoundVersion("1", directory, ""), config)
+    )
     backend.load()
     assert (directory / "w.bin").is_file()
     assert backend.run({"x": SCORES})["scores_argmax"].tolist() == [6, 9]
@@ -175,7 +177,7 @@ def test_request_may_carry_bytes(tmp_path: Path) -> None:
 def test_run_reads_what_the_request_carries_now(tmp_path: Path) -> None:
     """The place of the inputs is bound, not their values."""
     backend = load(tmp_path, pictures(), preprocess={"x": {"datatype": "UINT8"}})
-    inputs = Placed()
+    inputs = ReusedInputs()
     inputs["x"] = np.zeros((1, 3, 2, 2), np.uint8)
     for _ in range(2):
         backend.run(inputs)
@@ -217,7 +219,7 @@ def test_what_does_not_fit_the_model_is_refused(
     (directory / "few.txt").write_text("one\ntwo\n", encoding="utf-8")
     made = make_model_config(config, models.settings_for(tmp_path))
     with pytest.raises(ConfigurationError, match=message):
-        adapt(read_onnx_signature(directory / "model.onnx"), made, directory)
+        plan_processing(read_onnx_signature(directory / "model.onnx"), made, directory)
 
 
 def test_integers_cannot_be_widened_to(tmp_path: Path) -> None:
@@ -227,7 +229,7 @@ def test_integers_cannot_be_widened_to(tmp_path: Path) -> None:
         {"preprocess": {"index": {"datatype": "UINT8"}}}, models.settings_for(tmp_path)
     )
     with pytest.raises(ConfigurationError, match="expected an input of FP32, FP16, BF16, got INT"):
-        adapt(read_onnx_signature(directory / "model.onnx"), made, directory)
+        plan_processing(read_onnx_signature(directory / "model.onnx"), made, directory)
 
 
 def test_old_operators_are_refused_at_load(tmp_path: Path) -> None:

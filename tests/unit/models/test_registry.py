@@ -202,9 +202,9 @@ def test_a_declared_batch_size_goes_over_the_verdict(tmp_path: Path) -> None:
     add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 8")
     executor = Executor(tmp_path)
     version = executor.loading()
-    executor.models.mark_ready(version, Verdict(Batching.NOT_BATCHABLE, "mates leak"))
+    executor.models.mark_ready(version, Verdict(Batching.NOT_BATCHABLE, "rows leak"))
     assert (version.max_batch_size, version.batching_off) == (8, "")
-    assert version.contradiction == ("max_batch_size is declared as 8; not batchable: mates leak")
+    assert version.contradiction == ("max_batch_size is declared as 8; not batchable: rows leak")
 
 
 def test_undecided_versions_are_put_is_undecided(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import Code, ConfigurationError
 from headrace.models.repository import Repository
-from headrace.models.scan import Importings, Known, Opened, look
+from headrace.models.scan import KnownVersions, OpenedModel, UnfinishedImports, open_versions
 from headrace.models.version import State
 from headrace.tuning import ModelTuning
 from tests.support.models import add_version, digits
@@ -189,15 +189,18 @@ async def test_version_put_aside_during_a_look_is_opened_anew(
     await executor.models.reload()
     shutil.rmtree(second_directory)
 
-    def look_while_the_second_becomes_ready(
-        repository: Repository, known: Known, importings: Importings, tuning: ModelTuning
-    ) -> list[Opened]:
+    def open_while_ready(
+        repository: Repository,
+        known: KnownVersions,
+        importings: UnfinishedImports,
+        tuning: ModelTuning,
+    ) -> list[OpenedModel]:
         monkeypatch.undo()
-        opened = look(repository, known, importings, tuning)
+        opened = open_versions(repository, known, importings, tuning)
         executor.load()
         return opened
 
-    monkeypatch.setattr("headrace.models.registry.look", look_while_the_second_becomes_ready)
+    monkeypatch.setattr("headrace.models.registry.open_versions", open_while_ready)
     await executor.models.reload()
     assert first.state is State.UNLOADING
     assert executor.loading().version == "1"

@@ -66,7 +66,9 @@ async def test_replaced_version_is_kept_while_an_executor_announces_it(tmp_path:
     await repository.replace_first()
     repository.now_s += KEPT_S - 1
     hosted = HostedModel(name="digits", version="1", instances=1, max_batch_size=4)
-    repository.models.heed(ExecutorEvent(executor="one", silent_after_ms=1000, models=[hosted]))
+    repository.models.apply_executor_event(
+        ExecutorEvent(executor="one", silent_after_ms=1000, models=[hosted])
+    )
     repository.now_s += KEPT_S - 1
     repository.models.unload_unused()
     assert repository.models.lookup("digits", "1").max_batch_size == 4

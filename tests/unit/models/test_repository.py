@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigurationError
-from headrace.models.repository import FoundModel, Repository, checksum_of, open_version
+from headrace.models.repository import FoundModel, Repository, compute_checksum, read_signature
 from tests.support.models import add_version, digits, settings_for
 
 
@@ -96,7 +96,7 @@ def test_version_without_its_file_cannot_be_opened(tmp_path: Path) -> None:
     [model] = scan(tmp_path)
     assert model.config is not None
     with pytest.raises(ConfigurationError, match=r"1/model\.onnx: expected the model here"):
-        open_version(model.versions[0], model.config)
+        read_signature(model.versions[0], model.config)
 
 
 def test_stamp_changes_with_a_file(tmp_path: Path) -> None:
@@ -120,17 +120,17 @@ def test_checksum_is_over_names_lengths_and_contents(tmp_path: Path) -> None:
     expected = hashlib.sha256(
         b"a\0" + (5).to_bytes(8, "big") + b"first" + b"b/x\0" + (6).to_bytes(8, "big") + b"second"
     )
-    assert checksum_of(tmp_path) == f"sha256:{expected.hexdigest()}"
+    assert compute_checksum(tmp_path) == f"sha256:{expected.hexdigest()}"
 
 
 def test_version_with_its_checksum_is_opened(tmp_path: Path) -> None:
     """The signature is read when the files are the right ones."""
     directory = add_version(tmp_path, "digits", 1, digits())
     config = tmp_path / "digits" / "model.toml"
-    config.write_text(f'checksum = "{checksum_of(directory)}"', encoding="utf-8")
+    config.write_text(f'checksum = "{compute_checksum(directory)}"', encoding="utf-8")
     [model] = scan(tmp_path)
     assert model.config is not None
-    assert open_version(model.versions[0], model.config).inputs[0].name == "pixels"
+    assert read_signature(model.versions[0], model.config).inputs[0].name == "pixels"
 
 
 def test_version_with_another_checksum_is_refused(tmp_path: Path) -> None:
@@ -139,4 +139,4 @@ def test_version_with_another_checksum_is_refused(tmp_path: Path) -> None:
     [model] = scan(tmp_path)
     assert model.config is not None
     with pytest.raises(ConfigurationError, match=r"checksum: expected sha256:000.*, got sha256:"):
-        open_version(model.versions[0], model.config)
+        read_signature(model.versions[0], model.config)

@@ -133,7 +133,7 @@ def test_room_is_left_for_what_batches_were_late_by() -> None:
     """With a full batch before it, a request has to be in time by that much."""
     latency = learned({1: 1000, 4: 4000})
     for _ in range(64):
-        latency.slipped(30_000)
+        latency.observe_lateness(30_000)
     forming = backlogged(Limits(max_batch_size=4, latency=latency), row_us=1000)
     late, fine = request_of(in_ms=100), request_of(in_ms=130)
 
@@ -147,7 +147,7 @@ def test_an_idle_instance_tries_what_is_likely_to_be_in_time() -> None:
     """The margin is for a backlog: here nobody else wants the place."""
     latency = learned({1: 1000, 2: 1100})
     for _ in range(64):
-        latency.slipped(30_000)
+        latency.observe_lateness(30_000)
     requests = [request_of(in_ms=5), request_of(in_ms=5)]
 
     batch = pulled(filled(Limits(latency=latency), *requests))

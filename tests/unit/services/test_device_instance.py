@@ -20,7 +20,7 @@ from headrace.device.port import Block, Device, Memory, Stream
 from headrace.errors import ConfigurationError, Fatal
 from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.config import make_model_config
-from headrace.models.repository import FoundVersion, open_version
+from headrace.models.repository import FoundVersion, read_signature
 from headrace.protocol.messages import Request
 from headrace.services.executor.device.instance import DeviceInstance, Loaded, OnDevice
 from headrace.telemetry.snapshots import DeviceSnapshot
@@ -74,7 +74,7 @@ def make(
     """An instance with a ring; keywords are lines of `model.toml`."""
     directory = models.add_version(tmp_path, "model", 1, model)
     made = make_model_config({"max_batch_size": MAX_ROWS, **config}, models.settings_for(tmp_path))
-    signature = open_version(FoundVersion("1", directory, ""), made)
+    signature = read_signature(FoundVersion("1", directory, ""), made)
     backend = OnnxBackend(directory, made, signature)
     where = OnDevice(
         open_device=lambda: device or CpuDevice(),
@@ -241,7 +241,8 @@ async def test_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"memory of cuda:0: expected 613 MiB free \(weights 100 MiB, arena 0 MiB, "
-        r"ring 1 MiB, reserve 512 MiB\), got 600 MiB of 16384 MiB, ours so far: cupy 1 MiB",
+        r"ring 1 MiB, reserve 512 MiB\), got 600 MiB of 16384 MiB, of which this process uses: "
+        r"cupy 1 MiB",
     ):
         async with instance:
             pass

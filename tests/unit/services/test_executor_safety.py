@@ -28,7 +28,7 @@ async def decided_by_requests(
     add_python_model(repository, rule)
     async with running(repository) as bench:
         [version] = bench.models.versions(State.READY)
-        version.judge(UNDECIDED)
+        version.apply_verdict(UNDECIDED)
         requests = [requests_of(n + 1, n + 2, n + 3) for n in range(batches)]
         bench.give(*requests)
         answered = await bench.answered(3 * batches)
@@ -61,7 +61,7 @@ async def test_requests_that_agree_make_a_model_batchable(tmp_path: Path) -> Non
         ("x = x * (1 + 0.01 * (len(x) > 1))", "rounding: y of a request alone and in a batch"),
         (
             "x = x + np.float32(1e-5) * x.max() if len(x) > 1 else x",
-            "mates leak: y of a request changes with what runs beside it",
+            "rows leak: y of a request changes with what runs beside it",
         ),
         (
             "if len(x) > 1: raise ValueError('one')",
@@ -86,7 +86,7 @@ async def test_requests_that_tell_nothing_decide_nothing(tmp_path: Path, rule: s
     add_python_model(tmp_path, rule)
     async with running(tmp_path) as bench:
         [version] = bench.models.versions(State.READY)
-        version.judge(UNDECIDED)
+        version.apply_verdict(UNDECIDED)
         bench.give(requests_of(1, POISON, 3))
         await bench.answered(3)
     assert version.is_undecided
@@ -98,7 +98,7 @@ async def test_batches_for_a_model_that_cannot_share_runs_are_taken_apart(tmp_pa
     add_python_model(tmp_path, "x = x + x.sum() - x", config="probe = true")
     async with running(tmp_path) as bench:
         [version] = bench.models.versions(State.READY)
-        assert version.batching_off.startswith("mates leak")
+        assert version.batching_off.startswith("rows leak")
         requests = requests_of(1, 2, 3)
         bench.give(requests)
         await bench.answered(3)

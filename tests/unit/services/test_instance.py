@@ -42,7 +42,7 @@ class Sleeper:
         if self.load_fault is not None:
             raise self.load_fault
 
-    def adopt(self, signature: Signature) -> None:
+    def use_signature(self, signature: Signature) -> None:
         self.signature = signature
 
     def warm_up(self) -> WarmUp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.device.widening import Widening
-from headrace.models.processing import Adaptation
+from headrace.models.processing import Processing
 from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.services.executor.device.ring import RingPlan, TensorPlan, buckets, plan_ring
 from headrace.tuning import TUNING
@@ -27,16 +27,16 @@ def test_buckets_are_close_together(max_rows: int, expected: tuple[int, ...]) ->
     assert buckets(max_rows, TUNING.executor) == expected
 
 
-def adaptation(output: TensorSpec) -> Adaptation:
+def processing(output: TensorSpec) -> Processing:
     """Bytes [2, 3] that the model takes as floats, and one output."""
     own = make_signature([TensorSpec("x", "FP32", (-1, 2, 3))], [output])
     seen = Signature((TensorSpec("x", "UINT8", (-1, 2, 3)),), own.outputs, own.batched)
-    return Adaptation(own, seen, {"x": Widening("UINT8", "FP32")}, None)
+    return Processing(own, seen, {"x": Widening("UINT8", "FP32")}, None)
 
 
 def test_what_travels_is_smaller_than_what_the_model_takes() -> None:
     """The slots hold the one, the model's input the other."""
-    plan = plan_ring(adaptation(TensorSpec("y", "FP32", (-1, 5))), max_rows=8, slots=3)
+    plan = plan_ring(processing(TensorSpec("y", "FP32", (-1, 5))), max_rows=8, slots=3)
     widened = TensorPlan("x", 6, 24, Widening("UINT8", "FP32"), (2, 3))
     assert plan == RingPlan((widened,), (TensorPlan("y", 20, 20),), 8)
 
@@ -52,4 +52,4 @@ def test_what_travels_is_smaller_than_what_the_model_takes() -> None:
 )
 def test_sizes_that_only_a_run_tells_have_no_ring(output: TensorSpec) -> None:
     """Nor has a model without a batch."""
-    assert plan_ring(adaptation(output), max_rows=8, slots=3) is None
+    assert plan_ring(processing(output), max_rows=8, slots=3) is None

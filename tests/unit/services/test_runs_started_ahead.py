@@ -129,7 +129,7 @@ async def test_what_was_gathered_ahead_and_is_taken_apart_leaves_its_slot(tmp_pa
         for start in range(0, 20, 2):
             bench.give(requests[start : start + 2])
             await bench.answered(start + 2)
-        version.judge(Verdict(Batching.BATCHABLE, ""))
+        version.apply_verdict(Verdict(Batching.BATCHABLE, ""))
         bench.give(*([one] for one in requests[20:]))
         await bench.answered(40)
 
