@@ -298,6 +298,22 @@ class ModelTuning:
 class IngestTuning:
     """Tuning values of `services.ingest`."""
 
+    max_cached_layouts: int = 256
+    """Layouts in the decode cache."""
+    max_layout_bytes: int = 1024
+    """Most bytes around the tensor of a cached layout; values with more are decoded each time."""
+    layout_mismatches: int = 64
+    """A layout is replaced after this many values of its length that do not match it."""
+    copied_tensor_bytes: int = 512
+    """Tensors up to this size are copied: a third of a view's time, and no more memory."""
+
+    interrupt_grace_s: float = 5.0
+    """Time for a transform to end after it was interrupted, before the process ends."""
+    transform_check_s: float = 0.05
+    """Interval at which the thread is looked at while it is between two payloads."""
+    interrupt_arrival_s: float = 0.001
+    """A requested interruption is raised within the next few instructions of its thread."""
+
 
 @dataclass(frozen=True)
 class BatcherTuning:

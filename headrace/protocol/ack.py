@@ -30,3 +30,20 @@ class AckHandle(Protocol):
     def ack(self) -> None:
         """Mark the record as done: everything produced from it is acknowledged."""
         ...
+
+
+class NullAck:
+    """Ack handle of a request whose record is not tracked; it is never revoked."""
+
+    revoked = False
+
+    @property
+    def assignment(self) -> NullAck:
+        """Return itself."""
+        return self
+
+    def ack(self) -> None:
+        """Do nothing."""
+
+
+NULL_ACK = NullAck()

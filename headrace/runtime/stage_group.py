@@ -36,7 +36,8 @@ from headrace.models.version import State
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
-from headrace.services.ingest.decode import Rules
+from headrace.services.ingest.decode import IngestRules
+from headrace.services.ingest.decode_cache import DecodeCache
 from headrace.services.ingest.service import IngestService
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
@@ -235,14 +236,22 @@ class StageGroup:
             answers.writer(),
             self._ingest_rules(),
             self._instruments,
+            self._tuning.ingest,
         )
         self._runs["ingest"] = ingest.run
         return channel
 
-    def _ingest_rules(self) -> Rules:
+    def _ingest_rules(self) -> IngestRules:
         """Return the rules of ingest; a batcher in this process refuses what would be too late."""
         beside = Stage.BATCHER in self._stages
-        return Rules(self._models, self._settings.limits, self._refusal if beside else None)
+        tuning = self._tuning.ingest
+        return IngestRules(
+            self._models,
+            self._settings.limits,
+            self._refusal if beside else None,
+            cache=DecodeCache(tuning),
+            copied_tensor_bytes=tuning.copied_tensor_bytes,
+        )
 
     def _refusal(self, envelope: Envelope) -> Failure | None:
         assert self._batcher is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from headrace.config import LimitSettings
 from headrace.delivery.failures import deadline_passed, ran_alone, rejection
@@ -17,6 +18,7 @@ from headrace.delivery.inflight import (
 from headrace.errors import Code, Rejected
 from headrace.log.port import Record
 from headrace.models.version import ModelVersion
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import callers_id, check_value, decode_request
 from headrace.protocol.headers import (
     BY_CORRELATION,
@@ -29,35 +31,12 @@ from headrace.protocol.messages import Envelope, Failure, InputTensor, Request, 
 from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
 from headrace.services.ingest.transforms import Payload
 from headrace.topics import Stage
+from headrace.tuning import TUNING
 
 DECODED_TYPES = MSGPACK_TYPES | {JSON}
 """Content types whose values contain tensors; the model transforms any other payload."""
 
-_layouts = DecodeCache()
-"""A pure cache, like `functools.lru_cache`: its content depends on the values alone."""
-
-COPIED_BYTES = 512
-"""Tensors up to this size are copied: a third of a view's time, and no more memory."""
-
-
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
-
-
-class _NullAck:
-    """Ack handle of a record that gets no answer."""
-
-    revoked = False
-
-    @property
-    def assignment(self) -> _NullAck:
-        """Return itself: it is never revoked."""
-        return self
-
-    def ack(self) -> None:
-        """Do nothing."""
-
-
-NULL_ACK = _NullAck()
 
 
 class ModelLookup(Protocol):
@@ -76,34 +55,39 @@ class Admission(Protocol):
         ...
 
 
-class Rules(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class IngestRules:
     """Models, limits and callbacks that records are checked against.
 
     Attributes:
         admission: None if the batcher is in another process.
         defer: receives payloads whose transform is user code, to be run elsewhere; without it
             they are transformed immediately.
+        cache: layouts of the values that were decoded.
+        copied_tensor_bytes: see `headrace.tuning.IngestTuning`.
     """
 
     models: ModelLookup
     limits: LimitSettings
     admission: Admission | None = None
     defer: Callable[[Payload], None] | None = None
+    cache: DecodeCache = field(default_factory=DecodeCache)
+    copied_tensor_bytes: int = TUNING.ingest.copied_tensor_bytes
 
 
-def read_requests(
-    records: Sequence[Record], assignment: AssignedPartition, rules: Rules, now_us: int
+def decode_records(
+    records: Sequence[Record], assignment: AssignedPartition, rules: IngestRules, now_us: int
 ) -> list[Request]:
-    """Admit records and return a request for each, in order; see `read_request`."""
-    turn = _Turn(assignment, rules, now_us)
+    """Admit records and return a request for each, in order; see `decode_record`."""
+    decoder = _ChunkDecoder(assignment, rules, now_us)
     timeout_ms = rules.limits.default_timeout_ms
-    alike, read_alike = turn.alike, turn.read_alike
+    templates, decode_from_template = decoder.templates, decoder.decode_from_template
     requests: list[Request] = []
     for record in records:
         value, headers, envelope = record.value, record.headers, NO_HEADERS
         if headers or timeout_ms:
             envelope = parse_envelope(headers, record.timestamp, timeout_ms)
-        known = None if value is None else alike[len(value)]
+        known = None if value is None else templates[len(value)]
         if (
             known is not None
             and value is not None
@@ -111,58 +95,58 @@ def read_requests(
             and value.endswith(known.tail)
             and (envelope is NO_HEADERS or _is_plain(envelope, now_us))
         ):
-            requests.append(read_alike(record, value, envelope, known))
+            requests.append(decode_from_template(record, value, envelope, known))
         else:
-            turn.sync()  # `_read` admits its record itself; offsets are tracked in order
-            requests.append(_read(record, envelope, assignment, rules, now_us))
-            turn.previous = assignment.last_delivered
-    turn.sync()
+            decoder.track()  # `_decode` admits its record itself; offsets are tracked in order
+            requests.append(_decode(record, envelope, assignment, rules, now_us))
+            decoder.previous = assignment.last_delivered
+    decoder.track()
     return requests
 
 
-class _AlikeByLength(dict[int, DecodeTemplate | None]):
-    """Templates of known layouts by length, during one turn; see `DecodeCache.alike`."""
+class _TemplatesByLength(dict[int, DecodeTemplate | None]):
+    """Templates of known layouts by length, during one chunk; see `DecodeCache.template`."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: IngestRules) -> None:
         self._rules = rules
 
     def __missing__(self, length: int) -> DecodeTemplate | None:
         known = None
         if length <= self._rules.limits.max_request_bytes:
-            known = _layouts.alike(length, self._rules.models.lookup)
+            known = self._rules.cache.template(length, self._rules.models.lookup)
         self[length] = known
         return known
 
 
-class _Turn:
+class _ChunkDecoder:
     """Records that are read without yielding; values common to all of them are looked up once.
 
     Attributes:
-        alike: templates of known layouts, by the lengths of values.
+        templates: templates of known layouts, by the lengths of values.
         previous: offset of the last record read.
     """
 
-    def __init__(self, assignment: AssignedPartition, rules: Rules, now_us: int) -> None:
-        self.alike = _AlikeByLength(rules)
+    def __init__(self, assignment: AssignedPartition, rules: IngestRules, now_us: int) -> None:
+        self.templates = _TemplatesByLength(rules)
         self.previous = assignment.last_delivered
         self._assignment = assignment
         self._partition = assignment.partition.partition
         self._now_us = now_us
         # Items written to a topic refer to their tensors in the value, so nothing is copied then.
-        self._copied_bytes = 0 if rules.admission is None else COPIED_BYTES
+        self._copied_bytes = 0 if rules.admission is None else rules.copied_tensor_bytes
         self._records = 0
         self._size_bytes = 0
 
-    def sync(self) -> None:
-        """Add the records read by `read_alike` to the in-flight tracker."""
+    def track(self) -> None:
+        """Add the records read by `decode_from_template` to the in-flight tracker."""
         self._assignment.admitted(self.previous, self._records, self._size_bytes)
         self._records = self._size_bytes = 0
 
-    def read_alike(
-        self, record: Record, value: bytes, envelope: Envelope, alike: DecodeTemplate
+    def decode_from_template(
+        self, record: Record, value: bytes, envelope: Envelope, template: DecodeTemplate
     ) -> Request:
         """Return the request in a record of this layout."""
-        _, _, start, stop, name, datatype, shape, model, version, bound = alike
+        _, _, start, stop, name, datatype, shape, model, version, bound = template
         rows, shape_class, tensor_bytes, wanted = bound
         content = (
             value[start:stop]
@@ -206,10 +190,10 @@ def _is_plain(envelope: Envelope, now_us: int) -> bool:
     return in_time and envelope.content_type in MSGPACK_TYPES
 
 
-def read_request(
+def decode_record(
     record: Record,
     assignment: AssignedPartition,
-    rules: Rules,
+    rules: IngestRules,
     now_us: int,
     ack_handle: InFlightAck | None = None,
 ) -> Request:
@@ -223,7 +207,7 @@ def read_request(
     """
     timeout_ms = rules.limits.default_timeout_ms
     envelope = parse_envelope(record.headers, record.timestamp, timeout_ms)
-    return _read(record, envelope, assignment, rules, now_us, ack_handle)
+    return _decode(record, envelope, assignment, rules, now_us, ack_handle)
 
 
 def cancels_another(record: Record) -> bool:
@@ -231,18 +215,18 @@ def cancels_another(record: Record) -> bool:
     return parse_envelope(record.headers, record.timestamp, 0).cancels is not None
 
 
-def _read(
+def _decode(
     record: Record,
     envelope: Envelope,
     assignment: AssignedPartition,
-    rules: Rules,
+    rules: IngestRules,
     now_us: int,
     ack_handle: InFlightAck | None = None,
 ) -> Request:
     if envelope.cancels is not None and envelope.fault is None:
-        fault = _misdirected(record, envelope, envelope.cancels)
+        fault = _cancel_fault(record, envelope, envelope.cancels)
         if not fault:
-            return _cancelling(record, assignment, envelope)
+            return _cancel_request(record, assignment, envelope)
         envelope = envelope._replace(fault=fault)
     value = record.value
     size_bytes = record_bytes(record)
@@ -264,7 +248,7 @@ def _read(
         if envelope.fault is not None:
             raise Rejected(Code.INVALID_REQUEST, envelope.fault)
         if envelope.content_type not in DECODED_TYPES:
-            _bind_raw(request, value, envelope, rules)
+            _bind_payload(request, value, envelope, rules)
         else:
             _bind(request, value, envelope, rules)
     except Rejected as error:
@@ -277,8 +261,8 @@ def _read(
     return request
 
 
-def read_condemned(
-    record: Record, assignment: AssignedPartition, rules: Rules, now_us: int
+def fail_poisoned(
+    record: Record, assignment: AssignedPartition, rules: IngestRules, now_us: int
 ) -> Request:
     """Admit a poisoned record without decoding it; return it as a failed request."""
     envelope = parse_envelope(record.headers, record.timestamp, rules.limits.default_timeout_ms)
@@ -292,7 +276,7 @@ def read_condemned(
     return request
 
 
-def _misdirected(record: Record, envelope: Envelope, target: tuple[str, int, int]) -> str:
+def _cancel_fault(record: Record, envelope: Envelope, target: tuple[str, int, int]) -> str:
     """Return what is wrong with a cancelling record, or "".
 
     It must follow the request that it names in the same partition.
@@ -312,7 +296,7 @@ def _misdirected(record: Record, envelope: Envelope, target: tuple[str, int, int
     )
 
 
-def _cancelling(record: Record, assignment: AssignedPartition, envelope: Envelope) -> Request:
+def _cancel_request(record: Record, assignment: AssignedPartition, envelope: Envelope) -> Request:
     assignment.pass_over(record.offset)
     origin = (record.partition, record.offset, record.offset - 1, record.timestamp)
     # The model is not set, even if its headers name one: its queue would treat it as a request.
@@ -323,54 +307,54 @@ def _bind(
     request: Request,
     value: bytes | None,
     envelope: Envelope,
-    rules: Rules,
+    rules: IngestRules,
 ) -> None:
     plain: bytes | None = None
     if type(value) is bytes and not envelope.model and envelope.content_type in MSGPACK_TYPES:
         plain = value
-    layout = None if plain is None else _layouts.find(plain)
+    layout = None if plain is None else rules.cache.find(plain)
     if plain is None or layout is None or len(plain) > rules.limits.max_request_bytes:
         message = decode_request(value, envelope, rules.limits)
         request.id = message.id
         version = rules.models.lookup(message.model_name, message.model_version)
         bound = version.bind(message.inputs, message.outputs)
         if plain is not None and layout is None:
-            _layouts.learn(plain, message)
+            rules.cache.learn(plain, message)
     else:
         message = layout.message
         version = rules.models.lookup(message.model_name, message.model_version)
-        bound = layout.bound(plain, version)
+        bound = layout.bind(plain, version)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
 
 
-def _bind_raw(
+def _bind_payload(
     request: Request,
     value: bytes | None,
     envelope: Envelope,
-    rules: Rules,
+    rules: IngestRules,
 ) -> None:
     payload = bytes(check_value(value, rules.limits))
     version = rules.models.lookup(envelope.model, envelope.version or None)
     if rules.defer is not None and version.config.transform == "python":
         rules.defer(Payload(request, version, payload, envelope.content_type))
         return
-    _take(request, version, version.transform(payload, envelope.content_type))
+    _set_inputs(request, version, version.transform(payload, envelope.content_type))
 
 
-def _take(request: Request, version: ModelVersion, inputs: list[InputTensor]) -> None:
+def _set_inputs(request: Request, version: ModelVersion, inputs: list[InputTensor]) -> None:
     bound = version.bind(inputs, None)
     request.model, request.version = version.name, version.version
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
 
 
-def read_transformed(payload: Payload) -> Request:
+def bind_transformed(payload: Payload) -> Request:
     """Return the request of a deferred payload after its transform."""
     request = payload.request
     try:
         if payload.error is not None:
             raise payload.error
-        _take(request, payload.version, payload.inputs or [])
+        _set_inputs(request, payload.version, payload.inputs or [])
     except Rejected as error:
         request.fail(rejection(error, Stage.INGEST))
         request.id = callers_id(request.value, request.envelope)

@@ -19,12 +19,7 @@ import numpy as np
 from headrace.errors import Rejected
 from headrace.models.inputs.binding import Bound
 from headrace.protocol.messages import InferenceRequest, InputTensor, RequestedOutput
-
-MAX_LAYOUTS = 256
-MAX_AROUND_BYTES = 1024
-"""Most bytes around the tensor; values with more are decoded each time."""
-DOUBT = 64
-"""A layout is replaced after this many values of its length that do not match it."""
+from headrace.tuning import TUNING, IngestTuning
 
 _NOT_NUMBERS = {"BYTES", "BOOL"}
 
@@ -79,7 +74,7 @@ class Layout:
         head, tail: the bytes before and behind the tensor's bytes in a value.
     """
 
-    __slots__ = ("_alike", "_bind", "_start", "_stop", "doubt", "head", "message", "tail")
+    __slots__ = ("_bind", "_start", "_stop", "_template", "head", "message", "mismatches", "tail")
 
     def __init__(self, value: bytes, message: InferenceRequest, start: int) -> None:
         (tensor,) = message.inputs
@@ -88,12 +83,12 @@ class Layout:
         self.head = value[: self._start]
         self.tail = value[self._stop :]
         self._bind: Bind | None = None
-        self._alike: DecodeTemplate | None = None
+        self._template: DecodeTemplate | None = None
         self.message = message
-        self.doubt = 0
+        self.mismatches = 0
         tensor.data = memoryview(b"")  # otherwise the first value would live with its layout
 
-    def bound(self, value: bytes, version: Binding) -> Bound:
+    def bind(self, value: bytes, version: Binding) -> Bound:
         """Bind a request of this layout, and return the result of the version's `bind`.
 
         Args:
@@ -113,24 +108,27 @@ class Layout:
             place = (self.head, self.tail, self._start, self._stop)
             tensor = bound.tensors[0][:3]
             self._bind = version.bind
-            self._alike = DecodeTemplate(*place, *tensor, version.name, version.version, bound[1:])
+            self._template = DecodeTemplate(
+                *place, *tensor, version.name, version.version, bound[1:]
+            )
         return bound
 
-    def alike(self, lookup: Lookup) -> DecodeTemplate | None:
+    def template(self, lookup: Lookup) -> DecodeTemplate | None:
         """Return the template for requests of this layout; None if each must be bound."""
-        if self._alike is None:
+        if self._template is None:
             return None
         try:
             version = lookup(self.message.model_name, self.message.model_version)
         except Rejected:
             return None  # each request is rejected with the reason when it is bound
-        return self._alike if version.bind is self._bind else None
+        return self._template if version.bind is self._bind else None
 
 
 class DecodeCache:
     """Cache of recent layouts, one for each length of values."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: IngestTuning = TUNING.ingest) -> None:
+        self._tuning = tuning
         self._by_length: dict[int, Layout] = {}
 
     def find(self, value: bytes) -> Layout | None:
@@ -140,10 +138,10 @@ class DecodeCache:
             return None
         return layout if value.startswith(layout.head) and value.endswith(layout.tail) else None
 
-    def alike(self, length: int, lookup: Lookup) -> DecodeTemplate | None:
+    def template(self, length: int, lookup: Lookup) -> DecodeTemplate | None:
         """Return the template of the layout of this length; None if there is none yet."""
         layout = self._by_length.get(length)
-        return None if layout is None else layout.alike(lookup)
+        return None if layout is None else layout.template(lookup)
 
     def learn(self, value: bytes, message: InferenceRequest) -> None:
         """Cache the layout of a value that was decoded and bound, if it can be cached.
@@ -155,16 +153,20 @@ class DecodeCache:
         """
         known = self._by_length.get(len(value))
         if known is not None:
-            known.doubt += 1
-            if known.doubt < DOUBT:
+            known.mismatches += 1
+            if known.mismatches < self._tuning.layout_mismatches:
                 return
         if message.id is not None or len(message.inputs) != 1:
             return
         (tensor,) = message.inputs
         size = len(tensor.data)
-        if not size or len(value) - size > MAX_AROUND_BYTES or tensor.datatype in _NOT_NUMBERS:
+        if (
+            not size
+            or len(value) - size > self._tuning.max_layout_bytes
+            or tensor.datatype in _NOT_NUMBERS
+        ):
             return
-        if len(self._by_length) >= MAX_LAYOUTS:
+        if len(self._by_length) >= self._tuning.max_cached_layouts:
             self._by_length.clear()
         start = _address(tensor.data) - _address(value)
         if not 0 <= start <= len(value) - size:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from headrace.consumer.ready_queue import Delivery
@@ -18,19 +19,20 @@ from headrace.delivery.gap_markers import skipped_range
 from headrace.delivery.inflight import AssignedPartition
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Record
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import Request
 from headrace.services.ingest.decode import (
-    NULL_ACK,
-    Rules,
+    IngestRules,
+    bind_transformed,
     cancels_another,
-    read_condemned,
-    read_request,
-    read_requests,
-    read_transformed,
+    decode_record,
+    decode_records,
+    fail_poisoned,
 )
 from headrace.services.ingest.transforms import Payload, TransformThread
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Outlet
+from headrace.tuning import TUNING, IngestTuning
 
 FAR_AHEAD = 4096
 PAUSE_S = 40e-6
@@ -58,15 +60,16 @@ class IngestService:
         source: Source,
         items: Outlet[list[Request]],
         answers: Outlet[list[Request]],
-        rules: Rules,
+        rules: IngestRules,
         instruments: Instruments,
+        tuning: IngestTuning = TUNING.ingest,
     ) -> None:
         self._source = source
         self._items = items
         self._answers = answers
         self._deferred: list[Payload] = []
-        self._rules = rules._replace(defer=self._deferred.append)
-        self._transforms = TransformThread()
+        self._rules = replace(rules, defer=self._deferred.append)
+        self._transforms = TransformThread(tuning)
         self._tracing = instruments.tracing
         self._clock = instruments.clock
 
@@ -115,7 +118,7 @@ class IngestService:
         payloads = self._deferred[:]
         self._deferred.clear()
         await self._transforms.run(payloads)
-        requests = [read_transformed(payload) for payload in payloads]
+        requests = [bind_transformed(payload) for payload in payloads]
         if self._tracing is not None:
             self._tracing.ingested(requests, self._clock())
         late = {id(request) for request in requests}
@@ -146,7 +149,7 @@ class IngestService:
             ):
                 read += self._read_singly(some, assignment, isolation, now_us)
             else:
-                read += read_requests(some, assignment, self._rules, now_us)
+                read += decode_records(some, assignment, self._rules, now_us)
             elapsed_s = time.perf_counter() - began_s
             if read and elapsed_s >= HOLD_LOOP_S:
                 break
@@ -174,7 +177,7 @@ class IngestService:
         """Read records one by one: some may be answered, poisoned or accused of a crash."""
         if isolation is not None and isolation.isolated is not None:
             isolated = isolation.isolated
-            request = read_request(
+            request = decode_record(
                 isolated.record, assignment, self._rules, now_us, isolated.ack_handle
             )
             request.after = isolated.after
@@ -184,7 +187,7 @@ class IngestService:
             if record.offset in assignment.progress:
                 assignment.skip(record.offset)
             elif isolation is not None and (record.offset, 0) in isolation.condemned:
-                read.append(read_condemned(record, assignment, self._rules, now_us))
+                read.append(fail_poisoned(record, assignment, self._rules, now_us))
             elif (
                 isolation is not None
                 and isolation.is_accused(record.offset)
@@ -192,7 +195,7 @@ class IngestService:
             ):
                 isolation.set_aside(assignment, record)
             else:
-                read.append(read_request(record, assignment, self._rules, now_us))
+                read.append(decode_record(record, assignment, self._rules, now_us))
         return read
 
 

@@ -19,11 +19,7 @@ from headrace.errors import Code, Fatal, Rejected
 from headrace.models.user_code import Interrupted, describe_error, interrupt
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import InputTensor, Request
-
-INTERRUPT_GRACE_S = 5.0
-BETWEEN_S = 0.05
-ARRIVES_S = 0.001
-"""A requested interruption is raised within the next few instructions of its thread."""
+from headrace.tuning import TUNING, IngestTuning
 
 
 class Payload:
@@ -61,10 +57,11 @@ class Payload:
 class TransformThread:
     """A thread for transforms, started with the first one."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: IngestTuning = TUNING.ingest) -> None:
+        self._tuning = tuning
         self._chunks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._turn = threading.Lock()
+        self._payload_lock = threading.Lock()
         self._current: Payload | None = None
         self._since_s = 0.0
 
@@ -88,14 +85,15 @@ class TransformThread:
                 loop.call_soon_threadsafe(done.set)
 
         self._chunks.put(work)
-        while not await _happened(done, self._left_s()):
+        while not await _is_set_within(done, self._left_s()):
             payload = self._current
             if payload is None or self._left_s() > 0 or payload.is_done:
                 continue
             if payload.is_interrupted:
+                grace_s = self._tuning.interrupt_grace_s
                 raise Fatal(
-                    f"transform of {payload.version!r}: did not end {INTERRUPT_GRACE_S:g} s after "
-                    "it was interrupted"
+                    f"transform of {payload.version!r}: did not end {grace_s:g} s after it was "
+                    "interrupted"
                 )
             self._interrupt(payload)
 
@@ -107,15 +105,15 @@ class TransformThread:
         """Return the time until the current payload must be interrupted or the process ended."""
         payload, now_s = self._current, time.monotonic()
         if payload is None:
-            return BETWEEN_S
+            return self._tuning.transform_check_s
         limit_s = payload.version.config.max_execution_s
         if payload.is_interrupted:
-            limit_s += INTERRUPT_GRACE_S
+            limit_s += self._tuning.interrupt_grace_s
         return self._since_s + limit_s - now_s
 
     def _interrupt(self, payload: Payload) -> None:
         assert self._thread is not None
-        with self._turn:
+        with self._payload_lock:
             if payload.is_done:
                 return
             payload.is_interrupted = True
@@ -132,12 +130,12 @@ class TransformThread:
         self._current = payload
         try:
             _apply(payload)
-            with self._turn:
+            with self._payload_lock:
                 payload.is_done = True
             if payload.is_interrupted:
                 # A pending interruption must arrive now and not hit the next payload. A bare
                 # `except` in the transform may have swallowed it already.
-                time.sleep(ARRIVES_S)
+                time.sleep(self._tuning.interrupt_arrival_s)
                 raise Interrupted
         except Interrupted:
             limit_s = payload.version.config.max_execution_s
@@ -160,7 +158,7 @@ def _apply(payload: Payload) -> None:
         payload.error = Rejected(Code.INVALID_REQUEST, f"transform: {describe_error(error)}")
 
 
-async def _happened(event: asyncio.Event, within_s: float) -> bool:
+async def _is_set_within(event: asyncio.Event, within_s: float) -> bool:
     try:
         async with asyncio.timeout(max(0.001, within_s)):
             await event.wait()

@@ -30,7 +30,7 @@ from headrace.models.signature import Signature, TensorSpec, make_signature
 from headrace.protocol.codec import encode_request, encode_response
 from headrace.protocol.messages import Request
 from headrace.services.executor.buffers import gather, scatter
-from headrace.services.ingest.decode import Rules, read_requests
+from headrace.services.ingest.decode import IngestRules, decode_records
 from headrace.topics import STAGES
 from tests.support.models import add_version, identity, settings_for
 from tests.support.pipelines import Caller, log_for, serving, settings_of
@@ -159,13 +159,13 @@ async def test_a_request_leaves_no_cycles_of_references(tmp_path: Path) -> None:
 
 def test_memory_blocks_that_a_waiting_request_holds(tmp_path: Path) -> None:
     """Read and checked, it is so many pieces of memory."""
-    rules = Rules(digits_models(tmp_path), LimitSettings(), lambda *_: None)
+    rules = IngestRules(digits_models(tmp_path), LimitSettings(), lambda *_: None)
     assignment = make_assignment()
     records = delivery(*[digits_value() for _ in range(REQUESTS)], assignment=assignment).records
-    read_requests(records[:3], make_assignment(), rules, NOW_US)  # fills what is remembered
+    decode_records(records[:3], make_assignment(), rules, NOW_US)  # fills what is remembered
     gc.collect()
     before = sys.getallocatedblocks()
-    requests = read_requests(records, assignment, rules, NOW_US)
+    requests = decode_records(records, assignment, rules, NOW_US)
     held = sys.getallocatedblocks() - before
 
     assert len(requests) == REQUESTS
@@ -212,8 +212,8 @@ def read_all(repository: Path) -> Callable[[], list[Request]]:
     ]
     assignment = make_assignment()
     records = delivery(*values, assignment=assignment).records
-    rules = Rules(models, LimitSettings())
-    return lambda: read_requests(records, assignment, rules, NOW_US)
+    rules = IngestRules(models, LimitSettings())
+    return lambda: decode_records(records, assignment, rules, NOW_US)
 
 
 def test_reading_copies_no_tensor(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.config import LimitSettings
 from headrace.errors import Rejected
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
     Answer,
     callers_id,
@@ -33,7 +34,6 @@ from headrace.protocol.codec import (
 from headrace.protocol.headers import JSON, MSGPACK, answer_headers, parse_envelope
 from headrace.protocol.messages import Batch, Envelope, Request, Tensor
 from headrace.protocol.tensors import DATATYPES, from_array, split_rows, to_array
-from tests.support.ack_handles import NO_RECEIPT
 from tests.support.bad_records.building import packed
 
 LIMITS = LimitSettings(max_request_bytes=65_536)
@@ -162,7 +162,7 @@ def test_nested_json_is_the_same_as_flat_json(array: NDArray[Any]) -> None:
 @given(CONTENT_TYPES, arrays())
 def test_a_response_comes_back_from_its_value(content_type: str, array: NDArray[Any]) -> None:
     """The caller gets the array that the model gave."""
-    request = Request(NO_RECEIPT, 0, 0, 0, 0, None, b"", (), Envelope(content_type=content_type))
+    request = Request(NULL_ACK, 0, 0, 0, 0, None, b"", (), Envelope(content_type=content_type))
     request.outputs = (from_array("y", array),)
 
     answer = decode_response(answer_headers(request, "ok", "t"), encode_response(request, 1))
@@ -179,12 +179,12 @@ def test_tensors_survive_the_wire(array: NDArray[Any], inside: bool) -> None:
     if inside:
         view = memoryview(value)[6 : 6 + len(tensor.data)]
         tensor = tensor._replace(data=view)
-    request = Request(NO_RECEIPT, 0, 1, 0, 5, None, value, (), Envelope())
+    request = Request(NULL_ACK, 0, 1, 0, 5, None, value, (), Envelope())
     request.inputs = request.outputs = (tensor,)
 
-    item = decode_item(encode_item(request), NO_RECEIPT)
-    batch = decode_batch(encode_batch(Batch("b", [item, request], "idle")), NO_RECEIPT)
-    result = decode_result(encode_result(request), NO_RECEIPT)
+    item = decode_item(encode_item(request), NULL_ACK)
+    batch = decode_batch(encode_batch(Batch("b", [item, request], "idle")), NULL_ACK)
+    result = decode_result(encode_result(request), NULL_ACK)
 
     for received in (item.inputs, *(each.inputs for each in batch.requests), result.outputs):
         assert received is not None
@@ -302,7 +302,7 @@ def test_no_value_raises_anything_but_a_refusal_or_costs_much_memory(
 def test_no_internal_record_raises_anything_but_a_refusal(decode: Any, value: bytes) -> None:
     """A topic may hold records of others."""
     with suppress(Rejected):
-        decode(value, NO_RECEIPT)
+        decode(value, NULL_ACK)
 
 
 @relaxed
@@ -335,5 +335,5 @@ def test_no_headers_raise_anything(
     assert envelope.deadline_ms >= 0
     assert envelope.reply_partition is None or envelope.reply_partition >= 0
     assert isinstance(envelope.model, str)
-    request = Request(NO_RECEIPT, 0, 0, 0, 0, None, b"", headers, envelope)
+    request = Request(NULL_ACK, 0, 0, 0, 0, None, b"", headers, envelope)
     assert all(value is not None for _, value in answer_headers(request, "ok", "t"))

@@ -68,10 +68,14 @@ def by_layout(value: bytes, layouts: DecodeCache, version: Version) -> Any:
     """The same by its layout, where it has one that is known; learned otherwise."""
     try:
         layout = layouts.find(value)
-        alike = layouts.alike(len(value), lambda *_: version)
+        template = layouts.template(len(value), lambda *_: version)
         if layout is not None:
             message = layout.message
-            bound = layout.bound(value, version) if alike is None else bound_alike(value, alike)
+            bound = (
+                layout.bind(value, version)
+                if template is None
+                else bound_by_template(value, template)
+            )
         else:
             message = decode_request(value, Envelope(), LIMITS)
             bound = version.bind(message.inputs, message.outputs)
@@ -81,10 +85,12 @@ def by_layout(value: bytes, layouts: DecodeCache, version: Version) -> Any:
     return message.model_name, message.model_version, message.id, told(bound)
 
 
-def bound_alike(value: bytes, alike: DecodeTemplate) -> Bound:
+def bound_by_template(value: bytes, template: DecodeTemplate) -> Bound:
     """What ingest makes of a value whose layout is bound."""
-    content = memoryview(value)[alike.start : alike.stop]
-    return Bound((Tensor(alike.name, alike.datatype, alike.shape, content),), *alike.bound)
+    content = memoryview(value)[template.start : template.stop]
+    return Bound(
+        (Tensor(template.name, template.datatype, template.shape, content),), *template.bound
+    )
 
 
 def told(bound: Any) -> Any:

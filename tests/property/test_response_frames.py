@@ -6,6 +6,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import encode_response, encode_responses
 from headrace.protocol.messages import (
     Envelope,
@@ -14,7 +15,6 @@ from headrace.protocol.messages import (
     Request,
     Tensor,
 )
-from tests.support.ack_handles import NO_RECEIPT
 
 IN_COMMON = ("model", "version", "ingested_us", "formed_us", "compute_us", "batch_rows")
 SIZES = {"UINT8": 1, "FP32": 4, "INT64": 8}
@@ -39,7 +39,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     """With outputs and times, some of which are of clocks that differ."""
-    request = Request(NO_RECEIPT, 0, 1, 0, 0, None, b"", (), Envelope())
+    request = Request(NULL_ACK, 0, 1, 0, 0, None, b"", (), Envelope())
     request.model = draw(st.sampled_from(["m", "n" * 200]))
     request.version = draw(st.sampled_from(["1", "2"]))
     request.id = draw(st.sampled_from([None, "", "x" * 100]))
@@ -94,7 +94,7 @@ def runs(draw: st.DrawFn) -> list[Request]:
     mates = [draw(requests())]
     for differs in draw(st.lists(st.sampled_from(["", "", *IN_COMMON]), max_size=3)):
         before = mates[-1]
-        mate = Request(NO_RECEIPT, 0, 1, 0, 0, None, b"", (), Envelope())
+        mate = Request(NULL_ACK, 0, 1, 0, 0, None, b"", (), Envelope())
         for name in IN_COMMON:
             setattr(mate, name, getattr(before, name))
         if differs:

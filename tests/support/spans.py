@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.config import Settings, make_settings
 from headrace.log.port import TopicPartition
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import answer_headers, parse_envelope
 from headrace.protocol.messages import Batch, Failure, Request
 from headrace.telemetry.metrics import Metrics
@@ -21,7 +22,6 @@ from headrace.telemetry.trace_export import TraceExport
 from headrace.telemetry.tracing import Tracing
 from headrace.topics import Stage
 from headrace.tuning import TUNING
-from tests.support.ack_handles import NO_RECEIPT
 
 T = 1_700_000_000_000_000
 """When the record was written; epoch microseconds."""
@@ -118,7 +118,7 @@ def make_traced(
         headers.append(("x-deadline-ms", str(deadline_ms).encode()))
     envelope = parse_envelope(headers, T // 1000, 0)
     origin = (3, offset, offset - 1, T // 1000)
-    request = Request(NO_RECEIPT, *origin, b"key", b"value", headers, envelope)
+    request = Request(NULL_ACK, *origin, b"key", b"value", headers, envelope)
     request.id, request.model, request.version = id, "digits", "1"
     request.ingested_us = T + 500
     return request

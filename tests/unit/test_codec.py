@@ -11,6 +11,7 @@ import pytest
 
 from headrace.config import LimitSettings
 from headrace.errors import Code, Rejected
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
     Answer,
     callers_id,
@@ -24,7 +25,6 @@ from headrace.protocol.codec import (
 from headrace.protocol.headers import JSON, MSGPACK, answer_headers
 from headrace.protocol.messages import Envelope, ErrorResponse, Failure, Request
 from headrace.protocol.tensors import from_array
-from tests.support.ack_handles import NO_RECEIPT
 
 LIMITS = LimitSettings()
 IN_JSON = Envelope(content_type=JSON)
@@ -45,7 +45,7 @@ def json_data(datatype: str, data: Any, shape: list[int], **fields: Any) -> byte
 
 def answered(content_type: str, **outputs: Any) -> Request:
     """A request that has run."""
-    request = Request(NO_RECEIPT, 2, 7, 6, 0, None, b"", (), Envelope(content_type=content_type))
+    request = Request(NULL_ACK, 2, 7, 6, 0, None, b"", (), Envelope(content_type=content_type))
     request.id, request.model, request.version = "r-1", "digits", "3"
     request.ingested_us, request.formed_us, request.compute_us = 1_000, 1_400, 250
     request.batch_rows = 8

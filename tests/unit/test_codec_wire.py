@@ -10,6 +10,7 @@ import pytest
 
 from headrace.config import LimitSettings
 from headrace.errors import Code, Rejected
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
     decode_batch,
     decode_item,
@@ -22,7 +23,6 @@ from headrace.protocol.codec import (
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Batch, Failure, Request, Tensor
 from headrace.protocol.tensors import from_array
-from tests.support.ack_handles import NO_RECEIPT
 
 HEADERS = (("kafka_correlationId", b"c"), ("x-priority", b"3"), ("empty", None))
 SEEN = (
@@ -37,7 +37,7 @@ def checked(default_timeout_ms: int = 0) -> Request:
     tensor = {"name": "x", "datatype": "FP32", "shape": [2, 2], "data": bytes(range(16))}
     value: bytes = msgpack.packb({"model_name": "m", "inputs": [tensor]})
     envelope = parse_envelope(HEADERS, 1_000, default_timeout_ms)
-    request = Request(NO_RECEIPT, 2, 7, 5, 1_000, b"key", value, HEADERS, envelope)
+    request = Request(NULL_ACK, 2, 7, 5, 1_000, b"key", value, HEADERS, envelope)
     view = decode_request(value, envelope, LimitSettings()).inputs[0]
     request.inputs = (
         Tensor("x", "FP32", (2, 2), view.data),
@@ -65,7 +65,7 @@ def test_an_item_arrives_as_it_was() -> None:
     """Every field that the next stages read is there again."""
     sent = checked()
 
-    received = decode_item(encode_item(sent), NO_RECEIPT)
+    received = decode_item(encode_item(sent), NULL_ACK)
 
     assert seen(received) == seen(sent)
     assert plain(received.inputs) == plain(sent.inputs)
@@ -77,7 +77,7 @@ def test_a_view_of_the_value_is_sent_once() -> None:
     """It travels as a place in the value, and is a view again."""
     record = encode_item(checked())
 
-    received = decode_item(record, NO_RECEIPT)
+    received = decode_item(record, NULL_ACK)
 
     assert record.count(bytes(range(16))) == 1
     assert isinstance(received.inputs[0].data, memoryview)
@@ -86,9 +86,9 @@ def test_a_view_of_the_value_is_sent_once() -> None:
 
 def test_a_value_that_arrived_by_the_wire_can_be_sent_on() -> None:
     """A batcher reads items, whose values are views of records already, and writes batches."""
-    received = decode_item(encode_item(checked()), NO_RECEIPT)
+    received = decode_item(encode_item(checked()), NULL_ACK)
 
-    batch = decode_batch(encode_batch(Batch("b-1", [received], "full")), NO_RECEIPT)
+    batch = decode_batch(encode_batch(Batch("b-1", [received], "full")), NULL_ACK)
 
     assert (batch.batch_id, batch.reason, batch.rows) == ("b-1", "full", 2)
     assert plain(batch.requests[0].inputs) == plain(received.inputs)
@@ -99,17 +99,17 @@ def test_an_item_goes_into_its_batch_as_it_came() -> None:
     item = encode_item(checked())
     newer = msgpack.packb({**msgpack.unpackb(item), "newer": 1})
 
-    batch = encode_batch(Batch("b-1", [decode_item(newer, NO_RECEIPT)], "full"))
+    batch = encode_batch(Batch("b-1", [decode_item(newer, NULL_ACK)], "full"))
 
     assert batch.endswith(newer)
 
 
 def test_a_batch_says_when_it_was_formed() -> None:
     """What its items say of that is older."""
-    received = decode_item(encode_item(checked()), NO_RECEIPT)
+    received = decode_item(encode_item(checked()), NULL_ACK)
     received.formed_us = 99
 
-    batch = decode_batch(encode_batch(Batch("b-1", [received], "full")), NO_RECEIPT)
+    batch = decode_batch(encode_batch(Batch("b-1", [received], "full")), NULL_ACK)
 
     assert batch.requests[0].formed_us == 99
 
@@ -120,7 +120,7 @@ def test_results_that_differ_in_their_bytes_alone_share_a_head() -> None:
     for content in (b"\1\0\0\0a", b"\1\0\0\0b", b"\2\0\0\0bb"):
         sent = checked()
         sent.outputs = (Tensor("label", "BYTES", (1,), content),)
-        results.append(decode_result(encode_result(sent), NO_RECEIPT))
+        results.append(decode_result(encode_result(sent), NULL_ACK))
 
     first, second, third = results
     assert first.heads is second.heads
@@ -135,7 +135,7 @@ def test_a_tensor_may_stand_anywhere_in_its_value(start: int) -> None:
     sent.value = value
     sent.inputs = (Tensor("x", "INT8", (2, 2), memoryview(value)[start : start + 4]),)
 
-    received = decode_item(encode_item(sent), NO_RECEIPT)
+    received = decode_item(encode_item(sent), NULL_ACK)
 
     assert plain(received.inputs) == [("x", "INT8", (2, 2), value[start : start + 4])]
 
@@ -145,7 +145,7 @@ def test_an_empty_tensor_of_a_request_arrives_empty() -> None:
     sent = checked()
     sent.inputs = (Tensor("x", "FP32", (2, 0), b""),)
 
-    received = decode_item(encode_item(sent), NO_RECEIPT)
+    received = decode_item(encode_item(sent), NULL_ACK)
 
     assert plain(received.inputs) == [("x", "FP32", (2, 0), b"")]
 
@@ -154,7 +154,7 @@ def test_a_deadline_by_ingests_default_timeout_arrives() -> None:
     """Other processes may have another default; the first one counts."""
     sent = checked(default_timeout_ms=500)
 
-    received = decode_item(encode_item(sent), NO_RECEIPT)
+    received = decode_item(encode_item(sent), NULL_ACK)
 
     assert received.envelope == sent.envelope
     assert received.envelope.deadline_ms == 1_500
@@ -165,7 +165,7 @@ def test_a_result_carries_outputs_and_not_the_value() -> None:
     sent = checked()
     sent.outputs = sent.inputs
 
-    received = decode_result(encode_result(sent), NO_RECEIPT)
+    received = decode_result(encode_result(sent), NULL_ACK)
 
     but = ("rows", "shape_class", "wanted", "size_bytes")
     assert seen(received, *but) == seen(sent, *but)
@@ -179,7 +179,7 @@ def test_a_failure_carries_the_value_where_a_dead_letter_may_be_made(code: Code)
     sent = checked()
     sent.fail(Failure(code, "why", "executor", 100))
 
-    received = decode_result(encode_result(sent), NO_RECEIPT)
+    received = decode_result(encode_result(sent), NULL_ACK)
 
     assert received.failure == Failure(code, "why", "executor", 100)
     assert received.outputs is None
@@ -194,7 +194,7 @@ def test_fields_of_a_newer_release_are_ignored_and_missing_ones_have_defaults() 
     for name in ("key", "headers", "id", "shape_class", "wanted", "deadline_ms"):
         fields.pop(name, None)
 
-    received = decode_item(msgpack.packb(fields), NO_RECEIPT)
+    received = decode_item(msgpack.packb(fields), NULL_ACK)
 
     assert (received.key, received.headers, received.id, received.wanted) == (None, [], None, None)
     assert (received.ingested_us, received.formed_us) == (5, 0)
@@ -205,7 +205,7 @@ def test_fields_of_a_newer_release_are_ignored_and_missing_ones_have_defaults() 
 def test_a_record_of_others_is_refused(decode: Any, value: bytes) -> None:
     """No request can be made out in it."""
     with pytest.raises(Rejected):
-        decode(value, NO_RECEIPT)
+        decode(value, NULL_ACK)
 
 
 @pytest.mark.parametrize("place", [{"start": -1}, {"start": 1 << 20}, {"size": 1 << 40}])
@@ -215,7 +215,7 @@ def test_a_place_outside_the_value_is_refused(place: dict[str, int]) -> None:
     fields["inputs"][0] |= place
 
     with pytest.raises(Rejected):
-        decode_item(msgpack.packb(fields), NO_RECEIPT)
+        decode_item(msgpack.packb(fields), NULL_ACK)
 
 
 def test_a_tensor_whose_bytes_do_not_fit_is_refused_before_it_joins_a_batch() -> None:
@@ -224,7 +224,7 @@ def test_a_tensor_whose_bytes_do_not_fit_is_refused_before_it_joins_a_batch() ->
     fields["inputs"][0]["shape"] = [2, 3]
 
     with pytest.raises(Rejected, match="24 bytes"):
-        decode_item(msgpack.packb(fields), NO_RECEIPT)
+        decode_item(msgpack.packb(fields), NULL_ACK)
 
 
 def test_a_code_of_a_newer_release_is_an_internal_error() -> None:
@@ -234,6 +234,6 @@ def test_a_code_of_a_newer_release_is_an_internal_error() -> None:
     fields = msgpack.unpackb(encode_result(sent))
     fields["failure"]["code"] = "TOO_HOT"
 
-    received = decode_result(msgpack.packb(fields), NO_RECEIPT)
+    received = decode_result(msgpack.packb(fields), NULL_ACK)
 
     assert received.failure == Failure(Code.INTERNAL, "why", "executor")

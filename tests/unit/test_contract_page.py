@@ -7,6 +7,7 @@ import re
 import pytest
 
 from headrace.errors import Code
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import (
     DECODED_TYPES,
     OWN_HEADERS,
@@ -15,7 +16,6 @@ from headrace.protocol.headers import (
 )
 from headrace.protocol.messages import Failure, Request
 from headrace.protocol.tensors import DATATYPES
-from tests.support.ack_handles import NO_RECEIPT
 from tests.support.tree import ROOT
 
 PAGE = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def test_every_decoded_content_type_is_told(content_type: str) -> None:
 
 def test_dead_letter_headers_are_told_in_their_order() -> None:
     """The table has the headers of a dead letter, all of them and no others."""
-    request = Request(NO_RECEIPT, 0, 0, -1, 0, None, None, [], parse_envelope([], 0, 0))
+    request = Request(NULL_ACK, 0, 0, -1, 0, None, None, [], parse_envelope([], 0, 0))
     headers = dead_letter_headers(request, Failure(Code.MODEL_FAILED, "", "executor"), "requests")
 
     assert [cells[0].strip("`") for cells in rows("Dead letters")] == [name for name, _ in headers]

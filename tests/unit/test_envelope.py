@@ -8,6 +8,7 @@ import tracemalloc
 import pytest
 
 from headrace.errors import Code
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.headers import (
     answer_content_type,
     answer_headers,
@@ -16,7 +17,6 @@ from headrace.protocol.headers import (
     travels,
 )
 from headrace.protocol.messages import Envelope, Failure, Request
-from tests.support.ack_handles import NO_RECEIPT
 
 NOW_MS = 1_700_000_000_000
 Headers = list[tuple[str, bytes | None]]
@@ -29,7 +29,7 @@ def parse(*headers: tuple[str, bytes | None], default_timeout_ms: int = 0) -> En
 
 def request_with(*headers: tuple[str, bytes | None]) -> Request:
     """A request at offset 7 of partition 2."""
-    return Request(NO_RECEIPT, 2, 7, 6, NOW_MS, b"key", b"value", headers, parse(*headers))
+    return Request(NULL_ACK, 2, 7, 6, NOW_MS, b"key", b"value", headers, parse(*headers))
 
 
 def test_no_headers_are_an_empty_envelope() -> None:

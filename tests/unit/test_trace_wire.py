@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
     decode_batch,
     decode_item,
@@ -15,23 +16,22 @@ from headrace.protocol.codec import (
     encode_result,
 )
 from headrace.protocol.messages import Batch, Request
-from tests.support.ack_handles import NO_RECEIPT
 from tests.support.spans import TRACE_ID, T, make_traced, traceparent, tracing_spans
 
 Journey = Callable[[Request], Request]
 
 
 def _as_item(request: Request) -> Request:
-    return decode_item(encode_item(request), NO_RECEIPT)
+    return decode_item(encode_item(request), NULL_ACK)
 
 
 def _as_batch(request: Request) -> Request:
-    return decode_batch(encode_batch(Batch("b", [request], "full")), NO_RECEIPT).requests[0]
+    return decode_batch(encode_batch(Batch("b", [request], "full")), NULL_ACK).requests[0]
 
 
 def _as_result(request: Request) -> Request:
     request.outputs = ()
-    return decode_result(encode_result(request), NO_RECEIPT)
+    return decode_result(encode_result(request), NULL_ACK)
 
 
 journeys = pytest.mark.parametrize("journey", [_as_item, _as_batch, _as_result])

@@ -16,6 +16,7 @@ import numpy as np
 
 from headrace.config import LimitSettings
 from headrace.errors import Code
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.codec import (
     decode_batch,
     decode_item,
@@ -71,20 +72,6 @@ class Sample(NamedTuple):
         )
 
 
-class _NullAck:
-    """Ack handle of samples, which come from no log."""
-
-    revoked = False
-
-    @property
-    def assignment(self) -> _NullAck:
-        """Return itself; it is never revoked."""
-        return self
-
-    def ack(self) -> None:
-        """Do nothing."""
-
-
 def sample_array(datatype: str) -> np.ndarray[Any, np.dtype[Any]]:
     """Return two rows of three elements, which include the extremes of the datatype."""
     dtype = DATATYPES[datatype].dtype
@@ -125,7 +112,7 @@ def _request(content_type: str) -> Request:
     ]
     envelope = parse_envelope(headers, _TIMESTAMP_MS, 0)
     origin = (3, 41, 39, _TIMESTAMP_MS)
-    request = Request(_NullAck(), *origin, b"key", value, headers, envelope)
+    request = Request(NULL_ACK, *origin, b"key", value, headers, envelope)
     body = decode_request(value, envelope, LimitSettings())
     given = body.inputs[0]
     request.inputs = (
@@ -201,7 +188,7 @@ def _public_samples() -> Iterator[tuple[str, Sample]]:
 
 def _internal_samples() -> Iterator[tuple[str, Sample]]:
     def sample(schema: str, write: Callable[[], bytes], read: Callable[..., object]) -> Sample:
-        return Sample(schema, MSGPACK, write, lambda content: read(content, _NullAck()))
+        return Sample(schema, MSGPACK, write, lambda content: read(content, NULL_ACK))
 
     yield "item", sample("item-record", lambda: encode_item(_request(MSGPACK)), decode_item)
     yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from headrace.log.port import Record
 from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Request
-from headrace.services.ingest.decode import Rules, read_request, read_requests
+from headrace.services.ingest.decode import IngestRules, decode_record, decode_records
 from tests.support.services import REQUESTS, digits_models, digits_value, make_assignment
 from tests.support.work import NOW_US
 
@@ -87,12 +88,12 @@ def tracker(assignment: AssignedPartition) -> tuple[object, ...]:
 
 def test_requests_read_together_are_those_read_alone(models: Models) -> None:
     """Whether their layout is known by then or not, with all kinds of headers among them."""
-    rules = Rules(models, LimitSettings())
+    rules = IngestRules(models, LimitSettings())
     together, alone = make_assignment(), make_assignment()
     some = records(3)
 
-    read = read_requests(some, together, rules, NOW_US)
-    expected = [read_request(each, alone, rules, NOW_US) for each in some]
+    read = decode_records(some, together, rules, NOW_US)
+    expected = [decode_record(each, alone, rules, NOW_US) for each in some]
 
     assert [told(each) for each in read] == [told(each) for each in expected]
     assert tracker(together) == tracker(alone)
@@ -100,8 +101,8 @@ def test_requests_read_together_are_those_read_alone(models: Models) -> None:
 
 def test_a_default_timeout_holds_for_requests_read_together(models: Models) -> None:
     """A record without headers has a deadline as well."""
-    rules = Rules(models, LimitSettings(default_timeout_ms=500))
-    read = read_requests(records(2), make_assignment(), rules, NOW_US)
+    rules = IngestRules(models, LimitSettings(default_timeout_ms=500))
+    read = decode_records(records(2), make_assignment(), rules, NOW_US)
 
     assert read[len(UNLIKE)].envelope.deadline_ms == NOW_US // 1000 + 500
 
@@ -110,10 +111,11 @@ def test_values_of_a_known_layout_are_refused_where_they_are_too_large(models: M
     """The limit of another process, or of another time, may be lower."""
     value = digits_value(rows=7)
     some = [Record(*REQUESTS, each, NOW_US // 1000, None, value, []) for each in range(3)]
-    read_requests(some, make_assignment(), Rules(models, LimitSettings()), NOW_US)
-    low = Rules(models, LimitSettings(max_request_bytes=1024))
+    rules = IngestRules(models, LimitSettings())
+    decode_records(some, make_assignment(), rules, NOW_US)
+    low = replace(rules, limits=LimitSettings(max_request_bytes=1024))
 
-    read = read_requests(some, make_assignment(), low, NOW_US)
+    read = decode_records(some, make_assignment(), low, NOW_US)
 
     assert [each.failure and each.failure.code for each in read] == [Code.TOO_LARGE] * 3
 
@@ -128,9 +130,10 @@ class Gone:
 def test_values_of_a_known_layout_are_refused_when_their_model_is_gone(models: Models) -> None:
     """Each by the reason that holds now."""
     some = records_of_one_layout()
-    read_requests(some, make_assignment(), Rules(models, LimitSettings()), NOW_US)
+    rules = IngestRules(models, LimitSettings())
+    decode_records(some, make_assignment(), rules, NOW_US)
 
-    read = read_requests(some, make_assignment(), Rules(Gone(), LimitSettings()), NOW_US)
+    read = decode_records(some, make_assignment(), replace(rules, models=Gone()), NOW_US)
 
     assert [each.failure and each.failure.code for each in read] == [Code.UNKNOWN_MODEL] * 3
 
@@ -138,11 +141,11 @@ def test_values_of_a_known_layout_are_refused_when_their_model_is_gone(models: M
 def test_a_reloaded_version_binds_for_itself(models: Models, tmp_path: Path) -> None:
     """What was found with one set of files does not hold for another."""
     some = records_of_one_layout()
-    rules = Rules(models, LimitSettings())
-    read_requests(some, make_assignment(), rules, NOW_US)
+    rules = IngestRules(models, LimitSettings())
+    decode_records(some, make_assignment(), rules, NOW_US)
     (tmp_path / "other").mkdir()
     other = digits_models(tmp_path / "other", "max_batch_size = 2\n[range]\npixels = [5, 6]\n")
 
-    read = read_requests(some, make_assignment(), rules._replace(models=other), NOW_US)
+    read = decode_records(some, make_assignment(), replace(rules, models=other), NOW_US)
 
     assert [each.failure and each.failure.code for each in read] == [Code.INVALID_TENSOR] * 3

@@ -8,7 +8,10 @@ import pytest
 from headrace.config import LimitSettings
 from headrace.protocol.codec import decode_request, encode_request
 from headrace.protocol.messages import Envelope
-from headrace.services.ingest.decode_cache import DOUBT, MAX_AROUND_BYTES, MAX_LAYOUTS, DecodeCache
+from headrace.services.ingest.decode_cache import DecodeCache
+from headrace.tuning import TUNING
+
+TUNED = TUNING.ingest
 
 
 def request(
@@ -46,7 +49,9 @@ def test_a_request_that_differs_in_its_bytes_alone_is_known() -> None:
             "",
             "wordy",
             {"x": np.zeros((1, 2), np.float32)},
-            parameters={f"p{number}": "x" * 200 for number in range(MAX_AROUND_BYTES // 200 + 1)},
+            parameters={
+                f"p{number}": "x" * 200 for number in range(TUNED.max_layout_bytes // 200 + 1)
+            },
         ),
     ],
     ids=["an id", "two inputs", "BYTES", "BOOL", "no bytes", "much around it"],
@@ -64,7 +69,7 @@ def test_a_layout_gives_way_when_others_come_instead() -> None:
     layouts = DecodeCache()
     first, second = request(model="first-"), request(model="second")
     learn(layouts, first)
-    for _ in range(DOUBT):
+    for _ in range(TUNED.layout_mismatches):
         assert layouts.find(second) is None
         learn(layouts, second)
 
@@ -75,8 +80,12 @@ def test_a_layout_gives_way_when_others_come_instead() -> None:
 def test_the_layouts_are_bounded() -> None:
     """However many lengths come, no more than a number of layouts is kept."""
     layouts = DecodeCache()
-    for size in range(1, MAX_LAYOUTS + 2):
+    sizes = range(1, TUNED.max_cached_layouts + 2)
+    for size in sizes:
         learn(layouts, request(size=size))
 
-    known = sum(layouts.find(request(size=size)) is not None for size in range(1, MAX_LAYOUTS + 2))
-    assert known <= MAX_LAYOUTS
+    known = sum(
+        layouts.find(request(size=size)) is not None
+        for size in range(1, TUNED.max_cached_layouts + 2)
+    )
+    assert known <= TUNED.max_cached_layouts

@@ -17,7 +17,7 @@ from headrace.errors import Code
 from headrace.models.registry import Models
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.services.ingest import service
-from headrace.services.ingest.decode import Admission, Rules
+from headrace.services.ingest.decode import Admission, IngestRules
 from headrace.services.ingest.service import IngestService
 from tests.support.services import (
     RecordSource,
@@ -48,7 +48,7 @@ async def ingest(
         source,  # type: ignore[arg-type]  # what is used of it
         items,
         answers,
-        Rules(models, LimitSettings(), admission),
+        IngestRules(models, LimitSettings(), admission),
         instruments,
     ).run()
     assert items.closed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ from headrace.config import LimitSettings
 from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, InFlightAck, beside_bytes
 from headrace.errors import Code, Fatal
 from headrace.protocol.messages import Request
-from headrace.services.ingest import transforms
-from headrace.services.ingest.decode import Rules
+from headrace.services.ingest.decode import IngestRules
 from headrace.services.ingest.service import IngestService
+from headrace.tuning import TUNING, IngestTuning
 from tests.support.services import (
     RecordSource,
     delivery,
@@ -58,7 +59,9 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def ingest(repository: Path, *payloads: bytes) -> tuple[list[Request], list[Request]]:
+async def ingest(
+    repository: Path, *payloads: bytes, tuning: IngestTuning = TUNING.ingest
+) -> tuple[list[Request], list[Request]]:
     """Those that can run, and those that have ended."""
     models = digits_models(repository, 'transform = "python"\nmax_execution_s = 0.1\n')
     items, answers = Tray(), Tray()
@@ -66,8 +69,9 @@ async def ingest(repository: Path, *payloads: bytes) -> tuple[list[Request], lis
         RecordSource(delivery(*payloads, headers=RAW)),  # type: ignore[arg-type]  # what is used
         items,
         answers,
-        Rules(models, LimitSettings()),
+        IngestRules(models, LimitSettings()),
         make_instruments(),
+        tuning,
     )
     await service.run()
     return items.requests, answers.requests
@@ -128,14 +132,12 @@ async def test_one_that_ends_its_thread_is_refused(repository: Path) -> None:
     assert [one.failure.code for one in ended if one.failure] == [Code.INVALID_REQUEST]
 
 
-async def test_one_that_cannot_be_interrupted_ends_the_process(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_that_cannot_be_interrupted_ends_the_process(repository: Path) -> None:
     """Native code hears of nothing; what it is at is found by the next owner."""
-    monkeypatch.setattr(transforms, "INTERRUPT_GRACE_S", 0.1)
+    tuning = replace(TUNING.ingest, interrupt_grace_s=0.1)
 
     with pytest.raises(Fatal, match="did not end"):
-        await ingest(repository, b"native")
+        await ingest(repository, b"native", tuning=tuning)
 
 
 async def test_the_event_loop_turns_meanwhile(repository: Path) -> None:
@@ -163,7 +165,7 @@ async def test_tensors_need_no_thread(repository: Path) -> None:
         RecordSource(delivery(digits_value())),  # type: ignore[arg-type]  # what is used of it
         items,
         answers,
-        Rules(models, LimitSettings()),
+        IngestRules(models, LimitSettings()),
         make_instruments(),
     )
     await service.run()

@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry
 
 from headrace.errors import Code
 from headrace.log.errors import Fenced, LogUnavailable
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.protocol.trace_context import Trace, new_trace
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from tests.support.ack_handles import NO_RECEIPT
 
 WRITTEN_MS = 1_700_000_000_000
 INGESTED_US = WRITTEN_MS * 1000 + 2_000
@@ -36,7 +36,7 @@ def request(
 ) -> Request:
     """A request on its way out."""
     envelope = Envelope(deadline_ms=deadline_ms)
-    made = Request(NO_RECEIPT, 0, 7, 6, WRITTEN_MS, None, None, (), envelope)
+    made = Request(NULL_ACK, 0, 7, 6, WRITTEN_MS, None, None, (), envelope)
     made.model, made.version = model, version
     made.ingested_us, made.formed_us = INGESTED_US, FORMED_US
     if code is not None:

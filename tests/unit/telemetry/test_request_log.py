@@ -10,11 +10,11 @@ import structlog
 from structlog.testing import capture_logs
 
 from headrace.errors import Code
+from headrace.protocol.ack import NULL_ACK
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.protocol.trace_context import Trace, new_trace
 from headrace.telemetry.request_log import log_answered
 from headrace.topics import Stage
-from tests.support.ack_handles import NO_RECEIPT
 
 NOW_US = 1_700_000_000_500_000
 SECRET = b"a caller's secret"
@@ -33,7 +33,7 @@ def request(code: Code | None = None, *, offset: int = 7) -> Request:
     """One that has run, or was refused."""
     headers = [("authorization", SECRET)]
     made = Request(
-        NO_RECEIPT, 3, offset, 6, NOW_US // 1000 - 500, SECRET, SECRET, headers, Envelope()
+        NULL_ACK, 3, offset, 6, NOW_US // 1000 - 500, SECRET, SECRET, headers, Envelope()
     )
     made.model, made.version = "digits", "1"
     made.ingested_us, made.formed_us, made.compute_us = NOW_US - 400_000, NOW_US - 300_000, 120
