@@ -124,6 +124,7 @@ class Rereading:
             first = min(wanted)
             if not position <= first < position + near:
                 reader.seek(partition, first)
+                position = first
             polled = await reader.poll(tuning.poll_timeout_s, tuning.max_poll_records)
             records: Sequence[Record] = polled.get(partition, ())
             gaps = [gap for gap in reader.gaps() if gap.partition == partition]

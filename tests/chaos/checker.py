@@ -9,8 +9,8 @@ The rules, for requests that the log holds and answers that a `read_committed` r
   consecutive answers (both included) lies some part of a fault that can take a partition from
   its owner before what it answered is committed, or leave unknown what became of an answer, and
   that hit a process with the responder, or the brokers. A process that joins, leaves or is
-  redeployed in order explains nothing; only where it takes longer to stop than it has to drain,
-  because of what befell it before, may it leave behind what was answered and not yet committed.
+  redeployed in order explains nothing; only where the time to drain ends before the requests in
+  flight are answered may it leave behind what was answered and not yet committed.
 - *invented*: an answer to a request that nobody sent.
 - *crossed*: an answer with another request's outputs, correlation id or partition.
 - *wrong*: an answer whose status is none of those that the request may have, or an answer to a

@@ -56,6 +56,10 @@ class Deployment:
         members, self.members = self.members, []
         await asyncio.gather(*[member.stop() for member in members])
 
+    async def save_status(self) -> None:
+        """Keep the status of all that run beside their logs."""
+        await asyncio.gather(*[member.save_status() for member in self.members])
+
     async def join(self, stages: tuple[str, ...]) -> Member:
         """One more instance of a part; returns when it serves."""
         began_ms = now_ms()

@@ -84,7 +84,7 @@ class FaultKind(StrEnum):
     BROKER_RESTARTED = "broker restarted"
     CONNECTIONS_CUT = "connections cut"
     BROKER_SILENT = "the broker gave no answer"
-    DRAIN_CUT_SHORT = "took all its time to stop"
+    DRAIN_CUT_SHORT = "its time to drain was too short"
     JOINED = "joined"
     LEFT = "left"
     REDEPLOYED = "redeployed"

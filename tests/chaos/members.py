@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from itertools import count
 from pathlib import Path
+
+import aiohttp
 
 import headrace.tools.local_kafka
 from tests.chaos.history import Fault, FaultKind, History
@@ -21,7 +24,11 @@ READY = '"process.ready"'
 CANNOT_BEGIN = ("LogUnavailable", "members of another kind")
 """A process that is started while no broker answers, or before the session of one that was killed
 and had another form is over, says so and ends, having done nothing."""
+DRAIN_INCOMPLETE = b'"drain.incomplete"'
+HTTP_PORT = re.compile(r'"http_port": (\d+)')
 READY_DEADLINE_S = 60.0
+STATUS_DEADLINE_S = 5.0
+LOOK_AGAIN_S = 0.25
 STOP_DEADLINE_S = 20.0
 RESTART_AFTER_S = 0.2
 DRAIN_S = 3.0
@@ -105,7 +112,10 @@ class Member:
                 stdout=log,
                 stderr=log,
             )
-        code = await self._process.wait()
+        async with asyncio.TaskGroup() as tasks:
+            noting = tasks.create_task(self._note_incomplete_drains(), name="note-drains")
+            code = await self._process.wait()
+            noting.cancel()
         printed = self._log.read_text(encoding="utf-8", errors="replace")
         began = READY in printed or not any(reason in printed for reason in CANNOT_BEGIN)
         if self._ended_by_us or not began:
@@ -113,6 +123,34 @@ class Member:
         at_ms = now_ms()
         self._history.add(Fault(at_ms, at_ms + UNDER_WAY_MS, FaultKind.CRASHED, self.stages))
         self.crashes.append(f"{','.join(self.stages)} ended with {code}: see {self._log}")
+
+    async def _note_incomplete_drains(self) -> None:
+        """Write down when this life says that a drain ended before its requests were answered:
+        partitions that it then gave up may have answers which it did not commit.
+        """
+        known = 0
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            found = self._log.read_bytes().count(DRAIN_INCOMPLETE)
+            if found > known:
+                known, at_ms = found, now_ms()
+                began_ms, ended_ms = at_ms - UNDER_WAY_MS, at_ms + UNDER_WAY_MS
+                cut = Fault(began_ms, ended_ms, FaultKind.DRAIN_CUT_SHORT, self.stages)
+                self._history.add(cut)
+
+    async def save_status(self) -> None:
+        """Keep what `/status` says beside the log, for whoever asks why nothing goes on."""
+        found = HTTP_PORT.search(self._log.read_text(encoding="utf-8", errors="replace"))
+        if found is None:
+            return
+        url = f"http://127.0.0.1:{found[1]}/status"
+        limit = aiohttp.ClientTimeout(STATUS_DEADLINE_S)
+        try:
+            async with aiohttp.ClientSession(timeout=limit) as session, session.get(url) as answer:
+                text = await answer.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            text = f"no answer: {error!r}"
+        self._log.with_suffix(".status.json").write_text(text, encoding="utf-8")
 
     @property
     def is_ready(self) -> bool:

@@ -133,6 +133,8 @@ async def run_trial(trial: Trial, cluster: Cluster, directory: Path) -> Outcome:
             target = Target(deployment, cluster, history, rng, raw, settings.namespace)
             stuck = await _load_and_strike(trial, target, plan, settings)
             stuck = stuck or await _come_to_rest(history)
+            if stuck:
+                await deployment.save_status()
             await deployment.stop()
             history.kept += await read_kept(cluster.direct, settings.topic(Topic.DEAD_LETTERS))
         finally:

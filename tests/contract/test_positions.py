@@ -33,6 +33,19 @@ async def test_a_reader_reads_from_where_it_seeks(log: Log, make_topic: MakeTopi
         assert values(await read(reader, 3)) == [b"7", b"8", b"9"]
 
 
+async def test_seek_into_a_large_batch_reads_from_there_in_one_poll(
+    log: Log, make_topic: MakeTopic
+) -> None:
+    """However many records of the batch stand before the offset that was sought."""
+    (partition,) = await make_topic()
+    await write_to(log, partition, *[b"v"] * 2000)
+    async with log.reader([partition]) as reader:
+        for offset in (1900, 700):
+            reader.seek(partition, offset)
+            polled = await reader.poll(5.0, 512)
+            assert polled[partition][0].offset == offset
+
+
 async def test_seeking_back_reads_again(log: Log, make_topic: MakeTopic) -> None:
     """Records that were read already come once more."""
     (partition,) = await make_topic()

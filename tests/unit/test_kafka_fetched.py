@@ -49,8 +49,8 @@ def batch(first: int, count: int) -> bytes:
 class State:
     """Where a partition is read."""
 
-    def __init__(self) -> None:
-        self.position = 0
+    def __init__(self, position: int) -> None:
+        self.position = position
         self.paused = False
 
     def consumed_to(self, position: int) -> None:
@@ -60,8 +60,8 @@ class State:
 class Fetcher:
     """As much of aiokafka's as matters here."""
 
-    def __init__(self, **fetched: bytes | Exception) -> None:
-        self.states = {ONE: State(), TWO: State()}
+    def __init__(self, *, position: int = 0, **fetched: bytes | Exception) -> None:
+        self.states = {ONE: State(position), TWO: State(position)}
         self.notified = 0
         self._closed = False
         self._wait_consume_future = None
@@ -73,7 +73,7 @@ class Fetcher:
                 self._records[partition] = FetchError(error=found, backoff=0)
                 continue
             records = PartitionRecords(
-                partition, RecordSet(found), None, 0, None, None, True, READ_COMMITTED
+                partition, RecordSet(found), None, position, None, None, True, READ_COMMITTED
             )
             self._records[partition] = FetchResult(
                 partition, assignment=assignment, partition_records=records, backoff=0
@@ -293,6 +293,26 @@ async def test_record_with_too_many_headers_is_passed_over_before_it_is_parsed()
     assert [each.offset for each in found] == [0, 2]
     assert places(gaps) == [(1, 2, Code.TOO_LARGE)]
     assert "got 300000" in gaps[0].reason
+
+
+async def test_poll_from_the_middle_of_a_batch_returns_the_records_from_there() -> None:
+    """However many records stand before it, the first poll returns some: a reader that seeks before
+    each of its polls would otherwise not get on.
+    """
+    fetcher = Fetcher(position=900, one=batch(0, 1000))
+
+    assert await take(fetcher, 64) == {ONE: list(range(900, 964))}
+
+
+async def test_large_batch_is_read_from_its_middle() -> None:
+    """The bytes of records that are passed over do not count."""
+    records = [RawRecord(bytes(300_000))] * 6
+
+    polled = await fetched_records(
+        Fetcher(position=5, one=raw_batch(records)), 0, 100, 1_000_000, Reading()
+    )
+
+    assert [each.offset for each in polled[ONE]] == [5]
 
 
 async def test_large_batch_is_read_as_a_small_one_is() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, dropwhile, islice
 from typing import Any, Final
 
 import aiokafka
@@ -148,6 +148,14 @@ class Unread:
         self._batch, self._content, self._records = batch, content, chain(batch)
         if len(content) > _SMALL_BATCH_BYTES and content[_MAGIC_AT] >= 2:
             self._records = guarded_records(self._records, content)
+        if batch.base_offset < self.next_fetch_offset:
+            # A batch arrives whole, even if it was fetched from its middle. The records before are
+            # passed over here, outside the limits of a poll: a poll that returned none of the
+            # others could be followed by a seek, and the next one would begin here again.
+            self._records = dropwhile(self._is_passed, self._records)
+
+    def _is_passed(self, record: Any) -> bool:
+        return bool(record.offset < self.next_fetch_offset)
 
     def _is_for_readers(self, batch: Any) -> bool:
         """Return whether the batch is neither a marker nor part of an aborted transaction."""
@@ -186,12 +194,9 @@ class Unread:
         try:
             records, is_over = self._next_records(most, most_bytes)
         except Exception:  # noqa: BLE001  # whatever the parser in C could not read
-            # Start over; records already taken from the batch are dropped by their offset.
+            # Start over, behind the records that were already taken from the batch.
             self._records = self._careful_records()
             records, is_over = self._next_records(most, most_bytes)
-        if records and records[0].offset < self.next_fetch_offset:
-            # A batch arrives whole, even if it was fetched from its middle.
-            records = [each for each in records if each.offset >= self.next_fetch_offset]
         found += [
             _new(
                 Record,
