@@ -30,10 +30,11 @@ from typing import Any
 import numpy as np
 import psutil
 import uvloop
+from matplotlib.figure import Figure
 from prometheus_client import CollectorRegistry
 
 from benchmarks.machine import describe_machine
-from benchmarks.timeline import Line, timeline
+from benchmarks.plots import Line, plot_over_time, write_plot
 from headrace.config import Settings, make_settings
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Consumer, NewRecord, Producer, TopicPartition
@@ -341,13 +342,13 @@ def main() -> int:
     report["missed"] = missed
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "overload.json").write_text(json.dumps(report, indent=1) + "\n")
-    (given.out / "overload.svg").write_text(_plot(report))
+    write_plot(given.out / "overload.svg", _plot(report))
     shown = {name: value for name, value in report.items() if name not in ("series", "machine")}
     print(json.dumps(shown, indent=1))
     return 1 if missed else 0
 
 
-def _plot(report: dict[str, Any]) -> str:
+def _plot(report: dict[str, Any]) -> Figure:
     series = report["series"]["per_s"]
     seconds = [BIN_S * place for place in range(len(next(iter(series.values()))))]
     lines = [
@@ -355,7 +356,8 @@ def _plot(report: dict[str, Any]) -> str:
         Line("refused early", "refused", series.get("OVERLOADED", [])),
         Line("expired", "expired", series.get("DEADLINE_EXCEEDED", [])),
     ]
-    return timeline(seconds, [line for line in lines if line.values], report["capacity_per_s"])
+    shown = [line for line in lines if line.values]
+    return plot_over_time(seconds, shown, report["capacity_per_s"])
 
 
 if __name__ == "__main__":

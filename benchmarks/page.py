@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.bars import bars
+from benchmarks.plots import plot_bars, write_plot
 from benchmarks.results import Results
 from benchmarks.tables import render
 
@@ -34,5 +34,4 @@ def write_page(results: Results) -> None:
             if (spread := contest.spread("per_s")) is not None
         ]
         if rows:
-            path = IMAGES / f"performance-{subject.name}.svg"
-            path.write_text(bars(rows), encoding="utf-8")
+            write_plot(IMAGES / f"performance-{subject.name}.svg", plot_bars(rows))

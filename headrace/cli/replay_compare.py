@@ -32,7 +32,7 @@ from headrace.models.repository import FoundModel, Repository
 from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
-from headrace.tools.compare.report import Subjects, report
+from headrace.tools.compare.report import Subjects, describe, lines, report, summary
 from headrace.tools.compare.run import (
     DEFAULT_CONCURRENCY,
     DEFAULT_TOP_K,
@@ -43,9 +43,9 @@ from headrace.tools.compare.run import (
     compare,
     load_answers,
 )
-from headrace.tools.compare.summary import describe, lines, summary
 from headrace.tools.compare.tally import WorstCase
 from headrace.tools.compare.verdict import COMPARABLE_UNRECORDED, Thresholds, is_same, judge
+from headrace.tools.pages import require_report_packages
 from headrace.tools.replay.jobs import Source, Watch, open_recording
 from headrace.tools.replay.recording import Selection
 
@@ -347,6 +347,8 @@ def command(
     says otherwise.
     """
     given.check()
+    if report_file is not None:
+        require_report_packages()
     plan = _plan(settings, given, chosen)
     with watching("there is no verdict") as watch:
         comparison = run(_compare(settings, plan, watch))

@@ -29,11 +29,12 @@ from headrace.log.port import Log
 from headrace.models.version import ModelVersion
 from headrace.runtime.log_factory import open_log
 from headrace.services.batcher.batcher import DynamicBatcher
+from headrace.tools.pages import require_report_packages
 from headrace.tools.replay.jobs import Source, open_recording
 from headrace.tools.replay.recording import Selection
 from headrace.tools.simulate.arrivals import read_arrivals
 from headrace.tools.simulate.events import Limits, Policy
-from headrace.tools.simulate.report import HEADINGS, cells, curve, report, table
+from headrace.tools.simulate.report import cells, curve, report, table
 from headrace.tools.simulate.scenarios import (
     Outcome,
     Scenario,
@@ -200,13 +201,15 @@ def command(
     in_json: bool,
     **chosen: Any,
 ) -> None:
-    """Say what latency, batches and missed deadlines would be with other limits, at other rates
-    or with more instances, without running a model: the batcher's own rules on recorded arrivals,
-    in simulated time.
+    """Predict latency, batches and missed deadlines under other limits, at other rates or with more
+    instances, without running a model: the batcher's own rules on recorded arrivals, in simulated
+    time.
 
     How long a batch takes is given (--service-time), learned from recorded answers (--answers),
     or measured (--models), in this order. Every combination of the options is a scenario.
     """
+    if report_file is not None:
+        require_report_packages()
     job = _job(settings, given, chosen)
     with progress() as shown:
         found = run(simulated(settings, job, shown))
@@ -240,8 +243,7 @@ def _tell(found: Simulated, report_file: Path | None, in_json: bool) -> None:
         say(f"headrace: {notice}", err=True)
     rows = [cells(each) for each in found.outcomes]
     if report_file is not None:
-        page = report(found.source, found.outcomes, found.times, (HEADINGS, rows))
-        write_report(report_file, page)
+        write_report(report_file, report(found.source, found.outcomes, found.times))
     if in_json:
         fields = {
             "source": found.source,

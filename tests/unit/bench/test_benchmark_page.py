@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from benchmarks.bars import bars
 from benchmarks.contestants import (
     ALL_CORES,
     BARE,
@@ -21,6 +20,7 @@ from benchmarks.contestants import (
     TRACED,
 )
 from benchmarks.page import BEGIN, END, with_tables
+from benchmarks.plots import Line, plot_bars, plot_over_time, write_plot
 from benchmarks.processes import without_directories
 from benchmarks.results import (
     Contest,
@@ -179,15 +179,18 @@ def test_tables_go_between_the_marks() -> None:
         with_tables("no marks", "new")
 
 
-def test_bars_are_well_formed_and_as_long_as_their_values() -> None:
-    """On a logarithmic scale, one for each contestant, names escaped."""
+def test_plots_show_every_contestant_and_the_capacity(tmp_path: Path) -> None:
+    """Names and values are text of a well-formed file."""
     rows = [("a & b", "loop", (10.0, 10.0, 10.0)), ("c", "headrace", (1000.0, 900.0, 1100.0))]
-    root = ElementTree.fromstring(bars(rows))
-    widths = [float(each.get("width", "0")) for each in root.iter() if each.tag.endswith("rect")]
+    line = Line("answered in time", "good", [1.0, 2.0])
+    texts = []
+    for figure in (plot_bars(rows), plot_over_time([0.0, 1.0], [line], 5.0)):
+        write_plot(tmp_path / "plot.svg", figure)
+        root = ElementTree.fromstring((tmp_path / "plot.svg").read_text(encoding="utf-8"))
+        texts.append({each.text for each in root.iter("{http://www.w3.org/2000/svg}text")})
 
-    assert len(widths) == 2
-    assert widths[0] < widths[1]
-    assert "a & b" in "".join(root.itertext())
+    assert {"a & b", "c", "1,000"} <= texts[0]
+    assert {"answered in time", "capacity"} <= texts[1]
 
 
 def test_a_rise_of_memory_is_found() -> None:

@@ -19,10 +19,8 @@ from headrace.tools.compare.differences import (
     compare_answers,
     compare_arrays,
 )
-from headrace.tools.compare.plots import cumulative, magnitudes
-from headrace.tools.compare.report import Subjects, report
+from headrace.tools.compare.report import Subjects, describe, report, shares_by_decade, summary
 from headrace.tools.compare.run import Asked, Comparison
-from headrace.tools.compare.summary import describe, summary
 from headrace.tools.compare.tally import WorstCase, WorstCases
 from headrace.tools.compare.verdict import Thresholds, is_same, judge
 
@@ -275,17 +273,9 @@ def test_the_summary_is_json_of_all_that_was_found() -> None:
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_plots_of_nothing_are_not_drawn() -> None:
-    """An empty frame would look like a measurement."""
-    assert cumulative({"candidate": []}, "x") == ""
-    assert magnitudes({"candidate": []}, "x", 1.0) == ""
+def test_shares_by_decade_include_extreme_values() -> None:
+    """Zeros come first; values beyond the decades count in the outermost ones."""
+    shares = shares_by_decade([0.0, 1e-30, 2e-9, 1e30, math.inf])
 
-
-def test_extreme_values_stay_within_the_plot() -> None:
-    """Zero, the smallest and the infinite ones have their places."""
-    drawn = magnitudes({"candidate": [0.0, 1e-30, 1e30, math.inf]}, "x", 1e-40)
-
-    svg = ElementTree.fromstring(drawn[: drawn.index("<p ")])
-    xs = [float(each.attrib["x"]) for each in svg.iter("rect")]
-    assert xs
-    assert all(46 <= x < 460 - 22 for x in xs)
+    assert (shares[0], shares[1], shares[-1]) == (0.2, 0.4, 0.4)
+    assert sum(shares) == pytest.approx(1.0)
