@@ -57,7 +57,7 @@ EXPLAINING = frozenset(
         FaultKind.CONNECTIONS_CUT,
         FaultKind.BROKER_SILENT,
         FaultKind.DRAIN_CUT_SHORT,
-        FaultKind.THROTTLED,
+        FaultKind.UNACKNOWLEDGED,
     }
 )
 

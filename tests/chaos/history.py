@@ -84,6 +84,7 @@ class FaultKind(StrEnum):
     BROKER_RESTARTED = "broker restarted"
     CONNECTIONS_CUT = "connections cut"
     BROKER_SILENT = "the broker gave no answer"
+    UNACKNOWLEDGED = "a write was not acknowledged in time"
     DRAIN_CUT_SHORT = "its time to drain was too short"
     JOINED = "joined"
     LEFT = "left"

@@ -24,7 +24,6 @@ READY = '"process.ready"'
 CANNOT_BEGIN = ("LogUnavailable", "members of another kind")
 """A process that is started while no broker answers, or before the session of one that was killed
 and had another form is over, says so and ends, having done nothing."""
-DRAIN_INCOMPLETE = b'"drain.incomplete"'
 HTTP_PORT = re.compile(r'"http_port": (\d+)')
 READY_DEADLINE_S = 60.0
 STATUS_DEADLINE_S = 5.0
@@ -40,6 +39,17 @@ its partitions are another's: a member learns of it with its next heartbeat, or 
 """
 UNDER_WAY_MS = 1000
 """For so long after a process was killed, or stopped, the broker may write what it had sent."""
+TROUBLES = {
+    b'"drain.incomplete"': (FaultKind.DRAIN_CUT_SHORT, UNDER_WAY_MS, UNDER_WAY_MS),
+    b"not acknowledged within": (
+        FaultKind.UNACKNOWLEDGED,
+        AFTERMATH_MS + UNDER_WAY_MS,
+        AFTERMATH_MS,
+    ),
+}
+"""What a process says of a trouble, its kind, and for how long before and after it has an effect. A
+send is given up after twice the time-out of a request, and may be written then or later.
+"""
 SHIFTED_CLOCK = Path(__file__).with_name("shifted_clock")
 
 
@@ -113,7 +123,7 @@ class Member:
                 stderr=log,
             )
         async with asyncio.TaskGroup() as tasks:
-            noting = tasks.create_task(self._note_incomplete_drains(), name="note-drains")
+            noting = tasks.create_task(self._note_troubles(), name="note-troubles")
             code = await self._process.wait()
             noting.cancel()
         printed = self._log.read_text(encoding="utf-8", errors="replace")
@@ -124,19 +134,19 @@ class Member:
         self._history.add(Fault(at_ms, at_ms + UNDER_WAY_MS, FaultKind.CRASHED, self.stages))
         self.crashes.append(f"{','.join(self.stages)} ended with {code}: see {self._log}")
 
-    async def _note_incomplete_drains(self) -> None:
-        """Write down when this life says that a drain ended before its requests were answered:
-        partitions that it then gave up may have answers which it did not commit.
+    async def _note_troubles(self) -> None:
+        """Write down when this life says what can leave it unknown whether answers were written,
+        or leave them uncommitted.
         """
-        known = 0
+        known = dict.fromkeys(TROUBLES, 0)
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
-            found = self._log.read_bytes().count(DRAIN_INCOMPLETE)
-            if found > known:
-                known, at_ms = found, now_ms()
-                began_ms, ended_ms = at_ms - UNDER_WAY_MS, at_ms + UNDER_WAY_MS
-                cut = Fault(began_ms, ended_ms, FaultKind.DRAIN_CUT_SHORT, self.stages)
-                self._history.add(cut)
+            printed = self._log.read_bytes()
+            for said, (kind, before_ms, after_ms) in TROUBLES.items():
+                found = printed.count(said)
+                if found > known[said]:
+                    known[said], at_ms = found, now_ms()
+                    self._history.add(Fault(at_ms - before_ms, at_ms + after_ms, kind, self.stages))
 
     async def save_status(self) -> None:
         """Keep what `/status` says beside the log, for whoever asks why nothing goes on."""
