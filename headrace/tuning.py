@@ -319,10 +319,10 @@ class IngestTuning:
 class BatcherTuning:
     """Tuning values of `services.batcher`."""
 
-    pace_half_life_us: int = 1_000_000
-    """After this much time with a backlog, the learned pace counts half."""
-    pace_memory_us: int = 5_000_000
-    """The pace is forgotten after this long without a backlog: a pace from a bad moment could
+    rate_half_life_us: int = 1_000_000
+    """After this much time with a backlog, the learned service rate counts half."""
+    rate_memory_us: int = 5_000_000
+    """The service rate is forgotten after this long without a backlog: one from a bad moment could
     refuse so much that no backlog forms to correct it."""
     max_stall_ratio: int = 4
     """A batch counts as at most this many times as long as usual: a stall of half a second says

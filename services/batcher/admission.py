@@ -1,8 +1,8 @@
 """Admission: refuse requests that would be answered too late before they wait.
 
-The end of a request is predicted from the rows ahead of it, the pace at which the model's queue
-has been shrinking, and its own run. The pace is learned from batches that closed while more rows
-waited, so it includes whatever else the process does. Without a backlog there is no pace, and
+The end of a request is predicted from the rows ahead of it, the rate at which the model's queue
+has been shrinking, and its own run. The rate is learned from batches that closed while more rows
+waited, so it includes whatever else the process does. Without a backlog there is no rate, and
 nothing is refused. This kind of prediction follows Clockwork (Gujarati et al., 2020): a request is
 refused before its run, never after it.
 """
@@ -14,7 +14,7 @@ from headrace.protocol.messages import Failure
 from headrace.tuning import TUNING, BatcherTuning
 
 
-class Pace:
+class ServiceRate:
     """How fast one model's queue shrinks while more waits than one batch takes.
 
     Learns the ratio of the time from one close to the next over the batch's predicted run time.
@@ -46,7 +46,7 @@ class Pace:
         self._taken_us = 0.0
         self._closes = 0
 
-    def closed(self, run_us: float, best_row_us: float, left: int, now_us: int) -> None:
+    def record_close(self, run_us: float, best_row_us: float, left: int, now_us: int) -> None:
         """Record the close of a batch.
 
         Its duration is known when the next one closes, if rows waited all the time.
@@ -64,11 +64,11 @@ class Pace:
                 elapsed_us = min(elapsed_us, self._tuning.max_stall_ratio * usual * self._taken_us)
             self._elapsed_us += elapsed_us
             self._predicted_us += self._taken_us
-            if self._elapsed_us > self._tuning.pace_half_life_us:
+            if self._elapsed_us > self._tuning.rate_half_life_us:
                 self._elapsed_us /= 2
                 self._predicted_us /= 2
             self._learned_us = now_us
-        elif now_us - self._learned_us > self._tuning.pace_memory_us:
+        elif now_us - self._learned_us > self._tuning.rate_memory_us:
             self._elapsed_us = self._predicted_us = self.row_us = 0.0
         if self._predicted_us:
             self.row_us = best_row_us * self._elapsed_us / self._predicted_us
@@ -76,8 +76,8 @@ class Pace:
         self._taken_us = run_us
         self._closes += 1
 
-    def idle(self) -> None:
-        """Stop measuring: nothing waits, so the time to the next batch is no pace."""
+    def stop_measuring(self) -> None:
+        """Stop measuring: nothing waits, so the time to the next batch says nothing."""
         self._since_us = 0
 
     @property
@@ -86,12 +86,12 @@ class Pace:
         return bool(self._since_us)
 
     @property
-    def tries_more(self) -> bool:
+    def explores_larger(self) -> bool:
         """True if the next batch may exceed the best size, to explore."""
         return self._explores(0)
 
     @property
-    def tries_less(self) -> bool:
+    def explores_smaller(self) -> bool:
         """True if the next batch may be below the best size, to explore."""
         return self._explores(1)
 
@@ -102,8 +102,8 @@ class Pace:
         done, place = divmod(self._closes, every)
         return place == every - 1 and done % 2 == turn
 
-    def wait_us(self, rows: int, now_us: int) -> int:
-        """Return the time until `rows` waiting rows have left; 0 if no pace is known."""
+    def predict_wait_us(self, rows: int, now_us: int) -> int:
+        """Return the time until `rows` waiting rows have left; 0 if no rate is known."""
         if not self._predicted_us:
             return 0
         under_way_us = 0.0
@@ -113,7 +113,7 @@ class Pace:
         return int(under_way_us + rows * self.row_us)
 
 
-def too_late(due_us: int, end_us: int, now_us: int, stage: str) -> Failure | None:
+def late_refusal(due_us: int, end_us: int, now_us: int, stage: str) -> Failure | None:
     """Return the refusal of a request that would be answered after its deadline, or None.
 
     Its retry time is by how much the request would be late: by then the backlog has shrunk enough

@@ -17,7 +17,7 @@ arrives; if the wall clock is set later, waiting requests keep the time they had
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
@@ -25,8 +25,8 @@ from headrace.delivery.failures import VOID, expiry, rejection
 from headrace.errors import Code, Rejected
 from headrace.protocol.headers import BY_CORRELATION
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
-from headrace.services.batcher.admission import too_late
-from headrace.services.batcher.fair_queue import BatchLimits, Fifo, Group, Lane
+from headrace.services.batcher.admission import late_refusal
+from headrace.services.batcher.fair_queue import BatchLimits, Fifo, ShapeGroup, TenantQueue
 from headrace.services.batcher.model_queue import ModelQueue
 from headrace.topics import Stage
 from headrace.transport.channels import IDLE, Ask
@@ -42,13 +42,52 @@ _Deadline: TypeAlias = tuple[int, int, Request]
 the request."""
 
 
-def _has_left(entry: _Deadline) -> bool:
+class Deadlines:
+    """Deadlines of the waiting requests, the earliest first.
+
+    The deadline of a request that has joined a batch or has ended stays in the heap until it is
+    first, or until there are many such deadlines: they may be hours away.
+
+    Args:
+        max_stale: deadlines of requests that no longer wait to keep before they are removed.
+    """
+
+    def __init__(self, max_stale: int) -> None:
+        self._max_stale = max_stale
+        self._limit = max_stale
+        self._order = count()
+        self._heap: list[_Deadline] = []
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Add requests whose `due_us` is set."""
+        if len(self._heap) > self._limit:
+            self._heap = [entry for entry in self._heap if not _has_left(entry[2])]
+            heapq.heapify(self._heap)
+            self._limit = 2 * len(self._heap) + self._max_stale
+        heap, order = self._heap, self._order
+        for request in requests:
+            heapq.heappush(heap, (request.due_us, next(order), request))
+
+    def earliest_us(self) -> int | None:
+        """Return the earliest deadline of the waiting requests; None if none has one."""
+        while self._heap and _has_left(self._heap[0][2]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pop_passed(self, now_us: int) -> Iterator[Request]:
+        """Remove and return the waiting requests whose deadlines have passed."""
+        while self._heap and self._heap[0][0] <= now_us:
+            _, _, request = heapq.heappop(self._heap)
+            if not _has_left(request):
+                yield request
+
+
+def _has_left(request: Request) -> bool:
     """True if the request has joined a batch or has ended."""
-    request = entry[2]
     return bool(request.formed_us) or request.failure is not None
 
 
-def _end_us(
+def _predict_end_us(
     queue: ModelQueue, envelope: Envelope, request: Request | None, now_us: int, rows: int = 0
 ) -> int:
     """Return when a request that arrives now would be done; `now_us` if no rows are ahead of it.
@@ -60,7 +99,7 @@ def _end_us(
     ahead = queue.rows_ahead(envelope.tenant, envelope.priority) + rows
     if not ahead:
         return now_us
-    end_us = now_us + queue.pace.wait_us(ahead, now_us)
+    end_us = now_us + queue.rate.predict_wait_us(ahead, now_us)
     latency, full = queue.limits.latency, queue.limits.max_batch_size
     if latency is None:
         return end_us
@@ -70,36 +109,53 @@ def _end_us(
     return end_us + latency.margin_us if ahead >= 2 * full else end_us
 
 
-def _is_sure(queue: ModelQueue, rows: int, left_us: int) -> bool:
+def _is_in_time(queue: ModelQueue, rows: int, left_us: int) -> bool:
     """True if `left_us` suffices for all waiting rows, `rows` more, and two full batches."""
     limits = queue.limits
-    behind_all_us = (queue.rows + rows + 2 * limits.max_batch_size) * queue.pace.row_us
+    behind_all_us = (queue.rows + rows + 2 * limits.max_batch_size) * queue.rate.row_us
     if limits.latency is not None:
         behind_all_us += limits.latency.margin_us
     return behind_all_us < left_us
 
 
-def _alike(requests: Sequence[Request], start: int) -> tuple[int, bool]:
+def _scan_similar(requests: Sequence[Request], start: int) -> tuple[int, bool]:
     """Return the end of the run of requests like the first, and whether any has a deadline."""
     first = requests[start]
     model, version, shape_class = first.model, first.version, first.shape_class
     envelope = first.envelope
     tenant, priority = envelope.tenant, envelope.priority
-    dated = bool(envelope.deadline_ms)
+    has_deadline = bool(envelope.deadline_ms)
     for place in range(start + 1, len(requests)):
         request = requests[place]
         if request.envelope is not envelope:
             envelope = request.envelope
             if envelope.tenant != tenant or envelope.priority != priority:
-                return place, dated
-            dated = dated or envelope.deadline_ms > 0
+                return place, has_deadline
+            has_deadline = has_deadline or envelope.deadline_ms > 0
         if (
             request.model != model
             or request.version != version
             or request.shape_class != shape_class
         ):
-            return place, dated
-    return len(requests), dated
+            return place, has_deadline
+    return len(requests), has_deadline
+
+
+def _find_cancelled(cancelling: Sequence[Request], queues: Iterable[ModelQueue]) -> list[Request]:
+    """Return the waiting requests that the records name, by correlation id or by offset."""
+    names = {
+        (each.partition, each.envelope.correlation_id)
+        for each in cancelling
+        if each.envelope.cancels == BY_CORRELATION
+    }
+    places = {(cancels[1], cancels[2]) for each in cancelling if (cancels := each.envelope.cancels)}
+    return [
+        request
+        for queue in queues
+        for request in queue.waiting()
+        if (request.partition, request.offset) in places
+        or (request.partition, request.envelope.correlation_id) in names
+    ]
 
 
 class DynamicBatcher:
@@ -129,10 +185,8 @@ class DynamicBatcher:
         self._rebind = rebind
         self._prefix = prefix
         self._numbers = count(1)
-        self._order = count()
         self._queues: dict[ModelKey, ModelQueue] = {}
-        self._deadlines: list[_Deadline] = []
-        self._keep_deadlines = tuning.max_stale_deadlines
+        self._deadlines = Deadlines(tuning.max_stale_deadlines)
         self.wall_ahead_us = 0
         self.ended: list[Request] = []
         self.cancellations: list[Request] = []
@@ -155,30 +209,30 @@ class DynamicBatcher:
         key = (request.model, request.version)
         queue = self._queues.get(key)
         if queue is None or not queue.count:
-            queue = self._opened(key, queue, request)
+            queue = self._open_queue(key, queue, request)
             if queue is None:
                 return
         deadline_ms = request.envelope.deadline_ms
         if deadline_ms:
             request.due_us = self._due_us(deadline_ms)
-            if queue.pace.row_us and queue.count:
+            if queue.rate.row_us and queue.count:
                 failure = self._refusal(queue, request, request.came_us)
                 if failure is not None:
                     request.fail(failure)
                     self.ended.append(request)
                     return
-            self._note_deadline((request.due_us, next(self._order), request))
+            self._deadlines.add((request,))
         queue.add(request)
 
     def add_all(self, requests: Sequence[Request], now_us: int) -> None:
         """Add requests in order, runs of similar ones together; see `add`."""
         start = 0
         while start < len(requests):
-            stop, dated = _alike(requests, start)
+            stop, has_deadline = _scan_similar(requests, start)
             first, more = requests[start], requests[start + 1 : stop]
             self.add(first, now_us)
             waits = first.failure is None
-            if more and not (waits and self._add_alike(more, now_us, dated=dated)):
+            if more and not (waits and self._add_similar(more, now_us, has_deadline=has_deadline)):
                 for request in more:
                     self.add(request, now_us)
             start = stop
@@ -198,10 +252,10 @@ class DynamicBatcher:
             for (model, version), queue in self._queues.items()
             if model == envelope.model and envelope.version in ("", version)
         ]
-        if len(found) != 1 or not envelope.deadline_ms or not found[0].pace.row_us:
+        if len(found) != 1 or not envelope.deadline_ms or not found[0].rate.row_us:
             return None
-        end_us = _end_us(found[0], envelope, None, now_us, rows)
-        return too_late(self._due_us(envelope.deadline_ms), end_us, now_us, stage)
+        end_us = _predict_end_us(found[0], envelope, None, now_us, rows)
+        return late_refusal(self._due_us(envelope.deadline_ms), end_us, now_us, stage)
 
     def cancel(self) -> tuple[list[Request], int]:
         """End the waiting requests named by `cancellations`.
@@ -210,21 +264,7 @@ class DynamicBatcher:
         waits goes on.
         """
         cancelling, self.cancellations = self.cancellations, []
-        names = {
-            (each.partition, each.envelope.correlation_id)
-            for each in cancelling
-            if each.envelope.cancels == BY_CORRELATION
-        }
-        places = {
-            (cancels[1], cancels[2]) for each in cancelling if (cancels := each.envelope.cancels)
-        }
-        found = [
-            request
-            for queue in self._queues.values()
-            for request in queue.waiting()
-            if (request.partition, request.offset) in places
-            or (request.partition, request.envelope.correlation_id) in names
-        ]
+        found = _find_cancelled(cancelling, self._queues.values())
         for request in found:
             self._end(request, Failure(Code.CANCELLED, "the caller cancelled it", Stage.BATCHER))
         return cancelling, len(found)
@@ -240,11 +280,12 @@ class DynamicBatcher:
             ask: whether the instance is idle now, will be at a given time, or pulls for the last
                 time, when no request may wait any longer.
         """
-        # Expire first, so that no batch is formed around a request that is already late.
+        # Expire first, so that no batch is formed around a request that is already late: it would
+        # cut the batch to a size that is in time for it.
         self.expire(now_us)
         if self.draining:
             ask = ask._replace(at_once=True)
-        while (each := self._ripest(key, now_us, ask)) is not None:
+        while (each := self._next_ready(key, now_us, ask)) is not None:
             batch = self._close(*each, now_us, ask)
             if batch is not None:
                 return batch
@@ -252,12 +293,9 @@ class DynamicBatcher:
 
     def expire(self, now_us: int) -> None:
         """End every request whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] <= now_us:
-            entry = heapq.heappop(self._deadlines)
-            if not _has_left(entry):
-                due_us, _, request = entry
-                late_ms = (now_us - due_us) / 1000
-                self._end(request, expiry(request.envelope.deadline_ms, late_ms, Stage.BATCHER))
+        for request in self._deadlines.pop_passed(now_us):
+            late_ms = (now_us - request.due_us) / 1000
+            self._end(request, expiry(request.envelope.deadline_ms, late_ms, Stage.BATCHER))
 
     # --- queries ------------------------------------------------------------------------------
 
@@ -276,9 +314,7 @@ class DynamicBatcher:
 
     def earliest_deadline_us(self) -> int | None:
         """Return the earliest deadline of the waiting requests; None if none has one."""
-        while self._deadlines and _has_left(self._deadlines[0]):
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.earliest_us()
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -292,7 +328,7 @@ class DynamicBatcher:
         """
         return self._limits_of(request) is not None
 
-    def _opened(
+    def _open_queue(
         self, key: ModelKey, known: ModelQueue | None, request: Request
     ) -> ModelQueue | None:
         """Return the queue for the first request of a model version, which may have changed.
@@ -326,10 +362,9 @@ class DynamicBatcher:
                 self.ended.append(request)
                 return None
 
-    def _add_alike(self, requests: Sequence[Request], now_us: int, *, dated: bool) -> bool:
-        """Add requests similar to the waiting one added before; `dated`: some have deadlines.
-
-        Return False if each must be added and checked singly.
+    def _add_similar(self, requests: Sequence[Request], now_us: int, *, has_deadline: bool) -> bool:
+        """Add requests similar to the waiting one added before, some of which have deadlines if
+        `has_deadline`. Return False if each must be added and checked singly.
         """
         first = requests[0]
         queue = self._queues.get((first.model, first.version))
@@ -339,88 +374,69 @@ class DynamicBatcher:
         for request in requests:
             request.came_us = now_us
             rows += request.rows
-        entries: list[_Deadline] = []
-        if dated:
-            order = self._order
+        with_deadline: list[Request] = []
+        if has_deadline:
             for one in requests:
                 if deadline_ms := one.envelope.deadline_ms:
-                    due_us = one.due_us = self._due_us(deadline_ms)
-                    entries.append((due_us, next(order), one))
-        if entries:
-            if queue.pace.row_us and not _is_sure(queue, rows, min(entries)[0] - now_us):
-                return False
-            self._clear_deadlines()
-            for entry in entries:
-                heapq.heappush(self._deadlines, entry)
-        queue.add_alike(requests, rows, [entry[2] for entry in entries])
+                    one.due_us = self._due_us(deadline_ms)
+                    with_deadline.append(one)
+        if with_deadline:
+            if queue.rate.row_us:
+                # One check for all: if the most urgent one is in time behind all of them, none has
+                # to be refused. Otherwise each is checked with the rows ahead of it alone.
+                least_us = min([one.due_us for one in with_deadline]) - now_us
+                if not _is_in_time(queue, rows, least_us):
+                    return False
+            self._deadlines.add(with_deadline)
+        queue.add_similar(requests, rows, with_deadline)
         return True
 
     def _refusal(self, queue: ModelQueue, request: Request, now_us: int) -> Failure | None:
         """Return why the rows ahead and its own run make a request late; None if they do not."""
-        if _is_sure(queue, 0, request.due_us - now_us):
+        if _is_in_time(queue, 0, request.due_us - now_us):
             return None
-        end_us = _end_us(queue, request.envelope, request, now_us)
-        return too_late(request.due_us, end_us, now_us, Stage.BATCHER)
+        end_us = _predict_end_us(queue, request.envelope, request, now_us)
+        return late_refusal(request.due_us, end_us, now_us, Stage.BATCHER)
 
-    def _note_deadline(self, entry: _Deadline) -> None:
-        self._clear_deadlines()
-        heapq.heappush(self._deadlines, entry)
-
-    def _clear_deadlines(self) -> None:
-        if len(self._deadlines) > self._keep_deadlines:
-            # Drop entries of requests that have left: their deadlines may be hours away.
-            self._deadlines = [one for one in self._deadlines if not _has_left(one)]
-            heapq.heapify(self._deadlines)
-            self._keep_deadlines = 2 * len(self._deadlines) + self._tuning.max_stale_deadlines
-
-    def _ripest(
+    def _next_ready(
         self, key: ModelKey | None, now_us: int, ask: Ask
-    ) -> tuple[ModelQueue, Group] | None:
+    ) -> tuple[ModelQueue, ShapeGroup] | None:
         """Return the most urgent group that may close; None if there is none."""
-        ripe: list[tuple[ModelQueue, Group]] = []
+        ready: list[tuple[ModelQueue, ShapeGroup]] = []
         for each in list(self._queues) if key is None else [key]:
             queue = self._queues.get(each)
             if queue is None:
                 continue
-            group = queue.ripest(now_us, ask)
+            group = queue.next_ready(now_us, ask)
             if group is not None:
-                ripe.append((queue, group))
+                ready.append((queue, group))
             elif ask.at_once:
                 del self._queues[each]  # the last pull for this version
-        if len(ripe) > 1:
-            return min(ripe, key=lambda one: one[0].urgency_us())
-        return ripe[0] if ripe else None
+        if len(ready) > 1:
+            return min(ready, key=lambda one: one[0].urgency_us())
+        return ready[0] if ready else None
 
     def _end(self, request: Request, failure: Failure) -> None:
         request.fail(failure)
         self._queues[request.model, request.version].end(request)
         self.ended.append(request)
 
-    def _close(self, queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Batch | None:
-        size = size_of(queue, group, now_us, ask)
-        closed = Closing(queue, group, size, now_us, now_us + self.wall_ahead_us).run(
-            self._otherwise(group, ask)
-        )
-        self.ended += closed.ended
-        if not closed.requests:
+    def _close(self, queue: ModelQueue, group: ShapeGroup, now_us: int, ask: Ask) -> Batch | None:
+        size = choose_size(queue, group, now_us, ask)
+        builder = BatchBuilder(queue, group, size, now_us, now_us + self.wall_ahead_us)
+        built = builder.build(self._partial_reason(group, ask))
+        self.ended += built.ended
+        # All requests of the group may have been refused or revoked; `next` then tries another.
+        if not built.requests:
             return None
         batch = Batch(
-            f"{self._prefix}-{next(self._numbers)}", closed.requests, closed.reason, size.end_us
+            f"{self._prefix}-{next(self._numbers)}", built.requests, built.reason, size.end_us
         )
-        latency, best = group.limits.latency, group.best_rows
-        run_us = best_us = None
-        if latency is not None:
-            run_us = latency.predict_us(group.shape_class, batch.rows)
-            best_us = latency.predict_us(group.shape_class, best)
-        if latency is None:
-            run_us, best_us = batch.rows, best
-        if run_us is None or best_us is None:
-            queue.pace.idle()  # rows and microseconds cannot be mixed
-        else:
-            queue.pace.closed(run_us, best_us / best, queue.rows, now_us)
+        # Last, because the rate counts the rows that still wait after the batch has left.
+        _record_close(queue, group, batch.rows, now_us)
         return batch
 
-    def _otherwise(self, group: Group, ask: Ask) -> str:
+    def _partial_reason(self, group: ShapeGroup, ask: Ask) -> str:
         """Return why a batch that is not full closes."""
         if self.draining:
             return "drain"
@@ -429,23 +445,37 @@ class DynamicBatcher:
         return "delay" if group.limits.max_queue_delay_ms else "idle"
 
 
-class Size(NamedTuple):
+def _record_close(queue: ModelQueue, group: ShapeGroup, rows: int, now_us: int) -> None:
+    """Let the model's service rate learn from a batch that has just closed."""
+    latency, best = group.limits.latency, group.best_rows
+    if latency is None:
+        queue.rate.record_close(rows, 1.0, queue.rows, now_us)
+        return
+    run_us = latency.predict_us(group.shape_class, rows)
+    best_us = latency.predict_us(group.shape_class, best)
+    if run_us is None or best_us is None:
+        queue.rate.stop_measuring()  # rows and microseconds cannot be mixed
+    else:
+        queue.rate.record_close(run_us, best_us / best, queue.rows, now_us)
+
+
+class BatchSize(NamedTuple):
     """Size limit of a batch.
 
     Attributes:
         rows: most rows.
         end_us: predicted end of its run; 0 if unknown.
-        sure_us: requests with a deadline before this moment do not join.
+        min_due_us: requests with a deadline before this moment do not join.
         reason: why the batch closes when it reaches `rows`.
     """
 
     rows: int
     end_us: int
-    sure_us: int
+    min_due_us: int
     reason: str
 
 
-class Closed(NamedTuple):
+class BuiltBatch(NamedTuple):
     """The requests of a batch, the requests that ended instead of joining, and why it closed."""
 
     requests: list[Request]
@@ -453,7 +483,7 @@ class Closed(NamedTuple):
     reason: str
 
 
-def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
+def choose_size(queue: ModelQueue, group: ShapeGroup, now_us: int, ask: Ask) -> BatchSize:
     """Return the size with the best throughput that the deadlines allow.
 
     If all waiting requests fit into one batch, but the most urgent one would be late in it, the
@@ -461,46 +491,48 @@ def size_of(queue: ModelQueue, group: Group, now_us: int, ask: Ask) -> Size:
     not: small batches take longer per row and would make every request late, so the most urgent
     ones are given up.
     """
-    group.learn()
+    group.update_best_rows()
     limits, rows = group.limits, group.best_rows
     latency = limits.latency
     if latency is None:
-        return Size(rows, 0, 0, "full")
-    if group.rows > rows and queue.pace.tries_more:
+        return BatchSize(rows, 0, 0, "full")
+    if group.rows > rows and queue.rate.explores_larger:
         rows = min(2 * rows, limits.max_batch_size)
-    elif group.rows > rows and queue.pace.tries_less:
+    elif group.rows > rows and queue.rate.explores_smaller:
         rows = max(1, rows // 2)
     starts_us = max(now_us, ask.close_at_us)
     run_us = latency.predict_us(group.shape_class, min(rows, group.rows))
     if run_us is None:
-        return Size(rows, 0, 0, "full")
-    has_time = group.rows <= rows and not queue.pace.has_backlog
-    lane = group.first_lane() if has_time else None
-    due_us = 0 if lane is None else lane.earliest_due_us()
+        return BatchSize(rows, 0, 0, "full")
+    # A backlog at the last close counts as well: under load more requests arrive during the run,
+    # and a small batch would make them late.
+    has_time = group.rows <= rows and not queue.rate.has_backlog
+    tenant_queue = group.next_queue() if has_time else None
+    due_us = 0 if tenant_queue is None else tenant_queue.earliest_due_us()
     slack_us = due_us - starts_us
     if due_us and slack_us < run_us:
         fitting = latency.best_rows(group.shape_class, group.rows, slack_us)
         fitting_us = latency.predict_us(group.shape_class, fitting) or 0
         if fitting_us <= slack_us:
-            return Size(fitting, starts_us + fitting_us, starts_us + fitting_us, "deadline")
+            return BatchSize(fitting, starts_us + fitting_us, starts_us + fitting_us, "deadline")
     end_us = starts_us + run_us
     # While other requests wait for its place, a request must be in time by the margin as well.
-    sure_us = end_us + latency.margin_us if group.rows > rows else end_us
-    return Size(rows, end_us, sure_us, "full")
+    min_due_us = end_us + latency.margin_us if group.rows > rows else end_us
+    return BatchSize(rows, end_us, min_due_us, "full")
 
 
-class Closing:
+class BatchBuilder:
     """Take requests out of a group until the batch is full or the group is empty.
 
     Args:
         queue, group: the model's queue and the group to take from.
-        size: see `size_of`.
+        size: see `choose_size`.
         now_us: microseconds of a steady clock.
         formed_us: the same moment in epoch microseconds.
     """
 
     def __init__(
-        self, queue: ModelQueue, group: Group, size: Size, now_us: int, formed_us: int
+        self, queue: ModelQueue, group: ShapeGroup, size: BatchSize, now_us: int, formed_us: int
     ) -> None:
         self._queue = queue
         self._group = group
@@ -513,34 +545,41 @@ class Closing:
         self._ended: list[Request] = []
         self._late: list[tuple[Request, Failure]] = []
 
-    def run(self, otherwise: str) -> Closed:
+    def build(self, partial_reason: str) -> BuiltBatch:
         """Build the batch.
 
         Args:
-            otherwise: why the batch closes if it does not reach its size limit.
+            partial_reason: why the batch closes if it does not reach its size limit.
         """
-        reason = self._fill() or otherwise
+        reason = self._fill() or partial_reason
         if not self._requests and self._late:
-            # Run one late request if there is no other: only a run can correct the prediction.
+            # Run one late request if there is no other: only a run can correct the prediction, and
+            # a wrong one would otherwise refuse every request from now on.
             request, _ = self._late.pop()
             request.formed_us = self._formed_us
             self._requests.append(request)
         for request, failure in self._late:
             request.fail(failure)
             self._ended.append(request)
-        return Closed(self._requests, self._ended, reason)
+        return BuiltBatch(self._requests, self._ended, reason)
 
     def _fill(self) -> str:
+        """Take requests in their order; return why the batch closes, or "" if it may still grow."""
         group = self._group
         reason = ""
-        while not reason and (lane := group.first_lane()) is not None:
-            is_only = len(group.lanes) == 1 and len(lane.fifos) == 1
-            reason = self._take(lane, lane.first_fifo(), lane.count if is_only else 1)
+        # The order may change with each request: tenants get equal numbers of rows, and an aged
+        # request of low priority passes a new one of high priority. So one request is taken at a
+        # time, unless there is only one queue to take from.
+        while not reason and (tenant_queue := group.next_queue()) is not None:
+            is_only = len(group.queues) == 1 and len(tenant_queue.fifos) == 1
+            reason = self._take_from(
+                tenant_queue, tenant_queue.next_fifo(), tenant_queue.count if is_only else 1
+            )
         if reason:
             return reason
         return self._size.reason if self._rows >= self._size.rows else ""
 
-    def _take(self, lane: Lane, fifo: Fifo, most: int) -> str:
+    def _take_from(self, tenant_queue: TenantQueue, fifo: Fifo, most: int) -> str:
         """Take up to `most` requests; return why nothing more fits, or ""."""
         queue, requests, formed_us = self._queue, self._requests, self._formed_us
         max_rows, max_bytes = self._size.rows, self._group.limits.max_batch_bytes
@@ -551,9 +590,10 @@ class Closing:
         while count < most and waiting:
             request = waiting[0]
             if request.failure is not None:
-                fifo.first()
+                fifo.first()  # it ended while it waited, and is no longer counted
                 continue
             row_count, byte_count = request.rows, request.size_bytes
+            # The first request always joins: one that alone exceeds the limits runs alone.
             if requests and joined_rows + row_count > max_rows:
                 reason = self._size.reason
                 break
@@ -566,27 +606,29 @@ class Closing:
             count += 1
             rows += row_count
             size_bytes += byte_count
-            judged = request.due_us or request.ack_handle.assignment.revoked
-            if not judged or self._joins(request):
+            needs_check = request.due_us or request.ack_handle.assignment.revoked
+            if not needs_check or self._accepts(request):
                 request.formed_us = formed_us
                 requests.append(request)
                 joined_rows += row_count
                 joined_bytes += byte_count
-        if queue.is_contested and joined_rows > self._rows:
-            queue.shares.served(lane.tenant, joined_rows - self._rows)
+        # Before the removal: it may leave one tenant, for which no service is counted.
+        if queue.has_several_tenants and joined_rows > self._rows:
+            queue.fair_queue.record_served(tenant_queue.tenant, joined_rows - self._rows)
         self._rows, self._size_bytes = joined_rows, joined_bytes
-        queue.left(lane, fifo, count, rows, size_bytes)
+        queue.count_removed(tenant_queue, fifo, count, rows, size_bytes)
         return reason
 
-    def _joins(self, request: Request) -> bool:
+    def _accepts(self, request: Request) -> bool:
+        """Return True if the request may join; otherwise it has ended, or would be late."""
         if request.ack_handle.revoked:
             request.fail(VOID)
             self._ended.append(request)
             return False
-        due_us, end_us = request.due_us, self._size.sure_us
+        due_us, end_us = request.due_us, self._size.min_due_us
         if not due_us or due_us >= end_us:
             return True
-        failure = too_late(due_us, end_us, self._now_us, Stage.BATCHER)
+        failure = late_refusal(due_us, end_us, self._now_us, Stage.BATCHER)
         assert failure is not None
         self._late.append((request, failure))
         return False

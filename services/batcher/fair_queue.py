@@ -1,17 +1,17 @@
-"""Lanes and fair queueing: the order of requests that may share a batch.
+"""Fair queueing: the order of requests that may share a batch.
 
-A lane holds one tenant's waiting requests of one shape class. Within a lane, requests of equal
-priority are FIFO, and a priority step is worth a fixed waiting time: all requests age at the same
-rate, so none starves.
+A `TenantQueue` holds one tenant's waiting requests of one shape class. Requests of equal priority
+are FIFO, and a priority step is worth a fixed waiting time: all requests age at the same rate, so
+none starves.
 
 Tenants share rows evenly by start-time fair queueing (Goyal, Vin and Cheng, 1996): the next row
 goes to the tenant served least while it waited. Service counts only while two tenants wait at the
 same time.
 
-A group has the lanes of one shape class, whose requests may share a batch.
+A `ShapeGroup` has the queues of one shape class, whose requests may share a batch.
 
-A `Ranking` is a heap with lazily updated entries: an entry is corrected when it reaches the top. A
-key that has risen needs nothing before that; a key that has fallen needs a new entry.
+A `LazyHeap` updates its entries lazily: an entry is corrected when it reaches the top. A key that
+has risen needs nothing before that; a key that has fallen needs a new entry.
 """
 
 from __future__ import annotations
@@ -28,27 +28,36 @@ from headrace.tuning import BatcherTuning
 
 
 class Fifo:
-    """Requests of one lane and one priority, in order of arrival.
+    """Requests of one tenant, shape class and priority, in order of arrival.
 
     Attributes:
         requests: the queue; it may still contain requests that have ended.
-        share: one-element list with the waiting rows of this tenant and priority in all lanes.
+        row_count: one-element list with the waiting rows of this tenant and priority in all
+            shape classes.
         deadlines: requests with an earlier deadline than all later arrivals (a monotonic queue):
             the first has the earliest.
     """
 
-    __slots__ = ("_tuning", "deadlines", "ended", "head_start_us", "priority", "requests", "share")
+    __slots__ = (
+        "_tuning",
+        "deadlines",
+        "ended",
+        "head_start_us",
+        "priority",
+        "requests",
+        "row_count",
+    )
 
-    def __init__(self, priority: int, share: list[int], tuning: BatcherTuning) -> None:
+    def __init__(self, priority: int, row_count: list[int], tuning: BatcherTuning) -> None:
         self._tuning = tuning
-        self.share = share
+        self.row_count = row_count
         self.priority = priority
         self.head_start_us = priority * tuning.priority_step_us
         self.requests: deque[Request] = deque()
         self.deadlines: deque[Request] = deque()
         self.ended = 0
 
-    def note_deadlines(self, requests: Sequence[Request]) -> None:
+    def add_deadlines(self, requests: Sequence[Request]) -> None:
         """Record the deadlines of the requests queued last."""
         deadlines = self.deadlines
         for request in requests:
@@ -61,11 +70,11 @@ class Fifo:
         """Return the oldest request that has not ended; None if there is none."""
         requests = self.requests
         while requests and requests[0].failure is not None:
-            self.take_first()
+            self.pop()
             self.ended -= 1
         return requests[0] if requests else None
 
-    def take_first(self) -> Request:
+    def pop(self) -> Request:
         """Remove and return the first of `requests`."""
         request = self.requests.popleft()
         deadlines = self.deadlines
@@ -73,7 +82,7 @@ class Fifo:
             deadlines.popleft()
         return request
 
-    def end_one(self) -> None:
+    def count_ended(self) -> None:
         """Count an ended request; it is removed when it is first, or together with many others."""
         self.ended += 1
         if self.ended > self._tuning.max_stale_entries and self.ended * 2 > len(self.requests):
@@ -97,39 +106,41 @@ class Fifo:
         return moment_us - self.head_start_us
 
 
-class Lane:
+class TenantQueue:
     """One tenant's waiting requests of one shape class.
 
     Attributes:
         count: number of waiting requests.
-        fifos: one for each priority, in no order; most lanes have one.
+        fifos: one for each priority, in no order; mostly there is one.
     """
 
     __slots__ = ("_tuning", "count", "fifos", "group", "tenant")
 
-    def __init__(self, group: Group, tenant: Tenant, priority: int, tuning: BatcherTuning) -> None:
+    def __init__(
+        self, group: ShapeGroup, tenant: Tenant, priority: int, tuning: BatcherTuning
+    ) -> None:
         self._tuning = tuning
         self.group = group
         self.tenant = tenant
         self.count = 0
-        self.fifos = [Fifo(priority, tenant.share_of(priority), tuning)]
+        self.fifos = [Fifo(priority, tenant.row_count_for(priority), tuning)]
 
     @property
     def is_empty(self) -> bool:
         """True if no request waits."""
         return not self.count
 
-    def fifo_of(self, priority: int) -> Fifo:
+    def fifo_for(self, priority: int) -> Fifo:
         """Return the FIFO of a priority; create it if needed."""
         for fifo in self.fifos:
             if fifo.priority == priority:
                 return fifo
-        fifo = Fifo(priority, self.tenant.share_of(priority), self._tuning)
+        fifo = Fifo(priority, self.tenant.row_count_for(priority), self._tuning)
         self.fifos.append(fifo)
         return fifo
 
-    def first_fifo(self) -> Fifo:
-        """Return the FIFO whose first request goes next; the lane must not be empty."""
+    def next_fifo(self) -> Fifo:
+        """Return the FIFO whose first request goes next; the queue must not be empty."""
         fifos = self.fifos
         if len(fifos) == 1:
             return fifos[0]
@@ -144,7 +155,7 @@ class Lane:
         assert best is not None
         return best
 
-    def came_us(self) -> int:
+    def oldest_arrival_us(self) -> int:
         """Return when the oldest waiting request arrived."""
         return min(first.came_us for first in map(Fifo.first, self.fifos) if first is not None)
 
@@ -168,23 +179,25 @@ class Tenant:
     """One tenant's waiting requests in one model's queue.
 
     Attributes:
-        rows: waiting rows by priority, each in a one-element list that lanes share.
+        rows: waiting rows by priority, each in a one-element list that its queues share.
     """
 
-    __slots__ = ("by_urgency", "lanes", "name", "rows")
+    __slots__ = ("by_urgency", "name", "queues", "rows")
 
     def __init__(self, name: str, tuning: BatcherTuning) -> None:
         self.name = name
         self.rows: dict[int, list[int]] = {}
-        self.lanes: dict[tuple[int, ...], Lane] = {}
-        self.by_urgency: Ranking[Lane] = Ranking(Lane.urgency_us, tuning.max_stale_entries)
+        self.queues: dict[tuple[int, ...], TenantQueue] = {}
+        self.by_urgency: LazyHeap[TenantQueue] = LazyHeap(
+            TenantQueue.urgency_us, tuning.max_stale_entries
+        )
 
     @property
     def is_empty(self) -> bool:
         """True if the tenant has no waiting requests."""
-        return not self.lanes
+        return not self.queues
 
-    def share_of(self, priority: int) -> list[int]:
+    def row_count_for(self, priority: int) -> list[int]:
         """Return the one-element list that counts the rows of a priority."""
         return self.rows.setdefault(priority, [0])
 
@@ -203,16 +216,16 @@ class FairQueue:
         """Return the virtual start time of the tenant's next row; the lowest goes first."""
         return max(self._now, self._finished.get(tenant.name, 0))
 
-    def served(self, tenant: Tenant, rows: int) -> None:
+    def record_served(self, tenant: Tenant, rows: int) -> None:
         """Count rows served to a tenant while others waited."""
         self._now = self.start(tenant)
         self._finished[tenant.name] = self._now + rows
         if len(self._finished) > self._max_remembered:
             self._finished = {name: at for name, at in self._finished.items() if at > self._now}
             if len(self._finished) > self._max_remembered:
-                self.forget()
+                self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget all tenants. Virtual time never goes back, so no tenant's start does either."""
         if self._finished:
             self._now = max(self._now, *self._finished.values())
@@ -232,7 +245,7 @@ class BatchLimits(Protocol):
     def latency(self) -> Latency | None: ...
 
 
-class Group:
+class ShapeGroup:
     """Waiting requests of one model, version and shape class.
 
     Attributes:
@@ -241,11 +254,11 @@ class Group:
 
     __slots__ = (
         "best_rows",
-        "by_share",
+        "by_service",
         "is_listed_full",
-        "lanes",
         "limits",
         "max_bytes",
+        "queues",
         "rows",
         "shape_class",
         "size_bytes",
@@ -255,34 +268,34 @@ class Group:
         self,
         shape_class: tuple[int, ...],
         limits: BatchLimits,
-        shares: FairQueue,
+        fair_queue: FairQueue,
         tuning: BatcherTuning,
     ) -> None:
         self.shape_class = shape_class
         self.limits = limits
         self.best_rows = limits.max_batch_size
         self.max_bytes = limits.max_batch_bytes
-        self.lanes: dict[str, Lane] = {}
-        self.by_share: Ranking[Lane] = Ranking(
-            lambda lane: shares.start(lane.tenant), tuning.max_stale_entries
+        self.queues: dict[str, TenantQueue] = {}
+        self.by_service: LazyHeap[TenantQueue] = LazyHeap(
+            lambda queue: fair_queue.start(queue.tenant), tuning.max_stale_entries
         )
         self.rows = 0
         self.size_bytes = 0
         self.is_listed_full = False
-        self.learn()
+        self.update_best_rows()
 
-    def learn(self) -> None:
+    def update_best_rows(self) -> None:
         """Update the best batch size."""
         latency = self.limits.latency
         if latency is not None:
             self.best_rows = latency.best_rows(self.shape_class, self.limits.max_batch_size)
 
-    def first_lane(self) -> Lane | None:
-        """Return the lane that supplies the next row; None if no request waits."""
-        if len(self.lanes) > 1:
-            return self.by_share.first()
-        lane = next(iter(self.lanes.values()), None)
-        return lane if lane is not None and lane.count else None
+    def next_queue(self) -> TenantQueue | None:
+        """Return the tenant's queue that supplies the next row; None if no request waits."""
+        if len(self.queues) > 1:
+            return self.by_service.first()
+        queue = next(iter(self.queues.values()), None)
+        return queue if queue is not None and queue.count else None
 
     @property
     def is_full(self) -> bool:
@@ -290,8 +303,8 @@ class Group:
         return self.rows >= self.best_rows or self.size_bytes >= self.max_bytes
 
 
-class Ranked(Protocol):
-    """An item of a `Ranking`."""
+class HeapItem(Protocol):
+    """An item of a `LazyHeap`."""
 
     @property
     def is_empty(self) -> bool:
@@ -299,10 +312,10 @@ class Ranked(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Ranked)
+R = TypeVar("R", bound=HeapItem)
 
 
-class Ranking(Generic[R]):
+class LazyHeap(Generic[R]):
     """Priority queue that returns the item with the smallest current key.
 
     Args:

@@ -1,9 +1,9 @@
 """A model's queue: waiting requests in groups that may share a batch, and which group goes next.
 
-The queue has a lane for each tenant and shape class with waiting requests (see
-`headrace.services.batcher.fair_queue`). The tenant served least goes next, and of its lanes the one
-with the earliest deadline; the batch is then filled from all lanes of that shape class. With one
-tenant and one shape class there is one lane, and nothing to choose.
+The queue has a `TenantQueue` for each tenant and shape class with waiting requests. The tenant
+served least goes next, and of its queues the one with the earliest deadline; the batch is then
+filled from all queues of that shape class. With one tenant and one shape class there is one queue,
+and nothing to choose.
 """
 
 from __future__ import annotations
@@ -12,30 +12,102 @@ from collections import deque
 from collections.abc import Sequence
 
 from headrace.protocol.messages import Request
-from headrace.services.batcher.admission import Pace
+from headrace.services.batcher.admission import ServiceRate
 from headrace.services.batcher.fair_queue import (
     BatchLimits,
     FairQueue,
     Fifo,
-    Group,
-    Lane,
-    Ranking,
+    LazyHeap,
+    ShapeGroup,
     Tenant,
+    TenantQueue,
 )
 from headrace.transport.channels import Ask
 from headrace.tuning import TUNING, BatcherTuning
 
 
+class QueueDelay:
+    """The time for which a model's batches wait to fill (`max_queue_delay_ms`).
+
+    Attributes:
+        is_set: whether batches wait at all.
+    """
+
+    __slots__ = ("_begin_by_us", "_delay_us", "_timer_step_us", "is_set")
+
+    def __init__(self, delay_us: int, timer_step_us: int) -> None:
+        self.is_set = delay_us > 0
+        self._delay_us = delay_us
+        self._timer_step_us = timer_step_us
+        self._begin_by_us = 0
+
+    def shorten(self, due_us: int, run_us: int) -> None:
+        """Cap the delay so that a request due at `due_us` is in time after a run of `run_us`."""
+        # The cap stays when this request has left, until nothing waits, which is soon. A batch that
+        # closes a little early costs less than keeping all deadlines in order.
+        begin_by_us = due_us - run_us - self._timer_step_us
+        self._begin_by_us = max(1, min(begin_by_us, self._begin_by_us or begin_by_us))
+
+    def reset(self) -> None:
+        """Remove the cap: no request waits."""
+        self._begin_by_us = 0
+
+    def is_capped(self, now_us: int) -> bool:
+        """True if a deadline leaves no more time to wait."""
+        return 0 < self._begin_by_us <= now_us
+
+    def end_us(self, arrival_us: int) -> int:
+        """Return when the delay of a request that arrived at `arrival_us` ends, without the cap."""
+        return arrival_us + self._delay_us
+
+    def due_us(self, arrival_us: int) -> int:
+        """Return when the delay of the oldest request ends, with the cap."""
+        due_us = self.end_us(arrival_us)
+        return min(due_us, self._begin_by_us) if self._begin_by_us else due_us
+
+
+class FullGroups:
+    """Groups that fill a batch, in the order in which they became full.
+
+    A group that has become less full stays until it is first, so that filling and taking out need
+    no search.
+    """
+
+    __slots__ = ("_groups", "_max_stale")
+
+    def __init__(self, max_stale: int) -> None:
+        self._groups: deque[ShapeGroup] = deque()
+        self._max_stale = max_stale
+
+    def add(self, group: ShapeGroup, group_count: int) -> None:
+        """Add a group that has become full; `group_count` is the number of all groups."""
+        if group.is_listed_full:
+            return
+        if len(self._groups) > 2 * group_count + self._max_stale:
+            self._groups = deque(one for one in self._groups if one.queues)
+        group.is_listed_full = True
+        self._groups.append(group)
+
+    def first(self) -> ShapeGroup | None:
+        """Return the group that has been full for the longest time; None if there is none."""
+        groups = self._groups
+        while groups:
+            group = groups[0]
+            if group.is_full and group.queues:
+                return group
+            group.is_listed_full = False
+            groups.popleft()
+        return None
+
+
 class ModelQueue:
     """Requests that wait for one version of a model.
-
-    An empty lane stays until another one is opened: the next request is mostly of the same kind.
 
     Attributes:
         count: number of waiting requests.
         rows: their rows together.
-        pace: how fast the queue shrinks.
-        shares: the rows that each tenant has been served.
+        rate: how fast the queue shrinks.
+        fair_queue: the rows that each tenant has been served.
     """
 
     def __init__(self, limits: BatchLimits, tuning: BatcherTuning = TUNING.batcher) -> None:
@@ -43,19 +115,22 @@ class ModelQueue:
         self.limits = limits
         self.count = 0
         self.rows = 0
-        self.pace = Pace(tuning)
-        self.shares = FairQueue(tuning.max_remembered_tenants)
-        self._delay_us = int(limits.max_queue_delay_ms * 1000)
-        self._begin_by_us = 0
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self.rate = ServiceRate(tuning)
+        self.fair_queue = FairQueue(tuning.max_remembered_tenants)
+        self._delay = QueueDelay(int(limits.max_queue_delay_ms * 1000), tuning.timer_step_us)
+        self._groups: dict[tuple[int, ...], ShapeGroup] = {}
         self._tenants: dict[str, Tenant] = {}
-        self._lanes = 0
-        self._by_share: Ranking[Tenant] = Ranking(self.shares.start, tuning.max_stale_entries)
-        self._by_age: Ranking[Lane] = Ranking(Lane.came_us, tuning.max_stale_entries)
-        self._full: deque[Group] = deque()
+        self._queue_count = 0
+        self._by_service: LazyHeap[Tenant] = LazyHeap(
+            self.fair_queue.start, tuning.max_stale_entries
+        )
+        self._by_age: LazyHeap[TenantQueue] = LazyHeap(
+            TenantQueue.oldest_arrival_us, tuning.max_stale_entries
+        )
+        self._full = FullGroups(tuning.max_stale_entries)
 
     @property
-    def is_contested(self) -> bool:
+    def has_several_tenants(self) -> bool:
         """True if several tenants wait."""
         return len(self._tenants) > 1
 
@@ -64,33 +139,34 @@ class ModelQueue:
         envelope = request.envelope
         priority = envelope.priority
         group = self._groups.get(request.shape_class)
-        lane = None if group is None else group.lanes.get(envelope.tenant)
-        if group is None or lane is None:
-            group, lane = self._open_lane(request)
-        fifo = lane.fifos[0]
+        queue = None if group is None else group.queues.get(envelope.tenant)
+        if group is None or queue is None:
+            group, queue = self._open_queue(request)
+        fifo = queue.fifos[0]
         if fifo.priority != priority:
-            fifo = lane.fifo_of(priority)
+            fifo = queue.fifo_for(priority)
         fifo.requests.append(request)
         if request.due_us:
-            fifo.note_deadlines((request,))
-            if self._delay_us:
-                self._shorten_delay(group, request)
+            fifo.add_deadlines((request,))
+            if self._delay.is_set:
+                self._delay.shorten(request.due_us, self._run_us(group))
         rows = request.rows
-        lane.count += 1
-        fifo.share[0] += rows
+        queue.count += 1
+        fifo.row_count[0] += rows
         self.count += 1
         self.rows += rows
         group.rows += rows
         group.size_bytes += request.size_bytes
-        if self._lanes > 1:
-            if lane.count == 1:
-                self._rank(lane)
-            elif len(lane.tenant.lanes) > 1 and (request.due_us or priority):
-                lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))  # it may be more urgent
+        if self._queue_count > 1:
+            if queue.count == 1:
+                self._add_to_heaps(queue)
+            elif len(queue.tenant.queues) > 1 and (request.due_us or priority):
+                # It may be more urgent now: a key that falls needs a new entry in the heap.
+                queue.tenant.by_urgency.add(queue, len(queue.tenant.queues))
         if group.rows >= group.best_rows or group.size_bytes >= group.max_bytes:
-            self._list_full(group)
+            self._full.add(group, len(self._groups))
 
-    def add_alike(
+    def add_similar(
         self, requests: Sequence[Request], rows: int, with_deadline: Sequence[Request]
     ) -> None:
         """Queue requests behind a similar one, which was added just before.
@@ -103,47 +179,50 @@ class ModelQueue:
         first = requests[0]
         envelope = first.envelope
         group = self._groups[first.shape_class]
-        lane = group.lanes[envelope.tenant]
-        fifo = lane.fifo_of(envelope.priority)
+        queue = group.queues[envelope.tenant]
+        fifo = queue.fifo_for(envelope.priority)
         fifo.requests.extend(requests)
-        fifo.note_deadlines(with_deadline)
-        for request in with_deadline if self._delay_us else ():
-            self._shorten_delay(group, request)
-        lane.count += len(requests)
-        fifo.share[0] += rows
+        fifo.add_deadlines(with_deadline)
+        for request in with_deadline if self._delay.is_set else ():
+            self._delay.shorten(request.due_us, self._run_us(group))
+        queue.count += len(requests)
+        fifo.row_count[0] += rows
         self.count += len(requests)
         self.rows += rows
         group.rows += rows
         group.size_bytes += sum([request.size_bytes for request in requests])
-        if len(lane.tenant.lanes) > 1 and (with_deadline or envelope.priority):
-            lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))  # it may be more urgent
+        if len(queue.tenant.queues) > 1 and (with_deadline or envelope.priority):
+            queue.tenant.by_urgency.add(queue, len(queue.tenant.queues))
         if group.rows >= group.best_rows or group.size_bytes >= group.max_bytes:
-            self._list_full(group)
+            self._full.add(group, len(self._groups))
 
     def end(self, request: Request) -> None:
         """Remove a request that failed while it waited."""
-        lane = self._groups[request.shape_class].lanes[request.envelope.tenant]
-        fifo = lane.fifo_of(request.envelope.priority)
-        fifo.end_one()
-        self.left(lane, fifo, 1, request.rows, request.size_bytes)
+        queue = self._groups[request.shape_class].queues[request.envelope.tenant]
+        fifo = queue.fifo_for(request.envelope.priority)
+        fifo.count_ended()
+        self.count_removed(queue, fifo, 1, request.rows, request.size_bytes)
         if not self.count:
-            self.pace.idle()
+            self.rate.stop_measuring()
 
-    def left(self, lane: Lane, fifo: Fifo, count: int, rows: int, size_bytes: int) -> None:
-        """Count requests of a lane that no longer wait: they were taken out, or have ended."""
-        group = lane.group
-        lane.count -= count
-        fifo.share[0] -= rows
+    def count_removed(
+        self, queue: TenantQueue, fifo: Fifo, count: int, rows: int, size_bytes: int
+    ) -> None:
+        """Count requests that no longer wait in `queue`: they were taken out, or have ended."""
+        group = queue.group
+        queue.count -= count
+        fifo.row_count[0] -= rows
         group.rows -= rows
         group.size_bytes -= size_bytes
         self.count -= count
         self.rows -= rows
         if not self.count:
-            self._begin_by_us = 0
-        if not lane.count and self._lanes > 1:
-            self._close_lane(lane)
+            self._delay.reset()
+        # An only queue stays although it is empty: the next request is mostly of the same kind.
+        if not queue.count and self._queue_count > 1:
+            self._remove_queue(queue)
 
-    def ripest(self, now_us: int, ask: Ask) -> Group | None:
+    def next_ready(self, now_us: int, ask: Ask) -> ShapeGroup | None:
         """Return the next group that may close; None if there is none.
 
         Args:
@@ -153,29 +232,32 @@ class ModelQueue:
         if not self.count:
             return None
         group = self._next_group()
-        busy = ask.close_at_us > now_us
-        if ask.at_once or not (busy or self._delay_us) or group.is_full:
+        is_busy = ask.close_at_us > now_us
+        if ask.at_once or not (is_busy or self._delay.is_set) or group.is_full:
             return group
-        if not busy:
-            if 0 < self._begin_by_us <= now_us:
+        # A busy instance gains nothing from a batch that could still grow until it is idle; its
+        # delay is therefore not looked at.
+        if not is_busy:
+            if self._delay.is_capped(now_us):
                 return group
+            # Fairness chose `group`, but a delay is promised to every request: the oldest one's
+            # group goes first when its delay is over, or a busy tenant could keep it waiting.
             oldest = self._oldest()
-            if oldest.came_us() + self._delay_us <= now_us:
+            if self._delay.end_us(oldest.oldest_arrival_us()) <= now_us:
                 return oldest.group
-        return self._full_group()
+        return self._full.first()
 
     def due_us(self) -> int | None:
         """Return when the oldest group's delay ends, or the earliest deadline leaves no more time
         for it; None if no request is delayed.
         """
-        if not (self._delay_us and self.count):
+        if not (self._delay.is_set and self.count):
             return None
-        due_us = self._oldest().came_us() + self._delay_us
-        return min(due_us, self._begin_by_us) if self._begin_by_us else due_us
+        return self._delay.due_us(self._oldest().oldest_arrival_us())
 
     def urgency_us(self) -> int:
         """Return when the most urgent request of the next tenant should be done."""
-        return self._next_lane().urgency_us()
+        return self._next_queue().urgency_us()
 
     def rows_ahead(self, tenant: str, priority: int) -> int:
         """Return about how many rows go before a request that arrives now.
@@ -186,114 +268,93 @@ class ModelQueue:
         mine = self._tenants.get(tenant)
         if mine is None:
             return 0
-        own = sum([share[0] for each, share in mine.rows.items() if each >= priority])
-        less_urgent = sum([share[0] for share in mine.rows.values()]) - own
+        own = sum([row_count[0] for each, row_count in mine.rows.items() if each >= priority])
+        less_urgent = sum([row_count[0] for row_count in mine.rows.values()]) - own
         return min(self.rows - less_urgent, own * len(self._tenants))
 
     def waiting(self) -> list[Request]:
         """Return all waiting requests."""
-        lanes = [lane for group in self._groups.values() for lane in group.lanes.values()]
-        return [request for lane in lanes for request in lane.waiting()]
+        queues = [queue for group in self._groups.values() for queue in group.queues.values()]
+        return [request for queue in queues for request in queue.waiting()]
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _shorten_delay(self, group: Group, request: Request) -> None:
-        """Cap the queue delay so that the earliest deadline can still be met. The cap is reset
-        when the queue is empty.
-        """
-        latency, run_us = self.limits.latency, None
-        if latency is not None:
-            run_us = latency.predict_us(group.shape_class, group.best_rows)
-        begin_by_us = request.due_us - (run_us or 0) - self._tuning.timer_step_us
-        self._begin_by_us = max(1, min(begin_by_us, self._begin_by_us or begin_by_us))
+    def _run_us(self, group: ShapeGroup) -> int:
+        """Return the predicted run time of a batch of the best size; 0 if it is unknown."""
+        latency = self.limits.latency
+        if latency is None:
+            return 0
+        return latency.predict_us(group.shape_class, group.best_rows) or 0
 
     def _next_tenant(self) -> Tenant:
         if len(self._tenants) == 1:
             return next(iter(self._tenants.values()))
-        tenant = self._by_share.first()
+        tenant = self._by_service.first()
         assert tenant is not None
         return tenant
 
-    def _next_group(self) -> Group:
+    def _next_group(self) -> ShapeGroup:
         if len(self._groups) == 1:
             return next(iter(self._groups.values()))
-        return self._next_lane().group
+        return self._next_queue().group
 
-    def _next_lane(self) -> Lane:
+    def _next_queue(self) -> TenantQueue:
         tenant = self._next_tenant()
-        if len(tenant.lanes) == 1:
-            return next(iter(tenant.lanes.values()))
-        lane = tenant.by_urgency.first()
-        assert lane is not None
-        return lane
+        if len(tenant.queues) == 1:
+            return next(iter(tenant.queues.values()))
+        queue = tenant.by_urgency.first()
+        assert queue is not None
+        return queue
 
-    def _oldest(self) -> Lane:
-        if self._lanes == 1:
-            return self._only_lane()
-        lane = self._by_age.first()
-        assert lane is not None
-        return lane
+    def _oldest(self) -> TenantQueue:
+        if self._queue_count == 1:
+            return self._only_queue()
+        queue = self._by_age.first()
+        assert queue is not None
+        return queue
 
-    def _only_lane(self) -> Lane:
+    def _only_queue(self) -> TenantQueue:
         (group,) = self._groups.values()
-        (lane,) = group.lanes.values()
-        return lane
+        (queue,) = group.queues.values()
+        return queue
 
-    def _list_full(self, group: Group) -> None:
-        if group.is_listed_full:
-            return
-        if len(self._full) > 2 * len(self._groups) + self._tuning.max_stale_entries:
-            self._full = deque(one for one in self._full if one.lanes)
-        group.is_listed_full = True
-        self._full.append(group)
-
-    def _full_group(self) -> Group | None:
-        full = self._full
-        while full:
-            group = full[0]
-            if group.is_full and group.lanes:
-                return group
-            group.is_listed_full = False
-            full.popleft()
-        return None
-
-    def _open_lane(self, request: Request) -> tuple[Group, Lane]:
-        if self._lanes == 1:
-            only = self._only_lane()
+    def _open_queue(self, request: Request) -> tuple[ShapeGroup, TenantQueue]:
+        if self._queue_count == 1:
+            only = self._only_queue()
             if only.count:
-                self._rank(only)  # from now on there is something to choose
+                self._add_to_heaps(only)  # from now on there is something to choose
             else:
-                self._close_lane(only)
+                self._remove_queue(only)
         shape_class, name = request.shape_class, request.envelope.tenant
         group = self._groups.get(shape_class)
         if group is None:
-            group = Group(shape_class, self.limits, self.shares, self._tuning)
+            group = ShapeGroup(shape_class, self.limits, self.fair_queue, self._tuning)
             self._groups[shape_class] = group
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, self._tuning)
-        for other in tenant.lanes.values() if len(tenant.lanes) == 1 else ():
+        for other in tenant.queues.values() if len(tenant.queues) == 1 else ():
             tenant.by_urgency.add(other, 1)
-        lane = Lane(group, tenant, request.envelope.priority, self._tuning)
-        group.lanes[name] = tenant.lanes[shape_class] = lane
-        self._lanes += 1
-        return group, lane
+        queue = TenantQueue(group, tenant, request.envelope.priority, self._tuning)
+        group.queues[name] = tenant.queues[shape_class] = queue
+        self._queue_count += 1
+        return group, queue
 
-    def _rank(self, lane: Lane) -> None:
-        lane.group.by_share.add(lane, len(lane.group.lanes))
-        lane.tenant.by_urgency.add(lane, len(lane.tenant.lanes))
-        self._by_share.add(lane.tenant, len(self._tenants))
-        if self._delay_us:
-            self._by_age.add(lane, self._lanes)
+    def _add_to_heaps(self, queue: TenantQueue) -> None:
+        queue.group.by_service.add(queue, len(queue.group.queues))
+        queue.tenant.by_urgency.add(queue, len(queue.tenant.queues))
+        self._by_service.add(queue.tenant, len(self._tenants))
+        if self._delay.is_set:
+            self._by_age.add(queue, self._queue_count)
 
-    def _close_lane(self, lane: Lane) -> None:
-        group, tenant = lane.group, lane.tenant
-        self._lanes -= 1
-        del group.lanes[tenant.name]
-        del tenant.lanes[group.shape_class]
-        if not group.lanes:
+    def _remove_queue(self, queue: TenantQueue) -> None:
+        group, tenant = queue.group, queue.tenant
+        self._queue_count -= 1
+        del group.queues[tenant.name]
+        del tenant.queues[group.shape_class]
+        if not group.queues:
             del self._groups[group.shape_class]
-        if not tenant.lanes:
+        if not tenant.queues:
             del self._tenants[tenant.name]
             if len(self._tenants) <= 1:
-                self.shares.forget()
+                self.fair_queue.reset()
