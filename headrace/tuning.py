@@ -22,6 +22,8 @@ class ConsumerTuning:
     throughput_fall: float = 0.1
     """Share of the difference by which a lower rate with work left lowers it."""
 
+    reader_stall_s: float = 60.0
+    """The reader is stuck after this long within one poll, a rebalance included."""
     poll_timeout_s: float = 0.2
     """Longest wait of one poll. Polls are not cancelled, so it also delays the end of reading."""
     paused_poll_timeout_s: float = 0.01

@@ -49,7 +49,7 @@ from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import SourceSnapshot
-from headrace.telemetry.watchdog import READER_LIMIT_S, Activity
+from headrace.telemetry.watchdog import Activity
 from headrace.tuning import TUNING, Tuning
 
 log = structlog.get_logger(__name__)
@@ -126,7 +126,7 @@ class Source:
         )
         self._backlog = Backlog(self._unanswered, self._is_working, tuning.consumer)
         self._assigning_since_s: float | None = None
-        self.reading = Activity(f"reader of {settings.topic}", READER_LIMIT_S)
+        self.reading = Activity(f"reader of {settings.topic}", tuning.consumer.reader_stall_s)
         self.assigned = asyncio.Event()
         self._stopping = self._closing = self._reading = self._opened = False
         self._leaving: frozenset[TopicPartition] = frozenset()

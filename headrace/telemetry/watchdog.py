@@ -25,8 +25,6 @@ from headrace.tuning import TUNING, RuntimeTuning
 
 log = structlog.get_logger(__name__)
 
-READER_LIMIT_S = 60.0
-
 
 class Activity:
     """Something that must make progress.

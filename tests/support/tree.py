@@ -30,11 +30,23 @@ class Module(NamedTuple):
         """`path:line`, as editors take it."""
         return f"{self.path}:{node.lineno}"
 
+    def definitions(self) -> Iterator[Function | ast.ClassDef]:
+        """All functions, methods and classes, inner ones included.
+
+        Only statements are visited: expressions hold no definitions, and are most of a tree.
+        """
+        waiting: list[ast.AST] = [self.tree]
+        while waiting:
+            node = waiting.pop()
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                    waiting.append(child)
+                if isinstance(child, Function | ast.ClassDef):
+                    yield child
+
     def functions(self) -> Iterator[Function]:
         """All functions and methods, inner ones included."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, Function):
-                yield node
+        return (node for node in self.definitions() if not isinstance(node, ast.ClassDef))
 
 
 def files(*folders: str) -> Iterator[Path]:
@@ -56,8 +68,10 @@ def files(*folders: str) -> Iterator[Path]:
 @cache
 def modules(*folders: str) -> tuple[Module, ...]:
     """All Python files below the folders, parsed."""
-    found = []
-    for path in sorted(path for path in files(*folders) if path.suffix == ".py"):
-        text = (ROOT / path).read_text(encoding="utf-8")
-        found.append(Module(path, text, ast.parse(text, filename=str(path))))
-    return tuple(found)
+    return tuple(_parse(path) for path in sorted(files(*folders)) if path.suffix == ".py")
+
+
+@cache
+def _parse(path: Path) -> Module:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return Module(path, text, ast.parse(text, filename=str(path)))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.tree import CODE, TESTS, Function, Module, modules
+from tests.support.tree import CODE, TESTS, Module, modules
 
 VAGUE = {"manager", "managers", "handler", "handlers", "helper", "helpers", "util", "utils"}
 VAGUE_ALONE = {"data", "info", "misc", "common", "process()"}
@@ -68,11 +68,9 @@ def test_plain_names_are_left_alone(name: str) -> None:
 def names_of(module: Module) -> Iterator[tuple[str, str]]:
     """The names that a module gives to itself, its classes and its functions (with parentheses)."""
     yield str(module.path), module.path.stem
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.ClassDef):
-            yield module.at(node), node.name
-        elif isinstance(node, Function):
-            yield module.at(node), f"{node.name}()"
+    for node in module.definitions():
+        call = "" if isinstance(node, ast.ClassDef) else "()"
+        yield module.at(node), f"{node.name}{call}"
 
 
 def is_vague(name: str) -> bool:
