@@ -15,7 +15,7 @@ from headrace.errors import Code, Rejected
 from headrace.models.inputs.transforms import Transform, make_transform
 from headrace.models.repository import FoundModel, Repository, read_signature
 from headrace.tools.demo.magika_model import OUTPUT, MagikaModel, find_magika
-from headrace.tools.demo.samples import kinds, make_samples
+from headrace.tools.demo.questions import load_samples
 
 magika = pytest.importorskip("magika")
 
@@ -89,7 +89,7 @@ def test_sample_files_give_the_features_of_the_package(
     transform: Transform, reference: Any
 ) -> None:
     """Files of every kind come out as the package has them."""
-    for sample in make_samples(len(kinds()), seed=11):
+    for sample in load_samples():
         row = _row(transform, sample.content)[0].tolist()
         assert row == _features(reference, sample.content), sample.label
 
@@ -99,7 +99,7 @@ def test_sample_files_get_the_label_of_the_package(
 ) -> None:
     """The best score's label is the package's own prediction, before its thresholds."""
     session = onnxruntime.InferenceSession(entry.versions[0].directory / "model.onnx")
-    for sample in make_samples(len(kinds()), seed=12):
+    for sample in load_samples():
         scores = session.run([OUTPUT], {"bytes": _row(transform, sample.content)})[0]
         expected = reference.identify_bytes(sample.content).prediction.dl.label
         assert model.labels[int(scores.argmax())] == expected, sample.label

@@ -9,8 +9,7 @@ import pytest
 from headrace.tools.demo import demo
 from headrace.tools.demo.demo import ask_all, demo_settings, run_demo
 from headrace.tools.demo.magika_model import find_magika
-from headrace.tools.demo.questions import FILES, Questions, load_digits
-from headrace.tools.demo.samples import Sample, kinds, make_samples
+from headrace.tools.demo.questions import FILES, Questions, Sample, load_digits, load_samples
 from headrace.tools.demo.traffic import Due
 
 
@@ -60,7 +59,7 @@ async def test_files_get_the_labels_that_the_package_magika_gives_them(tmp_path:
     model.add_to(tmp_path)
     samples = [
         Sample(str(reference.identify_bytes(content).prediction.dl.label), content)
-        for _, content in make_samples(2 * len(kinds()), seed=5)
+        for _, content in load_samples()
     ]
     questions = Questions(load_digits(), samples)
     at_once = Due(0.0, tuple(questions.file() for _ in samples))

@@ -20,15 +20,13 @@ from headrace.runtime.log_factory import open_log
 from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
 from headrace.tools.demo.magika_model import MagikaModel, find_magika
-from headrace.tools.demo.questions import Questions, load_digits
+from headrace.tools.demo.questions import Questions, Sample, load_digits, load_samples
 from headrace.tools.demo.report import Reasons, View, closing_reasons, open_view
-from headrace.tools.demo.samples import Sample, kinds, make_samples
 from headrace.tools.demo.tally import Result, Tally
 from headrace.tools.demo.traffic import Due, Traffic, plan_load
 from headrace.tools.local_kafka import LocalKafka
 
 SEED = 1
-FILES_OF_EACH_KIND = 10
 
 
 class Outcome(NamedTuple):
@@ -65,7 +63,7 @@ async def run_demo(seconds: float, say: Callable[[str], None], *, kafka: bool = 
 
 
 def _prepare(repository: Path, magika: MagikaModel | None) -> tuple[list[Sample], float]:
-    """Fill the model repository, make the sample files, and measure how many of them per second
+    """Fill the model repository, load the sample files, and measure how many of them per second
     this machine can classify; no files without magika.
     """
     with as_file(files("headrace.tools.demo") / "models") as models:
@@ -73,8 +71,7 @@ def _prepare(repository: Path, magika: MagikaModel | None) -> tuple[list[Sample]
     if magika is None:
         return [], 0.0
     magika.add_to(repository)
-    samples = make_samples(FILES_OF_EACH_KIND * len(kinds()), SEED)
-    return samples, magika.measure_rows_per_s()
+    return load_samples(), magika.measure_rows_per_s()
 
 
 @asynccontextmanager

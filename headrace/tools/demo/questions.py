@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import cycle
+from random import Random
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +20,6 @@ import numpy.typing as npt
 
 from headrace.errors import Code
 from headrace.log.port import NewRecord, Record
-from headrace.tools.demo.samples import Sample
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -32,6 +32,7 @@ WRONG = "wrong on purpose"
 
 OK = "ok"
 LATE_MS = 1000
+SEED = 1
 
 
 class Question(NamedTuple):
@@ -70,6 +71,22 @@ def load_digits() -> Digits:
     source = files("headrace.tools.demo") / "digits_test.npz"
     with source.open("rb") as file, np.load(file) as images:
         return Digits(images["pixels"], images["labels"])
+
+
+class Sample(NamedTuple):
+    """A file: its true `label`, by magika's name for it, and its bytes `content`."""
+
+    label: str
+    content: bytes
+
+
+def load_samples() -> list[Sample]:
+    """Load the files that come with the demo, in an order that mixes their kinds."""
+    folder = files("headrace.tools.demo") / "samples"
+    found = sorted(file.name for file in folder.iterdir() if file.name != "README.md")
+    samples = [Sample(name.rpartition("-")[0], (folder / name).read_bytes()) for name in found]
+    Random(SEED).shuffle(samples)  # noqa: S311 - an order, no secret
+    return samples
 
 
 class Questions:

@@ -14,8 +14,8 @@ from headrace.tools.demo.questions import (
     WRONG,
     Digits,
     Questions,
+    Sample,
 )
-from headrace.tools.demo.samples import Sample
 from headrace.tools.demo.traffic import DIGITS_BURSTS, FILE_BURSTS, Due, plan_load
 
 SECONDS = 20.0

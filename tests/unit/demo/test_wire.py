@@ -10,8 +10,7 @@ import pytest
 
 from headrace.errors import Code
 from headrace.log.port import Record
-from headrace.tools.demo.questions import Answer, Digits, Question, Questions, read_answer
-from headrace.tools.demo.samples import Sample
+from headrace.tools.demo.questions import Answer, Digits, Question, Questions, Sample, read_answer
 
 PIXELS = (np.arange(5 * 64) % 17).astype(np.uint8).reshape(5, 64)
 
