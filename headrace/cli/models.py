@@ -37,7 +37,9 @@ def list_models(settings: Settings, as_json: bool) -> None:
 
     Faults that can be seen without loading a model are told beside them.
     """
-    entries = [entry | {"state": _found(entry["state"])} for entry in _opened(settings).status()]
+    entries = [
+        entry | {"state": _found(entry["state"])} for entry in _opened(settings).catalog.status()
+    ]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
         return
@@ -58,7 +60,9 @@ def describe(settings: Settings, model: str, as_json: bool) -> None:
     """
     models = _opened(settings)
     _require(models, model)
-    described = [_described(version) for version in models.versions() if version.name == model]
+    described = [
+        _described(version) for version in models.catalog.versions() if version.name == model
+    ]
     if as_json:
         click.echo(json.dumps(described, indent=2))
     else:
@@ -79,10 +83,10 @@ def check(settings: Settings, model: str | None, as_json: bool) -> None:
     models = _opened(settings)
     if model is not None:
         _require(models, model)
-    for version in models.versions():
+    for version in models.catalog.versions():
         if model in (None, version.name):
             run(_try_out(models, version))
-    entries = [entry for entry in models.status() if model in (None, entry["name"])]
+    entries = [entry for entry in models.catalog.status() if model in (None, entry["name"])]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
     else:
@@ -99,8 +103,8 @@ def _opened(settings: Settings) -> Models:
 
 
 def _require(models: Models, name: str) -> None:
-    if name not in models.names():
-        there = ", ".join(models.names()) or "none"
+    if name not in models.catalog.names():
+        there = ", ".join(models.catalog.names()) or "none"
         raise ConfigurationError(f"model: expected one of {there}, got {name}")
 
 
@@ -199,7 +203,7 @@ def _shape(tensor: dict[str, Any]) -> str:
 
 
 def _tell(models: Models, name: str) -> None:
-    faults = models.faults(name)
+    faults = models.catalog.faults(name)
     for number, fault in faults.items():
         where = f"{name}/{number}" if number else name
         click.echo(f"error: {where}: {fault}", err=True)

@@ -46,34 +46,60 @@ class OpenedModel(NamedTuple):
     faults: dict[str, str]
 
 
-def open_versions(
-    repository: Repository,
-    known: KnownVersions,
-    importings: UnfinishedImports,
-    tuning: ModelTuning = TUNING.models,
-) -> list[OpenedModel]:
-    """Scan the repository and open new or changed versions. Blocks; any thread may call it.
+class VersionScanner:
+    """Opens the new and changed versions of a repository.
 
     Args:
         repository: the repository to scan.
-        known: open versions, which are kept if they have not changed.
-        importings: unfinished imports of earlier scans; changed in place.
         tuning: passed on to the versions.
-
-    Raises:
-        ConfigurationError: the repository is missing. Faults of single models are returned.
     """
-    opened: list[OpenedModel] = []
-    for found in repository.scan():
-        if found.fault:
-            opened.append(
-                OpenedModel(
-                    found.name, {}, {"": relative_to_repository(found.fault, repository.path)}
-                )
-            )
-        else:
-            opened.append(_open_model(found, known, importings, repository.path, tuning))
-    return opened
+
+    def __init__(self, repository: Repository, tuning: ModelTuning = TUNING.models) -> None:
+        self._repository = repository
+        self._tuning = tuning
+        self._importings: UnfinishedImports = {}
+
+    def scan(self, known: KnownVersions) -> list[OpenedModel]:
+        """Scan the repository and open new or changed versions. Blocks; any thread may call it.
+
+        Args:
+            known: open versions, which are kept if they have not changed.
+
+        Raises:
+            ConfigurationError: the repository is missing. Faults of single models are returned.
+        """
+        opened: list[OpenedModel] = []
+        for found in self._repository.scan():
+            if found.fault:
+                fault = relative_to_repository(found.fault, self._repository.path)
+                opened.append(OpenedModel(found.name, {}, {"": fault}))
+            else:
+                opened.append(self._open_model(found, known))
+        return opened
+
+    def _open_model(self, found: FoundModel, known: KnownVersions) -> OpenedModel:
+        importings, repository = self._importings, self._repository.path
+        versions: dict[str, ModelVersion] = {}
+        faults: dict[str, str] = {}
+        for each in found.versions:
+            key = (found.name, each.version)
+            same, importing = known.get(key), importings.get(key)
+            if same is not None and same.stamp == each.stamp:
+                versions[each.version] = same
+                continue
+            if importing is not None and importing.is_under_way(each.stamp):
+                faults[each.version] = relative_to_repository(str(importing.error), repository)
+                continue
+            importings.pop(key, None)
+            try:
+                versions[each.version] = ModelVersion(found, each, self._tuning)
+            except ConfigurationError as error:
+                faults[each.version] = relative_to_repository(str(error), repository)
+                if isinstance(error, StillImporting):
+                    importings[key] = UnfinishedImport(each.stamp, error)
+            except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
+                faults[each.version] = relative_to_repository(describe_error(error), repository)
+        return OpenedModel(found.name, versions, faults)
 
 
 def has_retired_version(opened: list[OpenedModel]) -> bool:
@@ -85,33 +111,3 @@ def has_retired_version(opened: list[OpenedModel]) -> bool:
 def relative_to_repository(fault: str, repository: Path) -> str:
     """Make the paths in a fault relative to the repository, as remote callers may see it."""
     return fault.replace(f"{repository}{os.sep}", "")
-
-
-def _open_model(
-    found: FoundModel,
-    known: KnownVersions,
-    importings: UnfinishedImports,
-    repository: Path,
-    tuning: ModelTuning,
-) -> OpenedModel:
-    versions: dict[str, ModelVersion] = {}
-    faults: dict[str, str] = {}
-    for each in found.versions:
-        key = (found.name, each.version)
-        same, importing = known.get(key), importings.get(key)
-        if same is not None and same.stamp == each.stamp:
-            versions[each.version] = same
-            continue
-        if importing is not None and importing.is_under_way(each.stamp):
-            faults[each.version] = relative_to_repository(str(importing.error), repository)
-            continue
-        importings.pop(key, None)
-        try:
-            versions[each.version] = ModelVersion(found, each, tuning)
-        except ConfigurationError as error:
-            faults[each.version] = relative_to_repository(str(error), repository)
-            if isinstance(error, StillImporting):
-                importings[key] = UnfinishedImport(each.stamp, error)
-        except Exception as error:  # noqa: BLE001 - a surprising file must not hide other models
-            faults[each.version] = relative_to_repository(describe_error(error), repository)
-    return OpenedModel(found.name, versions, faults)

@@ -79,7 +79,7 @@ class Pipeline:
         ]
         limit_s = settings.limits.max_unanswered_s
         self.state = ProcessState(
-            stages, self.health, self.metrics, self.models.status, limit_s, tuning.runtime
+            stages, self.health, self.metrics, self.models.catalog.status, limit_s, tuning.runtime
         )
         broker = settings.kafka.bootstrap_servers if settings.kafka else ""
         self.state.identity = ProcessIdentity(settings.namespace, socket.gethostname(), broker)
@@ -254,7 +254,7 @@ async def run(
         server = HttpServer(
             (telemetry.http_host, telemetry.http_port),
             pipeline.health,
-            pipeline.models,
+            pipeline.models.catalog,
             pipeline.metrics.registry,
             pipeline.state.status,
             tuning.runtime,

@@ -110,7 +110,7 @@ class StageGroup:
         self._models = models
         self._instruments = instruments
         self._metrics = instruments.metrics
-        self._rebinder = Rebinder(models, instruments.metrics.rebound.inc)
+        self._rebinder = Rebinder(models.catalog, instruments.metrics.rebound.inc)
         self._runs: dict[str, Run] = {}
         self._batcher: BatcherService | None = None
         self._executor: ExecutorService | None = None
@@ -246,7 +246,7 @@ class StageGroup:
         beside = Stage.BATCHER in self._stages
         tuning = self._tuning.ingest
         return IngestRules(
-            self._models,
+            self._models.catalog,
             self._settings.limits,
             self._refusal if beside else None,
             cache=DecodeCache(tuning),
@@ -266,7 +266,7 @@ class StageGroup:
         batcher = BatcherService(
             items,
             answers.writer(),
-            self._models.lookup_bound,
+            self._models.catalog.lookup_bound,
             prefix,
             self._instruments,
             self._rebinder.rebind,
@@ -291,7 +291,7 @@ class StageGroup:
             feed = BatchReceiver(
                 self.source,
                 answers.writer(),
-                self._models.lookup_bound,
+                self._models.catalog.lookup_bound,
                 announcer,
                 self._rebinder.rebind,
             )
@@ -318,7 +318,7 @@ class StageGroup:
             events,
             Identity(f"{os.getpid()}-{secrets.token_hex(4)}", silent_after_s),
             lambda: sorted(each.partition.partition for each in self.source.tracker.assignments),
-            lambda: self._models.versions(State.READY),
+            lambda: self._models.catalog.versions(State.READY),
             self._tuning.transport,
         )
 

@@ -51,7 +51,7 @@ _INDEX_STATES = {
 
 
 class ServedModels(Protocol):
-    """The models to show; implemented by `headrace.models.registry.Models`."""
+    """The models to show; implemented by `headrace.models.catalog.ModelCatalog`."""
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
     def versions(self, state: State | None = None) -> list[ModelVersion]: ...

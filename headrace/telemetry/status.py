@@ -59,7 +59,7 @@ class ProcessState:
         metrics: its counters.
         max_unanswered_s: after this long with records waiting, and none answered, the process is
             not ready; 0 disables this.
-        models: the entries of its models, see `headrace.models.registry.Models.status`.
+        models: the entries of its models, see `headrace.models.catalog.ModelCatalog.status`.
 
     Attributes:
         sources, activities, devices, queue: called for a snapshot of their state; the composition

@@ -198,7 +198,8 @@ class BatchDispatcher:
             return {ExecutorSlot(ANY_EXECUTOR, None): self._tuning.max_undirected_batches}
         hosted = {slot.key for slot in slots}
         unhosted = {
-            (version.name, version.version) for version in self._models.versions(State.READY)
+            (version.name, version.version)
+            for version in self._models.catalog.versions(State.READY)
         } - hosted
         return slots | {ExecutorSlot(ANY_EXECUTOR, key): 1 for key in unhosted}
 

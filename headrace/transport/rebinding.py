@@ -23,7 +23,7 @@ Rebind: TypeAlias = Callable[[Request, Rejected], None]
 
 
 class CurrentVersions(Protocol):
-    """The part of `headrace.models.registry.Models` that rebinding uses."""
+    """The part of `headrace.models.catalog.ModelCatalog` that rebinding uses."""
 
     def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
 

@@ -233,7 +233,7 @@ class FairQueue:
 
 
 class BatchLimits(Protocol):
-    """Batch limits of a model; implemented by `headrace.models.registry.ModelVersion`."""
+    """Batch limits of a model; implemented by `headrace.models.version.ModelVersion`."""
 
     @property
     def max_batch_size(self) -> int: ...

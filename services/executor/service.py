@@ -95,7 +95,7 @@ class ExecutorService:
         """Run until the batches end; load and unload versions as they are added or removed."""
         changes: asyncio.Queue[Change] = asyncio.Queue()
         self._models.subscribe(changes.put_nowait)
-        self._loading.update(self._models.versions(State.LOADING))
+        self._loading.update(self._models.catalog.versions(State.LOADING))
         for version in self._loading:
             changes.put_nowait(Change("load", version))
         self._acked(None)
@@ -393,7 +393,7 @@ class ExecutorService:
             request.compute_us = run.compute_us
             request.batch_rows = rows
         version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
-        self._models.note_use(version.name, version.version)
+        self._models.catalog.note_use(version.name, version.version)
         if run.batch.end_us:
             version.latency.observe_lateness(run.ended_steady_us - run.batch.end_us)
         self._metrics.ran(

@@ -40,7 +40,7 @@ _new = tuple.__new__  # half the cost of calling a NamedTuple's class
 
 
 class ModelLookup(Protocol):
-    """The part of `headrace.models.registry.Models` that is needed here."""
+    """The part of `headrace.models.catalog.ModelCatalog` that is needed here."""
 
     def lookup(self, name: str, version: str | None) -> ModelVersion:
         """Raises `Rejected`."""

@@ -41,7 +41,7 @@ async def test_executors_announce_themselves_and_share_the_work(tmp_path: Path) 
         await caller.all_answered()
         assert rows_of(first) > 0
         assert rows_of(second) > 0
-        latency = front.models.lookup("digits").latency
+        latency = front.models.catalog.lookup("digits").latency
         await eventually(lambda: latency.predict_us((), 1) is not None)
     assert await caller.check() == Counter(range(400))
 
@@ -86,6 +86,6 @@ async def test_the_batcher_hears_that_a_model_must_not_share_runs(tmp_path: Path
     settings = settings_of(tmp_path)
     log = await log_for(settings)
     async with serving(settings, log, [FRONT, EXECUTOR, BACK]) as [front, _, _]:
-        version = front.models.lookup("sum")
+        version = front.models.catalog.lookup("sum")
         await eventually(lambda: version.max_batch_size == 1)
         assert version.batching_off.startswith("dimension 0 is not the batch")

@@ -159,7 +159,7 @@ async def test_a_request_leaves_no_cycles_of_references(tmp_path: Path) -> None:
 
 def test_memory_blocks_that_a_waiting_request_holds(tmp_path: Path) -> None:
     """Read and checked, it is so many pieces of memory."""
-    rules = IngestRules(digits_models(tmp_path), LimitSettings(), lambda *_: None)
+    rules = IngestRules(digits_models(tmp_path).catalog, LimitSettings(), lambda *_: None)
     assignment = make_assignment()
     records = delivery(*[digits_value() for _ in range(REQUESTS)], assignment=assignment).records
     decode_records(records[:3], make_assignment(), rules, NOW_US)  # fills what is remembered
@@ -212,7 +212,7 @@ def read_all(repository: Path) -> Callable[[], list[Request]]:
     ]
     assignment = make_assignment()
     records = delivery(*values, assignment=assignment).records
-    rules = IngestRules(models, LimitSettings())
+    rules = IngestRules(models.catalog, LimitSettings())
     return lambda: decode_records(records, assignment, rules, NOW_US)
 
 

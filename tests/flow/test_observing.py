@@ -114,7 +114,7 @@ async def serving(settings: Settings, tuning: Tuning = TUNING) -> AsyncIterator[
         server = HttpServer(
             (HOST, 0),
             pipeline.health,
-            pipeline.models,
+            pipeline.models.catalog,
             pipeline.metrics.registry,
             pipeline.state.status,
         )

@@ -110,7 +110,7 @@ async def serve(repository: Path, name: str, requests: Sequence[Inputs]) -> Serv
     topic = TopicPartition("headrace.responses", 0)
     served = Served()
     async with log.reader([topic]) as reader, serving(settings, log, [STAGES]) as [pipeline]:
-        verdict = pipeline.models.lookup(name).verdict
+        verdict = pipeline.models.catalog.lookup(name).verdict
         served.verdict = verdict and verdict.batching
         for record in await read(reader, len(requests)):
             answer = decode_response(record.headers, record.value)

@@ -95,7 +95,7 @@ async def served(pipeline: Pipeline) -> AsyncIterator[str]:
         server = HttpServer(
             (HOST, 0),
             pipeline.health,
-            pipeline.models,
+            pipeline.models.catalog,
             pipeline.metrics.registry,
             pipeline.state.status,
         )

@@ -48,7 +48,7 @@ async def test_requests_decide_and_are_answered_alone_until_then(tmp_path: Path)
     topics = [TopicPartition("headrace.responses", number) for number in range(PARTITIONS)]
 
     async with log.reader(topics) as reader, serving(settings, log, [STAGES]) as [pipeline]:
-        version = pipeline.models.lookup("model")
+        version = pipeline.models.catalog.lookup("model")
         assert version.verdict is not None
         first = version.verdict
         records = await read(reader, REQUESTS)

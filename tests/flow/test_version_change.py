@@ -77,7 +77,7 @@ async def change_version(
 
 def serves_second(pipeline: Pipeline) -> bool:
     """Whether the pipeline gives version 2 to a request that names none."""
-    return pipeline.models.lookup(CHANGED).version == "2"
+    return pipeline.models.catalog.lookup(CHANGED).version == "2"
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(DOCUMENTED)), ids=name_of_order)

@@ -81,7 +81,7 @@ async def answered(repository: Path, chunks: list[list[Request]]) -> list[Reques
     models = Models(settings_for(repository), executes=True)
     models.open()
     early, ran = Tray(), Tray()
-    batcher = BatcherService(Arrivals(chunks), early, models.lookup, "b", instruments)
+    batcher = BatcherService(Arrivals(chunks), early, models.catalog.lookup, "b", instruments)
     executor = ExecutorService(batcher.pulls, ran, models, instruments)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         tasks.create_task(executor.run())

@@ -258,7 +258,7 @@ def latest_models(settings: Settings, directory: Path | None) -> dict[str, Model
         return {}
     models = Models(settings.model_copy(update={"models": ModelSettings(repository=repository)}))
     models.open()
-    return {version.name: version for version in models.versions()}
+    return {version.name: version for version in models.catalog.versions()}
 
 
 def resolved(arrivals: Arrivals, models: Mapping[str, ModelVersion]) -> Arrivals:

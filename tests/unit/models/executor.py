@@ -8,6 +8,7 @@ import pytest
 
 from headrace.errors import Rejected
 from headrace.models.registry import Change, Models
+from headrace.models.scan import VersionScanner
 from headrace.models.version import ModelVersion, State
 from tests.support.models import settings_for
 
@@ -15,15 +16,15 @@ from tests.support.models import settings_for
 class Executor:
     """Follows the changes as an executor does, and loads when it is told to."""
 
-    def __init__(self, repository: Path) -> None:
-        self.models = Models(settings_for(repository), executes=True)
+    def __init__(self, repository: Path, scanner: VersionScanner | None = None) -> None:
+        self.models = Models(settings_for(repository), executes=True, scanner=scanner)
         self.changes: list[Change] = []
         self.models.open()
         self.models.subscribe(self.changes.append)
 
     def loading(self) -> ModelVersion:
         """The one version that is loading."""
-        [version] = self.models.versions(State.LOADING)
+        [version] = self.models.catalog.versions(State.LOADING)
         return version
 
     def load(self) -> ModelVersion:
@@ -42,5 +43,5 @@ class Executor:
 def refusal(models: Models, name: str, version: str | None = None) -> Rejected:
     """How a look-up is refused."""
     with pytest.raises(Rejected) as caught:
-        models.lookup(name, version)
+        models.catalog.lookup(name, version)
     return caught.value

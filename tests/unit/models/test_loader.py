@@ -27,7 +27,7 @@ def opened(repository: Path) -> ModelVersion:
     """See `version_of`."""
     models = Models(settings_for(repository), executes=True)
     models.open()
-    [version] = models.versions()
+    [version] = models.catalog.versions()
     return version
 
 

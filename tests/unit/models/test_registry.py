@@ -37,9 +37,9 @@ def test_lookup_without_a_version_gives_the_highest(tmp_path: Path, opened: Open
     for number in (9, 10):
         add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
     models = opened()
-    assert models.lookup("digits").version == "10"
-    assert models.lookup("digits", "").version == "10"
-    assert models.lookup("digits", "9").version == "9"
+    assert models.catalog.lookup("digits").version == "10"
+    assert models.catalog.lookup("digits", "").version == "10"
+    assert models.catalog.lookup("digits", "9").version == "9"
 
 
 def test_unknown_model_is_refused_with_what_there_is(tmp_path: Path, opened: Open) -> None:
@@ -93,7 +93,7 @@ def test_broken_version_is_not_ready_with_its_fault(tmp_path: Path, opened: Open
     add_version(tmp_path, "digits", 1, digits(), 'versions = "all"')
     (tmp_path / "digits" / "2").mkdir()
     models = opened()
-    assert models.lookup("digits").version == "1"
+    assert models.catalog.lookup("digits").version == "1"
     assert refusal(models, "digits", "2").message == (
         "model digits/2: digits/2/model.onnx: expected the model here, got no file"
     )
@@ -111,7 +111,7 @@ def test_missing_repository_is_refused(tmp_path: Path) -> None:
 def test_limits_come_from_the_configuration(tmp_path: Path, opened: Open) -> None:
     """`model.toml` over the settings."""
     add_version(tmp_path, "digits", 1, digits(), "max_batch_size = 4\nmax_queue_delay_ms = 2.5")
-    version = opened().lookup("digits")
+    version = opened().catalog.lookup("digits")
     assert (version.max_batch_size, version.max_queue_delay_ms) == (4, 2.5)
     assert (version.max_batch_bytes, version.batching_off) == (8388608, "")
 
@@ -119,7 +119,7 @@ def test_limits_come_from_the_configuration(tmp_path: Path, opened: Open) -> Non
 def test_unbatched_model_has_batches_of_one(tmp_path: Path, opened: Open) -> None:
     """And the reason is kept."""
     add_version(tmp_path, "fixed", 1, unbatched())
-    version = opened().lookup("fixed")
+    version = opened().catalog.lookup("fixed")
     assert (version.max_batch_size, version.batching_off) == (1, "dimension 0 of x is fixed at 4")
 
 
@@ -129,7 +129,7 @@ def test_fault_at_warm_up_switches_batching_off(tmp_path: Path) -> None:
     executor = Executor(tmp_path)
     verdict = Verdict(Batching.NOT_BATCHABLE, "two rows fail")
     executor.models.mark_ready(executor.loading(), verdict)
-    version = executor.models.lookup("digits")
+    version = executor.models.catalog.lookup("digits")
     assert (version.max_batch_size, version.batching_off) == (1, "two rows fail")
 
 
@@ -144,7 +144,7 @@ def test_version_is_not_ready_before_the_executor_says_so(tmp_path: Path) -> Non
     assert (error.code, error.message) == (Code.MODEL_NOT_READY, "model digits is loading")
     assert error.retry_after_ms
     executor.load()
-    assert executor.models.lookup("digits", "1").state is State.READY
+    assert executor.models.catalog.lookup("digits", "1").state is State.READY
 
 
 def test_version_that_fails_is_not_ready_with_the_reason(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_status_shows_versions_and_faults(tmp_path: Path, opened: Open) -> None:
     """What an operator wants to see of each."""
     add_version(tmp_path, "bad", 1, digits(), "colour = 1")
     add_version(tmp_path, "digits", 1, digits())
-    bad, good = opened().status()
+    bad, good = opened().catalog.status()
     assert (bad["name"], bad["version"], bad["state"]) == ("bad", "", "failed")
     assert good.pop("latency") == []
     assert good == {
@@ -194,7 +194,7 @@ def test_only_sessions_on_the_cpu_run_in_any_thread(
 ) -> None:
     """CUDA's state belongs to one thread."""
     add_version(tmp_path, "digits", 1, digits(), config)
-    assert opened().lookup("digits").may_inline is inline
+    assert opened().catalog.lookup("digits").may_inline is inline
 
 
 def test_a_declared_batch_size_goes_over_the_verdict(tmp_path: Path) -> None:

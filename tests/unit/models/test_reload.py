@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import Code, ConfigurationError
 from headrace.models.repository import Repository
-from headrace.models.scan import KnownVersions, OpenedModel, UnfinishedImports, open_versions
+from headrace.models.scan import KnownVersions, OpenedModel, VersionScanner
 from headrace.models.version import State
-from headrace.tuning import ModelTuning
-from tests.support.models import add_version, digits
+from tests.support.models import add_version, digits, settings_for
 from tests.unit.models.executor import Executor, refusal
 
 
@@ -29,7 +29,7 @@ async def test_reload_without_a_change_changes_nothing(tmp_path: Path) -> None:
     executor = Executor(tmp_path)
     before = executor.load()
     assert not any(await executor.models.reload())
-    assert executor.models.lookup("digits") is before
+    assert executor.models.catalog.lookup("digits") is before
 
 
 async def test_new_model_is_found(tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ async def test_old_version_serves_until_the_new_one_is_ready(tmp_path: Path) -> 
     add_version(tmp_path, "digits", 2, digits())
     reloaded = await executor.models.reload()
     assert (reloaded.added, reloaded.removed) == (("digits/2",), ("digits/1",))
-    assert executor.models.lookup("digits").version == "1"
+    assert executor.models.catalog.lookup("digits").version == "1"
     assert executor.told() == [("load", "2")]
     executor.load()
-    assert executor.models.lookup("digits").version == "2"
+    assert executor.models.catalog.lookup("digits").version == "2"
     assert executor.told() == [("unload", "1")]
 
 
@@ -75,7 +75,7 @@ async def test_bad_new_version_does_not_take_the_old_ones_place(tmp_path: Path) 
     add_version(tmp_path, "digits", 2, digits())
     await executor.models.reload()
     executor.models.mark_failed(executor.loading(), "no memory")
-    assert executor.models.lookup("digits").version == "1"
+    assert executor.models.catalog.lookup("digits").version == "1"
     assert executor.told() == [("load", "2")]
 
 
@@ -87,7 +87,7 @@ async def test_unreadable_new_version_does_not_take_the_old_ones_place(tmp_path:
     (tmp_path / "digits" / "2").mkdir()
     [fault] = (await executor.models.reload()).faults
     assert fault.startswith("digits/2: digits/2/model.onnx: expected the model here")
-    assert executor.models.lookup("digits").version == "1"
+    assert executor.models.catalog.lookup("digits").version == "1"
     assert executor.told() == []
 
 
@@ -96,12 +96,12 @@ async def test_version_broken_in_place_goes_on_serving(tmp_path: Path) -> None:
     for number in (1, 2):
         directory = add_version(tmp_path, "digits", number, digits(), 'versions = "all"')
     executor = Executor(tmp_path)
-    for version in executor.models.versions(State.LOADING):
+    for version in executor.models.catalog.versions(State.LOADING):
         executor.models.mark_ready(version)
     (directory / "model.onnx").write_bytes(b"")
     [fault] = (await executor.models.reload()).faults
     assert fault.startswith("digits/2: digits/2/model.onnx: ")
-    assert executor.models.lookup("digits", "2").state is State.READY
+    assert executor.models.catalog.lookup("digits", "2").state is State.READY
     assert executor.told() == []
 
 
@@ -121,9 +121,9 @@ async def test_version_changed_in_place_is_loaded_beside_the_old_one(tmp_path: P
     old = executor.load()
     replace(directory, weight=2)
     assert (await executor.models.reload()).changed == ("digits/1",)
-    assert executor.models.lookup("digits") is old
+    assert executor.models.catalog.lookup("digits") is old
     new = executor.load()
-    assert executor.models.lookup("digits", "1") is new
+    assert executor.models.catalog.lookup("digits", "1") is new
     assert executor.told() == [("load", "1"), ("unload", "1")]
     assert (old.state, new.state) == (State.UNLOADING, State.READY)
 
@@ -148,9 +148,9 @@ async def test_version_no_longer_selected_waits_for_those_that_are(tmp_path: Pat
     add_version(tmp_path, "digits", 2, digits())
     add_version(tmp_path, "digits", 3, digits(), "versions = [2, 3]")
     await executor.models.reload()
-    second, third = executor.models.versions(State.LOADING)
+    second, third = executor.models.catalog.versions(State.LOADING)
     executor.models.mark_ready(second)
-    assert executor.models.lookup("digits", "1").state is State.READY
+    assert executor.models.catalog.lookup("digits", "1").state is State.READY
     executor.models.mark_failed(third, "no memory")
     assert refusal(executor.models, "digits", "1").code == Code.UNKNOWN_MODEL
 
@@ -164,7 +164,7 @@ async def test_broken_configuration_leaves_the_model_as_it_was(tmp_path: Path) -
     reloaded = await executor.models.reload()
     assert reloaded.removed == ()
     assert "colour" in reloaded.faults[0]
-    assert executor.models.lookup("digits") is version
+    assert executor.models.catalog.lookup("digits") is version
 
 
 async def test_missing_repository_leaves_all_models_as_they_were(tmp_path: Path) -> None:
@@ -175,36 +175,38 @@ async def test_missing_repository_leaves_all_models_as_they_were(tmp_path: Path)
     shutil.rmtree(tmp_path / "models")
     with pytest.raises(ConfigurationError, match=r"models\.repository"):
         await executor.models.reload()
-    assert executor.models.lookup("digits") is version
+    assert executor.models.catalog.lookup("digits") is version
 
 
-async def test_version_put_aside_during_a_look_is_opened_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_version_retired_during_a_scan_is_opened_anew(tmp_path: Path) -> None:
     """The disk is read in another thread while the executor goes on reporting."""
     add_version(tmp_path, "digits", 1, digits())
-    executor = Executor(tmp_path)
+    scanner = InterruptedScanner(Repository(tmp_path, settings_for(tmp_path)))
+    executor = Executor(tmp_path, scanner)
     first = executor.load()
     second_directory = add_version(tmp_path, "digits", 2, digits())
     await executor.models.reload()
     shutil.rmtree(second_directory)
 
-    def open_while_ready(
-        repository: Repository,
-        known: KnownVersions,
-        importings: UnfinishedImports,
-        tuning: ModelTuning,
-    ) -> list[OpenedModel]:
-        monkeypatch.undo()
-        opened = open_versions(repository, known, importings, tuning)
-        executor.load()
-        return opened
-
-    monkeypatch.setattr("headrace.models.registry.open_versions", open_while_ready)
+    scanner.after_scan = executor.load  # the second becomes ready during the scan
     await executor.models.reload()
+
     assert first.state is State.UNLOADING
     assert executor.loading().version == "1"
-    assert executor.models.lookup("digits").version == "2"
+    assert executor.models.catalog.lookup("digits").version == "2"
+
+
+class InterruptedScanner(VersionScanner):
+    """A scanner during whose next scan something happens."""
+
+    after_scan: Callable[[], object] | None = None
+
+    def scan(self, known: KnownVersions) -> list[OpenedModel]:
+        opened = super().scan(known)
+        if self.after_scan is not None:
+            happen, self.after_scan = self.after_scan, None
+            happen()
+        return opened
 
 
 async def test_import_that_hangs_delays_only_one_reload(tmp_path: Path) -> None:

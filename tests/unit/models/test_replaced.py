@@ -28,7 +28,7 @@ class Repository:
         add_version(directory, "digits", 1, digits())
         self.models.open()
         self.models.subscribe(lambda change: self.unloaded.append(change.version))
-        self.first = self.models.lookup("digits")
+        self.first = self.models.catalog.lookup("digits")
 
     async def replace_first(self) -> None:
         """Add version 2, which is wanted instead of version 1, and look at the repository."""
@@ -40,9 +40,9 @@ async def test_replaced_version_is_found_by_its_number_alone(tmp_path: Path) -> 
     """A request that names no version gets the new one."""
     repository = Repository(tmp_path)
     await repository.replace_first()
-    assert repository.models.lookup("digits").version == "2"
-    assert repository.models.lookup_bound("digits", "1") is repository.first
-    assert repository.first in repository.models.versions(State.READY)
+    assert repository.models.catalog.lookup("digits").version == "2"
+    assert repository.models.catalog.lookup_bound("digits", "1") is repository.first
+    assert repository.first in repository.models.catalog.versions(State.READY)
 
 
 async def test_replaced_version_is_unloaded_once_it_is_not_used_any_more(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ async def test_replaced_version_is_unloaded_once_it_is_not_used_any_more(tmp_pat
     repository = Repository(tmp_path)
     await repository.replace_first()
     repository.now_s += KEPT_S - 1
-    repository.models.lookup_bound("digits", "1")
+    repository.models.catalog.lookup_bound("digits", "1")
     repository.now_s += KEPT_S - 1
     repository.models.unload_unused()
     assert repository.unloaded == []
@@ -71,7 +71,7 @@ async def test_replaced_version_is_kept_while_an_executor_announces_it(tmp_path:
     )
     repository.now_s += KEPT_S - 1
     repository.models.unload_unused()
-    assert repository.models.lookup("digits", "1").max_batch_size == 4
+    assert repository.models.catalog.lookup("digits", "1").max_batch_size == 4
 
 
 async def test_replaced_version_that_is_wanted_again_serves_without_loading(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_replaced_version_that_is_wanted_again_serves_without_loading(tmp_
     await repository.replace_first()
     shutil.rmtree(tmp_path / "digits" / "2")
     await repository.models.reload()
-    assert repository.models.lookup("digits") is repository.first
+    assert repository.models.catalog.lookup("digits") is repository.first
     assert repository.first.reason == ""
     repository.now_s += KEPT_S
     repository.models.unload_unused()
@@ -94,7 +94,7 @@ async def test_replaced_version_gives_way_to_another_one_of_its_number(tmp_path:
     shutil.rmtree(tmp_path / "digits")
     add_version(tmp_path, "digits", 1, digits(weight=2))
     await repository.models.reload()
-    assert repository.models.lookup("digits", "1") is not repository.first
+    assert repository.models.catalog.lookup("digits", "1") is not repository.first
     assert repository.first in repository.unloaded
 
 
@@ -103,5 +103,5 @@ async def test_model_that_was_removed_is_kept_like_a_replaced_version(tmp_path: 
     repository = Repository(tmp_path)
     shutil.rmtree(tmp_path / "digits")
     await repository.models.reload()
-    assert repository.models.lookup_bound("digits", "1") is repository.first
+    assert repository.models.catalog.lookup_bound("digits", "1") is repository.first
     assert refusal(repository.models, "digits").code == Code.UNKNOWN_MODEL

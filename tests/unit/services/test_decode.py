@@ -88,7 +88,7 @@ def tracker(assignment: AssignedPartition) -> tuple[object, ...]:
 
 def test_requests_read_together_are_those_read_alone(models: Models) -> None:
     """Whether their layout is known by then or not, with all kinds of headers among them."""
-    rules = IngestRules(models, LimitSettings())
+    rules = IngestRules(models.catalog, LimitSettings())
     together, alone = make_assignment(), make_assignment()
     some = records(3)
 
@@ -101,7 +101,7 @@ def test_requests_read_together_are_those_read_alone(models: Models) -> None:
 
 def test_a_default_timeout_holds_for_requests_read_together(models: Models) -> None:
     """A record without headers has a deadline as well."""
-    rules = IngestRules(models, LimitSettings(default_timeout_ms=500))
+    rules = IngestRules(models.catalog, LimitSettings(default_timeout_ms=500))
     read = decode_records(records(2), make_assignment(), rules, NOW_US)
 
     assert read[len(UNLIKE)].envelope.deadline_ms == NOW_US // 1000 + 500
@@ -111,7 +111,7 @@ def test_values_of_a_known_layout_are_refused_where_they_are_too_large(models: M
     """The limit of another process, or of another time, may be lower."""
     value = digits_value(rows=7)
     some = [Record(*REQUESTS, each, NOW_US // 1000, None, value, []) for each in range(3)]
-    rules = IngestRules(models, LimitSettings())
+    rules = IngestRules(models.catalog, LimitSettings())
     decode_records(some, make_assignment(), rules, NOW_US)
     low = replace(rules, limits=LimitSettings(max_request_bytes=1024))
 
@@ -130,7 +130,7 @@ class Gone:
 def test_values_of_a_known_layout_are_refused_when_their_model_is_gone(models: Models) -> None:
     """Each by the reason that holds now."""
     some = records_of_one_layout()
-    rules = IngestRules(models, LimitSettings())
+    rules = IngestRules(models.catalog, LimitSettings())
     decode_records(some, make_assignment(), rules, NOW_US)
 
     read = decode_records(some, make_assignment(), replace(rules, models=Gone()), NOW_US)
@@ -141,11 +141,11 @@ def test_values_of_a_known_layout_are_refused_when_their_model_is_gone(models: M
 def test_a_reloaded_version_binds_for_itself(models: Models, tmp_path: Path) -> None:
     """What was found with one set of files does not hold for another."""
     some = records_of_one_layout()
-    rules = IngestRules(models, LimitSettings())
+    rules = IngestRules(models.catalog, LimitSettings())
     decode_records(some, make_assignment(), rules, NOW_US)
     (tmp_path / "other").mkdir()
     other = digits_models(tmp_path / "other", "max_batch_size = 2\n[range]\npixels = [5, 6]\n")
 
-    read = decode_records(some, make_assignment(), replace(rules, models=other), NOW_US)
+    read = decode_records(some, make_assignment(), replace(rules, models=other.catalog), NOW_US)
 
     assert [each.failure and each.failure.code for each in read] == [Code.INVALID_TENSOR] * 3

@@ -70,4 +70,4 @@ async def test_a_load_that_does_not_end_fails_its_version_alone(tmp_path: Path) 
 
 def states_of(models: Models) -> dict[str, tuple[str, str]]:
     """Each model's state, and why it is in it."""
-    return {one["name"]: (one["state"], one.get("reason", "")) for one in models.status()}
+    return {one["name"]: (one["state"], one.get("reason", "")) for one in models.catalog.status()}

@@ -137,7 +137,7 @@ async def test_a_model_that_does_not_load_holds_up_nobody(tmp_path: Path) -> Non
     async with running(tmp_path) as bench:
         bench.give(requests_of(1))
         (request,) = await bench.answered(1)
-        states = {version.name: version.state for version in bench.models.versions()}
+        states = {version.name: version.state for version in bench.models.catalog.versions()}
 
     assert outcome(request) == 2.0
     assert states == {"model": State.READY, "broken": State.FAILED}
@@ -151,7 +151,7 @@ async def test_a_new_version_takes_over_while_serving(tmp_path: Path) -> None:
         old = requests_of(1)
         await bench.models.reload()
         bench.give(old)
-        await eventually(lambda: bench.models.lookup("model").version == "2")
+        await eventually(lambda: bench.models.catalog.lookup("model").version == "2")
         new = requests_of(1)
         new[0].version = "2"
         bench.give(new)
@@ -206,7 +206,7 @@ MEET = "from tests.support import python_models; python_models.MEETING.wait(10)"
 
 def expect_long_runs(bench: Bench) -> None:
     """As the executor has learned it of runs before."""
-    bench.models.lookup("model").latency.observe((1,), 1, 50_000)
+    bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)
 
 
 async def test_next_batch_is_pulled_while_one_computes(
@@ -257,7 +257,7 @@ async def test_ring_gives_each_request_its_own_rows(tmp_path: Path) -> None:
         make_request(inputs={"pixels": np.full((1, 64), value, np.float32)}) for value in range(40)
     ]
     async with running(tmp_path) as bench:
-        bench.models.lookup("digits").latency.observe((64,), 1, 50_000)
+        bench.models.catalog.lookup("digits").latency.observe((64,), 1, 50_000)
         bench.give(*(requests[start : start + 3] for start in range(0, 40, 3)))
         await bench.answered(40)
 

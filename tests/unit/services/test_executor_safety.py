@@ -27,7 +27,7 @@ async def decided_by_requests(
     """An undecided model, after so many batches of three requests."""
     add_python_model(repository, rule)
     async with running(repository) as bench:
-        [version] = bench.models.versions(State.READY)
+        [version] = bench.models.catalog.versions(State.READY)
         version.apply_verdict(UNDECIDED)
         requests = [requests_of(n + 1, n + 2, n + 3) for n in range(batches)]
         bench.give(*requests)
@@ -48,7 +48,7 @@ def outcomes(bench: Bench) -> dict[str, float]:
 async def test_requests_that_agree_make_a_model_batchable(tmp_path: Path) -> None:
     """After enough batches that were run together and alone, they share runs."""
     bench, _ = await decided_by_requests(tmp_path, "")
-    [version] = bench.models.versions(State.READY)
+    [version] = bench.models.catalog.versions(State.READY)
     assert version.verdict is not None
     assert version.verdict.batching is Batching.BATCHABLE
     assert (version.max_batch_size, version.batching_off) == (32, "")
@@ -74,7 +74,7 @@ async def test_requests_that_differ_decide_against_batching(
 ) -> None:
     """The first batch that does not agree is enough, and none of its answers is from it."""
     bench, answered = await decided_by_requests(tmp_path, rule, batches=2)
-    [version] = bench.models.versions(State.READY)
+    [version] = bench.models.catalog.versions(State.READY)
     assert version.batching_off.startswith(reason)
     assert outcomes(bench) == {"agreed": 0, "differed": 1, "inconclusive": 0}
     assert {one.batch_rows for one in answered} == {1}
@@ -85,7 +85,7 @@ async def test_requests_that_tell_nothing_decide_nothing(tmp_path: Path, rule: s
     """The same answer to all, or a request that fails alone as well, is no evidence."""
     add_python_model(tmp_path, rule)
     async with running(tmp_path) as bench:
-        [version] = bench.models.versions(State.READY)
+        [version] = bench.models.catalog.versions(State.READY)
         version.apply_verdict(UNDECIDED)
         bench.give(requests_of(1, POISON, 3))
         await bench.answered(3)
@@ -97,7 +97,7 @@ async def test_batches_for_a_model_that_cannot_share_runs_are_taken_apart(tmp_pa
     """A batcher of another process does not know what the executor has found out."""
     add_python_model(tmp_path, "x = x + x.sum() - x", config="probe = true")
     async with running(tmp_path) as bench:
-        [version] = bench.models.versions(State.READY)
+        [version] = bench.models.catalog.versions(State.READY)
         assert version.batching_off.startswith("rows leak")
         requests = requests_of(1, 2, 3)
         bench.give(requests)
@@ -149,6 +149,6 @@ async def test_more_pinned_instances_than_cores_are_refused(tmp_path: Path) -> N
     config = "instances = 2\npinned = true\nintra_op_threads = 256"
     add_python_model(tmp_path, "", config=config)
     async with running(tmp_path) as bench:
-        [version] = bench.models.versions()
+        [version] = bench.models.catalog.versions()
     assert version.state is State.FAILED
     assert version.reason.startswith("pinned: expected 256 cores for each instance")

@@ -48,7 +48,7 @@ async def ingest(
         source,  # type: ignore[arg-type]  # what is used of it
         items,
         answers,
-        IngestRules(models, LimitSettings(), admission),
+        IngestRules(models.catalog, LimitSettings(), admission),
         instruments,
     ).run()
     assert items.closed

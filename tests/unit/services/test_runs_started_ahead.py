@@ -43,7 +43,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Barrier]:
 
 def expect_long_runs(bench: Bench) -> None:
     """As the executor has learned it of runs before."""
-    bench.models.lookup("model").latency.observe((1,), 1, 50_000)
+    bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)
 
 
 async def at_the_barrier(meeting: threading.Barrier) -> None:
@@ -124,7 +124,7 @@ async def test_what_was_gathered_ahead_and_is_taken_apart_leaves_its_slot(tmp_pa
         make_request(inputs={"pixels": np.full((1, 64), value, np.float32)}) for value in range(40)
     ]
     async with running(tmp_path, TUNED) as bench:
-        version = bench.models.lookup("digits")
+        version = bench.models.catalog.lookup("digits")
         version.batching_off = "until it is known"
         for start in range(0, 20, 2):
             bench.give(requests[start : start + 2])

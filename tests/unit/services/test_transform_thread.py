@@ -69,7 +69,7 @@ async def ingest(
         RecordSource(delivery(*payloads, headers=RAW)),  # type: ignore[arg-type]  # what is used
         items,
         answers,
-        IngestRules(models, LimitSettings()),
+        IngestRules(models.catalog, LimitSettings()),
         make_instruments(),
         tuning,
     )
@@ -165,7 +165,7 @@ async def test_tensors_need_no_thread(repository: Path) -> None:
         RecordSource(delivery(digits_value())),  # type: ignore[arg-type]  # what is used of it
         items,
         answers,
-        IngestRules(models, LimitSettings()),
+        IngestRules(models.catalog, LimitSettings()),
         make_instruments(),
     )
     await service.run()

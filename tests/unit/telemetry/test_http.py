@@ -40,7 +40,7 @@ async def session(tmp_path: Path, health: Health) -> AsyncIterator[ClientSession
     metrics = CollectorRegistry()
     Counter("answers", "Answers sent.", registry=metrics).inc(3)
     async with (
-        HttpServer((HOST, 0), health, models, metrics) as server,
+        HttpServer((HOST, 0), health, models.catalog, metrics) as server,
         ClientSession(f"http://{HOST}:{server.port}") as client,
     ):
         yield client
@@ -216,8 +216,8 @@ async def test_metrics_are_shown(session: ClientSession) -> None:
 async def test_taken_port_is_refused(tmp_path: Path, health: Health) -> None:
     """The message names the setting and the address."""
     models, metrics = Models(settings_for(tmp_path)), CollectorRegistry()
-    async with HttpServer((HOST, 0), health, models, metrics) as first:
-        second = HttpServer((HOST, first.port), health, models, metrics)
+    async with HttpServer((HOST, 0), health, models.catalog, metrics) as first:
+        second = HttpServer((HOST, first.port), health, models.catalog, metrics)
         with pytest.raises(Fatal, match=rf"telemetry\.http_port: cannot listen on {HOST}:\d+"):
             await second.__aenter__()
 
@@ -232,7 +232,9 @@ HALF_A_HEAD = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
 async def limited(tmp_path: Path, health: Health, tuning: RuntimeTuning) -> AsyncIterator[int]:
     """A server with these limits; its port."""
     models = Models(settings_for(tmp_path))
-    async with HttpServer((HOST, 0), health, models, CollectorRegistry(), tuning=tuning) as server:
+    async with HttpServer(
+        (HOST, 0), health, models.catalog, CollectorRegistry(), tuning=tuning
+    ) as server:
         yield server.port
 
 

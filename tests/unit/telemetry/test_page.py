@@ -33,7 +33,9 @@ def text() -> str:
 async def session(tmp_path: Path) -> AsyncIterator[ClientSession]:
     """A client of a server without models."""
     async with (
-        HttpServer((HOST, 0), Health(), Models(settings_for(tmp_path)), CollectorRegistry()) as to,
+        HttpServer(
+            (HOST, 0), Health(), Models(settings_for(tmp_path)).catalog, CollectorRegistry()
+        ) as to,
         ClientSession(f"http://{HOST}:{to.port}") as client,
     ):
         yield client

@@ -249,7 +249,7 @@ async def test_when_the_last_executor_has_left_partitions_take_turns_again(tmp_p
 async def test_the_batcher_learns_from_what_executors_say(tmp_path: Path) -> None:
     """How large batches may be, and how long runs take."""
     async with running(tmp_path) as bench:
-        version = bench.models.lookup("digits")
+        version = bench.models.catalog.lookup("digits")
         await bench.announce("a", 0, ended=["b-1"])
         await eventually(lambda: version.latency.predict_us((64,), 4) == RUN_US)
         assert version.max_batch_size == 7

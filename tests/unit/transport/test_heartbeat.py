@@ -56,7 +56,7 @@ async def announcing(
             TopicPartition("events", 1),
             Identity("me", 10.0),
             lambda: list(partitions),
-            lambda: models.versions(State.READY),
+            lambda: models.catalog.versions(State.READY),
             tuning,
         )
         bench = Bench(announcer, partitions)

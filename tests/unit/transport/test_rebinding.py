@@ -36,7 +36,7 @@ class Bench:
         models = Models(settings_for(repository))
         models.open()
         self.rebound = 0
-        self._rebinder = Rebinder(models, self._count)
+        self._rebinder = Rebinder(models.catalog, self._count)
 
     def _count(self) -> None:
         self.rebound += 1

@@ -1,0 +1,261 @@
+"""Catalog of the models of a process: which version a request gets, and what operators see.
+
+It answers requests from the event loop's thread. `headrace.models.registry.Models` changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from headrace.errors import Code, Rejected
+from headrace.models.version import ModelVersion, State
+from headrace.tuning import TUNING, ModelTuning
+
+_REASON = "replaced; kept while requests that are bound to it may come"
+
+
+class _Kept:
+    """A version, and the time when a request bound to it last came."""
+
+    __slots__ = ("last_used_s", "version")
+
+    def __init__(self, version: ModelVersion, now_s: float) -> None:
+        self.version = version
+        self.last_used_s = now_s
+
+
+class ReplacedVersions:
+    """Replaced versions of a process, by model and number.
+
+    Args:
+        keep_s: how long a version is kept after its last use; 0 keeps none.
+        clock_s: monotonic.
+    """
+
+    def __init__(self, keep_s: float, clock_s: Callable[[], float]) -> None:
+        self._keep_s = keep_s
+        self._clock_s = clock_s
+        self._kept: dict[tuple[str, str], _Kept] = {}
+
+    def add(self, version: ModelVersion) -> bool:
+        """Keep a version from now on; return False if none are kept."""
+        if not self._keep_s:
+            return False
+        version.reason = _REASON
+        self._kept[version.name, version.version] = _Kept(version, self._clock_s())
+        return True
+
+    def find(self, name: str, number: str) -> ModelVersion | None:
+        """Return the version that is kept under this number."""
+        kept = self._kept.get((name, number))
+        return None if kept is None else kept.version
+
+    def note_use(self, name: str, number: str) -> None:
+        """Extend the life of a kept version, if there is one: requests bound to it still come."""
+        kept = self._kept.get((name, number)) if self._kept else None
+        if kept is not None:
+            kept.last_used_s = self._clock_s()
+
+    def take(self, name: str, number: str) -> ModelVersion | None:
+        """Remove the version that is kept under this number, and return it."""
+        kept = self._kept.pop((name, number), None)
+        if kept is None:
+            return None
+        kept.version.reason = ""
+        return kept.version
+
+    def take_unused(self) -> list[ModelVersion]:
+        """Remove the versions that have not been used for `keep_s`, and return them."""
+        unused_since_s = self._clock_s() - self._keep_s
+        unused = [key for key, kept in self._kept.items() if kept.last_used_s <= unused_since_s]
+        return [version for key in unused if (version := self.take(*key)) is not None]
+
+    def versions(self) -> list[ModelVersion]:
+        """Return all versions that are kept."""
+        return [kept.version for kept in self._kept.values()]
+
+
+class ModelEntry:
+    """One model and its versions, by number.
+
+    Attributes:
+        selected: versions that the configuration selects, in any state.
+        serving: ready versions, including those whose successor is not ready yet.
+        faults: of versions that cannot be opened; under "" that of the model as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.selected: dict[str, ModelVersion] = {}
+        self.serving: dict[str, ModelVersion] = {}
+        self.faults: dict[str, str] = {}
+
+    def versions(self) -> dict[int, ModelVersion]:
+        """Return all versions by identity: a changed version and its predecessor share a number."""
+        both = [*self.selected.values(), *self.serving.values()]
+        return {id(version): version for version in both}
+
+    def outdated(self) -> list[ModelVersion]:
+        """Return unselected serving versions, once all selected ones settled and one is ready."""
+        states = {version.state for version in self.selected.values()}
+        if State.LOADING in states or State.READY not in states or "" in self.faults:
+            return []
+        return [
+            version
+            for number, version in self.serving.items()
+            if number not in self.selected and number not in self.faults
+        ]
+
+
+class ModelCatalog:
+    """Versions that requests may get, by model and number.
+
+    Args:
+        replaced: versions that are no longer selected, but kept for requests bound to them.
+        tuning: texts and retry times of refusals.
+
+    Attributes:
+        models: all models, including those with faults, by name.
+    """
+
+    def __init__(self, replaced: ReplacedVersions, tuning: ModelTuning = TUNING.models) -> None:
+        self._replaced = replaced
+        self._tuning = tuning
+        self._ready: dict[tuple[str, str], ModelVersion] = {}
+        self.models: dict[str, ModelEntry] = {}
+
+    def lookup(self, name: str, version: str | None = None) -> ModelVersion:
+        """Return the ready version with this number; without a number, the highest ready one.
+
+        A replaced version that is kept is found only by its number.
+
+        Raises:
+            Rejected: `UNKNOWN_MODEL`, with the available ones; `MODEL_NOT_READY`, with the reason;
+                `INVALID_REQUEST` without a name.
+        """
+        found = self.find(name, version or "")
+        if found is None:
+            self._refuse(name, version or "")
+        return found
+
+    def lookup_bound(self, name: str, version: str) -> ModelVersion:
+        """Return the version that a request was bound to, and keep it if it was replaced.
+
+        Raises:
+            Rejected: see `lookup`.
+        """
+        self._replaced.note_use(name, version)
+        return self.lookup(name, version)
+
+    def note_use(self, name: str, version: str) -> None:
+        """Extend the life of a replaced version, since requests bound to it still come."""
+        self._replaced.note_use(name, version)
+
+    def versions(self, state: State | None = None) -> list[ModelVersion]:
+        """Return all versions, or those in one state, by name and number."""
+        found = [
+            version
+            for model in self.models.values()
+            for version in model.versions().values()
+            if state in (None, version.state)
+        ]
+        found += [
+            version for version in self._replaced.versions() if state in (None, version.state)
+        ]
+        return sorted(found, key=lambda version: (version.name, int(version.version)))
+
+    def names(self) -> list[str]:
+        """Return the names of all models, including those with faults."""
+        return sorted(self.models)
+
+    def faults(self, name: str) -> dict[str, str]:
+        """Return why versions of a model cannot be opened, by number; under "" the model itself."""
+        model = self.models.get(name)
+        return dict(model.faults) if model else {}
+
+    def find(self, name: str, number: str) -> ModelVersion | None:
+        """Return the ready or replaced version with this number; None if there is none."""
+        return self._ready.get((name, number)) or self._replaced.find(name, number)
+
+    def publish(self, name: str) -> None:
+        """Update the table of `lookup` from the model."""
+        for key in [key for key in self._ready if key[0] == name]:
+            del self._ready[key]
+        model = self.models.get(name)
+        if model is None or not model.serving:
+            return
+        for number, version in model.serving.items():
+            self._ready[name, number] = version
+        self._ready[name, ""] = model.serving[max(model.serving, key=int)]
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return one entry for each version and each fault, for operators."""
+        entries = [
+            {
+                "name": version.name,
+                "version": version.version,
+                "state": str(version.state),
+                "reason": version.reason,
+                "max_batch_size": version.max_batch_size,
+                "batching_off": version.batching_off,
+                "contradiction": version.contradiction,
+                "warm_up_omitted": version.warm_up_omitted,
+                "batching": version.verdict and version.verdict.to_dict(),
+                "latency": version.latency.table(),
+            }
+            for version in self.versions()
+        ]
+        entries += [
+            {"name": name, "version": number, "state": str(State.FAILED), "reason": fault}
+            for name in self.names()
+            for number, fault in self.faults(name).items()
+        ]
+        return sorted(entries, key=lambda entry: (entry["name"], int(entry["version"] or 0)))
+
+    def _refuse(self, name: str, number: str) -> NoReturn:
+        if not name:
+            raise Rejected.mismatch(
+                Code.INVALID_REQUEST,
+                "model_name",
+                expected="a name, in the value or in the header x-model",
+                got="none",
+            )
+        model = self.models.get(name)
+        if model is None:
+            raise Rejected.mismatch(
+                Code.UNKNOWN_MODEL,
+                "model_name",
+                expected=self._list_names(self.names()),
+                got=f'"{name}"',
+            )
+        there = model.selected.keys() | model.serving.keys() | model.faults.keys()
+        if number and number not in there and "" not in model.faults:
+            raise Rejected.mismatch(
+                Code.UNKNOWN_MODEL,
+                "model_version",
+                expected=f"{self._list_names(sorted(there, key=int))} of {name}",
+                got=f'"{number}"',
+            )
+        _refuse_unready(model, name, number, self._tuning.loading_retry_after_ms)
+
+    def _list_names(self, names: list[str]) -> str:
+        if not names:
+            return "a model, of which there is none"
+        listed = ", ".join(names[: self._tuning.listed_names])
+        more = len(names) - self._tuning.listed_names
+        return f"one of {listed}" + (f" and {more} more" if more > 0 else "")
+
+
+def _refuse_unready(model: ModelEntry, name: str, number: str, retry_after_ms: int) -> NoReturn:
+    """Reject with the reason, and with a retry time if waiting may help."""
+    requested = f"model {name}/{number}" if number else f"model {name}"
+    wanted = model.selected.get(number)
+    candidates = [wanted] if wanted else list(model.selected.values())
+    if any(version.state is State.LOADING for version in candidates):
+        raise Rejected(
+            Code.MODEL_NOT_READY, f"{requested} is loading", retry_after_ms=retry_after_ms
+        )
+    reasons = [version.reason for version in candidates if version.reason]
+    reasons += [fault for key, fault in model.faults.items() if key in ("", number) or not number]
+    listed = "; ".join(reason.splitlines()[0] for reason in reasons)
+    raise Rejected(Code.MODEL_NOT_READY, f"{requested}: {listed}")
