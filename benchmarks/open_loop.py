@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import uvloop
 
 from benchmarks.stages import Scrape
-from headrace.client.rpc import CORRELATION_ID
 from headrace.config import KafkaSettings
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import NewRecord, Record, Run, TopicPartition
+from headrace.protocol.headers import HeaderName
 from headrace.tools.bench.load import PoissonArrivals
 from headrace.tools.bench.measured import Histogram
 
@@ -202,7 +202,10 @@ async def _sender(plan: Plan, parent: Connection) -> None:
                 shares: list[list[NewRecord]] = [[] for _ in range(plan.requests.partition)]
                 for due_s in dues_s:
                     due_ns = round((began_s + due_s) * 1e9)
-                    correlation = (CORRELATION_ID, plan.prefix + due_ns.to_bytes(8, "big"))
+                    correlation = (
+                        HeaderName.CORRELATION_ID,
+                        plan.prefix + due_ns.to_bytes(8, "big"),
+                    )
                     shares[count % len(shares)].append(NewRecord(None, next(values), [correlation]))
                     count += 1
                 for number, records in enumerate(shares):
@@ -262,7 +265,7 @@ class _Seen:
         latencies_s: list[float] = []
         for record in records:
             for name, value in record.headers:
-                if name == CORRELATION_ID and value and value.startswith(self._prefix):
+                if name == HeaderName.CORRELATION_ID and value and value.startswith(self._prefix):
                     self.count += 1
                     due_ns = int.from_bytes(value[8:], "big")
                     if due_ns >= self.from_ns:

@@ -24,6 +24,7 @@ from headrace.errors import ConfigurationError, HeadraceError, Rejected, Retriab
 from headrace.log.port import Log, NewRecord, Record
 from headrace.protocol import headers as envelope
 from headrace.protocol.codec import decode_response, encode_request
+from headrace.protocol.headers import HeaderName
 from headrace.protocol.messages import ErrorResponse, Parameter
 from headrace.runtime.log_factory import open_log
 
@@ -225,7 +226,7 @@ class Client:
         `text/plain`) its header. For other arguments and errors see `infer`.
         """
         name = f"{model}/{version}" if version else model
-        about = [*headers, *_urgency(priority, tenant), ("x-model", name.encode())]
+        about = [*headers, *_urgency(priority, tenant), (HeaderName.MODEL, name.encode())]
         return await self._call(NewRecord(key, payload, about), content_type, timeout_s)
 
     async def _call(self, request: NewRecord, content_type: str, timeout_s: float) -> Response:
@@ -235,8 +236,8 @@ class Client:
         until_s = asyncio.get_running_loop().time() + timeout_s
         about = [
             *request.headers,
-            ("content-type", content_type.encode()),
-            ("x-deadline-ms", b"%d" % deadline_ms),
+            (HeaderName.CONTENT_TYPE, content_type.encode()),
+            (HeaderName.DEADLINE_MS, b"%d" % deadline_ms),
         ]
         if self._rpc is None:
             raise ClientClosed("the client is not open: use it within `async with`")
@@ -276,8 +277,8 @@ def _array(value: ArrayLike) -> NDArray[Any]:
 
 
 def _urgency(priority: int, tenant: str) -> list[tuple[str, bytes]]:
-    headers = [("x-priority", b"%d" % priority)] if priority else []
-    return [*headers, ("x-tenant", tenant.encode())] if tenant else headers
+    headers = [(HeaderName.PRIORITY, b"%d" % priority)] if priority else []
+    return [*headers, (HeaderName.TENANT, tenant.encode())] if tenant else headers
 
 
 def _response(record: Record) -> Response:

@@ -22,12 +22,8 @@ from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed, OffsetOutOfRange, TopicForbidden
 from headrace.log.partitioner import partition_for_key
 from headrace.log.port import Consumer, Log, NewRecord, Producer, Record, TopicPartition
+from headrace.protocol.headers import HeaderName
 from headrace.topics import Topic
-
-CORRELATION_ID = "kafka_correlationId"
-REPLY_TOPIC = "kafka_replyTopic"
-REPLY_PARTITION = "kafka_replyPartition"
-CANCEL = "x-cancel"
 
 POLL_TIMEOUT_S = 0.2
 """Timeout of one poll; closing may wait this long for the last one."""
@@ -190,7 +186,7 @@ class ReplyReader:
 
     def _dispatch(self, records: Iterable[Record]) -> None:
         for record in records:
-            correlation_id = last_header(record.headers, CORRELATION_ID)
+            correlation_id = last_header(record.headers, HeaderName.CORRELATION_ID)
             on_reply = None if correlation_id is None else self._waiting.pop(correlation_id, None)
             if on_reply is not None:
                 on_reply(record)
@@ -276,8 +272,8 @@ class RpcClient:
             await self._count_request_partitions(producer)
             reply_to = await self._choose_reply_partition(producer)
             self._reply_headers = [
-                (REPLY_TOPIC, reply_to.topic.encode()),
-                (REPLY_PARTITION, reply_to.partition.to_bytes(4, "big")),
+                (HeaderName.REPLY_TOPIC, reply_to.topic.encode()),
+                (HeaderName.REPLY_PARTITION, reply_to.partition.to_bytes(4, "big")),
             ]
             self._replies = await stack.enter_async_context(ReplyReader(self._log, [reply_to]))
             self._cancellations = await stack.enter_async_context(_Cancellations(producer))
@@ -311,7 +307,11 @@ class RpcClient:
             raise ClientClosed("the client is not open: use it within `async with`")
         producer, replies = self._producer, self._replies
         correlation_id, answer = replies.expect_future()
-        headers = [*request.headers, (CORRELATION_ID, correlation_id), *self._reply_headers]
+        headers = [
+            *request.headers,
+            (HeaderName.CORRELATION_ID, correlation_id),
+            *self._reply_headers,
+        ]
         partition: TopicPartition | None = None
         try:
             count = await self._count_request_partitions(producer)
@@ -402,7 +402,9 @@ class _Cancellations:
     async def _send(self) -> None:
         while True:
             partition, key, correlation_id = await self._queue.get()
-            record = NewRecord(key, None, [(CANCEL, b""), (CORRELATION_ID, correlation_id)])
+            record = NewRecord(
+                key, None, [(HeaderName.CANCEL, b""), (HeaderName.CORRELATION_ID, correlation_id)]
+            )
             try:
                 async with asyncio.timeout(CANCEL_TIMEOUT_S):
                     for run in await self._producer.send(partition, [record]):

@@ -16,6 +16,45 @@ from typing import Any, Final, NoReturn
 
 from headrace.protocol.messages import MAX_NAME_LENGTH, Envelope, Failure, Request
 
+
+class HeaderName:
+    """Names of the record headers that Headrace reads or writes."""
+
+    # of requests
+    CONTENT_TYPE: Final = "content-type"
+    CONTENT_ENCODING: Final = "content-encoding"
+    CORRELATION_ID: Final = "kafka_correlationId"
+    REPLY_TOPIC: Final = "kafka_replyTopic"
+    REPLY_PARTITION: Final = "kafka_replyPartition"
+    DEADLINE_MS: Final = "x-deadline-ms"
+    TIMEOUT_MS: Final = "x-timeout-ms"
+    PRIORITY: Final = "x-priority"
+    TENANT: Final = "x-tenant"
+    MODEL: Final = "x-model"
+    CANCEL: Final = "x-cancel"
+    TRACEPARENT: Final = "traceparent"
+    TRACESTATE: Final = "tracestate"
+    # of answers
+    STATUS: Final = "x-status"
+    REQUEST: Final = "x-request"
+    # of dead letters
+    STAGE: Final = "x-stage"
+    ATTEMPT: Final = "x-attempt"
+    DLT_TOPIC: Final = "kafka_dlt-original-topic"
+    DLT_PARTITION: Final = "kafka_dlt-original-partition"
+    DLT_OFFSET: Final = "kafka_dlt-original-offset"
+    DLT_TIMESTAMP: Final = "kafka_dlt-original-timestamp"
+    DLT_CODE: Final = "kafka_dlt-exception-fqcn"
+    DLT_MESSAGE: Final = "kafka_dlt-exception-message"
+    # of replayed requests
+    REPLAY_OF: Final = "x-replay-of"
+    """Identity of the request that was copied."""
+    REPLAY_RUN: Final = "x-replay-run"
+    """Id of the replay that wrote the copy."""
+    REPLAY_LETTER: Final = "x-replay-letter"
+    """Identity of the dead letter that was copied."""
+
+
 MSGPACK: Final = "application/msgpack"
 JSON: Final = "application/json"
 MSGPACK_TYPES = frozenset({"", MSGPACK, "application/vnd.msgpack", "application/x-msgpack"})
@@ -236,19 +275,19 @@ _Parse = Callable[[bytes], Any]
 # Index of each header among the fields of `parse_envelope`, and its parser, if it has one.
 # The first thirteen fields are those of `Envelope`; the last two are merged into them.
 _RULES: dict[str, tuple[int, _Parse | None]] = {
-    "content-type": (0, _content_type),
-    "kafka_correlationId": (1, None),
-    "kafka_replyTopic": (2, _topic),
-    "kafka_replyPartition": (3, _partition),
-    "x-deadline-ms": (4, _milliseconds(1)),  # in an envelope 0 is none, here a past one
-    "x-priority": (5, _priority),
-    "x-tenant": (6, lru_cache(maxsize=1024)(_text)),
-    "traceparent": (9, None),
-    "tracestate": (10, None),
-    "x-cancel": (12, _cancelled),
-    "x-timeout-ms": (13, _milliseconds(0)),
-    "x-model": (14, _model),
-    "content-encoding": (11, _content_encoding),  # always a fault
+    HeaderName.CONTENT_TYPE: (0, _content_type),
+    HeaderName.CORRELATION_ID: (1, None),
+    HeaderName.REPLY_TOPIC: (2, _topic),
+    HeaderName.REPLY_PARTITION: (3, _partition),
+    HeaderName.DEADLINE_MS: (4, _milliseconds(1)),  # in an envelope 0 is none, here a past one
+    HeaderName.PRIORITY: (5, _priority),
+    HeaderName.TENANT: (6, lru_cache(maxsize=1024)(_text)),
+    HeaderName.TRACEPARENT: (9, None),
+    HeaderName.TRACESTATE: (10, None),
+    HeaderName.CANCEL: (12, _cancelled),
+    HeaderName.TIMEOUT_MS: (13, _milliseconds(0)),
+    HeaderName.MODEL: (14, _model),
+    HeaderName.CONTENT_ENCODING: (11, _content_encoding),  # always a fault
 }
 _DEADLINE, _MODEL, _VERSION, _FAULT = 4, 7, 8, 11
 _BLANK: list[Any] = [*NO_HEADERS, None, ("", "")]
@@ -259,16 +298,16 @@ _BLANK: list[Any] = [*NO_HEADERS, None, ("", "")]
 
 OWN_HEADERS = frozenset(
     {
-        "x-attempt",
-        "x-cancel",
-        "x-deadline-ms",
-        "x-model",
-        "x-priority",
-        "x-request",
-        "x-stage",
-        "x-status",
-        "x-tenant",
-        "x-timeout-ms",
+        HeaderName.ATTEMPT,
+        HeaderName.CANCEL,
+        HeaderName.DEADLINE_MS,
+        HeaderName.MODEL,
+        HeaderName.PRIORITY,
+        HeaderName.REQUEST,
+        HeaderName.STAGE,
+        HeaderName.STATUS,
+        HeaderName.TENANT,
+        HeaderName.TIMEOUT_MS,
     }
 )
 """The `x-*` headers that Headrace defines, besides `x-replay-*`; all others are copied."""
@@ -321,6 +360,7 @@ def answers_headers(
     """Return the `answer_headers` of each request, in order."""
     found: list[list[Header]] = []
     content_type, partition, place = "", -1, b""
+    request_header = HeaderName.REQUEST
     first, second = _first_two(content_type, status)
     for request in requests:
         envelope = request.envelope
@@ -331,7 +371,7 @@ def answers_headers(
         if request.partition != partition:
             partition = request.partition
             place = f"{request_topic}/{partition}/".encode()
-        headers = [first, second, ("x-request", place + b"%d" % request.offset)]
+        headers = [first, second, (request_header, place + b"%d" % request.offset)]
         if envelope is not NO_HEADERS or request.trace is not None:
             _add_callers(headers, request, envelope)
         found.append(headers)
@@ -341,14 +381,14 @@ def answers_headers(
 def _add_callers(headers: list[Header], request: Request, envelope: Envelope) -> None:
     """Add the headers of an answer that come from the caller's."""
     if envelope.correlation_id is not None:
-        headers.append(("kafka_correlationId", envelope.correlation_id))
+        headers.append((HeaderName.CORRELATION_ID, envelope.correlation_id))
     trace = request.trace
     if trace is not None:
-        headers.append(("traceparent", trace.traceparent(trace.answer_id).encode()))
+        headers.append((HeaderName.TRACEPARENT, trace.traceparent(trace.answer_id).encode()))
     elif envelope.traceparent is not None:
-        headers.append(("traceparent", envelope.traceparent))
+        headers.append((HeaderName.TRACEPARENT, envelope.traceparent))
     if envelope.traceparent is not None and envelope.tracestate is not None:
-        headers.append(("tracestate", envelope.tracestate))
+        headers.append((HeaderName.TRACESTATE, envelope.tracestate))
     for name, value in request.headers:
         if name not in _STAY and value is not None and travels(name):
             headers.append((name, value))
@@ -357,7 +397,7 @@ def _add_callers(headers: list[Header], request: Request, envelope: Envelope) ->
 @lru_cache(maxsize=64)
 def _first_two(request_content_type: str, status: str) -> tuple[Header, Header]:
     content_type = answer_content_type(request_content_type)
-    return ("content-type", content_type.encode()), ("x-status", status.encode())
+    return (HeaderName.CONTENT_TYPE, content_type.encode()), (HeaderName.STATUS, status.encode())
 
 
 def travels(name: str) -> bool:
@@ -391,20 +431,20 @@ def dead_letter_headers(
     `kafka_dlt-*` headers have the format of Spring's `DeadLetterPublishingRecoverer`: the topic
     as text, numbers big-endian (int32 or int64).
     """
-    attempt = dict(request.headers).get("x-attempt") or b""
+    attempt = dict(request.headers).get(HeaderName.ATTEMPT) or b""
     kept = [header for header in request.headers if not _is_of_dead_letter(header[0])]
     return [
         *kept,
-        ("kafka_dlt-original-topic", request_topic.encode()),
-        ("kafka_dlt-original-partition", _INT32.pack(request.partition)),
-        ("kafka_dlt-original-offset", _INT64.pack(request.offset)),
-        ("kafka_dlt-original-timestamp", _INT64.pack(request.timestamp_ms)),
-        ("kafka_dlt-exception-fqcn", str(failure.code).encode()),
-        ("kafka_dlt-exception-message", failure.message.encode()),
-        ("x-stage", failure.stage.encode()),
-        ("x-attempt", attempt if attempt.isdigit() and len(attempt) <= _MAX_COUNT else b"1"),
+        (HeaderName.DLT_TOPIC, request_topic.encode()),
+        (HeaderName.DLT_PARTITION, _INT32.pack(request.partition)),
+        (HeaderName.DLT_OFFSET, _INT64.pack(request.offset)),
+        (HeaderName.DLT_TIMESTAMP, _INT64.pack(request.timestamp_ms)),
+        (HeaderName.DLT_CODE, str(failure.code).encode()),
+        (HeaderName.DLT_MESSAGE, failure.message.encode()),
+        (HeaderName.STAGE, failure.stage.encode()),
+        (HeaderName.ATTEMPT, attempt if attempt.isdigit() and len(attempt) <= _MAX_COUNT else b"1"),
     ]
 
 
 def _is_of_dead_letter(name: str) -> bool:
-    return name.startswith("kafka_dlt-") or name in {"x-stage", "x-attempt"}
+    return name.startswith("kafka_dlt-") or name in {HeaderName.STAGE, HeaderName.ATTEMPT}

@@ -29,6 +29,7 @@ from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
 from headrace.protocol.codec import decode_item, decode_result, encode_item, encode_result
+from headrace.protocol.headers import HeaderName
 from headrace.protocol.messages import Failure, Request
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -261,12 +262,12 @@ class TopicSender:
 
 _ROUTING_HEADERS = frozenset(
     {
-        "content-type",
-        "kafka_correlationId",
-        "kafka_replyPartition",
-        "kafka_replyTopic",
-        "traceparent",
-        "tracestate",
+        HeaderName.CONTENT_TYPE,
+        HeaderName.CORRELATION_ID,
+        HeaderName.REPLY_PARTITION,
+        HeaderName.REPLY_TOPIC,
+        HeaderName.TRACEPARENT,
+        HeaderName.TRACESTATE,
     }
 )
 

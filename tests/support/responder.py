@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from headrace.client.rpc import CORRELATION_ID
 from headrace.config import Settings
 from headrace.log.port import Headers, Log, NewRecord, Record, TopicPartition
-from headrace.protocol.headers import answer_content_type, travels
+from headrace.protocol.headers import HeaderName, answer_content_type, travels
 from headrace.topics import Topic
 from tests.support.logs import POLL_S, write_to
 
@@ -86,7 +85,9 @@ class Responder:
                     for records in (await reader.poll(POLL_S, 100)).values():
                         for record in records:
                             if header(record.headers, "x-cancel") is not None:
-                                self.cancelled.append(header(record.headers, CORRELATION_ID))
+                                self.cancelled.append(
+                                    header(record.headers, HeaderName.CORRELATION_ID)
+                                )
                                 continue
                             self.seen.append(record)
                             await self.reply(record, *self.script(record))
@@ -108,7 +109,7 @@ class Responder:
         headers = [
             *((name, value) for name, value in request.headers if travels(name)),
             ("content-type", answer_content_type(asked).encode()),
-            (CORRELATION_ID, header(request.headers, CORRELATION_ID)),
+            (HeaderName.CORRELATION_ID, header(request.headers, HeaderName.CORRELATION_ID)),
         ]
         if values:
             records = (NewRecord(None, value, headers) for value in values)

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.client.rpc import CORRELATION_ID, ReplyReader, last_header
+from headrace.client.rpc import ReplyReader, last_header
 from headrace.log.port import Log, NewRecord, Producer, Record, Run, TopicPartition
+from headrace.protocol.headers import HeaderName
 from headrace.tools.bench.measured import Measured
 
 # --- arrivals ------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class Load:
         number = self.measured.sent
         for due_s, payload in zip(dues_s, self._payloads, strict=False):
             correlation_id = self._replies.expect(partial(self._answered, due_s))
-            headers = [*payload.headers, (CORRELATION_ID, correlation_id)]
+            headers = [*payload.headers, (HeaderName.CORRELATION_ID, correlation_id)]
             by_partition[number % count].append(NewRecord(payload.key, payload.value, headers))
             number += 1
         self.measured.sent = number
@@ -225,7 +226,7 @@ class Load:
         measured = self.measured
         now_s = time.monotonic() - self._began_s
         measured.answered += 1
-        measured.statuses[(last_header(answer.headers, "x-status") or b"").decode()] += 1
+        measured.statuses[(last_header(answer.headers, HeaderName.STATUS) or b"").decode()] += 1
         if (now_s if self._closed else due_s) >= self._plan.skip_s:
             self._latencies_s.append(now_s - due_s)
             measured.seconds = now_s - self._plan.skip_s

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headrace.client.rpc import last_header
 from headrace.log.port import Record
+from headrace.protocol.headers import HeaderName
 
 # --- histogram -----------------------------------------------------------------------------------
 
@@ -154,9 +155,9 @@ class Measured:
         """Decode the timings of a few answers, each with its latency in seconds."""
         found: list[tuple[_Timings, float]] = []
         for record, latency_s in answers:
-            if last_header(record.headers, "x-status") != b"ok" or record.value is None:
+            if last_header(record.headers, HeaderName.STATUS) != b"ok" or record.value is None:
                 continue
-            said = last_header(record.headers, "content-type") or b""
+            said = last_header(record.headers, HeaderName.CONTENT_TYPE) or b""
             decode = _decode_json if b"json" in said else _decode_msgpack
             try:
                 found.append((decode(record.value).parameters, latency_s))

@@ -13,7 +13,7 @@ from headrace.errors import ConfigurationError
 from headrace.models.backends.warmup import make_sample_batch
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec import encode_request
-from headrace.protocol.headers import JSON, MSGPACK
+from headrace.protocol.headers import JSON, MSGPACK, HeaderName
 from headrace.tools.bench.load import Payload
 from headrace.tools.replay.jobs import open_recording
 from headrace.tools.replay.recording import Selection
@@ -23,12 +23,12 @@ MAX_CAPTURED = 10_000
 
 _LEFT_OUT = frozenset(
     {
-        "kafka_correlationId",
-        "kafka_replyPartition",
-        "kafka_replyTopic",
-        "traceparent",
-        "tracestate",
-        "x-deadline-ms",
+        HeaderName.CORRELATION_ID,
+        HeaderName.REPLY_PARTITION,
+        HeaderName.REPLY_TOPIC,
+        HeaderName.TRACEPARENT,
+        HeaderName.TRACESTATE,
+        HeaderName.DEADLINE_MS,
     }
 )
 """Headers of a captured request that apply only to its own time and caller."""
@@ -40,13 +40,16 @@ def from_arrays(
     """Return a request with these inputs. Raises `Rejected`, see `encode_request`."""
     content_type = JSON if as_json else MSGPACK
     value = encode_request(content_type, model, inputs, version=version)
-    return Payload(value, (("content-type", content_type.encode()),))
+    return Payload(value, ((HeaderName.CONTENT_TYPE, content_type.encode()),))
 
 
 def from_file(model: str, version: str | None, content: bytes, content_type: str) -> Payload:
     """Return a payload for the model's transform."""
     named = f"{model}/{version}" if version else model
-    return Payload(content, (("content-type", content_type.encode()), ("x-model", named.encode())))
+    return Payload(
+        content,
+        ((HeaderName.CONTENT_TYPE, content_type.encode()), (HeaderName.MODEL, named.encode())),
+    )
 
 
 def made_up(known: ModelVersion, version: str | None = None, *, as_json: bool = False) -> Payload:

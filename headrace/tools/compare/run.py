@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from headrace.client.rpc import RpcClient, last_header
 from headrace.errors import Code, ConfigurationError, Retriable
 from headrace.log.port import NewRecord, Record, TopicPartition
+from headrace.protocol.headers import HeaderName
 from headrace.tools.compare.differences import MISSING, Measured, compare_answers, measured
 from headrace.tools.compare.tally import Latencies, PairTally, WorstCase, WorstCases
 from headrace.tools.compare.verdict import Sides
@@ -34,11 +35,11 @@ RECORD_OVERHEAD_BYTES = 500
 
 _LEFT_OUT = frozenset(
     {
-        "kafka_correlationId",
-        "kafka_replyTopic",
-        "kafka_replyPartition",
-        "x-deadline-ms",
-        "x-timeout-ms",
+        HeaderName.CORRELATION_ID,
+        HeaderName.REPLY_TOPIC,
+        HeaderName.REPLY_PARTITION,
+        HeaderName.DEADLINE_MS,
+        HeaderName.TIMEOUT_MS,
     }
 )
 
@@ -98,7 +99,7 @@ class RecordedSubject:
         """See `Subject`; `missing` if no answer was recorded."""
         record = self._answers.get(identity(request))
         if record is None:
-            copied_from = last_header(request.headers, "x-replay-of")
+            copied_from = last_header(request.headers, HeaderName.REPLAY_OF)
             record = self._answers.get((copied_from or b"").decode(errors="replace"))
         if record is None:
             return Measured(MISSING, "no answer to this request was recorded")
@@ -119,7 +120,7 @@ async def load_answers(
         async for chunk in chunks:
             for record in chunk:
                 size += record_bytes(record) + RECORD_OVERHEAD_BYTES
-                request = last_header(record.headers, "x-request")
+                request = last_header(record.headers, HeaderName.REQUEST)
                 if request is not None:
                     answers.setdefault(request.decode(errors="replace"), record)
             if size > max_bytes:

@@ -15,20 +15,18 @@ from typing import Any, NamedTuple, TypeAlias
 from headrace.errors import ConfigurationError
 from headrace.log.port import NewRecord
 from headrace.models.user_code import describe_error, load_attribute
+from headrace.protocol.headers import HeaderName
 from headrace.tools.dead_letters.dead_letter import DeadLetter
 
-DEADLINE = "x-deadline-ms"
-
-REPLAY_OF = "x-replay-of"
-"""The original request that failed, as `topic/partition/offset`."""
-
-REPLAY_LETTER = "x-replay-letter"
-"""The letter that this copy was made from, as `topic/partition/offset`."""
-
-REPLAY_RUN = "x-replay-run"
-"""Id of the run of the command that sent the copy."""
-
-_REPLACED = frozenset({"x-stage", "x-attempt", REPLAY_OF, REPLAY_LETTER, REPLAY_RUN})
+_REPLACED = frozenset(
+    {
+        HeaderName.STAGE,
+        HeaderName.ATTEMPT,
+        HeaderName.REPLAY_OF,
+        HeaderName.REPLAY_LETTER,
+        HeaderName.REPLAY_RUN,
+    }
+)
 
 
 class Copy(NamedTuple):
@@ -54,7 +52,7 @@ def copy_of(letter: DeadLetter, now_ms: int) -> Copy:
     for name, value in letter.record.headers:
         if name.startswith("kafka_dlt-") or name in _REPLACED:
             continue
-        if name == DEADLINE and _has_passed(value, now_ms):
+        if name == HeaderName.DEADLINE_MS and _has_passed(value, now_ms):
             dropped = True
             continue
         kept.append((name, value))
@@ -65,10 +63,10 @@ def marked(record: NewRecord, letter: DeadLetter, run_id: str) -> NewRecord:
     """Set the replay headers and the attempt number, whatever a transform did to them."""
     headers = [header for header in record.headers if header[0] not in _REPLACED]
     headers += [
-        (REPLAY_OF, first_identity(letter).encode()),
-        (REPLAY_LETTER, str(letter.identity).encode()),
-        (REPLAY_RUN, run_id.encode()),
-        ("x-attempt", b"%d" % (letter.attempt + 1)),
+        (HeaderName.REPLAY_OF, first_identity(letter).encode()),
+        (HeaderName.REPLAY_LETTER, str(letter.identity).encode()),
+        (HeaderName.REPLAY_RUN, run_id.encode()),
+        (HeaderName.ATTEMPT, b"%d" % (letter.attempt + 1)),
     ]
     return record._replace(headers=headers)
 
@@ -76,8 +74,8 @@ def marked(record: NewRecord, letter: DeadLetter, run_id: str) -> NewRecord:
 def first_identity(letter: DeadLetter) -> str:
     """Return the original request across all redrives; the letter's identity if unknown."""
     headers = dict(letter.record.headers)
-    first = headers.get(REPLAY_OF)
-    if first is not None and REPLAY_LETTER in headers:
+    first = headers.get(HeaderName.REPLAY_OF)
+    if first is not None and HeaderName.REPLAY_LETTER in headers:
         return first.decode(errors="replace")
     return str(letter.origin or letter.identity)
 

@@ -20,7 +20,14 @@ from headrace.errors import Rejected
 from headrace.log.port import Record, TopicPartition
 from headrace.protocol.codec import decode_request
 from headrace.protocol.codec.faults import DECODE_ERRORS
-from headrace.protocol.headers import DECODED_TYPES, JSON, MSGPACK_TYPES, parse_envelope, shown_name
+from headrace.protocol.headers import (
+    DECODED_TYPES,
+    JSON,
+    MSGPACK_TYPES,
+    HeaderName,
+    parse_envelope,
+    shown_name,
+)
 from headrace.protocol.messages import Envelope, InputTensor, Tensor
 from headrace.protocol.tensors import to_array
 
@@ -87,10 +94,10 @@ def parse_dead_letter(record: Record) -> DeadLetter:
     return DeadLetter(
         record,
         _origin(headers),
-        _text(headers, "kafka_dlt-exception-fqcn"),
-        _text(headers, "kafka_dlt-exception-message"),
-        _text(headers, "x-stage"),
-        attempts(headers.get("x-attempt")),
+        _text(headers, HeaderName.DLT_CODE),
+        _text(headers, HeaderName.DLT_MESSAGE),
+        _text(headers, HeaderName.STAGE),
+        attempts(headers.get(HeaderName.ATTEMPT)),
         model,
         version,
     )
@@ -108,9 +115,9 @@ def _text(headers: Mapping[str, bytes], name: str) -> str:
 
 
 def _origin(headers: Mapping[str, bytes]) -> Identity | None:
-    topic = _text(headers, "kafka_dlt-original-topic")
-    partition = headers.get("kafka_dlt-original-partition", b"")
-    offset = headers.get("kafka_dlt-original-offset", b"")
+    topic = _text(headers, HeaderName.DLT_TOPIC)
+    partition = headers.get(HeaderName.DLT_PARTITION, b"")
+    offset = headers.get(HeaderName.DLT_OFFSET, b"")
     if not topic or len(partition) != _INT32.size or len(offset) != _INT64.size:
         return None
     return Identity(topic, _INT32.unpack(partition)[0], _INT64.unpack(offset)[0])
@@ -174,10 +181,10 @@ _NO_LIMITS = LimitSettings(max_request_bytes=2**31 - 1)
 """Without the usual limit, since a request too large to be served can be a letter."""
 
 _NUMBERS = {
-    "kafka_dlt-original-partition",
-    "kafka_dlt-original-offset",
-    "kafka_dlt-original-timestamp",
-    "kafka_replyPartition",
+    HeaderName.DLT_PARTITION,
+    HeaderName.DLT_OFFSET,
+    HeaderName.DLT_TIMESTAMP,
+    HeaderName.REPLY_PARTITION,
 }
 
 

@@ -16,7 +16,7 @@ from headrace.config import Settings
 from headrace.delivery.acked_offsets import Progress
 from headrace.errors import Fatal
 from headrace.log.port import Committed, Log, Record, TopicPartition
-from headrace.tools.dead_letters.copies import REPLAY_LETTER
+from headrace.protocol.headers import HeaderName
 from headrace.tools.dead_letters.reading import Span, partitions_of, read_spans, spans_of
 from headrace.topics import Topic
 
@@ -89,7 +89,7 @@ def count_copies(records: Iterable[Record], done: Mapping[TopicPartition, Progre
     """Mark the letters of these copies as done; return how many were not marked before."""
     found = 0
     for record in records:
-        letter = dict(record.headers).get(REPLAY_LETTER)
+        letter = dict(record.headers).get(HeaderName.REPLAY_LETTER)
         place = None if letter is None else _place(letter)
         if place is None:
             continue

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from headrace.errors import Code
 from headrace.log.port import NewRecord, Record
+from headrace.protocol.headers import HeaderName
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -135,7 +136,7 @@ class Questions:
                 "a deadline that has passed",
                 good,
                 Code.DEADLINE_EXCEEDED,
-                {"x-deadline-ms": just_gone},
+                {HeaderName.DEADLINE_MS: just_gone},
             ),
         )
         for subject, value, code, headers in cases:
@@ -160,9 +161,9 @@ class Questions:
         code: str = "",
         headers: dict[str, bytes] | None = None,
     ) -> Question:
-        about = {"content-type": content_type.encode()}
+        about = {HeaderName.CONTENT_TYPE: content_type.encode()}
         if content_type == RAW:
-            about["x-model"] = model.encode()
+            about[HeaderName.MODEL] = model.encode()
         about |= headers or {}
         record = NewRecord(None, value, tuple(about.items()))
         return Question(group, model, subject, record, labels, code)
@@ -209,8 +210,8 @@ def read_answer(record: Record, file_labels: Sequence[str]) -> Answer:
         KeyError, ValueError: the record violates the protocol.
     """
     headers = {name: value for name, value in record.headers if value is not None}
-    body = _body(record.value or b"", headers.get("content-type", b"").decode())
-    common = headers["x-request"].decode(), headers["x-status"].decode()
+    body = _body(record.value or b"", headers.get(HeaderName.CONTENT_TYPE, b"").decode())
+    common = headers[HeaderName.REQUEST].decode(), headers[HeaderName.STATUS].decode()
     if "error" in body:
         return Answer(*common, message=body["error"])
     timings = body["parameters"]

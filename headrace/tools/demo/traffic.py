@@ -15,9 +15,10 @@ from itertools import accumulate, cycle, takewhile
 from random import Random
 from typing import NamedTuple
 
-from headrace.client.rpc import CORRELATION_ID, ReplyReader, topic_partitions
+from headrace.client.rpc import ReplyReader, topic_partitions
 from headrace.config import Settings
 from headrace.log.port import Log, NewRecord, Producer, Record, Run, TopicPartition
+from headrace.protocol.headers import HeaderName
 from headrace.tools.demo.questions import MakeQuestion, Question, Questions, read_answer
 from headrace.tools.demo.tally import Tally
 from headrace.topics import Topic
@@ -40,7 +41,7 @@ ANSWER_TIMEOUT_S = 15.0
 """How long after the last question an answer may take."""
 
 _MAX_UNACKNOWLEDGED_RUNS = 1000
-_DEAD_LETTER_CODE = "kafka_dlt-exception-fqcn"
+_DEAD_LETTER_CODE = HeaderName.DLT_CODE
 
 
 # --- the plan ---------------------------------------------------------------------------------
@@ -177,7 +178,10 @@ class Traffic:
                     correlation_id = answers.expect(partial(self._answer, question, due_s))
                     if question.dead_letter:
                         letters.expect(partial(self._dead_letter, question), correlation_id)
-                    headers = [*question.record.headers, (CORRELATION_ID, correlation_id)]
+                    headers = [
+                        *question.record.headers,
+                        (HeaderName.CORRELATION_ID, correlation_id),
+                    ]
                     record = question.record._replace(headers=headers)
                     by_partition.setdefault(next(partitions), []).append(record)
                 for partition, records in by_partition.items():

@@ -33,8 +33,8 @@ from typing import Any
 from headrace.client.rpc import last_header
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.port import Consumer, Log, TopicPartition
+from headrace.protocol.headers import HeaderName
 from headrace.tools.replay.recording import Filters, Selection, Span, Window
-from headrace.tools.replay.sinks import REPLAY_OF, REPLAY_RUN
 from headrace.tools.replay.topic_recording import open_topic
 
 VERSION = 1
@@ -240,7 +240,7 @@ async def already_there(log: Log, topic: str, checkpoint: Checkpoint) -> set[str
     Raises:
         LogUnavailable: no broker answers.
     """
-    mark = (REPLAY_RUN, checkpoint.run_id.encode())
+    mark = (HeaderName.REPLAY_RUN, checkpoint.run_id.encode())
     floor: dict[int | None, int] = dict(checkpoint.floor.items())
     selection = Selection(Window(from_offsets=floor), Filters(headers=(mark,)))
     found: set[str] = set()
@@ -250,7 +250,7 @@ async def already_there(log: Log, topic: str, checkpoint: Checkpoint) -> set[str
     ):
         async for chunk in chunks:
             for record in chunk:
-                found.add((last_header(record.headers, REPLAY_OF) or b"").decode())
+                found.add((last_header(record.headers, HeaderName.REPLAY_OF) or b"").decode())
     return found
 
 

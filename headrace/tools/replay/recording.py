@@ -33,7 +33,7 @@ import msgspec
 from headrace.client.rpc import last_header
 from headrace.log.port import Gap, Record, TopicPartition
 from headrace.protocol.codec.faults import DECODE_ERRORS
-from headrace.protocol.headers import JSON, MSGPACK_TYPES
+from headrace.protocol.headers import JSON, MSGPACK_TYPES, HeaderName
 
 CHUNK_RECORDS = 500
 """A chunk has at most so many records."""
@@ -184,7 +184,7 @@ class Filters:
             (self.key is None or record.key == self.key)
             and (self.key_pattern is None or bool(self.key_pattern.search(record.key or b"")))
             and all(last_header(record.headers, name) == value for name, value in self.headers)
-            and (self.status is None or _text_header(record, "x-status") == self.status)
+            and (self.status is None or _text_header(record, HeaderName.STATUS) == self.status)
             and (self.trace_id is None or _trace_id(record) == self.trace_id.lower())
             and (self.model is None or self._is_of_model(record, self.model))
         )
@@ -212,7 +212,7 @@ class Selection:
         return (
             (from_ms is None or record.timestamp >= from_ms)
             and self.filters.fits(record)
-            and last_header(record.headers, "x-cancel") is None
+            and last_header(record.headers, HeaderName.CANCEL) is None
         )
 
 
@@ -221,8 +221,8 @@ def model_of(record: Record) -> tuple[str, str]:
 
     The body takes precedence over `x-model`; an unreadable body yields no model.
     """
-    name, _, version = _text_header(record, "x-model").partition("/")
-    content_type = _text_header(record, "content-type").partition(";")[0].strip().lower()
+    name, _, version = _text_header(record, HeaderName.MODEL).partition("/")
+    content_type = _text_header(record, HeaderName.CONTENT_TYPE).partition(";")[0].strip().lower()
     decode = _name_in_json if content_type == JSON else _name_in_msgpack
     if record.value is None or content_type not in MSGPACK_TYPES | {JSON}:
         return name, version
@@ -238,7 +238,7 @@ def _text_header(record: Record, name: str) -> str:
 
 
 def _trace_id(record: Record) -> str:
-    return _text_header(record, "traceparent")[_TRACE_ID].lower()
+    return _text_header(record, HeaderName.TRACEPARENT)[_TRACE_ID].lower()
 
 
 # --- totals --------------------------------------------------------------------------------------

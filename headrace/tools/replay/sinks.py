@@ -14,27 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from headrace.client.rpc import CORRELATION_ID, ReplyReader, last_header, topic_partitions
+from headrace.client.rpc import ReplyReader, last_header, topic_partitions
 from headrace.config import Settings
 from headrace.errors import Retriable
 from headrace.log.partitioner import partition_for_key
 from headrace.log.port import Log, NewRecord, Producer, Record, Run, TopicPartition
+from headrace.protocol.headers import HeaderName
 from headrace.tools.replay.capture import CaptureWriter
 from headrace.tools.replay.recording import identity, record_bytes
 from headrace.topics import Topic
 
 # --- headers of copies ---------------------------------------------------------------------------
-
-
-REPLAY_OF = "x-replay-of"
-"""`topic/partition/offset` of the original."""
-
-REPLAY_RUN = "x-replay-run"
-"""The id of the run that made the copy."""
-
-DEADLINE = "x-deadline-ms"
-REPLY_TOPIC = "kafka_replyTopic"
-REPLY_PARTITION = "kafka_replyPartition"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +50,20 @@ class Marking:
         copy's own timestamp anyway. The marks replace those of an earlier replay.
         """
         headers = [
-            (name, self._moved(value, record, now_ms) if name == DEADLINE else value)
+            (name, self._moved(value, record, now_ms) if name == HeaderName.DEADLINE_MS else value)
             for name, value in record.headers
             if not self._is_replaced(name)
         ]
         if self.reply_to is not None:
-            headers.append((REPLY_TOPIC, self.reply_to.encode()))
-        headers.append((REPLAY_OF, identity(record).encode()))
-        headers.append((REPLAY_RUN, self.run_id.encode()))
+            headers.append((HeaderName.REPLY_TOPIC, self.reply_to.encode()))
+        headers.append((HeaderName.REPLAY_OF, identity(record).encode()))
+        headers.append((HeaderName.REPLAY_RUN, self.run_id.encode()))
         return NewRecord(record.key, record.value, headers)
 
     def _is_replaced(self, name: str) -> bool:
-        if name in {REPLY_TOPIC, REPLY_PARTITION}:
+        if name in {HeaderName.REPLY_TOPIC, HeaderName.REPLY_PARTITION}:
             return self.reply_to is not None or not self.keep_reply
-        return name in {REPLAY_OF, REPLAY_RUN}
+        return name in {HeaderName.REPLAY_OF, HeaderName.REPLAY_RUN}
 
     @staticmethod
     def _moved(value: bytes | None, record: Record, now_ms: int) -> bytes | None:
@@ -224,12 +214,12 @@ class PipelineSink(TopicSink):
         size = record_bytes(record)
         self._pending_bytes += size
         correlation_id = self._replies.expect(partial(self._answered, size))
-        headers = [header for header in copy.headers if header[0] != CORRELATION_ID]
-        return copy._replace(headers=[*headers, (CORRELATION_ID, correlation_id)])
+        headers = [header for header in copy.headers if header[0] != HeaderName.CORRELATION_ID]
+        return copy._replace(headers=[*headers, (HeaderName.CORRELATION_ID, correlation_id)])
 
     def _answered(self, size: int, answer: Record) -> None:
         self._pending_bytes -= size
-        self.statuses[(last_header(answer.headers, "x-status") or b"").decode()] += 1
+        self.statuses[(last_header(answer.headers, HeaderName.STATUS) or b"").decode()] += 1
 
     async def _wait_for_answers(self) -> None:
         try:

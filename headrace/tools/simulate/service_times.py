@@ -22,7 +22,7 @@ from headrace.log.port import Record
 from headrace.models.backends.warmup import make_sample_batch
 from headrace.models.version import ModelVersion
 from headrace.protocol.codec.faults import DECODE_ERRORS
-from headrace.protocol.headers import JSON
+from headrace.protocol.headers import JSON, HeaderName
 from headrace.tools.replay.recording import Recording
 
 ENOUGH = 5
@@ -252,9 +252,11 @@ def _points(runs: Iterable[tuple[int, float]]) -> list[Point]:
 
 
 def _answer(record: Record) -> _Answer | None:
-    if record.value is None or last_header(record.headers, "x-status") not in (None, b"ok"):
+    if record.value is None or last_header(record.headers, HeaderName.STATUS) not in (None, b"ok"):
         return None
-    content_type = (last_header(record.headers, "content-type") or b"").decode("ascii", "replace")
+    content_type = (last_header(record.headers, HeaderName.CONTENT_TYPE) or b"").decode(
+        "ascii", "replace"
+    )
     decode = _from_json if content_type.partition(";")[0].strip().lower() == JSON else _from_msgpack
     try:
         return decode(record.value)
