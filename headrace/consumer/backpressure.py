@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 import structlog
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Consumer, Log, TopicPartition
@@ -60,12 +60,12 @@ class Backpressure:
         self._safe_unanswered = tuning.delivery.safe_unanswered_offsets
         self._bounds_metadata = bounds_metadata
         self._shares = shares
-        self._elsewhere: dict[TopicPartition, Progress] = {}
+        self._elsewhere: dict[TopicPartition, AckedOffsets] = {}
         self.paused: frozenset[TopicPartition] = frozenset()
         self.reason = ""
         self.reasons: Mapping[TopicPartition, str] = {}
 
-    def regulate(self, consumer: Consumer, waiting_bytes: int, *, stopping: bool) -> bool:
+    def update(self, consumer: Consumer, waiting_bytes: int, *, stopping: bool) -> bool:
         """Pause or resume partitions; return True while all are paused.
 
         Args:
@@ -92,11 +92,11 @@ class Backpressure:
         self.paused = paused
         return wanted
 
-    def follow(self, partition: TopicPartition, progress: Progress) -> None:
+    def follow(self, partition: TopicPartition, progress: AckedOffsets) -> None:
         """Use the progress that another process has committed, which answers for this partition."""
         self._elsewhere[partition] = progress
 
-    def progress(self, assignment: AssignedPartition) -> Progress:
+    def progress(self, assignment: AssignedPartition) -> AckedOffsets:
         """Return the progress of a partition, as far as it is known here."""
         return self._elsewhere.get(assignment.partition, assignment.progress)
 
@@ -161,7 +161,7 @@ class Backpressure:
                 continue
             for partition, found in committed.items():
                 if found is not None:
-                    self._elsewhere[partition] = Progress.from_committed(found)
+                    self._elsewhere[partition] = AckedOffsets.from_committed(found)
 
     def _is_long(self, assignment: AssignedPartition) -> bool:
         progress = self.progress(assignment)

@@ -42,7 +42,7 @@ class Stall:
         return now_s - self._since_s
 
 
-class Backlog:
+class LagMonitor:
     """Looks ahead, in `run`.
 
     Args:

@@ -23,14 +23,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import structlog
 
-from headrace.consumer.ready_queue import Arrivals, Delivery
+from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.consumer.source_settings import SourceSettings
-from headrace.crash_isolation.isolation import Isolated, IsolatedReceipt, Isolation
+from headrace.crash_isolation.isolation import Isolated, IsolatedAck, Isolation
 from headrace.crash_isolation.liveness import process_name
 from headrace.crash_isolation.markers import CrashMarkers, Owner
 from headrace.crash_isolation.poison_search import Alone, PoisonSearch
 from headrace.crash_isolation.run_gate import Entry, RunGate
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Consumer, TopicPartition
@@ -62,7 +62,7 @@ class QuarantineGate:
         tracker: InFlightTracker,
         metrics: Metrics,
         settings: SourceSettings,
-        arrivals: Arrivals,
+        arrivals: ReadyQueue,
         tuning: ConsumerTuning = TUNING.consumer,
     ) -> None:
         self._tuning = tuning
@@ -100,7 +100,7 @@ class QuarantineGate:
             log.warning(Event.CRASH_MARKER_DELAYED, reason=str(error))
 
     async def assigned(
-        self, consumer: Consumer, progresses: Mapping[TopicPartition, Progress]
+        self, consumer: Consumer, progresses: Mapping[TopicPartition, AckedOffsets]
     ) -> None:
         """Restore the state of partitions; return once they are marked as being read.
 
@@ -119,7 +119,7 @@ class QuarantineGate:
         ends = await consumer.end_offsets(unclean) if unclean else {}
         for partition, progress in progresses.items():
             mark, _ = found[partition]
-            self._suspects.take_up(partition, mark, progress, ends.get(partition, 0))
+            self._suspects.restore(partition, mark, progress, ends.get(partition, 0))
             self._partitions.add(partition)
         self._reckon()
         await self._write()
@@ -142,10 +142,10 @@ class QuarantineGate:
         ours = [each for each in partitions if each in self._partitions]
         for partition in ours:
             self._look_at(partition)
-        marks = {each: self._suspects.closing_mark(each) for each in ours}
+        marks = {each: self._suspects.closing_marker(each) for each in ours}
         for partition in ours:
             # Forget it before writing, so that the closing marker is the last one.
-            self._suspects.give_up(partition)
+            self._suspects.forget(partition)
             self._partitions.discard(partition)
         self._reckon()
         try:
@@ -182,7 +182,7 @@ class QuarantineGate:
         offsets = {each.record.offset for each in parked if each and each.assignment is assignment}
         self._suspects.look(partition, progress, committed, passed, offsets)
 
-    def divided(self, delivery: Delivery) -> Iterator[Delivery]:
+    def divided(self, delivery: PolledRecords) -> Iterator[PolledRecords]:
         """Yield parts of a delivery that are small enough to be marked, while careful."""
         if not self.gate.is_marking:
             yield delivery
@@ -191,9 +191,9 @@ class QuarantineGate:
         marked = self._tuning.marked_records
         for start in range(0, len(delivery.records), marked):
             records = delivery.records[start : start + marked]
-            yield Delivery(delivery.assignment, records, isolation)
+            yield PolledRecords(delivery.assignment, records, isolation)
 
-    async def let_in(self, delivery: Delivery) -> Delivery:
+    async def let_in(self, delivery: PolledRecords) -> PolledRecords:
         """Return what the stage receives now, once it is marked as being read."""
         partition = delivery.assignment.partition
         isolation = delivery.isolation or self._isolation(partition)
@@ -204,7 +204,7 @@ class QuarantineGate:
             # It may have been revoked while it waited for the others to leave.
             isolated.is_delivered = not isolated.ack_handle.revoked
             return delivery if isolated.is_delivered else delivery._replace(records=())
-        self._tell_of_condemned(delivery, isolation)
+        self._report_poisoned(delivery, isolation)
         # Accused records are parked and not read now, so that they are not marked either.
         offsets = [one.offset for one in delivery.records if one.offset not in isolation.accused]
         self._reading = await self.gate.enter([(partition, offset) for offset in offsets])
@@ -225,15 +225,15 @@ class QuarantineGate:
     def _isolation(self, partition: TopicPartition) -> Isolation:
         suspects = self._suspects
         return Isolation(
-            suspects.condemned(partition),
+            suspects.poisoned(partition),
             suspects.accused(partition),
             self._park,
             runs=self._settings.runs,
         )
 
-    def _tell_of_condemned(self, delivery: Delivery, isolation: Isolation) -> None:
-        offsets = {record.offset for record in delivery.records} if isolation.condemned else ()
-        for offset, place in sorted(isolation.condemned):
+    def _report_poisoned(self, delivery: PolledRecords, isolation: Isolation) -> None:
+        offsets = {record.offset for record in delivery.records} if isolation.poisoned else ()
+        for offset, place in sorted(isolation.poisoned):
             if offset in offsets:
                 self._metrics.poisoned.inc()
                 record = f"{delivery.assignment.partition}/{offset}"
@@ -255,7 +255,9 @@ class QuarantineGate:
             self._on_trial = isolated
             isolation = self._isolation(isolated.assignment.partition)
             isolation = isolation._replace(isolated=isolated)
-            self._arrivals.put_isolated(Delivery(isolated.assignment, [isolated.record], isolation))
+            self._arrivals.put_isolated(
+                PolledRecords(isolated.assignment, [isolated.record], isolation)
+            )
         self._arrivals.awaits_isolated = bool(self._parked)
         self._arrivals.tell()
 
@@ -263,9 +265,9 @@ class QuarantineGate:
         """Record that requests have finished running alone, successfully or not."""
         for request in requests:
             ack_handle = request.ack_handle
-            assert isinstance(ack_handle, IsolatedReceipt)
+            assert isinstance(ack_handle, IsolatedAck)
             # From here on it is an ordinary request, answered together with others.
-            request.ack_handle = ack_handle.record_receipt
+            request.ack_handle = ack_handle.record_ack
             ack_handle.isolated.open_places -= 1
             if not ack_handle.isolated.open_places:
                 self._conclude(ack_handle.isolated)

@@ -14,7 +14,7 @@ from headrace.log.port import Record, TopicPartition
 from headrace.tuning import TUNING, ConsumerTuning
 
 
-class Delivery(NamedTuple):
+class PolledRecords(NamedTuple):
     """Records of one partition, in offset order, not yet admitted.
 
     `skipped`: there are no records; all up to this offset were deleted unread. `again`: the
@@ -34,12 +34,12 @@ class _Waiting:
 
     __slots__ = ("delivery", "records", "size_bytes")
 
-    def __init__(self, delivery: Delivery, size_bytes: int) -> None:
+    def __init__(self, delivery: PolledRecords, size_bytes: int) -> None:
         self.records = list(delivery.records)
         self.delivery = delivery._replace(records=self.records)
         self.size_bytes = size_bytes
 
-    def joins(self, delivery: Delivery, max_records: int) -> bool:
+    def joins(self, delivery: PolledRecords, max_records: int) -> bool:
         """Return True if `delivery` may be appended, as if both had been read together."""
         mine = self.delivery
         return (
@@ -51,7 +51,7 @@ class _Waiting:
         )
 
 
-class Arrivals:
+class ReadyQueue:
     """Polled records that wait for the first stage.
 
     New records of a partition are appended to its waiting chunk: a chunk costs each stage about
@@ -70,17 +70,17 @@ class Arrivals:
         self._last: dict[TopicPartition, _Waiting] = {}
         self._arrived = asyncio.Event()
         self._ended = False
-        self._isolated: deque[Delivery] = deque()
+        self._isolated: deque[PolledRecords] = deque()
         self.waiting_bytes = 0
         self.awaits_isolated = False
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def __iter__(self) -> Iterator[Delivery]:
+    def __iter__(self) -> Iterator[PolledRecords]:
         return (each.delivery for each in self._waiting)
 
-    def put(self, delivery: Delivery) -> None:
+    def put(self, delivery: PolledRecords) -> None:
         """Add polled records without waking the first stage; see `tell`."""
         size_bytes = waiting_bytes(delivery.records)
         self.waiting_bytes += size_bytes
@@ -93,7 +93,7 @@ class Arrivals:
         self._last[partition] = waiting = _Waiting(delivery, size_bytes)
         self._waiting.append(waiting)
 
-    def put_isolated(self, delivery: Delivery) -> None:
+    def put_isolated(self, delivery: PolledRecords) -> None:
         """Add a parked record. It is already admitted, so it is never dropped: a drain waits for
         it, and later answers may be held until it is answered.
         """
@@ -104,7 +104,7 @@ class Arrivals:
         """Wake the first stage."""
         self._arrived.set()
 
-    async def next(self) -> Delivery | None:
+    async def next(self) -> PolledRecords | None:
         """Wait for and return the oldest delivery; None once the queue has ended and is empty."""
         while not (self._waiting or self._isolated):
             if self._ended and not self.awaits_isolated:
@@ -120,7 +120,7 @@ class Arrivals:
         self.waiting_bytes -= taken.size_bytes
         return taken.delivery
 
-    async def let_work(self, budget: Budget) -> None:
+    async def yield_to_stages(self, budget: Budget) -> None:
         """Yield to the stages before the next poll.
 
         Records that arrive meanwhile are read together. With a poll in every event-loop turn, each

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from headrace.consumer.deferring import Deferral
-from headrace.consumer.ready_queue import Arrivals, Delivery
+from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.delivery.inflight import AssignedPartition, Deferred
 from headrace.errors import Retriable
 from headrace.log.errors import OffsetOutOfRange
@@ -41,7 +41,7 @@ class Rereading:
     def __init__(
         self,
         deferral: Deferral,
-        ready: Arrivals,
+        ready: ReadyQueue,
         is_wanted: Callable[[TopicPartition], bool],
         on_lost_end: Callable[[TopicPartition, int], None],
         metrics: Metrics,
@@ -137,7 +137,7 @@ class Rereading:
             for record in found:
                 del wanted[record.offset]
             if found and self._is_wanted(partition):
-                self._ready.put(Delivery(assignment, found, again=True))
+                self._ready.put(PolledRecords(assignment, found, again=True))
                 self._ready.tell()
             for gap in gaps:
                 for offset in [each for each in wanted if gap.first <= each < gap.end]:
@@ -168,6 +168,6 @@ class Rereading:
 
     def _skip(self, deferred: Deferred) -> None:
         if self._is_wanted(deferred.assignment.partition):
-            skipped = Delivery(deferred.assignment, (), skipped=deferred.offset, again=True)
+            skipped = PolledRecords(deferred.assignment, (), skipped=deferred.offset, again=True)
             self._ready.put(skipped)
             self._ready.tell()

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from headrace.consumer.backpressure import Backpressure
 from headrace.consumer.deferring import Deferral
-from headrace.consumer.lag import Backlog
-from headrace.consumer.stalled_offsets import Bases
+from headrace.consumer.lag import LagMonitor
+from headrace.consumer.stalled_offsets import StalledOffsetMonitor
 from headrace.delivery.committer import Committer, Companion
 from headrace.delivery.inflight import NEVER_COMMITTED, AssignedPartition, InFlightTracker
 from headrace.log.port import TopicPartition
@@ -24,7 +24,7 @@ class Parts(NamedTuple):
         waiting_bytes: of records that were read and are not admitted yet.
         commits: whether it commits.
         pauses: what is not read, and why.
-        bases: which stand still.
+        stalled: which stand still.
         assigning_since_s: when an assignment began that is not done, on the monotonic clock.
         deferral: where models have shares of the budget.
     """
@@ -32,13 +32,13 @@ class Parts(NamedTuple):
     topic: str
     group: str
     tracker: InFlightTracker
-    companion: Companion | None
+    source_offsets: Companion | None
     committer: Committer
-    backlog: Backlog
+    lag: LagMonitor
     waiting_bytes: int
     commits: bool
     pauses: Backpressure
-    bases: Bases
+    stalled: StalledOffsetMonitor
     last_contact_s: float
     deferral: Deferral | None
     assigning_since_s: float | None
@@ -51,15 +51,15 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
     partitions = [
         each._replace(
             paused=reasons.get(where, ""),
-            base_age_s=parts.bases.age_s(where, now_s),
-            is_stuck=parts.bases.is_stuck(where, now_s),
+            base_age_s=parts.stalled.age_s(where, now_s),
+            is_stuck=parts.stalled.is_stuck(where, now_s),
         )
-        for each in partition_snapshots(parts.tracker, parts.backlog)
+        for each in partition_snapshots(parts.tracker, parts.lag)
         for where in (TopicPartition(each.topic, each.partition),)
     ]
-    backlog = sum(each.backlog_records for each in partitions)
-    throughput = parts.backlog.throughput
-    companions = () if parts.companion is None else tuple(parts.companion.snapshots())
+    lag = sum(each.backlog_records for each in partitions)
+    throughput = parts.lag.throughput
+    companions = () if parts.source_offsets is None else tuple(parts.source_offsets.snapshots())
     budget = parts.tracker.budget
     return SourceSnapshot(
         topic=parts.topic,
@@ -70,9 +70,9 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
         limit_bytes=budget.limit_bytes,
         paused=parts.pauses.reason,
         oldest_age_s=_oldest_age_s(parts.tracker),
-        backlog_records=backlog,
+        backlog_records=lag,
         throughput_per_s=throughput.per_s,
-        time_to_drain_s=throughput.time_to_drain_s(backlog),
+        time_to_drain_s=throughput.time_to_drain_s(lag),
         commit=CommitSnapshot(
             commits=parts.commits,
             age_s=parts.committer.age_s(),
@@ -80,21 +80,21 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
             last_failure=parts.committer.last_failure,
         ),
         partitions=(*partitions, *companions),
-        stalled_s=parts.backlog.stall.for_s(now_s, parts.backlog.acked),
+        stalled_s=parts.lag.stall.for_s(now_s, parts.lag.acked),
         assigning_s=0.0 if parts.assigning_since_s is None else now_s - parts.assigning_since_s,
         model_bytes={} if parts.deferral is None else parts.deferral.shares.model_bytes(),
     )
 
 
-def partition_snapshots(tracker: InFlightTracker, backlog: Backlog) -> list[PartitionSnapshot]:
+def partition_snapshots(tracker: InFlightTracker, lag: LagMonitor) -> list[PartitionSnapshot]:
     """The partitions that are read, in order."""
     return [
-        _partition(assignment, backlog)
+        _partition(assignment, lag)
         for assignment in sorted(tracker.assignments, key=lambda each: each.partition)
     ]
 
 
-def _partition(assignment: AssignedPartition, backlog: Backlog) -> PartitionSnapshot:
+def _partition(assignment: AssignedPartition, lag: LagMonitor) -> PartitionSnapshot:
     progress, committed = assignment.progress, assignment.committed
     answered, ranges = progress.answered_above
     return PartitionSnapshot(
@@ -102,7 +102,7 @@ def _partition(assignment: AssignedPartition, backlog: Backlog) -> PartitionSnap
         epoch=assignment.epoch,
         base=progress.base,
         committed=None if committed == NEVER_COMMITTED else committed.offset,
-        end=backlog.ends.get(assignment.partition),
+        end=lag.ends.get(assignment.partition),
         in_flight=assignment.in_flight,
         span_records=max(0, assignment.last_delivered + 1 - progress.base),
         answered_records=answered,

@@ -24,15 +24,15 @@ import structlog
 
 from headrace.consumer.backpressure import Backpressure
 from headrace.consumer.deferring import Deferral, Refusal
-from headrace.consumer.lag import Backlog
+from headrace.consumer.lag import LagMonitor
 from headrace.consumer.quarantine import QuarantineGate
-from headrace.consumer.ready_queue import Arrivals, Delivery
+from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.consumer.rereading import Rereading
 from headrace.consumer.snapshot import Parts, partition_snapshots, source_snapshot
 from headrace.consumer.source_settings import SourceSettings
-from headrace.consumer.stalled_offsets import Bases
+from headrace.consumer.stalled_offsets import StalledOffsetMonitor
 from headrace.crash_isolation.markers import CrashMarkers
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.committer import Committer
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
@@ -60,9 +60,9 @@ class Source:
 
     Attributes:
         tracker: in-flight tracker of the records read.
-        books: store of the answered offsets.
+        offset_store: store of the answered offsets.
         deferral: defers requests over their shares; None without shares.
-        sealing: partition transactions, for exactly once, if this process answers.
+        transactions: partition transactions, for exactly once, if this process answers.
         reading: activity that each poll renews.
         assigned: set after the group's first assignment, even an empty one.
     """
@@ -72,7 +72,7 @@ class Source:
         log_: Log,
         settings: SourceSettings,
         metrics: Metrics,
-        companion: SourceOffsets | None = None,
+        source_offsets: SourceOffsets | None = None,
         refusal: Refusal | None = None,
         tuning: Tuning = TUNING,
     ) -> None:
@@ -83,29 +83,31 @@ class Source:
         self._log = log_
         self._settings = settings
         self._metrics = metrics
-        self._companion = companion
+        self._source_offsets = source_offsets
         budget = Budget(settings.budget_bytes, tuning.delivery.resume_fraction)
         self.tracker = InFlightTracker(budget, self._on_settled, tuning.delivery)
         requests = settings.requests or settings.topic
-        self.books = OffsetStore(self.tracker, companion, requests, settings.topic, tuning.delivery)
-        self.sealing = (
+        self.offset_store = OffsetStore(
+            self.tracker, source_offsets, requests, settings.topic, tuning.delivery
+        )
+        self.transactions = (
             PartitionTransactions(
-                log_, self.books, settings.group, metrics, self._void_all, tuning.delivery
+                log_, self.offset_store, settings.group, metrics, self._void_all, tuning.delivery
             )
             if settings.exactly_once and settings.commits
             else None
         )
         # What answers repeats is on `requests`; repeats on the topics between are recognised.
-        self._pauses = Backpressure(
+        self._backpressure = Backpressure(
             self.tracker,
             bounds_metadata=settings.requests == settings.topic,
             shares=settings.shares,
             tuning=tuning,
         )
         self.deferral = _deferral(budget, settings, refusal, tuning)
-        self._bases = Bases(self.tracker, settings.kept_s, tuning.consumer)
-        self._ready = Arrivals(tuning.consumer)
-        self.probation = QuarantineGate(
+        self._stalled = StalledOffsetMonitor(self.tracker, settings.kept_s, tuning.consumer)
+        self._ready = ReadyQueue(tuning.consumer)
+        self.quarantine = QuarantineGate(
             CrashMarkers(log_, settings.group),
             self.tracker,
             metrics,
@@ -122,9 +124,9 @@ class Source:
         self._lost_ends: dict[TopicPartition, int] = {}
         self._acked = AutoResetEvent()
         self._committer = Committer(
-            self.tracker, companion, metrics, self._acked, self.sealing, tuning.delivery
+            self.tracker, source_offsets, metrics, self._acked, self.transactions, tuning.delivery
         )
-        self._backlog = Backlog(self._unanswered, self._is_working, tuning.consumer)
+        self._lag = LagMonitor(self._unanswered, self._is_working, tuning.consumer)
         self._assigning_since_s: float | None = None
         self.reading = Activity(f"reader of {settings.topic}", tuning.consumer.reader_stall_s)
         self.assigned = asyncio.Event()
@@ -134,12 +136,12 @@ class Source:
         self._consumer: Consumer
 
     async def __aenter__(self) -> Self:
-        await self.probation.joining(self._settings.topic)
+        await self.quarantine.joining(self._settings.topic)
         settings = self._settings
         member = self._log.member(settings.group, [settings.topic], self, kind=settings.kind)
         self._consumer = await self._stack.enter_async_context(member)
-        if self.sealing is not None:
-            self._stack.push_async_callback(self.sealing.release)
+        if self.transactions is not None:
+            self._stack.push_async_callback(self.transactions.release)
         self._stack.push_async_callback(self._end_reading)
         self._opened = True
         return self
@@ -172,8 +174,8 @@ class Source:
 
     def _beside(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
         group = self._settings.progress_group
-        yield "backlog", self._backlog.run(self._consumer)
-        yield "probation", self.probation.run()
+        yield "backlog", self._lag.run(self._consumer)
+        yield "probation", self.quarantine.run()
         if self.deferral is not None:
             rereading = Rereading(
                 self.deferral,
@@ -187,20 +189,20 @@ class Source:
         if self._settings.commits:
             yield "committer", self._committer.run(self._consumer)
         else:
-            yield "bases", self._bases.run(self._log, group)
-            yield "progress", self._pauses.watch(self._log, group)
+            yield "bases", self._stalled.run(self._log, group)
+            yield "progress", self._backpressure.watch(self._log, group)
 
-    async def receive(self) -> Delivery | None:
+    async def receive(self) -> PolledRecords | None:
         """Return the next records of any partition; None once reading stopped and none are left."""
-        self.probation.is_done()
+        self.quarantine.is_done()
         while (delivery := await self._ready.next()) is not None:
             is_isolated = delivery.isolation is not None and delivery.isolation.isolated is not None
             if delivery.assignment.revoked and not is_isolated:
                 continue
-            if delivery.skipped is None and (is_isolated or self.probation.gate.is_marking):
-                delivery = await self.probation.let_in(delivery)
+            if delivery.skipped is None and (is_isolated or self.quarantine.gate.is_marking):
+                delivery = await self.quarantine.let_in(delivery)
                 if delivery.assignment.revoked or not delivery.records:
-                    self.probation.is_done()
+                    self.quarantine.is_done()
                     continue
             if delivery.skipped is None or self._reads_requests:
                 return delivery
@@ -225,7 +227,7 @@ class Source:
                 pauses = Pauses(self._backoff)
                 while not await self._committer.commit(self._consumer) and loop.time() < deadline:
                     await self._acked.wait(pauses.next_s())
-        await self.probation.revoked([each.partition for each in self.tracker.assignments])
+        await self.quarantine.revoked([each.partition for each in self.tracker.assignments])
         self._void_all()  # later answers would no longer be committed
         self._closing = True
 
@@ -245,13 +247,13 @@ class Source:
                 topic=settings.topic,
                 group=settings.group,
                 tracker=self.tracker,
-                companion=self._companion,
+                source_offsets=self._source_offsets,
                 committer=self._committer,
-                backlog=self._backlog,
+                lag=self._lag,
                 waiting_bytes=self._ready.waiting_bytes,
                 commits=settings.commits,
-                pauses=self._pauses,
-                bases=self._bases,
+                pauses=self._backpressure,
+                stalled=self._stalled,
                 last_contact_s=self.last_contact_s() if self._opened else 0.0,
                 deferral=self.deferral,
                 assigning_since_s=self._assigning_since_s,
@@ -259,9 +261,7 @@ class Source:
         )
 
     def _unanswered(self) -> int:
-        return sum(
-            each.backlog_records for each in partition_snapshots(self.tracker, self._backlog)
-        )
+        return sum(each.backlog_records for each in partition_snapshots(self.tracker, self._lag))
 
     def _is_working(self) -> bool:
         assignments = self.tracker.assignments
@@ -286,15 +286,15 @@ class Source:
                 assignment = self.tracker.get(partition)
                 if assignment is None or not self._is_wanted(partition):
                     continue
-                for delivery in self.probation.divided(Delivery(assignment, records)):
-                    self._arrive(delivery)
+                for delivery in self.quarantine.divided(PolledRecords(assignment, records)):
+                    self._enqueue(delivery)
             for gap in self._consumer.gaps():
                 self._pass_over(gap, polled.get(gap.partition, ()))
             if self._ready:
                 self._ready.tell()
-                await self._ready.let_work(self.tracker.budget)
+                await self._ready.yield_to_stages(self.tracker.budget)
 
-    def _arrive(self, delivery: Delivery) -> None:
+    def _enqueue(self, delivery: PolledRecords) -> None:
         assignment, records = delivery.assignment, delivery.records
         self._ready.put(delivery)
         assignment.last_read = records[-1].offset
@@ -327,17 +327,17 @@ class Source:
         )
         # A record after the gap closes it. If it was not admitted, both are read again.
         if not polled or gap.end > polled[-1].offset == assignment.last_read:
-            self._ready.put(Delivery(assignment, (), skipped=gap.end - 1))
+            self._ready.put(PolledRecords(assignment, (), skipped=gap.end - 1))
 
     async def _poll(self) -> Mapping[TopicPartition, Sequence[Record]]:
         tuning = self._tuning
-        if self.probation.is_active:
-            await self.probation.look(self._consumer)
-        if not self._pauses.regulate(
+        if self.quarantine.is_active:
+            await self.quarantine.look(self._consumer)
+        if not self._backpressure.update(
             self._consumer, self._ready.waiting_bytes, stopping=self._stopping
         ):
             timeout_s = (
-                tuning.paused_poll_timeout_s if self._pauses.paused else tuning.poll_timeout_s
+                tuning.paused_poll_timeout_s if self._backpressure.paused else tuning.poll_timeout_s
             )
             return await self._consumer.poll(timeout_s, tuning.max_poll_records)
         await self._acked.wait(tuning.paused_poll_timeout_s)
@@ -405,21 +405,21 @@ class Source:
     def _skip(self, assignment: AssignedPartition, first: int, beginning: int) -> None:
         """Skip the offsets from `first` to `beginning`, which were deleted unread."""
         self._metrics.skipped.inc(beginning - first)
-        self._ready.put(Delivery(assignment, (), skipped=beginning - 1))
+        self._ready.put(PolledRecords(assignment, (), skipped=beginning - 1))
         self._ready.tell()
 
     # --- assignment ------------------------------------------------------------------------
 
     async def on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
         """Fence the former owners for exactly once, read the commits, seek, and admit records."""
-        self._pauses.assigned_anew()
+        self._backpressure.assigned_anew()
         self._leaving = frozenset()
         self._assigning_since_s = time.monotonic()
         pauses = Pauses(self._backoff)
         while not self._closing:
             try:
                 progresses = await self._prepare(partitions)
-                await self.probation.assigned(self._consumer, progresses)
+                await self.quarantine.assigned(self._consumer, progresses)
                 break
             except Retriable as error:
                 # Nothing of these partitions can be read meanwhile.
@@ -437,15 +437,15 @@ class Source:
 
     async def _prepare(
         self, partitions: Sequence[TopicPartition]
-    ) -> dict[TopicPartition, Progress]:
+    ) -> dict[TopicPartition, AckedOffsets]:
         """Fence the former owners for exactly once, and then read the commits."""
         numbers = [each.partition for each in partitions]
         # Fence before reading: a former owner could still commit after an earlier read.
-        if self.sealing is not None:
-            await self.sealing.fence(self._consumer, numbers)
+        if self.transactions is not None:
+            await self.transactions.fence(self._consumer, numbers)
         progresses = await self._load(partitions)
-        if self._companion is not None:
-            await self._companion.assigned(self._consumer, numbers)
+        if self._source_offsets is not None:
+            await self._source_offsets.assigned(self._consumer, numbers)
         return progresses
 
     def _begin(self, assignment: AssignedPartition) -> None:
@@ -455,14 +455,14 @@ class Source:
             assignment.last_delivered = committed - 1
             self._skip(assignment, committed, assignment.progress.base)
         if not self._settings.commits:
-            self._pauses.follow(assignment.partition, assignment.progress.copy())
+            self._backpressure.follow(assignment.partition, assignment.progress.copy())
         if self._settings.chains_keys:
             assignment.chains = KeyChains(
                 partial(self._is_answered, assignment), self._order_prune_at
             )
 
     def _is_answered(self, assignment: AssignedPartition, offset: int) -> bool:
-        return offset in self._pauses.progress(assignment)
+        return offset in self._backpressure.progress(assignment)
 
     async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
         """Finish requests in flight and commit them, within one deadline; revoke the rest."""
@@ -473,10 +473,10 @@ class Source:
         if self._settings.commits:
             async with self._last_commit(deadline):
                 await self._committer.commit(self._consumer, self._leaving)
-        await self.probation.revoked(partitions)
+        await self.quarantine.revoked(partitions)
         self._revoked(partitions)
-        if self.sealing is not None:
-            await self.sealing.release([p.partition for p in partitions])
+        if self.transactions is not None:
+            await self.transactions.release([p.partition for p in partitions])
         log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
 
     @property
@@ -492,8 +492,8 @@ class Source:
     def _revoked(self, partitions: Sequence[TopicPartition]) -> None:
         for partition in partitions:
             self.tracker.revoke(partition)
-        if self._companion is not None:
-            self._companion.revoked([p.partition for p in partitions])
+        if self._source_offsets is not None:
+            self._source_offsets.revoked([p.partition for p in partitions])
         for call in self._revocations:
             call()
 
@@ -505,7 +505,9 @@ class Source:
         except TimeoutError:
             log.warning(Event.COMMIT_FAILED, reason="the last commit was not answered in time")
 
-    async def _load(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, Progress]:
+    async def _load(
+        self, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, AckedOffsets]:
         replacement = await self._identity.replacement()
         if self._settings.progress_group == self._settings.group:
             committed = await self._consumer.committed(partitions)
@@ -529,7 +531,7 @@ class Source:
     # --- acks and commits -----------------------------------------------------------
 
     def _on_settled(self) -> None:
-        self._backlog.acked = self.tracker.budget.acked
+        self._lag.acked = self.tracker.budget.acked
         self._acked.set()
         if self.deferral is not None:
             self.deferral.freed()

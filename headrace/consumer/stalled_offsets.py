@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import structlog
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.errors import Retriable
 from headrace.log.port import Committed, Log, TopicPartition
@@ -37,7 +37,7 @@ class _Standing(NamedTuple):
     since_s: float
 
 
-class Bases:
+class StalledOffsetMonitor:
     """How long each base has been standing.
 
     Args:
@@ -103,5 +103,5 @@ class Bases:
 
 def _is_passed_on(assignment: AssignedPartition, committed: Committed) -> bool:
     """Whether the lowest request that is not answered has been passed on in this assignment."""
-    base = Progress.from_committed(committed).base
+    base = AckedOffsets.from_committed(committed).base
     return base <= assignment.last_delivered and base in assignment.progress

@@ -24,7 +24,7 @@ class Throughput:
         self.per_s: float | None = None
         self._last: tuple[float, int] | None = None
 
-    def observe(self, now_s: float, answered: int, backlog: int) -> None:
+    def observe(self, now_s: float, answered: int, lag: int) -> None:
         """Learn from the answers since the last call.
 
         A rate above the estimate raises it at once: the process can do at least that. A lower rate
@@ -34,7 +34,7 @@ class Throughput:
         Args:
             now_s: monotonic seconds.
             answered: records, since the start of the process.
-            backlog: records that are not answered now.
+            lag: records that are not answered now.
         """
         last, self._last = self._last, (now_s, answered)
         if last is None or now_s <= last[0]:
@@ -45,11 +45,11 @@ class Throughput:
             self.per_s = rate or None
         elif rate >= self.per_s:
             self.per_s += self._rise * (rate - self.per_s)
-        elif backlog and backlog >= rate * elapsed_s:
+        elif lag and lag >= rate * elapsed_s:
             self.per_s += self._fall * (rate - self.per_s)
 
-    def time_to_drain_s(self, backlog: int) -> float | None:
+    def time_to_drain_s(self, lag: int) -> float | None:
         """Return how long the backlog takes at the estimated rate; None before there is one."""
-        if not backlog:
+        if not lag:
             return 0.0
-        return backlog / self.per_s if self.per_s else None
+        return lag / self.per_s if self.per_s else None

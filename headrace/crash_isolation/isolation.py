@@ -17,29 +17,29 @@ from headrace.protocol.ack import AckHandle, Revocable
 from headrace.protocol.messages import Request
 
 
-class IsolatedReceipt:
+class IsolatedAck:
     """Ack handle of a request that must run alone, until it has run."""
 
-    __slots__ = ("isolated", "place", "record_receipt")
+    __slots__ = ("isolated", "place", "record_ack")
 
     def __init__(self, isolated: Isolated, place: int) -> None:
         self.isolated = isolated
         self.place = place
-        self.record_receipt: AckHandle = isolated.ack_handle
+        self.record_ack: AckHandle = isolated.ack_handle
 
     @property
     def assignment(self) -> Revocable:
         """See `AckHandle`."""
-        return self.record_receipt.assignment
+        return self.record_ack.assignment
 
     @property
     def revoked(self) -> bool:
         """See `AckHandle`."""
-        return self.record_receipt.revoked
+        return self.record_ack.revoked
 
     def ack(self) -> None:
         """See `AckHandle`."""
-        self.record_receipt.ack()
+        self.record_ack.ack()
 
 
 class Isolated:
@@ -74,14 +74,14 @@ class Isolation(NamedTuple):
     """Crash-isolation state that the first stage needs after an unclean end.
 
     Attributes:
-        condemned: requests to answer without running them.
+        poisoned: requests to answer without running them.
         accused: offsets of records to park.
         park: receives each parked record.
         isolated: set if the delivery holds only this record, which is now to run alone.
         runs: True if models run in this process, so that isolated requests run alone here.
     """
 
-    condemned: frozenset[Unit]
+    poisoned: frozenset[Unit]
     accused: frozenset[int]
     park: Callable[[Isolated], None]
     isolated: Isolated | None = None
@@ -89,9 +89,9 @@ class Isolation(NamedTuple):
 
     def is_accused(self, offset: int) -> bool:
         """Return True if a record must be parked; a condemned one is not run again."""
-        return offset in self.accused and (offset, 0) not in self.condemned
+        return offset in self.accused and (offset, 0) not in self.poisoned
 
-    def set_aside(self, assignment: AssignedPartition, record: Record) -> None:
+    def park_record(self, assignment: AssignedPartition, record: Record) -> None:
         """Admit an accused record and park it."""
         after = -1
         if assignment.chains is not None:  # keep its position in the order of its key
@@ -111,18 +111,18 @@ class Isolation(NamedTuple):
         for place, request in enumerate(requests):
             if request.failure is None:
                 isolated.open_places += 1
-                request.ack_handle = IsolatedReceipt(isolated, place)
+                request.ack_handle = IsolatedAck(isolated, place)
 
 
 def is_isolated(request: Request) -> bool:
     """Return True if a request must run alone."""
-    return type(request.ack_handle) is IsolatedReceipt
+    return type(request.ack_handle) is IsolatedAck
 
 
 def alone_of(request: Request) -> Alone:
     """Return the marker content for the run of an isolated request."""
     ack_handle = request.ack_handle
-    assert isinstance(ack_handle, IsolatedReceipt)
+    assert isinstance(ack_handle, IsolatedAck)
     isolated = ack_handle.isolated
     return Alone(isolated.assignment.partition, isolated.record.offset, ack_handle.place)
 

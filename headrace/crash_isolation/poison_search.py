@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from headrace.delivery.acked_offsets import Progress, Range
+from headrace.delivery.acked_offsets import AckedOffsets, Range
 from headrace.log.port import TopicPartition
 
 CAREFUL_FROM = 2
@@ -91,8 +91,8 @@ class PoisonSearch:
         self._max_attempts = max_attempts
         self._histories: dict[TopicPartition, _History] = {}
 
-    def take_up(
-        self, partition: TopicPartition, mark: CrashMarker, progress: Progress, end: int
+    def restore(
+        self, partition: TopicPartition, mark: CrashMarker, progress: AckedOffsets, end: int
     ) -> None:
         """Restore the state of an assigned partition from its marker.
 
@@ -123,7 +123,7 @@ class PoisonSearch:
         for accused in (*mark.accused, *mark.running):
             history.accused.update(_offsets_within(accused, suspects))
 
-    def give_up(self, partition: TopicPartition) -> None:
+    def forget(self, partition: TopicPartition) -> None:
         """Forget a revoked partition."""
         self._histories.pop(partition, None)
 
@@ -148,7 +148,7 @@ class PoisonSearch:
         history = self._histories.get(partition)
         return frozenset() if history is None else frozenset(history.accused)
 
-    def condemned(self, partition: TopicPartition) -> frozenset[Unit]:
+    def poisoned(self, partition: TopicPartition) -> frozenset[Unit]:
         """Return the requests to answer without running them."""
         history = self._histories.get(partition)
         attempts = {} if history is None else history.attempts
@@ -168,7 +168,7 @@ class PoisonSearch:
     def look(
         self,
         partition: TopicPartition,
-        progress: Progress,
+        progress: AckedOffsets,
         committed: int,
         passed: int,
         parked: Collection[int],
@@ -222,7 +222,7 @@ class PoisonSearch:
             accused=ranges_of(history.accused),
         )
 
-    def closing_mark(self, partition: TopicPartition) -> CrashMarker:
+    def closing_marker(self, partition: TopicPartition) -> CrashMarker:
         """Return the marker of a partition that is released cleanly.
 
         The results of the search stay, so that they survive a rebalance. Running records are not

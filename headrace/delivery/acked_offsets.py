@@ -35,7 +35,7 @@ class UnknownMetadata(Fatal):
     """Committed metadata that this version cannot read; ignoring it would repeat answers."""
 
 
-class Progress:
+class AckedOffsets:
     """Base and answered ranges of one partition."""
 
     __slots__ = ("_starts", "_stops", "base")
@@ -55,7 +55,7 @@ class Progress:
         return place >= 0 and offset < self._stops[place]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Progress):
+        if not isinstance(other, AckedOffsets):
             return NotImplemented
         return self.base == other.base and self.ranges == other.ranges
 
@@ -92,7 +92,7 @@ class Progress:
             found.append((position, stop))
         return found
 
-    def cover(self, previous: int, offset: int) -> None:
+    def mark_acked(self, previous: int, offset: int) -> None:
         """Mark `offset` as answered, and all offsets between `previous` and it as absent."""
         self._add(previous + 1, offset + 1)
 
@@ -132,13 +132,13 @@ class Progress:
         if stops:
             stops[-1] = min(stops[-1], end)
 
-    def copy(self) -> Progress:
+    def copy(self) -> AckedOffsets:
         """Return an independent copy."""
-        other = Progress(self.base)
+        other = AckedOffsets(self.base)
         other._starts, other._stops = self._starts[:], self._stops[:]
         return other
 
-    def unite(self, other: Progress) -> None:
+    def merge(self, other: AckedOffsets) -> None:
         """Merge the answered offsets of `other` into this one."""
         self._add(self.base, other.base)
         for start, stop in other.ranges:
@@ -165,7 +165,7 @@ class Progress:
         return Committed(self.base, text), kept
 
     @classmethod
-    def from_committed(cls, committed: Committed) -> Progress:
+    def from_committed(cls, committed: Committed) -> AckedOffsets:
         """Decode a commit. Raises `UnknownMetadata`."""
         return cls(committed.offset, decode_ranges(committed.offset, committed.metadata))
 

@@ -44,7 +44,7 @@ class Committer:
 
     Args:
         acked: set whenever there may be something new to commit.
-        sealing: set for exactly-once delivery, where transactions commit, most of them with
+        transactions: set for exactly-once delivery, where transactions commit, most of them with
             answers: the committer commits only what no answer carries.
 
     Attributes:
@@ -54,20 +54,22 @@ class Committer:
     def __init__(
         self,
         tracker: InFlightTracker,
-        companion: Companion | None,
+        source_offsets: Companion | None,
         metrics: Metrics,
         acked: AutoResetEvent,
-        sealing: PartitionTransactions | None = None,
+        transactions: PartitionTransactions | None = None,
         tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
         self._tracker = tracker
-        self._sealing = sealing
+        self._transactions = transactions
         self._tuning = tuning
         self._interval_s = (
-            tuning.commit_interval_s if sealing is None else tuning.transactional_commit_interval_s
+            tuning.commit_interval_s
+            if transactions is None
+            else tuning.transactional_commit_interval_s
         )
         self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
-        self._companion = companion
+        self._source_offsets = source_offsets
         self._metrics = metrics
         self._acked = acked
         self._turn = asyncio.Lock()
@@ -135,14 +137,16 @@ class Committer:
             return True
 
     async def _write(self, consumer: Consumer, offsets: dict[TopicPartition, Committed]) -> None:
-        if self._sealing is not None:
-            await _seal_rests(self._sealing, {partition.partition for partition in offsets})
+        if self._transactions is not None:
+            await _commit_remaining(
+                self._transactions, {partition.partition for partition in offsets}
+            )
             return
         with self._metrics.commit():
             await consumer.commit(offsets)
         self._tracker.was_committed(offsets)
-        if self._companion is not None:
-            self._companion.was_committed(offsets)
+        if self._source_offsets is not None:
+            self._source_offsets.was_committed(offsets)
 
     def _failed(self, error: Retriable) -> bool:
         self.failures += 1
@@ -152,18 +156,18 @@ class Committer:
     def _committable(self) -> dict[TopicPartition, Committed]:
         began_s = time.perf_counter()
         offsets = self._tracker.committable()
-        if self._companion is not None:
-            offsets |= self._companion.committable()
+        if self._source_offsets is not None:
+            offsets |= self._source_offsets.committable()
         self._encoding_s = time.perf_counter() - began_s
         return offsets
 
     def _forget_committed(self) -> None:
         self._tracker.forget_committed()
-        if self._companion is not None:
-            self._companion.forget_committed()
+        if self._source_offsets is not None:
+            self._source_offsets.forget_committed()
 
 
-async def _seal_rests(sealing: PartitionTransactions, numbers: Collection[int]) -> None:
+async def _commit_remaining(transactions: PartitionTransactions, numbers: Collection[int]) -> None:
     """Run one transaction per source partition concurrently, since each may wait for its lock.
 
     Raises:
@@ -173,7 +177,7 @@ async def _seal_rests(sealing: PartitionTransactions, numbers: Collection[int]) 
 
     async def seal(number: int) -> None:
         try:
-            await sealing.seal_rest(number)
+            await transactions.commit_remaining(number)
         except Retriable as error:
             failures.append(error)
 

@@ -7,7 +7,7 @@ count against the budget; over the budget, reading pauses until enough is acknow
 Two rules carry the delivery guarantee:
 
 1. Nothing at or above the lowest unanswered offset is committed as done: the commit is the base
-   of `Progress`, and what is answered above it goes into the metadata.
+   of `AckedOffsets`, and what is answered above it goes into the metadata.
 2. An ack handle belongs to one assignment of its partition (its epoch). When the partition is
    revoked the epoch ends and the ack handle is *revoked*: acknowledging it releases its bytes
    but no offset, since the partition's new owner does that work again.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.ages import RecordAges
 from headrace.delivery.budget import Budget, Claim
 from headrace.delivery.ordering import KeyChains
@@ -147,7 +147,7 @@ class AssignedPartition:
         self,
         partition: TopicPartition,
         epoch: int,
-        progress: Progress,
+        progress: AckedOffsets,
         budget: Budget,
         notify: Callable[[], None],
         tuning: DeliveryTuning = TUNING.delivery,
@@ -195,7 +195,7 @@ class AssignedPartition:
         self.budget.used_bytes -= size_bytes
         if not self.revoked:
             self.budget.acked += records
-            self.progress.cover(previous, last)
+            self.progress.mark_acked(previous, last)
         self.notify()
 
     def skip(self, offset: int) -> None:
@@ -204,7 +204,7 @@ class AssignedPartition:
 
     def pass_over(self, offset: int) -> None:
         """Mark the offset of a record that is not a request as absent: no stage answers it."""
-        self.progress.cover(self.last_delivered, offset)
+        self.progress.mark_acked(self.last_delivered, offset)
         self.notify()
 
 
@@ -298,7 +298,7 @@ class InFlightTracker:
         self._epoch = 0
         self._assigned: dict[TopicPartition, AssignedPartition] = {}
 
-    def assign(self, partition: TopicPartition, progress: Progress) -> AssignedPartition:
+    def assign(self, partition: TopicPartition, progress: AckedOffsets) -> AssignedPartition:
         """Begin a new epoch of a partition; an epoch still open is revoked first."""
         self.revoke(partition)
         self._epoch += 1

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import structlog
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import InFlightTracker
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
 from headrace.telemetry.logs import Event
@@ -54,22 +54,22 @@ class TopicIdentity:
 
 def starting_progress(
     partition: TopicPartition, committed: Committed | None, beginning: int, end: int
-) -> Progress:
+) -> AckedOffsets:
     """Return the progress to start from: the commit, limited to the offsets that the log holds.
 
     The commit belongs to this topic, since brokers delete commits with their topic.
     """
     if committed is None:
-        return Progress(beginning)
-    progress = Progress.from_committed(committed)
+        return AckedOffsets(beginning)
+    progress = AckedOffsets.from_committed(committed)
     truncate(partition, progress, end)
     if progress.base < beginning:
         log.warning(Event.RECORDS_SKIPPED, first=progress.base, count=beginning - progress.base)
-        progress.cover(progress.base - 1, beginning - 1)
+        progress.mark_acked(progress.base - 1, beginning - 1)
     return progress
 
 
-def truncate(partition: TopicPartition, progress: Progress, end: int) -> bool:
+def truncate(partition: TopicPartition, progress: AckedOffsets, end: int) -> bool:
     """Forget answered offsets beyond the end of the partition; return True if there were any."""
     if progress.highest <= end:
         return False
@@ -122,7 +122,7 @@ async def go_on_in_range(
             log.error(Event.RECORDS_SKIPPED, partition=str(partition), first=position, count=count)
             found.skipped[partition] = beginning
         elif is_replaced:
-            tracker.assign(partition, Progress(beginning))
+            tracker.assign(partition, AckedOffsets(beginning))
         else:
             found.truncated.append(partition)
             continue

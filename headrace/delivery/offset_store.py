@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import InFlightAck, InFlightTracker, ack_all
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.port import Committed, TopicPartition
 from headrace.protocol.messages import Request
 from headrace.tuning import TUNING, DeliveryTuning
 
-Outgoing = tuple[Request, TopicPartition]
+PendingAnswer = tuple[Request, TopicPartition]
 """A request that has ended, and the partition that its answer is written to."""
 
 Offsets = dict[TopicPartition, Committed]
@@ -28,7 +28,7 @@ class OffsetStore:
 
     Args:
         tracker: in-flight tracker of the topic that this process reads.
-        origins: set if that topic is `results`; None if it is the source.
+        source_offsets: set if that topic is `results`; None if it is the source.
         requests: the source topic.
         reading: the topic that this process reads.
     """
@@ -36,14 +36,14 @@ class OffsetStore:
     def __init__(
         self,
         tracker: InFlightTracker,
-        origins: SourceOffsets | None,
+        source_offsets: SourceOffsets | None,
         requests: str,
         reading: str,
         tuning: DeliveryTuning = TUNING.delivery,
     ) -> None:
         self._max_characters = tuning.metadata_characters
         self._tracker = tracker
-        self._origins = origins
+        self._source_offsets = source_offsets
         self._requests = requests
         self._reading = reading
 
@@ -51,23 +51,23 @@ class OffsetStore:
         """Return the source partition of this number."""
         return TopicPartition(self._requests, number)
 
-    def progress(self, number: int) -> Progress | None:
+    def progress(self, number: int) -> AckedOffsets | None:
         """Return the progress of a source partition; None if it is not assigned here."""
-        if self._origins is not None:
-            return self._origins.progress(number)
+        if self._source_offsets is not None:
+            return self._source_offsets.progress(number)
         assignment = self._tracker.get(self.source(number))
         return None if assignment is None else assignment.progress
 
     def ack(self, requests: Sequence[Request]) -> None:
         """Acknowledge requests whose answers the log has acknowledged, or that need none."""
-        origins = self._origins
-        if origins is not None:
-            origins.answered(requests)
+        source_offsets = self._source_offsets
+        if source_offsets is not None:
+            source_offsets.answered(requests)
         ack_all([request.ack_handle for request in requests])
 
-    def fit(
-        self, number: int, outgoing: Sequence[Outgoing]
-    ) -> tuple[Sequence[Outgoing], Committed | None]:
+    def fit_commit_metadata(
+        self, number: int, outgoing: Sequence[PendingAnswer]
+    ) -> tuple[Sequence[PendingAnswer], Committed | None]:
         """Select as many answers, lowest offset first, as fit in the commit metadata.
 
         The lowest unanswered offset always fits, since it moves the base up.
@@ -81,31 +81,33 @@ class OffsetStore:
         """
         progress = self.progress(number)
         assert progress is not None
-        committable = self._with(progress, outgoing)
+        committable = self._commit_with(progress, outgoing)
         if committable is not None:
             return outgoing, committable
         fits, fails = 0, len(outgoing)
         best: Committed | None = None
         while fails - fits > 1:
             middle = (fits + fails) // 2
-            committable = self._with(progress, outgoing[:middle])
+            committable = self._commit_with(progress, outgoing[:middle])
             if committable is None:
                 fails = middle
             else:
                 fits, best = middle, committable
         return outgoing[:fits], best
 
-    def _with(self, progress: Progress, outgoing: Sequence[Outgoing]) -> Committed | None:
+    def _commit_with(
+        self, progress: AckedOffsets, outgoing: Sequence[PendingAnswer]
+    ) -> Committed | None:
         """Return the commit with these requests answered; None if its ranges would not all fit."""
         draft = progress.copy()
         for request, _ in outgoing:
-            draft.cover(request.previous, request.offset)
+            draft.mark_acked(request.previous, request.offset)
         return draft.committable_whole(self._max_characters)
 
-    def offsets(self, number: int, source: Committed, outgoing: Sequence[Outgoing]) -> Offsets:
+    def offsets(self, number: int, source: Committed, outgoing: Sequence[PendingAnswer]) -> Offsets:
         """Return all offsets to commit with these answers; two if `results` is read."""
         offsets = {self.source(number): source}
-        if self._origins is None:
+        if self._source_offsets is None:
             return offsets
         read = TopicPartition(self._reading, number)
         assignment = self._tracker.get(read)
@@ -114,40 +116,40 @@ class OffsetStore:
             for request, _ in outgoing:
                 ack_handle = request.ack_handle
                 assert isinstance(ack_handle, InFlightAck)  # of a record of `results`
-                progress.cover(ack_handle.previous, ack_handle.offset)
+                progress.mark_acked(ack_handle.previous, ack_handle.offset)
             offsets[read] = progress.committable(self._max_characters)
         return offsets
 
-    def unsealed(self, number: int) -> Offsets:
+    def uncommitted(self, number: int) -> Offsets:
         """Return this partition's commits that differ from the last committed ones."""
         offsets = self._tracker.committable()
-        if self._origins is not None:
-            offsets |= self._origins.committable()
+        if self._source_offsets is not None:
+            offsets |= self._source_offsets.committable()
         return {each: offsets[each] for each in offsets if each.partition == number}
 
-    def sealed(self, offsets: Offsets) -> None:
+    def transaction_committed(self, offsets: Offsets) -> None:
         """Remember that these offsets are committed."""
         self._tracker.was_committed(offsets)
-        if self._origins is not None:
-            self._origins.was_committed(offsets)
+        if self._source_offsets is not None:
+            self._source_offsets.was_committed(offsets)
 
-    def unite(self, number: int, committed: Committed | None) -> None:
+    def merge(self, number: int, committed: Committed | None) -> None:
         """Merge answered offsets committed in the log; raises `UnknownMetadata`."""
         progress = self.progress(number)
         if progress is not None and committed is not None:
-            progress.unite(Progress.from_committed(committed))
+            progress.merge(AckedOffsets.from_committed(committed))
 
 
-def by_offset(outgoing: Iterable[Outgoing]) -> list[Outgoing]:
+def by_offset(outgoing: Iterable[PendingAnswer]) -> list[PendingAnswer]:
     """Sort answers of one partition by source offset."""
     return sorted(outgoing, key=_offset)
 
 
-def _offset(outgoing: Outgoing) -> int:
+def _offset(outgoing: PendingAnswer) -> int:
     return outgoing[0].offset
 
 
-def requests_of(outgoing: Iterable[Outgoing]) -> list[Request]:
+def requests_of(outgoing: Iterable[PendingAnswer]) -> list[Request]:
     """Return the requests, without the target partitions."""
     return list(map(_request, outgoing))
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Answered(Protocol):
-    """Set of answered offsets, such as `headrace.delivery.acked_offsets.Progress`."""
+    """Set of answered offsets, such as `headrace.delivery.acked_offsets.AckedOffsets`."""
 
     def __contains__(self, offset: int) -> bool: ...
 

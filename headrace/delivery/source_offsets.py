@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.offset_reset import TopicIdentity, starting_progress, truncate
 from headrace.errors import Retriable
 from headrace.log.errors import UnknownPartition
@@ -47,7 +47,7 @@ class SourceOffsets:
         self._identity = TopicIdentity(log_, requests_topic)
         self._looked_s = -math.inf
         self._consumer: Consumer | None = None
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, AckedOffsets] = {}
         self._claimed: dict[int, set[int]] = {}
         self._committed: dict[TopicPartition, Committed] = {}
 
@@ -76,11 +76,11 @@ class SourceOffsets:
             self._claimed.pop(partition, None)
             self._committed.pop(TopicPartition(self._topic, partition), None)
 
-    def progress(self, partition: int) -> Progress | None:
+    def progress(self, partition: int) -> AckedOffsets | None:
         """Return the progress of a source partition; None if it is not assigned here."""
         return self._progress.get(partition)
 
-    def claim(self, partition: int, offset: int) -> bool:
+    def is_first_delivery(self, partition: int, offset: int) -> bool:
         """Claim a source offset; return False if it is answered, claimed or not assigned here."""
         progress = self._progress.get(partition)
         claimed = self._claimed.get(partition)
@@ -130,7 +130,7 @@ class SourceOffsets:
         self._committed.clear()
         for source, beginning in beginnings.items():
             if source.partition in self._progress:  # still ours
-                self._progress[source.partition] = Progress(beginning)
+                self._progress[source.partition] = AckedOffsets(beginning)
                 self._claimed[source.partition] = set()
 
     def answered(self, requests: Iterable[Request]) -> None:
@@ -149,7 +149,7 @@ class SourceOffsets:
     def _cover(self, partition: int, previous: int, last: int) -> None:
         progress = self._progress.get(partition)
         if progress is not None:
-            progress.cover(previous, last)
+            progress.mark_acked(previous, last)
 
     def committable(self) -> dict[TopicPartition, Committed]:
         """Return commits that differ from the last committed ones."""
@@ -175,7 +175,7 @@ class SourceOffsets:
             self._snapshot(partition, progress) for partition, progress in self._progress.items()
         ]
 
-    def _snapshot(self, partition: int, progress: Progress) -> PartitionSnapshot:
+    def _snapshot(self, partition: int, progress: AckedOffsets) -> PartitionSnapshot:
         committed = self._committed.get(TopicPartition(self._topic, partition))
         claimed = self._claimed[partition]
         answered, ranges = progress.answered_above

@@ -20,7 +20,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import structlog
 
 from headrace.delivery.failures import any_void
-from headrace.delivery.offset_store import Offsets, OffsetStore, Outgoing, by_offset, requests_of
+from headrace.delivery.offset_store import (
+    Offsets,
+    OffsetStore,
+    PendingAnswer,
+    by_offset,
+    requests_of,
+)
 from headrace.errors import HeadraceError, Rejected, Retriable, drop_tracebacks
 from headrace.log.errors import Fenced, NoLeader, TransactionTimedOut
 from headrace.log.port import Consumer, Log, NewRecord, TopicPartition, TransactionalProducer
@@ -32,7 +38,7 @@ from headrace.tuning import TUNING, DeliveryTuning
 log = structlog.get_logger(__name__)
 
 Records = Mapping[TopicPartition, Sequence[NewRecord]]
-Compose = Callable[[Sequence[Outgoing]], Records]
+Compose = Callable[[Sequence[PendingAnswer]], Records]
 
 
 class TransactionAborted(Retriable):
@@ -51,7 +57,7 @@ class PartitionLost(Retriable):
     """The partition is no longer assigned to this process: its new owner will answer it."""
 
 
-class _Seat:
+class _PartitionProducer:
     """The producer of one assigned source partition.
 
     Attributes:
@@ -65,7 +71,7 @@ class _Seat:
         self.consumer = consumer
         self.producer: TransactionalProducer | None = None
         self.turn = asyncio.Lock()
-        self.spent = True
+        self.is_spent = True
         self.closed = False
 
     def require_ours(self) -> None:
@@ -85,7 +91,7 @@ class PartitionTransactions:
     def __init__(
         self,
         log_: Log,
-        books: OffsetStore,
+        offset_store: OffsetStore,
         group: str,
         metrics: Metrics,
         on_lost: Callable[[], None],
@@ -94,11 +100,11 @@ class PartitionTransactions:
         self._tuning = tuning
         self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
         self._log = log_
-        self._books = books
+        self._offset_store = offset_store
         self._group = group
         self._metrics = metrics
         self._on_lost = on_lost
-        self._seats: dict[int, _Seat] = {}
+        self._producers: dict[int, _PartitionProducer] = {}
 
     async def fence(self, consumer: Consumer, numbers: Sequence[int]) -> None:
         """Initialise the producers of source partitions, which fences their former owners.
@@ -109,40 +115,44 @@ class PartitionTransactions:
             Retriable: not all producers could be initialised.
         """
         await self.release(numbers)
-        seats = [_Seat(number, consumer) for number in numbers]
-        self._seats |= {seat.number: seat for seat in seats}
+        producers = [_PartitionProducer(number, consumer) for number in numbers]
+        self._producers |= {owned.number: owned for owned in producers}
         failures: list[Retriable] = []
 
-        async def take(seat: _Seat) -> None:
+        async def init(owned: _PartitionProducer) -> None:
             try:
-                async with seat.turn:  # a step of the last assignment may still run
-                    await self._take(seat)
+                async with owned.turn:  # a step of the last assignment may still run
+                    await self._init_producer(owned)
             except Retriable as error:
                 failures.append(error)
 
         async with asyncio.TaskGroup() as tasks:
-            for seat in seats:
-                tasks.create_task(take(seat), name=f"fence-{seat.number}")
+            for owned in producers:
+                tasks.create_task(init(owned), name=f"fence-{owned.number}")
         if failures:
             await self.release(numbers)
             raise failures[0]
 
     async def release(self, numbers: Iterable[int] | None = None) -> None:
         """Close the producers of `numbers`, or all; the next owner ends any open transaction."""
-        leaving = list(self._seats if numbers is None else numbers)
-        seats = [self._seats.pop(number) for number in leaving if number in self._seats]
-        for seat in seats:
-            seat.closed = True
+        leaving = list(self._producers if numbers is None else numbers)
+        producers = [self._producers.pop(number) for number in leaving if number in self._producers]
+        for owned in producers:
+            owned.closed = True
         try:
             limit_s = self._tuning.producer_close_timeout_s
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
-                for seat in seats:
-                    if seat.producer is not None:
-                        tasks.create_task(seat.producer.close(), name=f"release-{seat.number}")
+                for owned in producers:
+                    if owned.producer is not None:
+                        tasks.create_task(owned.producer.close(), name=f"release-{owned.number}")
         except TimeoutError:
-            log.warning(Event.TRANSACTION_LEFT_OPEN, partitions=[seat.number for seat in seats])
+            log.warning(
+                Event.TRANSACTION_LEFT_OPEN, partitions=[owned.number for owned in producers]
+            )
 
-    async def seal(self, number: int, outgoing: list[Outgoing], compose: Compose) -> None:
+    async def commit_transaction(
+        self, number: int, outgoing: list[PendingAnswer], compose: Compose
+    ) -> None:
         """Commit the answers of one source partition in one transaction, then acknowledge.
 
         Revoked and already answered requests are acknowledged without an answer.
@@ -162,54 +172,54 @@ class PartitionTransactions:
                 begun.
             Rejected: the log refuses one of the records, or all of them together.
         """
-        seat = self._seats.get(number)
-        if seat is None:
+        owned = self._producers.get(number)
+        if owned is None:
             raise PartitionLost(f"source partition {number} is not ours")
-        async with seat.turn:
-            seat.require_ours()
-            if seat.spent:  # a former transaction was cancelled: its outcome is unknown
-                await self._succeed(seat, None)
+        async with owned.turn:
+            owned.require_ours()
+            if owned.is_spent:  # a former transaction was cancelled: its outcome is unknown
+                await self._reinit_producer(owned, None)
             # Only now, with the last outcome known, can duplicates be told from new answers.
             outgoing[:] = self._fresh(number, outgoing)
             if not outgoing:  # also while an assignment is pending: offsets unknown
                 return
-            fitting, source = self._books.fit(number, outgoing)
+            fitting, source = self._offset_store.fit_commit_metadata(number, outgoing)
             if source is None or not fitting:
                 return
-            offsets = self._books.offsets(number, source, fitting)
+            offsets = self._offset_store.offsets(number, source, fitting)
             # Bind no variable to the failure: its traceback would refer to this frame.
             await self._recover(
-                seat, await self._transact(seat, compose(fitting), offsets), fitting
+                owned, await self._transact(owned, compose(fitting), offsets), fitting
             )
             # Acknowledge only after the commit: an aborted transaction is sent again.
-            self._books.ack(requests_of(fitting))
+            self._offset_store.ack(requests_of(fitting))
             outgoing[:] = outgoing[len(fitting) :]
 
-    async def seal_rest(self, number: int) -> None:
+    async def commit_remaining(self, number: int) -> None:
         """Commit progress that no answer carries: skipped offsets and dropped duplicates.
 
         Raises:
-            TransactionAborted, PartitionLost: see `seal`.
+            TransactionAborted, PartitionLost: see `commit_transaction`.
         """
-        seat = self._seats.get(number)
-        if seat is None:
+        owned = self._producers.get(number)
+        if owned is None:
             raise PartitionLost(f"source partition {number} is not ours")
-        async with seat.turn:
-            seat.require_ours()
-            if seat.spent:
-                await self._succeed(seat, None)
-            offsets = self._books.unsealed(number)
+        async with owned.turn:
+            owned.require_ours()
+            if owned.is_spent:
+                await self._reinit_producer(owned, None)
+            offsets = self._offset_store.uncommitted(number)
             if offsets:
-                await self._recover(seat, await self._transact(seat, {}, offsets), ())
+                await self._recover(owned, await self._transact(owned, {}, offsets), ())
 
-    def _fresh(self, number: int, outgoing: Sequence[Outgoing]) -> Sequence[Outgoing]:
+    def _fresh(self, number: int, outgoing: Sequence[PendingAnswer]) -> Sequence[PendingAnswer]:
         """Return answers by offset; acknowledge and drop revoked and already answered requests."""
-        progress = self._books.progress(number)
+        progress = self._offset_store.progress(number)
         ordered = by_offset(outgoing)
         is_above = progress is not None and ordered and ordered[0][0].offset >= progress.highest
         if is_above and not any_void([request for request, _ in ordered]):
             return ordered
-        fresh: list[Outgoing] = []
+        fresh: list[PendingAnswer] = []
         for each in ordered:
             request = each[0]
             if request.ack_handle.revoked or progress is None:
@@ -217,17 +227,17 @@ class PartitionTransactions:
                 request.ack_handle.ack()
             elif request.offset in progress:
                 self._metrics.duplicates.inc()
-                self._books.ack([request])
+                self._offset_store.ack([request])
             else:
                 fresh.append(each)
         return fresh
 
-    def _are_answered(self, number: int, outgoing: Sequence[Outgoing]) -> bool:
-        progress = self._books.progress(number)
+    def _are_answered(self, number: int, outgoing: Sequence[PendingAnswer]) -> bool:
+        progress = self._offset_store.progress(number)
         return progress is not None and all(each[0].offset in progress for each in outgoing)
 
     async def _transact(
-        self, seat: _Seat, records: Records, offsets: Offsets
+        self, owned: _PartitionProducer, records: Records, offsets: Offsets
     ) -> Retriable | Rejected | None:
         """Run one transaction.
 
@@ -239,7 +249,7 @@ class PartitionTransactions:
             NoLeader, Rejected: no transaction was begun.
             PartitionLost: the partition was released meanwhile.
         """
-        producer = seat.producer
+        producer = owned.producer
         assert producer is not None
         try:
             with self._metrics.commit():
@@ -247,23 +257,26 @@ class PartitionTransactions:
         except BaseException as error:
             if isinstance(error, NoLeader | Rejected) and producer.is_usable:
                 raise
-            seat.spent = True
+            owned.is_spent = True
             if not isinstance(error, Exception):
                 raise
-            if seat.closed:
+            if owned.closed:
                 raise PartitionLost(
-                    f"source partition {seat.number} was given up meanwhile"
+                    f"source partition {owned.number} was given up meanwhile"
                 ) from error
             if not isinstance(error, Rejected | Retriable):
                 raise
-            log.warning(Event.TRANSACTION_FAILED, partition=seat.number, reason=str(error))
+            log.warning(Event.TRANSACTION_FAILED, partition=owned.number, reason=str(error))
             drop_tracebacks(error)
             return error
-        self._books.sealed(offsets)
+        self._offset_store.transaction_committed(offsets)
         return None
 
     async def _recover(
-        self, seat: _Seat, failure: Retriable | Rejected | None, outgoing: Sequence[Outgoing]
+        self,
+        owned: _PartitionProducer,
+        failure: Retriable | Rejected | None,
+        outgoing: Sequence[PendingAnswer],
     ) -> None:
         """Replace a failed producer, and find out whether its answers were committed.
 
@@ -273,67 +286,70 @@ class PartitionTransactions:
         """
         if failure is None:
             return
-        await self._succeed(seat, failure)
+        await self._reinit_producer(owned, failure)
         try:
             if isinstance(failure, Rejected):
                 raise failure
             # A transaction is committed whole or not at all; if its offsets are committed, only
             # the broker's confirmation was lost.
-            if not (outgoing and self._are_answered(seat.number, outgoing)):
+            if not (outgoing and self._are_answered(owned.number, outgoing)):
                 timed_out = isinstance(failure, TransactionTimedOut | Fenced)
                 raise TransactionAborted(str(failure), timed_out=timed_out)
         finally:
             del failure
 
-    async def _succeed(self, seat: _Seat, error: HeadraceError | None) -> None:
+    async def _reinit_producer(
+        self, owned: _PartitionProducer, error: HeadraceError | None
+    ) -> None:
         """Replace a spent producer, and merge the offsets that it committed."""
         fenced = isinstance(error, Fenced)
         pauses = Pauses(self._backoff)
         while True:
-            seat.require_ours()
+            owned.require_ours()
             try:
-                if fenced and not await seat.consumer.is_member():
-                    seat.require_ours()  # a rebalance came first: the assignment is a new one
-                    self._lose(seat)
+                if fenced and not await owned.consumer.is_member():
+                    owned.require_ours()  # a rebalance came first: the assignment is a new one
+                    self._on_fenced(owned)
                 # Initialise before reading: it ends the open transaction, so that the committed
                 # offsets are final.
-                await self._take(seat)
-                source = self._books.source(seat.number)
-                committed = await seat.consumer.committed([source])
+                await self._init_producer(owned)
+                source = self._offset_store.source(owned.number)
+                committed = await owned.consumer.committed([source])
             except PartitionLost:
                 raise
             except Retriable as unavailable:
                 fenced = fenced or isinstance(unavailable, Fenced)
-                seat.spent = True
+                owned.is_spent = True
                 log.warning(
-                    Event.TRANSACTION_DELAYED, partition=seat.number, reason=str(unavailable)
+                    Event.TRANSACTION_DELAYED, partition=owned.number, reason=str(unavailable)
                 )
                 await pauses.sleep()
             else:
-                seat.require_ours()
-                self._books.unite(seat.number, committed[source])
+                owned.require_ours()
+                self._offset_store.merge(owned.number, committed[source])
                 return
 
-    async def _take(self, seat: _Seat) -> None:
-        former, seat.producer = seat.producer, None
+    async def _init_producer(self, owned: _PartitionProducer) -> None:
+        former, owned.producer = owned.producer, None
         if former is not None:
             await former.close()
-        transactional_id = f"{self._group}.{self._books.source(seat.number).topic}.{seat.number}"
+        topic = self._offset_store.source(owned.number).topic
+        transactional_id = f"{self._group}.{topic}.{owned.number}"
         producer = self._log.transactional_producer(transactional_id, self._group)
         await producer.__aenter__()
-        if seat.closed:
+        if owned.closed:
             await producer.close()
-            seat.require_ours()
-        seat.producer = producer
-        seat.spent = False
+            owned.require_ours()
+        owned.producer = producer
+        owned.is_spent = False
 
-    def _lose(self, seat: _Seat) -> None:
+    def _on_fenced(self, owned: _PartitionProducer) -> None:
         """Revoke everything: this process is no longer a member, and others own its partitions.
 
         Its consumer notices by its heartbeats and joins the group again.
         """
-        log.warning(Event.LOST, partitions=sorted(self._seats))
-        for each in self._seats.values():
+        log.warning(Event.LOST, partitions=sorted(self._producers))
+        for each in self._producers.values():
             each.closed = True
         self._on_lost()
-        seat.require_ours()
+        owned.require_ours()

@@ -114,14 +114,16 @@ class StageGroup:
         self._runs: dict[str, Run] = {}
         self._batcher: BatcherService | None = None
         self._executor: ExecutorService | None = None
-        self._origins = (
+        self._source_offsets = (
             SourceOffsets(log, settings.topic(Topic.REQUESTS), tuning.delivery)
             if stages[0] is Stage.RESPONDER
             else None
         )
         reading = self._source_settings()
         refusal = self._deferred_refusal if Stage.BATCHER in stages else None
-        self.source = Source(log, reading, instruments.metrics, self._origins, refusal, tuning)
+        self.source = Source(
+            log, reading, instruments.metrics, self._source_offsets, refusal, tuning
+        )
         if instruments.tracing is not None:
             instruments.tracing.reads(self._stages[0], reading.topic, reading.group)
 
@@ -270,7 +272,7 @@ class StageGroup:
             prefix,
             self._instruments,
             self._rebinder.rebind,
-            self.source.probation.has_run,
+            self.source.quarantine.has_run,
             self._tuning.batcher,
         )
         self._runs["batcher"] = batcher.run
@@ -304,7 +306,7 @@ class StageGroup:
             self._models,
             self._instruments,
             announcer,
-            self.source.probation,
+            self.source.quarantine,
             self._tuning.executor,
         )
         self._runs["executor"] = executor.run
@@ -339,13 +341,13 @@ class StageGroup:
             return outlet
         responses = await self._sized(Topic.RESPONSES)
         responder = ResponderService(
-            channel if self._origins is None else result_receiver(self.source),
+            channel if self._source_offsets is None else result_receiver(self.source),
             producer,
             Routes(self._settings, responses, await self._sized(Topic.DEAD_LETTERS)),
             Delivery(
-                self.source.books,
-                self._origins,
-                self.source.sealing,
+                self.source.offset_store,
+                self._source_offsets,
+                self.source.transactions,
                 self._settings.delivery.order,
                 self._transaction_timeout_s(),
             ),

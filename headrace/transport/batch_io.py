@@ -190,14 +190,14 @@ class BatchReceiver:
         queue each of them as its own batch, ahead of all other batches. Return the failures.
         """
         places = enumerate(batch.requests)
-        condemned = [one for place, one in places if (offset, place) in isolation.condemned]
-        for request in condemned:
+        poisoned = [one for place, one in places if (offset, place) in isolation.poisoned]
+        for request in poisoned:
             request.fail(ran_alone(Stage.EXECUTOR))
-        if condemned and self._heartbeat is not None:
-            self._heartbeat.finished(batch.batch_id, condemned)
+        if poisoned and self._heartbeat is not None:
+            self._heartbeat.finished(batch.batch_id, poisoned)
         left = [request for request in batch.requests if request.failure is None]
         if left and isolation.isolated is None:
-            return condemned + self._enqueue(Batch(batch.batch_id, left, batch.reason))
+            return poisoned + self._enqueue(Batch(batch.batch_id, left, batch.reason))
         _, refused = (
             self._split_servable(Batch(batch.batch_id, left, batch.reason)) if left else ((), [])
         )
@@ -206,7 +206,7 @@ class BatchReceiver:
             if request.failure is None:
                 one = Batch(f"{batch.batch_id}.{place}", [request], batch.reason)
                 self.pulls.put_first((request.model, request.version), one)
-        return condemned + refused
+        return poisoned + refused
 
     def _admit(
         self, assignment: AssignedPartition, record: Record, isolation: Isolation | None

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import structlog
 
-from headrace.consumer.ready_queue import Delivery
+from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.failures import ran_alone
@@ -79,7 +79,7 @@ class TopicReceiver:
             if requests:
                 return requests
 
-    async def _read(self, delivery: Delivery) -> list[Request]:
+    async def _read(self, delivery: PolledRecords) -> list[Request]:
         isolation = delivery.isolation
         requests: list[Request] = []
         ended: list[Request] = []
@@ -87,7 +87,7 @@ class TopicReceiver:
             request = self._admit(delivery.assignment, record, isolation)
             if request is None:
                 continue
-            if isolation is not None and (record.offset, 0) in isolation.condemned:
+            if isolation is not None and (record.offset, 0) in isolation.poisoned:
                 request.fail(ran_alone(Stage.BATCHER))
                 ended.append(request)
             else:
@@ -131,7 +131,7 @@ def admit_record(
         assignment.skip(record.offset)
         return None
     if isolation is not None and isolation.is_accused(record.offset):
-        isolation.set_aside(assignment, record)
+        isolation.park_record(assignment, record)
         return None
     return assignment.admit(record.offset, record_bytes(record))
 

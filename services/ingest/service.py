@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from headrace.consumer.ready_queue import Delivery
+from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
 from headrace.delivery.gap_markers import skipped_range
@@ -95,7 +95,9 @@ class IngestService:
         self._items.close()
         self._answers.close()
 
-    async def _pass_on(self, delivery: Delivery, able: list[Request], ended: list[Request]) -> None:
+    async def _pass_on(
+        self, delivery: PolledRecords, able: list[Request], ended: list[Request]
+    ) -> None:
         """Send requests on; those of models over their share of the budget wait for room."""
         deferral, over = self._source.deferral, list[Request]()
         if deferral is not None and able:
@@ -129,7 +131,7 @@ class IngestService:
         )
 
     def _read(
-        self, delivery: Delivery, records: Iterator[Record]
+        self, delivery: PolledRecords, records: Iterator[Record]
     ) -> tuple[list[Request], list[Request]]:
         """Admit and check records for about `HOLD_LOOP_S`; return (able, ended).
 
@@ -186,14 +188,14 @@ class IngestService:
         for record in records:
             if record.offset in assignment.progress:
                 assignment.skip(record.offset)
-            elif isolation is not None and (record.offset, 0) in isolation.condemned:
+            elif isolation is not None and (record.offset, 0) in isolation.poisoned:
                 read.append(fail_poisoned(record, assignment, self._rules, now_us))
             elif (
                 isolation is not None
                 and isolation.is_accused(record.offset)
                 and not cancels_another(record)
             ):
-                isolation.set_aside(assignment, record)
+                isolation.park_record(assignment, record)
             else:
                 read.append(decode_record(record, assignment, self._rules, now_us))
         return read

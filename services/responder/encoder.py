@@ -9,7 +9,7 @@ from itertools import chain
 import structlog
 
 from headrace.delivery.failures import deadline_passed
-from headrace.delivery.offset_store import Outgoing
+from headrace.delivery.offset_store import PendingAnswer
 from headrace.delivery.producing import too_large
 from headrace.delivery.transactions import Records
 from headrace.errors import Code, Rejected
@@ -191,7 +191,7 @@ class TransactionRecords:
         self._began_us = 0
         self._encoded_us = 0
 
-    def encode(self, outgoing: Sequence[Outgoing]) -> Records:
+    def encode(self, outgoing: Sequence[PendingAnswer]) -> Records:
         """Return the answers and dead letters of one transaction; see
         `headrace.delivery.transactions`.
         """
@@ -232,8 +232,8 @@ class TransactionRecords:
         return [encoded[each] for each in requests]
 
     def replace_refused(
-        self, outgoing: Sequence[Outgoing], error: RecordsRefused
-    ) -> list[Outgoing]:
+        self, outgoing: Sequence[PendingAnswer], error: RecordsRefused
+    ) -> list[PendingAnswer]:
         """Choose fallbacks for refused records; return all answers with the targets to try next.
 
         Raises:
@@ -328,7 +328,7 @@ def output_bytes(requests: Iterable[Request]) -> int:
     return total
 
 
-def record_sizes(outgoing: Iterable[Outgoing], overhead_bytes: int) -> Iterator[int]:
+def record_sizes(outgoing: Iterable[PendingAnswer], overhead_bytes: int) -> Iterator[int]:
     """Yield the approximate bytes of each answer, its dead letter included.
 
     Args:

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Literal, Self
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import InFlightAck
-from headrace.delivery.offset_store import OffsetStore, Outgoing
+from headrace.delivery.offset_store import OffsetStore, PendingAnswer
 from headrace.delivery.ordering import Order
 from headrace.delivery.producing import deliver, deliver_in_order, too_large
 from headrace.errors import Rejected
@@ -28,19 +28,19 @@ from headrace.telemetry.span_attributes import Answering
 from headrace.tuning import TUNING, ResponderTuning
 
 OrderBy = Literal["none", "key", "partition"]
-AnswerStep = Callable[[int, list[Outgoing]], Awaitable[Sequence[Outgoing]]]
+AnswerStep = Callable[[int, list[PendingAnswer]], Awaitable[Sequence[PendingAnswer]]]
 """Answer requests of one source partition and acknowledge them; return those that must wait."""
 
 
 class _PartitionQueue:
     """Ended requests of one source partition, for one assignment."""
 
-    def __init__(self, number: int, progress: Progress) -> None:
+    def __init__(self, number: int, progress: AckedOffsets) -> None:
         self.number = number
         self.progress = progress
-        self.order: Order[Outgoing] = Order(progress)
-        self.queue: list[Outgoing] = []
-        self.waiting: list[Outgoing] = []
+        self.order: Order[PendingAnswer] = Order(progress)
+        self.queue: list[PendingAnswer] = []
+        self.waiting: list[PendingAnswer] = []
         self.changed = AutoResetEvent()
         self.task: asyncio.Task[None] | None = None
 
@@ -93,7 +93,7 @@ class PartitionSequencer:
     async def submit(self, addressed: RequestsByTarget) -> None:
         """Queue a chunk; wait while more than `max_queued_answer_bytes` are queued."""
         queues: dict[int, _PartitionQueue | None] = {}
-        ready: dict[int, list[Outgoing]] = {}
+        ready: dict[int, list[PendingAnswer]] = {}
         for target, requests in addressed.items():
             for request in requests:
                 number = request.partition
@@ -132,7 +132,7 @@ class PartitionSequencer:
             queue = self._queues[number] = _PartitionQueue(number, progress)
         return queue
 
-    def _follow_order(self, queue: _PartitionQueue, outgoing: Outgoing) -> list[Outgoing]:
+    def _follow_order(self, queue: _PartitionQueue, outgoing: PendingAnswer) -> list[PendingAnswer]:
         """Return the answers that may be written now that this request has ended."""
         request = outgoing[0]
         before: int | None = request.previous
@@ -144,7 +144,7 @@ class PartitionSequencer:
             ack_handle.resize(0)
         return ready
 
-    def _enqueue(self, queue: _PartitionQueue, outgoing: list[Outgoing]) -> None:
+    def _enqueue(self, queue: _PartitionQueue, outgoing: list[PendingAnswer]) -> None:
         queue.queue += outgoing
         self._queued_bytes.acquire_now(_size_bytes(outgoing))
 
@@ -202,7 +202,7 @@ class PartitionSequencer:
         request.ack_handle.ack()
 
 
-def _size_bytes(outgoing: Sequence[Outgoing]) -> int:
+def _size_bytes(outgoing: Sequence[PendingAnswer]) -> int:
     return output_bytes([request for request, _ in outgoing])
 
 
@@ -225,7 +225,7 @@ class OrderedStep:
         self._offset_store = offset_store
         self._metrics = metrics
 
-    async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
+    async def __call__(self, number: int, outgoing: list[PendingAnswer]) -> Sequence[PendingAnswer]:
         addressed: RequestsByTarget = {}
         for request, target in outgoing:
             if not (request.ack_handle.revoked or request.skipped):

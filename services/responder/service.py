@@ -39,16 +39,16 @@ class Delivery(NamedTuple):
     """The delivery guarantee of answers, and the objects that implement it.
 
     Attributes:
-        books: offset store of answered requests.
-        origins: source offsets if another process reads the source topic; None otherwise.
-        sealing: partition transactions, for exactly once.
+        offset_store: offset store of answered requests.
+        source_offsets: source offsets if another process reads the source topic; None otherwise.
+        transactions: partition transactions, for exactly once.
         order_by: the scope in which answers keep their order.
         transaction_timeout_s: timeout of a transaction, for exactly once.
     """
 
-    books: OffsetStore
-    origins: SourceOffsets | None = None
-    sealing: PartitionTransactions | None = None
+    offset_store: OffsetStore
+    source_offsets: SourceOffsets | None = None
+    transactions: PartitionTransactions | None = None
     order_by: OrderBy = "none"
     transaction_timeout_s: float = TUNING.responder.transaction_timeout_s
 
@@ -72,8 +72,8 @@ class ResponderService:
         self._tuning = tuning
         self._inlet = inlet
         self._routes = routes
-        self._books = delivery.books
-        self._origins = delivery.origins
+        self._offset_store = delivery.offset_store
+        self._source_offsets = delivery.source_offsets
         self._metrics = instruments.metrics
         self._encoder = AnswerEncoder(routes, instruments)
         self._reply_topics = ReplyTopics(producer, self._resolved, tuning)
@@ -83,10 +83,14 @@ class ResponderService:
     def _make_answers(
         self, producer: Producer, delivery: Delivery
     ) -> AtLeastOnce | PartitionSequencer:
-        books, sealing, metrics = delivery.books, delivery.sealing, self._metrics
-        if sealing is not None:
+        offset_store, transactions, metrics = (
+            delivery.offset_store,
+            delivery.transactions,
+            self._metrics,
+        )
+        if transactions is not None:
             step: TransactionalStep | OrderedStep = TransactionalStep(
-                sealing,
+                transactions,
                 self._encoder,
                 metrics,
                 self._routes.responses,
@@ -95,12 +99,12 @@ class ResponderService:
                 tuning=self._tuning,
             )
         elif delivery.order_by != "none":
-            step = OrderedStep(producer, self._encoder, books, metrics)
+            step = OrderedStep(producer, self._encoder, offset_store, metrics)
         else:
-            return AtLeastOnce(producer, self._encoder, books, metrics, self._tuning)
-        fused = delivery.origins is None
+            return AtLeastOnce(producer, self._encoder, offset_store, metrics, self._tuning)
+        fused = delivery.source_offsets is None
         self._sequencer = PartitionSequencer(
-            step, books, delivery.order_by, metrics, charges_held=fused, tuning=self._tuning
+            step, offset_store, delivery.order_by, metrics, charges_held=fused, tuning=self._tuning
         )
         return self._sequencer
 
@@ -119,7 +123,11 @@ class ResponderService:
     async def _ours(self, chunk: list[Request]) -> list[Request]:
         """Drop requests of revoked partitions and those answered already; return the others."""
         ours, repeated = self._sort_out(chunk)
-        if repeated and self._origins is not None and await self._origins.has_other_records():
+        if (
+            repeated
+            and self._source_offsets is not None
+            and await self._source_offsets.has_other_records()
+        ):
             others, repeated = self._sort_out(repeated)
             ours += others
         for request in repeated:
@@ -139,17 +147,17 @@ class ResponderService:
                 self._metrics.revoked.inc()
                 ack_handle.ack()
             elif request.contents is None and request.skipped and self._sequencer is None:
-                self._books.ack([request])
-            elif self._origins is None:
+                self._offset_store.ack([request])
+            elif self._source_offsets is None:
                 ours.append(request)
                 if request.heads is not heads:
                     heads, size_bytes = request.heads, output_bytes([request])
                 if size_bytes > CHARGED_FROM_BYTES and isinstance(ack_handle, InFlightAck):
                     ack_handle.resize(ack_handle.size_bytes + size_bytes)
-            elif self._origins.claim(request.partition, request.offset):
+            elif self._source_offsets.is_first_delivery(request.partition, request.offset):
                 ours.append(request)
             elif request.skipped:  # the range's end is answered; offsets before it may not be
-                self._books.ack([request])
+                self._offset_store.ack([request])
             else:
                 repeated.append(request)
         return ours, repeated

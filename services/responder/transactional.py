@@ -24,7 +24,7 @@ from typing import NamedTuple
 import structlog
 
 from headrace.delivery.inflight import InFlightAck
-from headrace.delivery.offset_store import Outgoing, by_offset, requests_of
+from headrace.delivery.offset_store import PendingAnswer, by_offset, requests_of
 from headrace.delivery.transactions import PartitionLost, PartitionTransactions, TransactionAborted
 from headrace.errors import Rejected, drop_tracebacks
 from headrace.log.errors import (
@@ -202,7 +202,7 @@ class UnavailableTargets:
             self._forbidden.clear()
         self._forbidden[topic] = time.monotonic() + self._tuning.forbidden_topic_retry_s
 
-    def forbidden(self, outgoing: Sequence[Outgoing], now_s: float) -> list[str]:
+    def forbidden(self, outgoing: Sequence[PendingAnswer], now_s: float) -> list[str]:
         """Return the topics of these answers that are forbidden now."""
         if not self._forbidden:
             return []
@@ -252,7 +252,7 @@ class _PartitionCommitter:
         self.linger = TransactionLinger(tuning)
 
     async def commit_all(
-        self, outgoing: list[Outgoing], records: TransactionRecords
+        self, outgoing: list[PendingAnswer], records: TransactionRecords
     ) -> Rejected | None:
         """Commit until all answers are committed or revoked; those that must wait stay listed.
 
@@ -284,13 +284,13 @@ class _PartitionCommitter:
                 attempt += 1
         return None
 
-    async def _try_commit(self, outgoing: list[Outgoing], records: TransactionRecords) -> bool:
+    async def _try_commit(self, outgoing: list[PendingAnswer], records: TransactionRecords) -> bool:
         """Try one transaction; return False if it failed. Revoked answers are acknowledged
         without it; answers for partitions without leaders stay in the list.
         """
         size = self._size
         size_bytes = 0 if size.limit_bytes is None else sum(self._record_sizes(outgoing))
-        leaderless: list[Outgoing] = []
+        leaderless: list[PendingAnswer] = []
         began_s = time.monotonic()
         try:
             if not await self._commit_accepted(outgoing, records, leaderless):
@@ -314,9 +314,9 @@ class _PartitionCommitter:
 
     async def _commit_accepted(
         self,
-        outgoing: list[Outgoing],
+        outgoing: list[PendingAnswer],
         records: TransactionRecords,
-        leaderless: list[Outgoing],
+        leaderless: list[PendingAnswer],
     ) -> bool:
         """Commit one transaction, after replacing answers that are refused before it begins.
 
@@ -327,7 +327,7 @@ class _PartitionCommitter:
         """
         while outgoing:
             try:
-                await self._transactions.seal(self._number, outgoing, records.encode)
+                await self._transactions.commit_transaction(self._number, outgoing, records.encode)
             # Both refusals come before the transaction begins: the producer stays usable.
             except RecordsRefused as error:
                 outgoing[:] = records.replace_refused(outgoing, error)
@@ -343,10 +343,10 @@ class _PartitionCommitter:
                 return True
         return True
 
-    def _record_sizes(self, outgoing: Iterable[Outgoing]) -> Iterable[int]:
+    def _record_sizes(self, outgoing: Iterable[PendingAnswer]) -> Iterable[int]:
         return record_sizes(outgoing, self._tuning.answer_overhead_bytes)
 
-    def _shrink(self, outgoing: Sequence[Outgoing]) -> None:
+    def _shrink(self, outgoing: Sequence[PendingAnswer]) -> None:
         """Make a partition's next transactions smaller than this one, which timed out."""
         size, size_bytes = self._size, sum(self._record_sizes(outgoing))
         size.timed_out(size_bytes, len(outgoing))
@@ -359,12 +359,12 @@ class _PartitionCommitter:
             next_bytes=size.limit_bytes,
         )
 
-    def _may_blame_target(self, outgoing: Sequence[Outgoing]) -> bool:
+    def _may_blame_target(self, outgoing: Sequence[PendingAnswer]) -> bool:
         has_reply_topics = any(target.topic != self._responses for _, target in outgoing)
         return has_reply_topics and not self._in_order
 
     async def _commit_by_target(
-        self, outgoing: list[Outgoing], records: TransactionRecords
+        self, outgoing: list[PendingAnswer], records: TransactionRecords
     ) -> bool:
         """Commit the answers of each reply partition separately; stall those that fail again.
 
@@ -424,7 +424,7 @@ class TransactionalStep:
         )
         self._committers: dict[int, _PartitionCommitter] = {}
 
-    async def __call__(self, number: int, outgoing: list[Outgoing]) -> Sequence[Outgoing]:
+    async def __call__(self, number: int, outgoing: list[PendingAnswer]) -> Sequence[PendingAnswer]:
         began_s = time.monotonic()
         first = outgoing[0][0].ack_handle if outgoing else None
         committer = self._committers.get(number)
@@ -440,8 +440,8 @@ class TransactionalStep:
         return left
 
     async def _answer_available(
-        self, committer: _PartitionCommitter, outgoing: list[Outgoing]
-    ) -> Sequence[Outgoing]:
+        self, committer: _PartitionCommitter, outgoing: list[PendingAnswer]
+    ) -> Sequence[PendingAnswer]:
         """Answer requests except those of stalled targets; return those that must wait."""
         now_s, unavailable = time.monotonic(), self._unavailable
         stalled = [each for each in outgoing if unavailable.is_stalled(each[1], now_s)]
@@ -452,8 +452,8 @@ class TransactionalStep:
         return [*stalled, *await self._answer(committer, by_offset(outgoing))]
 
     async def _answer(
-        self, committer: _PartitionCommitter, left: list[Outgoing]
-    ) -> Sequence[Outgoing]:
+        self, committer: _PartitionCommitter, left: list[PendingAnswer]
+    ) -> Sequence[PendingAnswer]:
         """Answer requests; halve them while the brokers refuse them together."""
         records = TransactionRecords(self._encoder)
         while left:
@@ -476,8 +476,8 @@ class TransactionalStep:
         return []
 
     def _redirect(
-        self, outgoing: Sequence[Outgoing], error: UnknownPartition | TopicForbidden
-    ) -> list[Outgoing]:
+        self, outgoing: Sequence[PendingAnswer], error: UnknownPartition | TopicForbidden
+    ) -> list[PendingAnswer]:
         """Redirect answers that their topic does not accept to `responses`, as failures."""
         if isinstance(error, UnknownPartition):
             refused = [each for each in outgoing if each[1] == error.partition]
@@ -495,7 +495,7 @@ class TransactionalStep:
     async def _answer_refused(
         self,
         committer: _PartitionCommitter,
-        outgoing: list[Outgoing],
+        outgoing: list[PendingAnswer],
         records: TransactionRecords,
         refusal: Rejected | None,
     ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.cli.outcome import Exit
 from headrace.config import KafkaSettings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
@@ -18,7 +18,7 @@ from tests.support.command_line import Call
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, write_to
 
-STUCK = Progress(3, [(4, 9)])
+STUCK = AckedOffsets(3, [(4, 9)])
 
 
 class Deployment:

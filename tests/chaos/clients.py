@@ -21,7 +21,7 @@ from aiokafka import TopicPartition as KafkaPartition
 from aiokafka.errors import KafkaError
 
 from headrace.config import KafkaSettings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import Retriable
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import Gap, Record, TopicPartition
@@ -300,7 +300,7 @@ async def watch_commits(bootstrap: str, group: str, topic: str, history: History
     machine that is short of cores it may be silent although nobody struck it.
     """
     partitions = [TopicPartition(topic, number) for number in range(PARTITIONS)]
-    known: dict[TopicPartition, Progress] = {}
+    known: dict[TopicPartition, AckedOffsets] = {}
     async with KafkaLog(_settings(bootstrap)) as log:
         heard_ms = now_ms()
         while True:
@@ -313,7 +313,7 @@ async def watch_commits(bootstrap: str, group: str, topic: str, history: History
                 history.add(Fault(heard_ms, at_ms + AFTERMATH_MS, FaultKind.BROKER_SILENT, ()))
             heard_ms = at_ms
             for partition, committed in found.items():
-                progress = None if committed is None else Progress.from_committed(committed)
+                progress = None if committed is None else AckedOffsets.from_committed(committed)
                 if progress is not None and known.get(partition) != progress:
                     known[partition] = progress
                     base, ranges = progress.base, tuple(progress.ranges)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.config import make_settings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.port import Headers, NewRecord, TopicPartition
 from headrace.protocol.codec import encode_request
 from headrace.topics import STAGES, Stage
@@ -79,7 +79,9 @@ async def test_what_waits_is_cancelled_and_what_runs_is_not(
 
         async def all_is_committed() -> bool:
             committed = (await log.committed("headrace", [REQUESTS]))[REQUESTS]
-            return committed is not None and Progress.from_committed(committed) == Progress(8)
+            return committed is not None and AckedOffsets.from_committed(committed) == AckedOffsets(
+                8
+            )
 
         await eventually(all_is_committed)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Settings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import SealFault
@@ -59,7 +59,7 @@ async def is_committed(log: MemoryLog, expected: int) -> bool:
     names = [TopicPartition("headrace.requests", number) for number in range(PARTITIONS)]
     committed = await log.committed("headrace", names)
     return all(
-        found is not None and Progress.from_committed(found) == Progress(expected)
+        found is not None and AckedOffsets.from_committed(found) == AckedOffsets(expected)
         for found in committed.values()
     )
 

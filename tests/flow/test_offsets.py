@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.config import Settings, make_settings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import ConfigurationError
 from headrace.log.errors import Fenced
 from headrace.log.memory import MemoryLog
@@ -16,7 +16,7 @@ from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, write_to
 
 FIRST, SECOND = (TopicPartition("headrace.requests", number) for number in (0, 1))
-STUCK = Progress(3, [(4, 9)])
+STUCK = AckedOffsets(3, [(4, 9)])
 """Offset 3 is not answered, and five that came after it are."""
 
 
@@ -38,9 +38,11 @@ async def log() -> MemoryLog:
     return log
 
 
-async def committed(log: MemoryLog) -> dict[TopicPartition, Progress | None]:
+async def committed(log: MemoryLog) -> dict[TopicPartition, AckedOffsets | None]:
     found = await log.committed("headrace", [FIRST, SECOND])
-    return {each: None if at is None else Progress.from_committed(at) for each, at in found.items()}
+    return {
+        each: None if at is None else AckedOffsets.from_committed(at) for each, at in found.items()
+    }
 
 
 async def test_offsets_are_read_with_what_the_partitions_hold(
@@ -61,16 +63,16 @@ async def test_reading_offsets_needs_the_topic(settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("target", "first", "second"),
     [
-        (Target(edge=Edge.EARLIEST), Progress(0), Progress(0)),
-        (Target(edge=Edge.LATEST), Progress(10), Progress(10)),
-        (Target(offset=5), Progress(9), Progress(5)),
-        (Target(timestamp_ms=1500), Progress(2), Progress(2)),
-        (Target(timestamp_ms=99_000), Progress(10), Progress(10)),
+        (Target(edge=Edge.EARLIEST), AckedOffsets(0), AckedOffsets(0)),
+        (Target(edge=Edge.LATEST), AckedOffsets(10), AckedOffsets(10)),
+        (Target(offset=5), AckedOffsets(9), AckedOffsets(5)),
+        (Target(timestamp_ms=1500), AckedOffsets(2), AckedOffsets(2)),
+        (Target(timestamp_ms=99_000), AckedOffsets(10), AckedOffsets(10)),
     ],
     ids=["earliest", "latest", "offset", "time", "after-the-last"],
 )
 async def test_all_partitions_are_reset(
-    log: MemoryLog, settings: Settings, target: Target, first: Progress, second: Progress
+    log: MemoryLog, settings: Settings, target: Target, first: AckedOffsets, second: AckedOffsets
 ) -> None:
     """Each to its own end or record, with the answered ranges that still hold."""
     await reset(log, settings, target)
@@ -81,7 +83,7 @@ async def test_one_stuck_record_is_passed_over(log: MemoryLog, settings: Setting
     """The five that overtook it stay answered, and the other partition is left alone."""
     (done,) = await reset(log, settings, Target(offset=4), [0])
     assert (done.skips, done.repeats) == (1, 0)
-    assert await committed(log) == {FIRST: Progress(9), SECOND: None}
+    assert await committed(log) == {FIRST: AckedOffsets(9), SECOND: None}
 
 
 async def test_a_dry_run_changes_nothing(log: MemoryLog, settings: Settings) -> None:
@@ -95,7 +97,7 @@ async def test_metadata_of_another_version_is_replaced(log: MemoryLog, settings:
     """A reset is how a group that `run` refuses is put right."""
     await log.commit("headrace", {FIRST: Committed(3, "written by another")})
     await reset(log, settings, Target(offset=6), [0])
-    assert (await committed(log))[FIRST] == Progress(6)
+    assert (await committed(log))[FIRST] == AckedOffsets(6)
 
 
 async def test_an_offset_that_the_partition_does_not_hold_is_refused(
@@ -131,4 +133,4 @@ async def test_a_reset_fences_a_producer_that_was_left_behind(log: MemoryLog) ->
         await reset(log, settings, Target(edge=Edge.EARLIEST))
         with pytest.raises(Fenced):
             await zombie.seal({}, {FIRST: Committed(10)})
-    assert (await committed(log))[FIRST] == Progress(0)
+    assert (await committed(log))[FIRST] == AckedOffsets(0)

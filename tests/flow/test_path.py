@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.protocol.codec import Answer, decode_response, encode_request
 from headrace.topics import STAGES
@@ -56,7 +56,9 @@ async def test_one_request_gets_its_answer(tmp_path: Path) -> None:
         # 5. Only then is the request's offset committed, in the background.
         async def is_committed() -> bool:
             committed = (await log.committed("headrace", [requests]))[requests]
-            return committed is not None and Progress.from_committed(committed) == Progress(1)
+            return committed is not None and AckedOffsets.from_committed(committed) == AckedOffsets(
+                1
+            )
 
         await eventually(is_committed)
         assert pipeline.ready.is_set()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import Code
 from headrace.log.port import Gap, NewRecord, Record, TopicPartition
 from headrace.protocol.codec import encode_request
@@ -91,7 +91,9 @@ async def test_batch_that_cannot_be_read_is_counted_and_passed_over(
 
         async def is_committed() -> bool:
             committed = (await log.committed("headrace", [REQUESTS]))[REQUESTS]
-            return committed is not None and Progress.from_committed(committed) == Progress(7)
+            return committed is not None and AckedOffsets.from_committed(committed) == AckedOffsets(
+                7
+            )
 
         await eventually(is_committed, deadline_s=20)
         counted = pipelines[0].metrics.registry.get_sample_value

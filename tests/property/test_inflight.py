@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.inflight import Deferred, InFlightAck, InFlightTracker
 from headrace.log.port import Committed, TopicPartition
@@ -70,7 +70,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def assign(self, name: TopicPartition) -> None:
         """Start from what is committed; an assignment that was never revoked ends by this."""
         partition = self.partitions[name]
-        self.tracker.assign(name, Progress.from_committed(partition.committed))
+        self.tracker.assign(name, AckedOffsets.from_committed(partition.committed))
         partition.position = partition.committed.offset
 
     @rule(
@@ -161,7 +161,7 @@ class LedgerMachine(RuleBasedStateMachine):
             unanswered = partition.delivered - partition.answered
             last = max(partition.delivered, default=-1)
             assert committed.offset <= min(unanswered, default=last + 1)
-            progress = Progress.from_committed(committed)
+            progress = AckedOffsets.from_committed(committed)
             assert not [offset for offset in unanswered if offset in progress]
 
     @invariant()

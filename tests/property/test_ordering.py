@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.ordering import KeyChains, Order
 
 
@@ -40,7 +40,7 @@ def test_within_a_partition_each_leaves_when_all_before_it_have_ended(one: Work)
     """Neither earlier, which would overtake, nor later, which would hold up."""
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
-    order: Order[int] = Order(Progress(0))
+    order: Order[int] = Order(AckedOffsets(0))
     ended: set[int] = set()
     left: list[int] = []
     for offset in one.ends:
@@ -56,7 +56,7 @@ def test_within_a_key_each_leaves_when_all_of_its_key_before_it_have_ended(one: 
     """What is stuck holds up its own key alone."""
     chains = KeyChains(lambda _: False)
     after = {offset: chains.follow(key, offset) for offset, key in sorted(one.keys.items())}
-    order: Order[int] = Order(Progress(0))
+    order: Order[int] = Order(AckedOffsets(0))
     ended: set[int] = set()
     left: list[int] = []
     for offset in one.ends:
@@ -77,7 +77,7 @@ def test_what_was_answered_before_is_waited_for_by_nobody(one: Work, before: set
     """An earlier owner of the partition answered some; the others leave in order all the same."""
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
-    answered = Progress(0, [(offset, offset + 1) for offset in offsets if offset in before])
+    answered = AckedOffsets(0, [(offset, offset + 1) for offset in offsets if offset in before])
     order: Order[int] = Order(answered)
     left: list[int] = []
     for offset in one.ends:
@@ -102,7 +102,7 @@ def test_answers_of_another_owner_set_free_what_waited_for_them(
     """When its predecessor is found to be answered, what is held leaves."""
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
-    progress = Progress(0)
+    progress = AckedOffsets(0)
     order: Order[int] = Order(progress)
     lost = set(data.draw(st.lists(st.sampled_from(offsets)))) if offsets else set()
     left = [
@@ -113,7 +113,7 @@ def test_answers_of_another_owner_set_free_what_waited_for_them(
     ]
 
     for offset in lost:
-        progress.cover(previous[offset], offset)
+        progress.mark_acked(previous[offset], offset)
     left += order.look_again()
 
     assert sorted(left) == [offset for offset in offsets if offset not in lost]
@@ -123,7 +123,7 @@ def test_answers_of_another_owner_set_free_what_waited_for_them(
 @given(work())
 def test_chains_forget_only_what_is_answered(one: Work) -> None:
     """Forgetting changes no chain of what is still on its way."""
-    progress = Progress(0)
+    progress = AckedOffsets(0)
     all_of = KeyChains(lambda _: False)
     forgetful = KeyChains(progress.__contains__)
     forgetful._prune_at = 1
@@ -135,4 +135,4 @@ def test_chains_forget_only_what_is_answered(one: Work) -> None:
         found = forgetful.follow(one.keys[offset], offset)
         assert found == expected or expected in progress
         if place % 2:
-            progress.cover(previous[offset], offset)
+            progress.mark_acked(previous[offset], offset)

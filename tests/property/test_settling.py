@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import AssignedPartition, InFlightAck, ack_all
 from headrace.log.port import TopicPartition
@@ -19,7 +19,7 @@ class Partitions:
         self.budget = Budget(1_000_000)
         self.assignments = [
             AssignedPartition(
-                TopicPartition("t", number), 1, Progress(0), self.budget, self._notify
+                TopicPartition("t", number), 1, AckedOffsets(0), self.budget, self._notify
             )
             for number in range(2)
         ]

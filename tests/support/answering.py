@@ -91,7 +91,7 @@ class Bench:
 
 @asynccontextmanager
 async def running(
-    origins: SourceOffsets | None = None,
+    source_offsets: SourceOffsets | None = None,
     log: MemoryLog | None = None,
     order_by: OrderBy = "none",
     tracker: InFlightTracker | None = None,
@@ -115,8 +115,10 @@ async def running(
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     async with log.producer() as producer, asyncio.TaskGroup() as tasks:
         tracker = tracker or InFlightTracker(Budget(1), lambda: None)
-        books = OffsetStore(tracker, origins, "headrace.requests", "headrace.requests")
-        delivery = Delivery(books, origins, order_by=order_by)
+        offset_store = OffsetStore(
+            tracker, source_offsets, "headrace.requests", "headrace.requests"
+        )
+        delivery = Delivery(offset_store, source_offsets, order_by=order_by)
         responder = ResponderService(inlet, producer, routes, delivery, bench.instruments, tuning)
         tasks.create_task(responder.run())
         yield bench

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from headrace.consumer.ready_queue import Delivery
-from headrace.delivery.acked_offsets import Progress
+from headrace.consumer.ready_queue import PolledRecords
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.log.port import Record, TopicPartition
@@ -54,17 +54,17 @@ class RecordSource:
 
     deferral = None
 
-    def __init__(self, *deliveries: Delivery) -> None:
-        self._deliveries: Iterator[Delivery] = iter(deliveries)
+    def __init__(self, *deliveries: PolledRecords) -> None:
+        self._deliveries: Iterator[PolledRecords] = iter(deliveries)
 
-    async def receive(self) -> Delivery | None:
+    async def receive(self) -> PolledRecords | None:
         return next(self._deliveries, None)
 
 
-def make_assignment(progress: Progress | None = None) -> AssignedPartition:
+def make_assignment(progress: AckedOffsets | None = None) -> AssignedPartition:
     """An assignment of the requests, which begins at offset 0."""
     tracker = InFlightTracker(Budget(1_000_000_000), lambda: None)
-    return tracker.assign(REQUESTS, progress or Progress(0))
+    return tracker.assign(REQUESTS, progress or AckedOffsets(0))
 
 
 def delivery(
@@ -72,13 +72,13 @@ def delivery(
     assignment: AssignedPartition | None = None,
     headers: Sequence[tuple[str, bytes | None]] = (),
     first: int = 0,
-) -> Delivery:
+) -> PolledRecords:
     """Records of these values, one after the other."""
     offsets = count(first)
     records = [
         Record(*REQUESTS, next(offsets), NOW_US // 1000, b"key", value, headers) for value in values
     ]
-    return Delivery(assignment or make_assignment(), records)
+    return PolledRecords(assignment or make_assignment(), records)
 
 
 def digits_value(

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import AssignedPartition, InFlightAck
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Record, TopicPartition
@@ -94,10 +94,10 @@ async def committed(log: MemoryLog, partition: TopicPartition = ONE) -> Committe
     return (await log.committed(GROUP, [partition]))[partition]
 
 
-async def progress(log: MemoryLog) -> Progress | None:
+async def progress(log: MemoryLog) -> AckedOffsets | None:
     """The same, decoded."""
     found = await committed(log)
-    return None if found is None else Progress.from_committed(found)
+    return None if found is None else AckedOffsets.from_committed(found)
 
 
 async def fill(log: MemoryLog, count: int, partition: TopicPartition = ONE) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.port import Committed
 from headrace.tools.offsets.resetting import Reset, moved
 from headrace.tools.offsets.state import PartitionOffsets, readable_progress
@@ -18,7 +18,7 @@ def state(
     """A partition that ends at 40."""
     if base is None:
         return PartitionOffsets(0, beginning, 40, None, None)
-    progress = Progress(base, ranges or [])
+    progress = AckedOffsets(base, ranges or [])
     return PartitionOffsets(0, beginning, 40, progress.committable(), progress)
 
 
@@ -47,8 +47,8 @@ def test_lag_and_what_of_it_is_unanswered(
     [
         (None, "none"),
         (Committed(3), "none"),
-        (Progress(3, [(5, 9)]).committable(), "runs"),
-        (Progress(0, [(n, n + 1) for n in range(1, 6000, 2)]).committable(), "bitmap"),
+        (AckedOffsets(3, [(5, 9)]).committable(), "runs"),
+        (AckedOffsets(0, [(n, n + 1) for n in range(1, 6000, 2)]).committable(), "bitmap"),
         (Committed(3, "written by another"), "unreadable"),
     ],
     ids=["nothing", "no-ranges", "runs", "bitmap", "unreadable"],
@@ -62,25 +62,25 @@ def test_the_form_of_the_metadata(committed: Committed | None, form: str) -> Non
 @pytest.mark.parametrize(
     ("base", "after"),
     [
-        (0, Progress(0)),
-        (9, Progress(9)),
-        (10, Progress(10, RANGES)),
-        (11, Progress(11, RANGES)),
-        (12, Progress(15, [(20, 30)])),
-        (13, Progress(15, [(20, 30)])),
-        (19, Progress(19, [(20, 30)])),
-        (20, Progress(30)),
-        (40, Progress(40)),
+        (0, AckedOffsets(0)),
+        (9, AckedOffsets(9)),
+        (10, AckedOffsets(10, RANGES)),
+        (11, AckedOffsets(11, RANGES)),
+        (12, AckedOffsets(15, [(20, 30)])),
+        (13, AckedOffsets(15, [(20, 30)])),
+        (19, AckedOffsets(19, [(20, 30)])),
+        (20, AckedOffsets(30)),
+        (40, AckedOffsets(40)),
     ],
 )
-def test_a_base_that_moves(base: int, after: Progress) -> None:
+def test_a_base_that_moves(base: int, after: AckedOffsets) -> None:
     """Forward the ranges above it stay, and close up with it; backward none do."""
-    assert moved(Progress(10, RANGES), base) == after
+    assert moved(AckedOffsets(10, RANGES), base) == after
 
 
 def test_a_base_where_nothing_was_committed() -> None:
     """There is nothing to keep."""
-    assert moved(None, 7) == Progress(7)
+    assert moved(None, 7) == AckedOffsets(7)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace.config import Settings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import Rejected, Retriable
 from headrace.log.errors import LogUnavailable
 from headrace.log.partitioner import partition_for_key
@@ -251,7 +251,7 @@ class Redrive:
         self._now_ms = now_ms
         self._run_id = f"redrive-{secrets.token_hex(4)}"
         self._owner = SoleOwner(redrive_group(settings))
-        self._done: dict[TopicPartition, Progress] = {}
+        self._done: dict[TopicPartition, AckedOffsets] = {}
         self._last_read: dict[TopicPartition, int] = {}
         self._requests: list[TopicPartition] = []
         self._begun_s = 0.0
@@ -360,7 +360,7 @@ class Redrive:
             self._count(outgoing, refused)
             written = [each.chosen for index, each in enumerate(outgoing) if index not in refused]
             for letter, previous in written:
-                self._done[letter.partition].cover(previous, letter.record.offset)
+                self._done[letter.partition].mark_acked(previous, letter.record.offset)
             touched = {letter.partition: self._done[letter.partition] for letter, _ in written}
             await self._commit(consumer, committable(touched))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.config import Settings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import Fatal
 from headrace.log.port import Committed, Log, Record, TopicPartition
 from headrace.protocol.headers import HeaderName
@@ -35,7 +35,7 @@ def redrive_group(settings: Settings) -> str:
 
 def done_letters(
     committed: Mapping[TopicPartition, Committed | None], spans: Mapping[TopicPartition, Span]
-) -> dict[TopicPartition, Progress]:
+) -> dict[TopicPartition, AckedOffsets]:
     """Return which letters of each partition are done, given the offsets that it holds.
 
     A base beyond the end belongs to an older topic of the same name and is ignored.
@@ -47,18 +47,18 @@ def done_letters(
     for partition, span in spans.items():
         known = committed.get(partition)
         if known is None or known.offset > span.end:
-            done[partition] = Progress(span.start)
+            done[partition] = AckedOffsets(span.start)
             continue
-        progress = Progress.from_committed(known)
+        progress = AckedOffsets.from_committed(known)
         if progress.base < span.start:
-            progress.cover(progress.base - 1, span.start - 1)
+            progress.mark_acked(progress.base - 1, span.start - 1)
         done[partition] = progress
     return done
 
 
 async def recall(
     log: Log, settings: Settings, spans: Mapping[TopicPartition, Span]
-) -> dict[TopicPartition, Progress]:
+) -> dict[TopicPartition, AckedOffsets]:
     """Return which dead letters are done; the partitions hold these spans.
 
     Raises:
@@ -85,7 +85,7 @@ async def recall(
     return done
 
 
-def count_copies(records: Iterable[Record], done: Mapping[TopicPartition, Progress]) -> int:
+def count_copies(records: Iterable[Record], done: Mapping[TopicPartition, AckedOffsets]) -> int:
     """Mark the letters of these copies as done; return how many were not marked before."""
     found = 0
     for record in records:
@@ -96,7 +96,7 @@ def count_copies(records: Iterable[Record], done: Mapping[TopicPartition, Progre
         partition, offset = place
         progress = done.get(partition)
         if progress is not None and offset not in progress:
-            progress.cover(offset - 1, offset)
+            progress.mark_acked(offset - 1, offset)
             found += 1
     return found
 
@@ -109,13 +109,13 @@ def _place(identity: bytes) -> tuple[TopicPartition, int] | None:
     return TopicPartition(topic, int(partition)), int(offset)
 
 
-def committable(done: Mapping[TopicPartition, Progress]) -> dict[TopicPartition, Committed]:
+def committable(done: Mapping[TopicPartition, AckedOffsets]) -> dict[TopicPartition, Committed]:
     """Return the offsets to commit for the dead letters."""
     return {partition: progress.committable() for partition, progress in done.items()}
 
 
 def require_room(
-    progress: Progress, partition: TopicPartition, places: Sequence[tuple[int, int]]
+    progress: AckedOffsets, partition: TopicPartition, places: Sequence[tuple[int, int]]
 ) -> None:
     """Check that a commit can also record these letters as done.
 
@@ -124,10 +124,10 @@ def require_room(
     Raises:
         MemoryFull: it cannot; the letters must not be sent.
     """
-    trial = Progress(progress.base, progress.ranges)
+    trial = AckedOffsets(progress.base, progress.ranges)
     for previous, offset in places:
-        trial.cover(previous, offset)
-    if Progress.from_committed(trial.committable()) != trial:
+        trial.mark_acked(previous, offset)
+    if AckedOffsets.from_committed(trial.committable()) != trial:
         raise MemoryFull(
             f"{partition}: expected at most as many separate ranges of redriven letters as fit a "
             f"commit's metadata, got {len(trial.ranges)} above offset {trial.base}; "

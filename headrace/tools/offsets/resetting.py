@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from headrace.config import Settings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.errors import ConfigurationError, Fatal
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
 from headrace.tools.offsets.state import PartitionOffsets, read_with, source_partitions
@@ -49,7 +49,7 @@ class Reset(NamedTuple):
     """
 
     before: PartitionOffsets
-    after: Progress
+    after: AckedOffsets
 
     @property
     def repeats(self) -> int:
@@ -62,12 +62,12 @@ class Reset(NamedTuple):
     @property
     def skips(self) -> int:
         """Number of unanswered offsets that will never be answered."""
-        progress = self.before.progress or Progress(self.before.position)
+        progress = self.before.progress or AckedOffsets(self.before.position)
         gone = progress.unanswered(self.after.base)
         return sum(stop - max(start, self.before.position) for start, stop in gone)
 
 
-def moved(progress: Progress | None, base: int) -> Progress:
+def moved(progress: AckedOffsets | None, base: int) -> AckedOffsets:
     """Return the answered ranges for a new base.
 
     When moving forward, the ranges above the new base stay, so that skipping a stuck record does
@@ -75,8 +75,8 @@ def moved(progress: Progress | None, base: int) -> Progress:
     answered again.
     """
     if progress is None or base < progress.base:
-        return Progress(base)
-    return Progress(base, [each for each in progress.ranges if each[1] > base])
+        return AckedOffsets(base)
+    return AckedOffsets(base, [each for each in progress.ranges if each[1] > base])
 
 
 async def reset(

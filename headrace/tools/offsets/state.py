@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.config import Settings
-from headrace.delivery.acked_offsets import Progress, UnknownMetadata
+from headrace.delivery.acked_offsets import AckedOffsets, UnknownMetadata
 from headrace.errors import ConfigurationError
 from headrace.log.port import Committed, Consumer, Log, TopicPartition
 from headrace.topics import Topic
@@ -29,7 +29,7 @@ class PartitionOffsets(NamedTuple):
     beginning: int
     end: int
     committed: Committed | None
-    progress: Progress | None
+    progress: AckedOffsets | None
 
     @property
     def position(self) -> int:
@@ -99,11 +99,11 @@ async def read_with(
     ]
 
 
-def readable_progress(committed: Committed | None) -> Progress | None:
+def readable_progress(committed: Committed | None) -> AckedOffsets | None:
     """Decode a commit; None if there is none, or if its metadata has an unknown form."""
     if committed is None:
         return None
     try:
-        return Progress.from_committed(committed)
+        return AckedOffsets.from_committed(committed)
     except UnknownMetadata:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.delivery.acked_offsets import Progress, UnknownMetadata
+from headrace.delivery.acked_offsets import AckedOffsets, UnknownMetadata
 from headrace.errors import ConfigurationError
 from headrace.log.port import Committed, NewRecord, Record, TopicPartition
 from headrace.protocol.codec import encode_request
@@ -123,19 +123,19 @@ def test_a_copy_names_the_first_request_through_all_redrives() -> None:
 
 def test_what_is_remembered_survives_a_commit_and_retention() -> None:
     """Below the first offset that is still held, all is done."""
-    progress = Progress(0)
-    progress.cover(3, 7)
+    progress = AckedOffsets(0)
+    progress.mark_acked(3, 7)
     committed = committable({LETTERS: progress})
 
     done = done_letters(committed, {LETTERS: Span(2, 20)})
 
-    assert done[LETTERS] == Progress(2, [(4, 8)])
+    assert done[LETTERS] == AckedOffsets(2, [(4, 8)])
 
 
 @pytest.mark.parametrize("known", [None, Committed(30)])
 def test_a_topic_made_anew_has_nothing_done(known: Committed | None) -> None:
     """What was committed beyond its end is an older topic's."""
-    assert done_letters({LETTERS: known}, {LETTERS: Span(0, 20)})[LETTERS] == Progress(0)
+    assert done_letters({LETTERS: known}, {LETTERS: Span(0, 20)})[LETTERS] == AckedOffsets(0)
 
 
 def test_a_foreign_commit_is_refused() -> None:
@@ -151,15 +151,15 @@ def test_copies_found_among_requests_count_as_done() -> None:
         Record("r", 0, number, 0, None, None, [("x-replay-letter", name)])
         for number, name in enumerate(names)
     ]
-    done = {LETTERS: Progress(0)}
+    done = {LETTERS: AckedOffsets(0)}
 
     assert count_copies(records, done) == 1
-    assert done[LETTERS] == Progress(0, [(4, 5)])
+    assert done[LETTERS] == AckedOffsets(0, [(4, 5)])
 
 
 def test_no_more_is_sent_than_can_be_remembered() -> None:
     """Ranges that fit neither form of the metadata would be forgotten, and sent again."""
-    progress = Progress(0, [(n * 100, n * 100 + 1) for n in range(1, 1700)])
+    progress = AckedOffsets(0, [(n * 100, n * 100 + 1) for n in range(1, 1700)])
 
     with pytest.raises(MemoryFull, match=r"redrive or discard the letters from 0 on"):
         require_room(progress, LETTERS, [(2 * 10**6 - 1, 2 * 10**6)])

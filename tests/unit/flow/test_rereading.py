@@ -13,9 +13,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.consumer.deferring import Deferral, Refusal
-from headrace.consumer.ready_queue import Arrivals, Delivery
+from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.consumer.rereading import Rereading
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.inflight import Deferred, InFlightTracker
 from headrace.log.errors import LogUnavailable
@@ -84,11 +84,11 @@ class Bench:
         self.log = log or MemoryLog()
         self.budget = Budget(200)
         self.tracker = InFlightTracker(self.budget, self._notify)
-        self.assignment = self.tracker.assign(ONE, Progress(0))
-        self.tracker.assign(TWO, Progress(0))
+        self.assignment = self.tracker.assign(ONE, AckedOffsets(0))
+        self.tracker.assign(TWO, AckedOffsets(0))
         self.deferral = Deferral(FairQueue(self.budget, 0.5, 1.0), refusal, tuning=AT_ONCE)
         self.metrics = Metrics(CollectorRegistry())
-        self.ready = Arrivals()
+        self.ready = ReadyQueue()
         self.is_wanted = True
         self.lost_ends: dict[TopicPartition, int] = {}
 
@@ -133,7 +133,7 @@ class Bench:
         task.cancel()
         await asyncio.wait([task])
 
-    async def next(self) -> Delivery:
+    async def next(self) -> PolledRecords:
         """What is read next."""
         delivery = await self.ready.next()
         assert delivery is not None
@@ -157,7 +157,7 @@ async def test_records_are_read_again_one_after_the_other_as_there_is_room() -> 
             kept.ack_handle.ack()
 
     assert read == [1, 2]
-    assert bench.assignment.progress == Progress(3)
+    assert bench.assignment.progress == AckedOffsets(3)
     assert bench.budget.used_bytes == 0
 
 
@@ -175,7 +175,7 @@ async def test_deleted_records_are_skipped_and_counted() -> None:
 
     assert [record.offset for record in delivery.records] == [2]
     assert bench.metrics.registry.get_sample_value("headrace_skipped_records_total") == 1
-    assert bench.assignment.progress == Progress(2)
+    assert bench.assignment.progress == AckedOffsets(2)
 
 
 async def test_unreadable_records_are_skipped_and_counted() -> None:
@@ -196,7 +196,7 @@ async def test_unreadable_records_are_skipped_and_counted() -> None:
     assert [record.offset for record in delivery.records] == [2]
     unreadable = {"code": "INVALID_REQUEST"}
     assert bench.metrics.registry.get_sample_value("headrace_unreadable_total", unreadable) == 1
-    assert bench.assignment.progress == Progress(2)
+    assert bench.assignment.progress == AckedOffsets(2)
 
 
 @pytest.mark.parametrize("end", [0, 1])

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import RECORD_OVERHEAD_BYTES, AssignedPartition, InFlightAck
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.errors import LogUnavailable
@@ -47,16 +47,16 @@ async def log() -> MemoryLog:
 async def test_it_starts_at_the_base_and_passes_over_what_is_answered(log: MemoryLog) -> None:
     """A successor reads from the committed base, and runs nothing that the metadata has."""
     await fill(log, 8)
-    await commit(log, Progress(2, [(4, 6)]).committable())
+    await commit(log, AckedOffsets(2, [(4, 6)]).committable())
 
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 4)
         assert stage.offsets == [2, 3, 6, 7]
         stage.ack_all()
-        await eventually(lambda: _is(log, Progress(8)))
+        await eventually(lambda: _is(log, AckedOffsets(8)))
 
 
-async def _is(log: MemoryLog, expected: Progress) -> bool:
+async def _is(log: MemoryLog, expected: AckedOffsets) -> bool:
     return await progress(log) == expected
 
 
@@ -75,9 +75,9 @@ async def test_what_is_settled_is_committed_in_the_background(log: MemoryLog) ->
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 5)
         stage.ack([0, 3])
-        await eventually(lambda: _is(log, Progress(1, [(3, 4)])))
+        await eventually(lambda: _is(log, AckedOffsets(1, [(3, 4)])))
         stage.ack([1, 2])
-        await eventually(lambda: _is(log, Progress(4)))
+        await eventually(lambda: _is(log, AckedOffsets(4)))
 
 
 async def test_one_commit_is_under_way_at_most(log: MemoryLog) -> None:
@@ -108,7 +108,7 @@ async def test_one_commit_is_under_way_at_most(log: MemoryLog) -> None:
         await closing
 
     assert most == 1
-    assert await progress(log) == Progress(5)
+    assert await progress(log) == AckedOffsets(5)
 
 
 async def test_a_failed_commit_is_made_up_for(log: MemoryLog) -> None:
@@ -120,7 +120,7 @@ async def test_a_failed_commit_is_made_up_for(log: MemoryLog) -> None:
         stage.ack_all()
         await eventually(lambda: stage.source._committer.failures)
         log.faults.bring_back()
-        await eventually(lambda: _is(log, Progress(3)))
+        await eventually(lambda: _is(log, AckedOffsets(3)))
 
 
 async def test_what_does_not_change_is_committed_again(log: MemoryLog) -> None:
@@ -136,7 +136,7 @@ async def test_reading_pauses_over_the_budget_and_resumes(log: MemoryLog) -> Non
     """Bytes in flight are bounded, and what is acknowledged makes room."""
     await fill(log, 500)
     async with reading(log, budget_bytes=1000) as stage:
-        await eventually(lambda: stage.source._pauses.paused)
+        await eventually(lambda: stage.source._backpressure.paused)
         await fill(log, 500)
         await eventually(lambda: stage.offsets)
         before = len(stage.offsets)
@@ -152,7 +152,7 @@ async def test_small_records_that_wait_are_counted_as_what_they_take(log: Memory
         running = tasks.create_task(source.run())
         await source.assigned.wait()
         await write_to(log, ONE, *[b""] * 5000)
-        await eventually(lambda: source._pauses.paused)
+        await eventually(lambda: source._backpressure.paused)
 
         assert sum(len(delivery.records) for delivery in source._ready) <= 1024
         await source.close_down(0)
@@ -201,7 +201,7 @@ async def test_a_revoked_partition_drains_and_is_committed(log: MemoryLog) -> No
         await eventually(lambda: other.assignments)
 
         assert stage.offsets[:4] == [0, 1, 2, 3]
-        assert (await progress(log) or Progress(0)).base == 4
+        assert (await progress(log) or AckedOffsets(0)).base == 4
 
 
 async def test_nothing_is_answered_behind_the_last_commit(log: MemoryLog) -> None:
@@ -214,7 +214,7 @@ async def test_nothing_is_answered_behind_the_last_commit(log: MemoryLog) -> Non
         await stage.source.close_down(0)
 
         assert all(ack_handle.revoked for ack_handle in stage.ack_handles)
-        assert await progress(log) == Progress(1)
+        assert await progress(log) == AckedOffsets(1)
 
 
 async def test_what_does_not_drain_in_time_is_void(log: MemoryLog) -> None:
@@ -229,11 +229,11 @@ async def test_what_does_not_drain_in_time_is_void(log: MemoryLog) -> None:
         await eventually(lambda: other.assignments)
 
         assert all(ack_handle.revoked for ack_handle in late)
-        assert await progress(log) == Progress(0, [(1, 2)])
+        assert await progress(log) == AckedOffsets(0, [(1, 2)])
         for ack_handle in late:
             stage.ack_handles.remove(ack_handle)
             ack_handle.ack()
-        assert await progress(log) == Progress(0, [(1, 2)])
+        assert await progress(log) == AckedOffsets(0, [(1, 2)])
 
 
 async def test_it_is_assigned_once_the_broker_answers(log: MemoryLog) -> None:
@@ -247,7 +247,7 @@ async def test_it_is_assigned_once_the_broker_answers(log: MemoryLog) -> None:
 
         async def fail_twice(
             partitions: Sequence[TopicPartition],
-        ) -> dict[TopicPartition, Progress]:
+        ) -> dict[TopicPartition, AckedOffsets]:
             nonlocal loads
             loads += 1
             if loads <= 2:
@@ -268,13 +268,13 @@ async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) ->
     """Records that are gone are skipped; what follows closes the gap."""
     await fill(log, 3)
     async with reading(log, budget_bytes=20) as stage:
-        await eventually(lambda: stage.source._pauses.paused and len(stage.offsets) == 3)
+        await eventually(lambda: stage.source._backpressure.paused and len(stage.offsets) == 3)
         await fill(log, 10)
         log.faults.trim(ONE, 8)
         stage.ack_all()
         await eventually(lambda: stage.offsets == [0, 1, 2, *range(8, 13)])
         stage.ack_all()
-        await eventually(lambda: _is(log, Progress(13)))
+        await eventually(lambda: _is(log, AckedOffsets(13)))
 
         registry = stage.source._metrics.registry
         assert registry.get_sample_value("headrace_skipped_records_total") == 5
@@ -283,13 +283,13 @@ async def test_retention_that_overtakes_is_passed_and_counted(log: MemoryLog) ->
 async def test_retention_that_passed_the_base_is_skipped_at_the_start(log: MemoryLog) -> None:
     """A base below what the log still holds moves up."""
     await fill(log, 10)
-    await commit(log, Progress(2, [(3, 4)]).committable())
+    await commit(log, AckedOffsets(2, [(3, 4)]).committable())
     log.faults.trim(ONE, 6)
 
     async with reading(log) as stage:
         await eventually(lambda: stage.offsets == [6, 7, 8, 9])
         stage.ack_all()
-        await eventually(lambda: _is(log, Progress(10)))
+        await eventually(lambda: _is(log, AckedOffsets(10)))
 
 
 async def test_topic_made_anew_between_polls_is_read_from_its_beginning(log: MemoryLog) -> None:
@@ -298,13 +298,13 @@ async def test_topic_made_anew_between_polls_is_read_from_its_beginning(log: Mem
     async with reading(log) as stage:
         await eventually(lambda: len(stage.offsets) == 9)
         stage.ack_all()
-        await eventually(lambda: _is(log, Progress(9)))
+        await eventually(lambda: _is(log, AckedOffsets(9)))
         stage.offsets.clear()
         log.faults.replace_topic(TOPIC)
         await fill(log, 3)
         await eventually(lambda: stage.offsets == [0, 1, 2])
         stage.ack_all()
-        await eventually(lambda: _is(log, Progress(3)))
+        await eventually(lambda: _is(log, AckedOffsets(3)))
 
 
 async def test_lost_end_of_log_keeps_what_was_answered(log: MemoryLog) -> None:
@@ -315,12 +315,12 @@ async def test_lost_end_of_log_keeps_what_was_answered(log: MemoryLog) -> None:
         stage.ack([0, 1, 2, 4, 5, 6, 7, 8])
         log.faults.truncate(ONE, 7)
         stage.ack([3])
-        await eventually(lambda: _is(log, Progress(7)))
+        await eventually(lambda: _is(log, AckedOffsets(7)))
         stage.offsets.clear()
         await fill(log, 2)
         await eventually(lambda: stage.offsets == [7, 8])
         stage.ack_all()
-        await eventually(lambda: _is(log, Progress(9)))
+        await eventually(lambda: _is(log, AckedOffsets(9)))
 
 
 async def test_work_on_lost_record_is_not_counted_for_its_successor(log: MemoryLog) -> None:
@@ -336,13 +336,13 @@ async def test_work_on_lost_record_is_not_counted_for_its_successor(log: MemoryL
         await eventually(lambda: stage.offsets[9:] == [8])
         lost[0].ack()
         stage.ack_handles.remove(lost[0])
-        await eventually(lambda: _is(log, Progress(8)))
+        await eventually(lambda: _is(log, AckedOffsets(8)))
 
 
 async def test_end_lost_while_no_process_ran_keeps_what_was_answered(log: MemoryLog) -> None:
     """What was committed beyond the end is of records that are gone."""
     await fill(log, 9)
-    await commit(log, Progress(3, [(4, 5), (7, 9)]).committable())
+    await commit(log, AckedOffsets(3, [(4, 5), (7, 9)]).committable())
     log.faults.truncate(ONE, 8)
 
     async with reading(log) as stage:
@@ -400,7 +400,7 @@ async def test_a_stop_drops_what_was_only_read(log: MemoryLog) -> None:
         await closing
 
     assert stage.offsets == [0]
-    assert await progress(log) == Progress(1)
+    assert await progress(log) == AckedOffsets(1)
 
 
 async def test_the_consumer_is_not_closed_under_a_poll(log: MemoryLog) -> None:
@@ -459,7 +459,7 @@ async def test_partition_paused_for_a_share_continues_when_its_end_was_lost(
         await fill(log, 1)
         await eventually(lambda: stage.offsets[-1:] == [3])
         stage.answer_all()
-        await eventually(lambda: _is(log, Progress(4)))
+        await eventually(lambda: _is(log, AckedOffsets(4)))
         source.stop_reading()
         await work
         await source.close_down(5)
@@ -509,7 +509,7 @@ class DeferringStage:
         return Request(ack_handle, *origin, None, b"", [], Envelope(), model="m")
 
 
-class ReluctantOrigins(SourceOffsets):
+class ReluctantSourceOffsets(SourceOffsets):
     """Cannot be assigned partitions before it is told to."""
 
     is_able = False
@@ -521,13 +521,13 @@ class ReluctantOrigins(SourceOffsets):
 
 async def test_assignment_that_is_tried_again_shows_for_how_long(log: MemoryLog) -> None:
     """Until the partitions are taken up, and not afterwards."""
-    origins = ReluctantOrigins(log, TOPIC)
+    source_offsets = ReluctantSourceOffsets(log, TOPIC)
     settings = SourceSettings(TOPIC, GROUP, GROUP, True, 1_000_000, 5.0)
-    source = Source(log, settings, Metrics(CollectorRegistry()), origins, tuning=QUICK)
+    source = Source(log, settings, Metrics(CollectorRegistry()), source_offsets, tuning=QUICK)
     async with asyncio.TaskGroup() as tasks, source:
         running = tasks.create_task(source.run())
         await eventually(lambda: source.snapshot().assigning_s > 0)
-        origins.is_able = True
+        source_offsets.is_able = True
         await source.assigned.wait()
 
         assert source.snapshot().assigning_s == 0

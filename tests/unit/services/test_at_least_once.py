@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import InFlightTracker
 from headrace.log.port import TopicPartition
@@ -49,7 +49,7 @@ async def test_what_was_revoked_is_not_tried_again(order: OrderBy) -> None:
     ours, revoked = answerable(), answerable()
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
     assignments = [
-        tracker.assign(TopicPartition("headrace.requests", number), Progress(0))
+        tracker.assign(TopicPartition("headrace.requests", number), AckedOffsets(0))
         for number in (0, 1)
     ]
     for request, assignment in zip((ours, revoked), assignments, strict=True):
@@ -77,7 +77,7 @@ async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
     that, after a restart.
     """
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
-    assignment = tracker.assign(TopicPartition("headrace.requests", 0), Progress(0))
+    assignment = tracker.assign(TopicPartition("headrace.requests", 0), AckedOffsets(0))
     requests = [answerable(kafka_replyTopic=b"headrace.mine"), answerable()]
     for offset, request in enumerate(requests):
         request.partition, request.offset, request.previous = 0, offset, offset - 1
@@ -87,16 +87,16 @@ async def test_in_order_none_counts_as_answered_before_all_that_go_with_it_are(
         await bench.inlet.send(requests)
         await eventually(lambda: counted(bench.instruments, "retries_total", operation="send") >= 2)
         assert len(await bench.responses()) == 1
-        assert assignment.progress == Progress(0)
+        assert assignment.progress == AckedOffsets(0)
 
         bench.log.faults.elect(MINE.topic)
-        await eventually(lambda: assignment.progress == Progress(2))
+        await eventually(lambda: assignment.progress == AckedOffsets(2))
 
 
 async def test_outputs_that_wait_are_charged_to_the_budget() -> None:
     """A broker that is slow to take answers makes reading pause, before memory runs out."""
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
-    assignment = tracker.assign(TopicPartition("headrace.requests", 0), Progress(0))
+    assignment = tracker.assign(TopicPartition("headrace.requests", 0), AckedOffsets(0))
     request = answerable()
     request.ack_handle = assignment.admit(0, 10)
     request.outputs = make_request(inputs={"y": np.zeros((1, 500), np.float32)}).inputs

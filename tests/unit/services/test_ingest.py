@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace.config import LimitSettings
-from headrace.consumer.ready_queue import Delivery
-from headrace.delivery.acked_offsets import Progress
+from headrace.consumer.ready_queue import PolledRecords
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.inflight import HEADER_OVERHEAD_BYTES, RECORD_OVERHEAD_BYTES, beside_bytes
 from headrace.delivery.ordering import KeyChains
 from headrace.errors import Code
@@ -38,7 +38,7 @@ def models(tmp_path: Path) -> Models:
 
 
 async def ingest(
-    models: Models, *deliveries: Delivery, admission: Admission | None = None
+    models: Models, *deliveries: PolledRecords, admission: Admission | None = None
 ) -> tuple[list[Request], list[Request]]:
     """Those that can run, and those that have ended."""
     items, answers = Tray(), Tray()
@@ -112,7 +112,7 @@ async def test_a_request_is_charged_for_all_that_it_keeps(models: Models) -> Non
 
 async def test_what_is_answered_above_the_base_is_passed_over(models: Models) -> None:
     """A successor runs only what is left; the next record's origin knows of what was skipped."""
-    assignment = make_assignment(Progress(0, [(1, 3)]))
+    assignment = make_assignment(AckedOffsets(0, [(1, 3)]))
     able, _ = await ingest(models, delivery(*[digits_value()] * 4, assignment=assignment))
 
     assert [(request.previous, request.offset) for request in able] == [(-1, 0), (2, 3)]
@@ -175,7 +175,7 @@ async def test_a_cancelling_record_goes_on_and_is_owed_nothing(models: Models) -
     assert assignment.in_flight == 2
     for request in able:
         request.ack_handle.ack()
-    assert assignment.progress == Progress(3)
+    assert assignment.progress == AckedOffsets(3)
 
 
 async def test_a_cancelling_record_is_of_no_model(models: Models) -> None:

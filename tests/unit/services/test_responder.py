@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.errors import Code
 from headrace.log.memory import MemoryLog
@@ -240,22 +240,22 @@ async def origins_of(log: MemoryLog) -> SourceOffsets:
         [TopicInfo("headrace.requests", 1, {}), TopicInfo("headrace.results", 1, {})],
         replication_factor=1,
     )
-    origins = SourceOffsets(log, "headrace.requests")
+    source_offsets = SourceOffsets(log, "headrace.requests")
     listener = RecordingListener()
     async with log.member("headrace", ["headrace.results"], listener) as member:
         await eventually(lambda: listener.held)
-        await origins.assigned(member, [0])
-    return origins
+        await source_offsets.assigned(member, [0])
+    return source_offsets
 
 
 async def test_a_result_that_comes_twice_is_answered_once() -> None:
     """At once, and after the answer; both records of `results` are acknowledged."""
     log = MemoryLog()
-    origins = await origins_of(log)
+    source_offsets = await origins_of(log)
     requests = [answerable() for _ in range(3)]
     for request in requests:
         request.offset, request.previous = 0, -1
-    async with running(origins, log) as bench:
+    async with running(source_offsets, log) as bench:
         await bench.answer(*requests[:2])
         await bench.answer(requests[2])
         assert len(await bench.responses()) == 1
@@ -268,14 +268,14 @@ async def test_a_range_that_is_gone_moves_the_base_though_its_end_is_answered(
 ) -> None:
     """What lies before its end would be waited for for ever otherwise."""
     log = MemoryLog()
-    origins = await origins_of(log)
+    source_offsets = await origins_of(log)
     ended, skipped = answerable(), answerable()
     ended.offset, ended.previous = 9, 8
-    origins.answered([ended])
+    source_offsets.answered([ended])
     skipped.outputs, skipped.offset, skipped.previous = None, 9, -1
-    async with running(origins, log, order) as bench:
+    async with running(source_offsets, log, order) as bench:
         await bench.answer(skipped)
-        assert origins.progress(0) == Progress(10)
+        assert source_offsets.progress(0) == AckedOffsets(10)
         assert await bench.responses() == []
 
 

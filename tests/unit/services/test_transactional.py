@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.config import make_settings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import InFlightTracker
 from headrace.delivery.offset_store import OffsetStore
@@ -55,7 +55,7 @@ class Bench:
         self.tracker = tracker
         self.inlet = inlet
         self.instruments = make_instruments(StillClock())
-        self._assignment = tracker.assign(SOURCE, Progress(0))
+        self._assignment = tracker.assign(SOURCE, AckedOffsets(0))
 
     def request(self, value: float = 1.5, size: int = 1, **headers: bytes) -> Request:
         """The next record of the source, with outputs."""
@@ -84,10 +84,10 @@ class Bench:
         """The visible answers of a topic: the status, by source offset."""
         return {source_of(each)[1]: status_of(each) for each in await visible(self.log, topic)}
 
-    async def committed(self) -> Progress:
+    async def committed(self) -> AckedOffsets:
         """What the group has committed."""
         found = (await self.log.committed("headrace", [SOURCE]))[SOURCE]
-        return Progress(0) if found is None else Progress.from_committed(found)
+        return AckedOffsets(0) if found is None else AckedOffsets.from_committed(found)
 
 
 @asynccontextmanager
@@ -114,17 +114,17 @@ async def running(
     channel: Channel[list[Request]] = Channel()
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
     bench = Bench(log, tracker, channel.writer())
-    books = OffsetStore(tracker, None, SOURCE.topic, SOURCE.topic, offsets_tuning)
+    offset_store = OffsetStore(tracker, None, SOURCE.topic, SOURCE.topic, offsets_tuning)
     metrics = bench.instruments.metrics
     seals = PartitionTransactions(
-        log, books, "headrace", metrics, lambda: tracker.revoke(SOURCE), offsets_tuning
+        log, offset_store, "headrace", metrics, lambda: tracker.revoke(SOURCE), offsets_tuning
     )
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     listener = RecordingListener()
     async with log.member("headrace", [SOURCE.topic], listener) as member, log.producer() as plain:
         await eventually(lambda: listener.held)
         await seals.fence(member, [0])
-        delivery = Delivery(books, None, seals if exactly_once else None, order_by)
+        delivery = Delivery(offset_store, None, seals if exactly_once else None, order_by)
         responder = ResponderService(channel, plain, routes, delivery, bench.instruments, tuning)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(responder.run())
@@ -143,7 +143,7 @@ async def test_only_the_answer_that_does_not_fit_gives_way(place: int) -> None:
         expected = {each: "TOO_LARGE" if each == place else "ok" for each in range(16)}
         assert await bench.statuses() == expected
         assert len(await visible(bench.log, RESPONSES.topic)) == 16
-        assert await bench.committed() == Progress(16)
+        assert await bench.committed() == AckedOffsets(16)
 
 
 @pytest.mark.parametrize("topic", ["headrace.compacted", "headrace.gone"])
@@ -239,7 +239,7 @@ async def test_an_answer_that_nothing_fits_is_given_up_and_committed() -> None:
         await bench.inlet.send([bench.request(kafka_replyTopic=b"headrace.tiny"), bench.request()])
         await bench.acked()
         assert await bench.statuses() == {1: "ok"}
-        assert await bench.committed() == Progress(2)
+        assert await bench.committed() == AckedOffsets(2)
         assert counted(bench.instruments, "unanswerable_requests_total") == 1
 
 
@@ -274,7 +274,7 @@ async def test_answers_whose_offsets_have_no_room_wait() -> None:
         await bench.inlet.send(requests[0::2])
         await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(80), "ok")
-        assert await bench.committed() == Progress(80)
+        assert await bench.committed() == AckedOffsets(80)
 
 
 async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:

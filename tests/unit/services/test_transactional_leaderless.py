@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
 from headrace.log.memory.sealing import MemoryTransactionalProducer
@@ -64,7 +64,7 @@ async def test_a_reply_partition_without_a_leader_holds_up_nobody_else() -> None
         log.leaderless = ""
         await bench.acked()
         assert await bench.statuses("headrace.mine") == dict.fromkeys(range(3), "ok")
-        assert await bench.committed() == Progress(9)
+        assert await bench.committed() == AckedOffsets(9)
 
 
 @pytest.mark.parametrize("topic", ["headrace.mine", RESPONSES.topic])
@@ -87,7 +87,7 @@ async def test_a_partition_that_is_known_to_have_no_leader_costs_no_transaction(
 
         bench.log.faults.elect(topic)
         await bench.acked()
-        assert await bench.committed() == Progress(9)
+        assert await bench.committed() == AckedOffsets(9)
         assert await bench.statuses(topic) == dict.fromkeys(sorted(stuck), "ok")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.crash_isolation.poison_search import CLEAN, Alone, CrashMarker, PoisonSearch
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.port import TopicPartition
 
 MAX_ATTEMPTS = 3
@@ -49,9 +49,9 @@ class World:
     rebalances: int
     random: Random
     marks: dict[TopicPartition, CrashMarker] = field(default_factory=dict)
-    committed: dict[TopicPartition, Progress] = field(default_factory=dict)
+    committed: dict[TopicPartition, AckedOffsets] = field(default_factory=dict)
     answered: Counter[Record] = field(default_factory=Counter)
-    condemned: Counter[Record] = field(default_factory=Counter)
+    poisoned: Counter[Record] = field(default_factory=Counter)
     alone: Counter[Record] = field(default_factory=Counter)
     ran_alone: Counter[Record] = field(default_factory=Counter)
     inside: set[Record] = field(default_factory=set)
@@ -60,7 +60,7 @@ class World:
     def run(self, most_deaths: int) -> None:
         """Restart processes until one has nothing left to do."""
         self.marks = dict.fromkeys(self.counts, CLEAN)
-        self.committed = {partition: Progress(0) for partition in self.counts}
+        self.committed = {partition: AckedOffsets(0) for partition in self.counts}
         while not self._lived():
             assert self.deaths <= most_deaths
 
@@ -77,9 +77,9 @@ class World:
     def _live(self) -> None:
         self.inside = set()
         suspects = PoisonSearch(MAX_ATTEMPTS)
-        progress = {each: Progress(of.base, of.ranges) for each, of in self.committed.items()}
+        progress = {each: AckedOffsets(of.base, of.ranges) for each, of in self.committed.items()}
         for partition, count in self.counts.items():
-            suspects.take_up(partition, self.marks[partition], progress[partition], count)
+            suspects.restore(partition, self.marks[partition], progress[partition], count)
         self._mark(suspects, set())
         accused: list[Record] = []
         others: list[Record] = []
@@ -110,14 +110,17 @@ class World:
         assert not suspects.is_active
 
     def _run(
-        self, suspects: PoisonSearch, progress: dict[TopicPartition, Progress], batch: list[Record]
+        self,
+        suspects: PoisonSearch,
+        progress: dict[TopicPartition, AckedOffsets],
+        batch: list[Record],
     ) -> None:
         if suspects.is_careful:
             self._mark(suspects, set(batch))
         self._execute(suspects, progress, batch)
 
     def _run_alone(
-        self, suspects: PoisonSearch, progress: dict[TopicPartition, Progress], record: Record
+        self, suspects: PoisonSearch, progress: dict[TopicPartition, AckedOffsets], record: Record
     ) -> None:
         self._mark(suspects, {record}, Alone(*record, 0))
         self.ran_alone[record] += 1
@@ -125,25 +128,30 @@ class World:
         suspects.survived(*record)
 
     def _execute(
-        self, suspects: PoisonSearch, progress: dict[TopicPartition, Progress], batch: list[Record]
+        self,
+        suspects: PoisonSearch,
+        progress: dict[TopicPartition, AckedOffsets],
+        batch: list[Record],
     ) -> None:
         self.inside = set(batch)
         for partition, offset in batch:
-            if (offset, 0) in suspects.condemned(partition):
-                self.condemned[partition, offset] += 1
+            if (offset, 0) in suspects.poisoned(partition):
+                self.poisoned[partition, offset] += 1
             elif (partition, offset) not in self.absent:
                 self._maybe_killed()
                 if (partition, offset) in self.culprits:
                     self._die()
                 self.answered[partition, offset] += 1
-            progress[partition].cover(offset - 1, offset)
+            progress[partition].mark_acked(offset - 1, offset)
         self.inside = set()
 
-    def _hand_over(self, suspects: PoisonSearch, progress: dict[TopicPartition, Progress]) -> None:
+    def _hand_over(
+        self, suspects: PoisonSearch, progress: dict[TopicPartition, AckedOffsets]
+    ) -> None:
         self.rebalances -= 1
         self._commit(progress)
         for partition in self.counts:
-            self.marks[partition] = suspects.closing_mark(partition)
+            self.marks[partition] = suspects.closing_marker(partition)
         raise RevokedError
 
     def _mark(
@@ -155,9 +163,9 @@ class World:
             self.marks[partition] = suspects.mark(partition, offsets, alone)
         self._maybe_killed()
 
-    def _commit(self, progress: dict[TopicPartition, Progress]) -> None:
+    def _commit(self, progress: dict[TopicPartition, AckedOffsets]) -> None:
         self.committed = {
-            partition: Progress(of.base, of.ranges) for partition, of in progress.items()
+            partition: AckedOffsets(of.base, of.ranges) for partition, of in progress.items()
         }
 
     def _maybe_killed(self) -> None:
@@ -210,8 +218,8 @@ def test_every_record_is_answered_and_every_culprit_condemned(world: World) -> N
         for offset in range(count)
         if (partition, offset) not in world.absent
     }
-    assert set(world.condemned) >= world.culprits
-    assert set(world.answered) | set(world.condemned) == present
+    assert set(world.poisoned) >= world.culprits
+    assert set(world.answered) | set(world.poisoned) == present
 
 
 @settings(max_examples=100, deadline=None)
@@ -220,7 +228,7 @@ def test_only_what_ran_alone_and_marked_is_condemned(world: World) -> None:
     """Whatever is condemned was the only thing running at `MAX_ATTEMPTS` deaths."""
     world.run(ALL)
 
-    assert all(world.alone[record] >= MAX_ATTEMPTS for record in world.condemned)
+    assert all(world.alone[record] >= MAX_ATTEMPTS for record in world.poisoned)
 
 
 @settings(max_examples=100, deadline=None)
@@ -249,7 +257,7 @@ def test_first_unclean_end_accuses_nothing() -> None:
     """What merely was there is run like everything else, unmarked."""
     suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 
-    suspects.take_up(partition, CrashMarker(is_open=True), Progress(3), 10)
+    suspects.restore(partition, CrashMarker(is_open=True), AckedOffsets(3), 10)
 
     assert (suspects.is_active, suspects.is_careful, suspects.count) == (True, False, 0)
 
@@ -258,7 +266,7 @@ def test_unclean_ends_with_an_answered_backlog_between_accuse_nothing() -> None:
     """Nothing that waits now was there at the one before."""
     suspects, partition = PoisonSearch(MAX_ATTEMPTS), TopicPartition("requests", 0)
 
-    suspects.take_up(partition, CrashMarker(is_open=True, stop=10, ends=1), Progress(10), 20)
+    suspects.restore(partition, CrashMarker(is_open=True, stop=10, ends=1), AckedOffsets(10), 20)
 
     assert not suspects.is_careful
     assert suspects.mark(partition).ends == 1

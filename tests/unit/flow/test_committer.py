@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.committer import Committer
 from headrace.delivery.inflight import InFlightTracker
@@ -32,15 +32,15 @@ class Seats(PartitionTransactions):
 
     def __init__(self, log: MemoryLog, tracker: InFlightTracker) -> None:
         metrics = make_instruments(StillClock()).metrics
-        books = OffsetStore(tracker, None, "requests", "requests")
-        super().__init__(log, books, "group", metrics, lambda: None)
+        offset_store = OffsetStore(tracker, None, "requests", "requests")
+        super().__init__(log, offset_store, "group", metrics, lambda: None)
         self.committer = Committer(tracker, None, metrics, AutoResetEvent(), self)
         self.begun: list[int] = []
         self.sealed: list[int] = []
         self.free = {each.partition: asyncio.Event() for each in PARTITIONS}
         self.lost: set[int] = set()
 
-    async def seal_rest(self, number: int) -> None:
+    async def commit_remaining(self, number: int) -> None:
         self.begun.append(number)
         await self.free[number].wait()
         if number in self.lost:
@@ -53,7 +53,7 @@ def seats() -> Seats:
     """With something left over in each of three partitions."""
     tracker = InFlightTracker(Budget(1000), lambda: None)
     for partition in PARTITIONS:
-        tracker.assign(partition, Progress(5))
+        tracker.assign(partition, AckedOffsets(5))
     return Seats(MemoryLog(), tracker)
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.delivery import transactions
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.transactions import PartitionLost
 from headrace.log.memory.faults import SealFault
-from tests.support.sealing import SOURCE, Owner, answers, log_with_topics
+from tests.support.transactions import SOURCE, Owner, answers, log_with_topics
 
 Fault = SealFault | None
 Step = tuple[list[int], Fault, bool]
@@ -43,7 +43,7 @@ async def play(play_steps: list[Step]) -> None:
         done.update(offsets)
         assert await answers(log) == Counter(done)
         committed = (await log.committed("group", [SOURCE]))[SOURCE]
-        progress = Progress(0) if committed is None else Progress.from_committed(committed)
+        progress = AckedOffsets(0) if committed is None else AckedOffsets.from_committed(committed)
         assert {offset for offset in range(24) if offset in progress} == done
         if changes:
             former, owner = owner, Owner(log)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.delivery.acked_offsets import (
-    Progress,
+    AckedOffsets,
     Range,
     UnknownMetadata,
     decode_ranges,
@@ -59,7 +59,7 @@ def ranges_above(draw: st.DrawFn, most: int = 60) -> tuple[int, list[Range]]:
     return base, ranges
 
 
-def answered_offsets(progress: Progress, stop: int) -> set[int]:
+def answered_offsets(progress: AckedOffsets, stop: int) -> set[int]:
     """All offsets below `stop` that count as answered."""
     return {offset for offset in range(stop) if offset in progress}
 
@@ -70,10 +70,10 @@ def test_the_base_never_passes_an_unanswered_offset(
 ) -> None:
     """After any answers, in any order, with repeats: the base stops at the first one missing."""
     covers = data.draw(st.lists(st.sampled_from(partition.covers())))
-    progress = Progress(partition.base)
+    progress = AckedOffsets(partition.base)
 
     for previous, offset in covers:
-        progress.cover(previous, offset)
+        progress.mark_acked(previous, offset)
 
     answered = {offset for _, offset in covers}
     missing = [offset for offset in partition.delivered if offset not in answered]
@@ -87,35 +87,35 @@ def test_when_all_is_answered_the_base_is_behind_the_last(
     partition: Partition, data: st.DataObject
 ) -> None:
     """Whatever the order, gaps close and nothing is left above the base."""
-    progress = Progress(partition.base)
+    progress = AckedOffsets(partition.base)
 
     for previous, offset in data.draw(st.permutations(partition.covers())):
-        progress.cover(previous, offset)
+        progress.mark_acked(previous, offset)
 
-    assert progress == Progress(partition.delivered[-1] + 1)
+    assert progress == AckedOffsets(partition.delivered[-1] + 1)
 
 
 @given(partitions(), st.data())
 def test_answers_of_several_epochs_add_up(partition: Partition, data: st.DataObject) -> None:
     """A later epoch skips what was answered, so that its intervals overlap the first one's."""
     covers = data.draw(st.permutations(partition.covers()))
-    progress = Progress(partition.base)
+    progress = AckedOffsets(partition.base)
     early, late = covers[: len(covers) // 2], covers[len(covers) // 2 :]
     for previous, offset in early:
-        progress.cover(previous, offset)
+        progress.mark_acked(previous, offset)
 
     # The successor knows only what was committed, and reads everything again from the base.
-    successor = Progress.from_committed(progress.committable())
+    successor = AckedOffsets.from_committed(progress.committable())
     last = successor.base - 1
     for offset in partition.delivered:
         if offset >= successor.base:
             if offset not in successor:
-                successor.cover(last, offset)
+                successor.mark_acked(last, offset)
             last = offset
     for previous, offset in late:  # stragglers of the first epoch
-        successor.cover(previous, offset)
+        successor.mark_acked(previous, offset)
 
-    assert successor == Progress(partition.delivered[-1] + 1)
+    assert successor == AckedOffsets(partition.delivered[-1] + 1)
 
 
 @given(
@@ -124,11 +124,11 @@ def test_answers_of_several_epochs_add_up(partition: Partition, data: st.DataObj
 )
 def test_any_intervals_give_what_a_set_gives(base: int, intervals: list[tuple[int, int]]) -> None:
     """Overlapping, touching, nested: the ranges are those of the set of all offsets covered."""
-    progress = Progress(base)
+    progress = AckedOffsets(base)
     expected = set(range(base))
 
     for previous, length in intervals:
-        progress.cover(previous, previous + length)
+        progress.mark_acked(previous, previous + length)
         expected |= set(range(previous + 1, previous + length + 1))
 
     assert answered_offsets(progress, 200) == expected
@@ -141,7 +141,7 @@ def test_truncation_forgets_what_is_answered_from_there_on(
     known: tuple[int, list[Range]], end: int
 ) -> None:
     """And nothing below."""
-    progress = Progress(*known)
+    progress = AckedOffsets(*known)
     answered = [offset for offset in range(1000) if offset in progress]
 
     progress.truncate(end)
@@ -156,9 +156,9 @@ def test_truncation_forgets_what_is_answered_from_there_on(
 def test_what_is_committed_is_read_back(committed: tuple[int, list[Range]]) -> None:
     """Base and ranges survive the round trip through the commit's metadata."""
     base, ranges = committed
-    progress = Progress(base, ranges)
+    progress = AckedOffsets(base, ranges)
 
-    assert Progress.from_committed(progress.committable()) == progress
+    assert AckedOffsets.from_committed(progress.committable()) == progress
 
 
 @given(ranges_above(), st.integers(1, 40))
@@ -214,4 +214,4 @@ def test_foreign_metadata_is_refused_or_read(text: str) -> None:
 def test_metadata_of_another_version_is_refused(text: str) -> None:
     """Ignoring it would repeat answers, so that the process ends and says why."""
     with pytest.raises(UnknownMetadata, match="another version of Headrace"):
-        Progress.from_committed(Committed(5, text))
+        AckedOffsets.from_committed(Committed(5, text))

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from headrace.consumer.ready_queue import (
-    Arrivals,
-    Delivery,
+    PolledRecords,
+    ReadyQueue,
     waiting_bytes,
 )
 from headrace.crash_isolation.isolation import Isolation
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.log.port import Record, TopicPartition
@@ -28,8 +28,8 @@ class Reader:
 
     def __init__(self) -> None:
         self.tracker = InFlightTracker(Budget(1 << 20), lambda: None)
-        self.assignments = {each: self.tracker.assign(each, Progress(0)) for each in (ONE, TWO)}
-        self.arrivals = Arrivals()
+        self.assignments = {each: self.tracker.assign(each, AckedOffsets(0)) for each in (ONE, TWO)}
+        self.arrivals = ReadyQueue()
         self._offsets = {ONE: 0, TWO: 0}
 
     def read(
@@ -40,7 +40,7 @@ class Reader:
         records = [
             Record(*partition, first + place, 0, None, b"value", ()) for place in range(count)
         ]
-        self.arrivals.put(Delivery(self.assignments[partition], records, isolation))
+        self.arrivals.put(PolledRecords(self.assignments[partition], records, isolation))
 
     async def taken(self) -> list[tuple[int, list[int]]]:
         """All that waits: of each delivery its partition and its offsets."""
@@ -98,7 +98,7 @@ async def test_what_was_skipped_stays_in_its_place() -> None:
     """Records behind a gap do not join those before it."""
     reader = Reader()
     reader.read(ONE, 1)
-    reader.arrivals.put(Delivery(reader.assignments[ONE], (), skipped=0))
+    reader.arrivals.put(PolledRecords(reader.assignments[ONE], (), skipped=0))
     reader.read(ONE, 1)
 
     assert await reader.taken() == [(0, [0]), (0, []), (0, [1])]
@@ -133,7 +133,7 @@ async def test_bytes_that_wait_are_those_of_what_is_left(
 
 
 def _assigned_anew(tracker: InFlightTracker) -> AssignedPartition:
-    return tracker.assign(ONE, Progress(0))
+    return tracker.assign(ONE, AckedOffsets(0))
 
 
 async def turns_of(work: Coroutine[Any, Any, None]) -> int:
@@ -150,7 +150,7 @@ async def test_reading_lets_the_stages_finish_what_was_read() -> None:
     reader = Reader()
     ack_handle = reader.assignments[ONE].admit(0, 10)
 
-    turns = await turns_of(reader.arrivals.let_work(reader.tracker.budget))
+    turns = await turns_of(reader.arrivals.yield_to_stages(reader.tracker.budget))
 
     assert turns >= TUNING.consumer.turns_to_answer
     ack_handle.ack()
@@ -161,11 +161,11 @@ async def test_who_reads_much_at_a_time_goes_on_reading() -> None:
     reader = Reader()
     reader.read(ONE, TUNING.consumer.large_chunk_bytes // 1024)
 
-    assert await turns_of(reader.arrivals.let_work(reader.tracker.budget)) <= 2
+    assert await turns_of(reader.arrivals.yield_to_stages(reader.tracker.budget)) <= 2
 
 
 async def test_reading_goes_on_when_all_is_answered() -> None:
     """With nothing in flight and nothing that waits there is no pause."""
     reader = Reader()
 
-    assert await turns_of(reader.arrivals.let_work(reader.tracker.budget)) <= 2
+    assert await turns_of(reader.arrivals.yield_to_stages(reader.tracker.budget)) <= 2

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from headrace.consumer.lag import Stall
 from headrace.consumer.source import Source
 from headrace.consumer.source_settings import SourceSettings
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.memory import MemoryLog
 from headrace.log.port import NewRecord, TopicInfo, TopicPartition
 from headrace.telemetry.metrics import Metrics
@@ -135,7 +135,7 @@ async def test_what_is_void_is_no_answer() -> None:
         assert delivery is not None
         ack_handle = delivery.assignment.admit(0, 1)
         await eventually(lambda: source.snapshot().stalled_s > 0)
-        source.tracker.assign(FIRST, Progress(0))
+        source.tracker.assign(FIRST, AckedOffsets(0))
         ack_handle.ack()
 
         assert source.snapshot().stalled_s > 0

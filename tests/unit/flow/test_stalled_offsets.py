@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from headrace.consumer.stalled_offsets import Bases
-from headrace.delivery.acked_offsets import Progress
+from headrace.consumer.stalled_offsets import StalledOffsetMonitor
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
 from headrace.log.port import Committed, TopicPartition
@@ -20,7 +20,7 @@ LIMIT_S = 100.0
 def tracker() -> InFlightTracker:
     """With the partition, of which nothing was read yet."""
     tracker = InFlightTracker(Budget(1000), lambda: None)
-    tracker.assign(ONE, Progress(3))
+    tracker.assign(ONE, AckedOffsets(3))
     return tracker
 
 
@@ -32,11 +32,11 @@ def pass_on(tracker: InFlightTracker, count: int) -> None:
         assignment.admit(assignment.last_delivered + 1, 1).ack()
 
 
-def looked(tracker: InFlightTracker, *looks: tuple[int, float]) -> Bases:
+def looked(tracker: InFlightTracker, *looks: tuple[int, float]) -> StalledOffsetMonitor:
     """Bases after looks at what was committed: an offset, and when."""
-    bases = Bases(tracker, LIMIT_S)
+    bases = StalledOffsetMonitor(tracker, LIMIT_S)
     for offset, now_s in looks:
-        bases.look({ONE: Progress(offset, [(20, 25)]).committable()}, now_s)
+        bases.look({ONE: AckedOffsets(offset, [(20, 25)]).committable()}, now_s)
     return bases
 
 
@@ -78,7 +78,7 @@ def test_a_new_assignment_passes_the_base_on_again(tracker: InFlightTracker) -> 
     """So the time begins anew."""
     pass_on(tracker, 10)
     bases = looked(tracker, (5, 0.0), (5, 120.0))
-    tracker.assign(ONE, Progress(5))
+    tracker.assign(ONE, AckedOffsets(5))
     bases.look({ONE: Committed(5)}, 130.0)
     unread = bases.age_s(ONE, 130.0)
     pass_on(tracker, 10)

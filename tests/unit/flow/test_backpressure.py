@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from headrace.consumer.backpressure import Backpressure
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.inflight import AssignedPartition, InFlightAck, InFlightTracker
 from headrace.log.memory import MemoryLog
@@ -44,16 +44,16 @@ class Bench:
 
     def __init__(self, *, bounds_metadata: bool = False, shares: bool = False) -> None:
         self.tracker = InFlightTracker(Budget(1000), lambda: None)
-        self.one, self.two = (self.tracker.assign(each, Progress(0)) for each in (ONE, TWO))
+        self.one, self.two = (self.tracker.assign(each, AckedOffsets(0)) for each in (ONE, TWO))
         self.pauses = Backpressure(
             self.tracker, bounds_metadata=bounds_metadata, shares=shares, tuning=QUICK
         )
         self.consumer = Reading()
 
-    def regulate(self) -> bool:
+    def update(self) -> bool:
         """One round."""
         consumer = cast(Consumer, self.consumer)
-        return self.pauses.regulate(consumer, 0, stopping=False)
+        return self.pauses.update(consumer, 0, stopping=False)
 
     def read(
         self, assignment: AssignedPartition, count: int, size_bytes: int = 0
@@ -70,16 +70,16 @@ def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
     ack_handles = bench.read(bench.one, TUNING.delivery.safe_span_offsets)
     bench.read(bench.two, 10)
 
-    assert not bench.regulate()
+    assert not bench.update()
     assert bench.consumer.paused == {ONE}
     assert bench.pauses.reasons == {ONE: "metadata"}
 
     for ack_handle in ack_handles[TUNING.delivery.safe_unanswered_offsets :]:
         ack_handle.ack()
-    bench.regulate()
+    bench.update()
     assert bench.consumer.paused == {ONE}
     ack_handles[1].ack()
-    bench.regulate()
+    bench.update()
     assert bench.consumer.paused == set()
 
 
@@ -88,7 +88,7 @@ def test_topic_between_stages_is_read_on() -> None:
     bench = Bench()
     bench.read(bench.one, 2 * TUNING.delivery.safe_span_offsets)
 
-    bench.regulate()
+    bench.update()
     assert bench.consumer.paused == set()
 
 
@@ -98,16 +98,16 @@ def test_a_partition_gets_its_share_of_the_budget_where_order_is_kept() -> None:
     stuck = bench.read(bench.one, 10, 50)
     bench.read(bench.two, 1, 10)
 
-    assert not bench.regulate()
+    assert not bench.update()
     assert bench.consumer.paused == set()
     stuck += bench.read(bench.one, 1, 50)
-    assert not bench.regulate()
+    assert not bench.update()
     assert bench.consumer.paused == {ONE}
     assert bench.pauses.reasons == {ONE: "order"}
 
     for ack_handle in stuck[:6]:
         ack_handle.ack()
-    bench.regulate()
+    bench.update()
     assert bench.consumer.paused == set()
 
 
@@ -120,7 +120,7 @@ async def test_what_another_process_has_committed_is_looked_at() -> None:
         bench.pauses.follow(assignment.partition, assignment.progress.copy())
     for ack_handle in bench.read(bench.one, TUNING.delivery.safe_span_offsets):
         ack_handle.ack()
-    bench.regulate()
+    bench.update()
     assert bench.consumer.paused == {ONE}
 
     watching = asyncio.create_task(bench.pauses.watch(log, "g"))
@@ -128,7 +128,7 @@ async def test_what_another_process_has_committed_is_looked_at() -> None:
     async with log.member("g", ["t"], listener) as member:
         await eventually(lambda: listener.held)
         await member.commit({ONE: Committed(TUNING.delivery.safe_span_offsets - 100)})
-        await eventually(lambda: not bench.regulate() and not bench.consumer.paused)
+        await eventually(lambda: not bench.update() and not bench.consumer.paused)
     watching.cancel()
     await asyncio.wait([watching])
 
@@ -143,11 +143,11 @@ def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
     bench.pauses.follow(ONE, known)
     for ack_handle in bench.read(bench.one, TUNING.consumer.max_unanswered_records):
         ack_handle.ack()
-    bench.regulate()
+    bench.update()
     assert bench.pauses.reasons == {ONE: "ahead"}
 
-    known.cover(10, 11)
-    bench.regulate()
+    known.mark_acked(10, 11)
+    bench.update()
     assert bench.consumer.paused == set()
 
 
@@ -163,7 +163,7 @@ def test_partition_with_many_deferred_requests_pauses_alone() -> None:
     for count in (0, 1, TUNING.consumer.max_deferred_records // 4, 1):
         for _ in range(count):
             bench.one.admit(deferred.pop().offset, 0).ack()
-        bench.regulate()
+        bench.update()
         paused.append(dict(bench.pauses.reasons))
 
     assert paused == [{ONE: "share"}, {ONE: "share"}, {}, {}]

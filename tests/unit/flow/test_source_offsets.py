@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, TopicInfo, TopicPartition
@@ -32,14 +32,14 @@ async def log() -> MemoryLog:
 
 async def assigned(log: MemoryLog, committed: Committed | None = None) -> SourceOffsets:
     """Origins whose partition has been assigned, after something was committed for it."""
-    origins = SourceOffsets(log, "requests")
+    source_offsets = SourceOffsets(log, "requests")
     listener = RecordingListener()
     async with log.member("group", ["results"], listener) as member:
         await eventually(lambda: listener.held)
         if committed is not None:
             await member.commit({SOURCE: committed})
-        await origins.assigned(member, [0])
-    return origins
+        await source_offsets.assigned(member, [0])
+    return source_offsets
 
 
 def at(offset: int, previous: int | None = None) -> Request:
@@ -51,103 +51,123 @@ def at(offset: int, previous: int | None = None) -> Request:
 
 async def test_an_origin_is_claimed_once(log: MemoryLog) -> None:
     """Of two results for one request only the first one is answered."""
-    origins = await assigned(log)
+    source_offsets = await assigned(log)
 
-    assert [origins.claim(0, 5), origins.claim(0, 5), origins.claim(0, 6)] == [True, False, True]
+    assert [
+        source_offsets.is_first_delivery(0, 5),
+        source_offsets.is_first_delivery(0, 5),
+        source_offsets.is_first_delivery(0, 6),
+    ] == [True, False, True]
 
 
 async def test_what_is_answered_is_not_claimed_again(log: MemoryLog) -> None:
     """After the answer too, and after the base has passed it."""
-    origins = await assigned(log)
+    source_offsets = await assigned(log)
     for offset in (0, 2):
-        origins.claim(0, offset)
-        origins.answered([at(offset)])
+        source_offsets.is_first_delivery(0, offset)
+        source_offsets.answered([at(offset)])
 
-    assert [origins.claim(0, offset) for offset in range(4)] == [False, True, False, True]
+    assert [source_offsets.is_first_delivery(0, offset) for offset in range(4)] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 async def test_answers_of_many_requests_cover_each_of_them(log: MemoryLog) -> None:
     """In whatever order they come, with what was never there between them."""
-    origins = await assigned(log)
+    source_offsets = await assigned(log)
 
-    origins.answered([at(0), at(1), at(7, previous=4), at(8), at(4, previous=1)])
+    source_offsets.answered([at(0), at(1), at(7, previous=4), at(8), at(4, previous=1)])
 
-    assert origins.progress(0) == Progress(9)
+    assert source_offsets.progress(0) == AckedOffsets(9)
 
 
 async def test_what_was_committed_is_not_claimed(log: MemoryLog) -> None:
     """A new owner knows what its predecessor has answered, above the base as well."""
-    origins = await assigned(log, Progress(3, [(5, 6)]).committable())
+    source_offsets = await assigned(log, AckedOffsets(3, [(5, 6)]).committable())
 
-    assert [origins.claim(0, offset) for offset in range(2, 7)] == [False, True, True, False, True]
+    assert [source_offsets.is_first_delivery(0, offset) for offset in range(2, 7)] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 async def test_the_answer_is_to_be_committed_until_it_was(log: MemoryLog) -> None:
     """What the log acknowledged is not committed again, unless it is to be renewed."""
-    origins = await assigned(log)
-    first = origins.committable()
-    origins.was_committed(first)
-    assert (first, origins.committable()) == ({SOURCE: Committed(0)}, {})
+    source_offsets = await assigned(log)
+    first = source_offsets.committable()
+    source_offsets.was_committed(first)
+    assert (first, source_offsets.committable()) == ({SOURCE: Committed(0)}, {})
 
-    origins.claim(0, 0)
-    origins.answered([at(0)])
-    assert origins.committable() == {SOURCE: Committed(1)}
-    origins.was_committed(origins.committable() | {RESULTS: Committed(7)})
-    assert origins.committable() == {}
+    source_offsets.is_first_delivery(0, 0)
+    source_offsets.answered([at(0)])
+    assert source_offsets.committable() == {SOURCE: Committed(1)}
+    source_offsets.was_committed(source_offsets.committable() | {RESULTS: Committed(7)})
+    assert source_offsets.committable() == {}
 
-    origins.forget_committed()
-    assert origins.committable() == {SOURCE: Committed(1)}
+    source_offsets.forget_committed()
+    assert source_offsets.committable() == {SOURCE: Committed(1)}
 
 
 async def test_a_revoked_partition_is_nobodys_to_claim(log: MemoryLog) -> None:
     """Another process answers for it now; a straggler's answer is no news here."""
-    origins = await assigned(log)
-    origins.claim(0, 0)
+    source_offsets = await assigned(log)
+    source_offsets.is_first_delivery(0, 0)
 
-    origins.revoked([0])
-    origins.answered([at(0)])
+    source_offsets.revoked([0])
+    source_offsets.answered([at(0)])
 
-    assert not origins.claim(0, 1)
-    assert origins.committable() == {}
+    assert not source_offsets.is_first_delivery(0, 1)
+    assert source_offsets.committable() == {}
 
 
 async def test_records_that_retention_took_are_passed(log: MemoryLog) -> None:
     """A base below the source's beginning moves up to it."""
     log.faults.trim(SOURCE, 6)
 
-    origins = await assigned(log, Committed(2))
+    source_offsets = await assigned(log, Committed(2))
 
-    assert origins.committable() == {SOURCE: Committed(6)}
+    assert source_offsets.committable() == {SOURCE: Committed(6)}
 
 
 async def test_a_topic_that_was_made_anew_is_found_out(log: MemoryLog) -> None:
     """Other requests stand at its offsets, and none of them is answered."""
-    origins = await assigned(log, Progress(3, [(5, 6)]).committable())
-    before = await origins.has_other_records()
+    source_offsets = await assigned(log, AckedOffsets(3, [(5, 6)]).committable())
+    before = await source_offsets.has_other_records()
     log.faults.delete_topic("requests")
     await log.create_topics([TopicInfo("requests", 1, {})], replication_factor=1)
-    origins._looked_s = -math.inf
+    source_offsets._looked_s = -math.inf
 
     assert not before
-    assert await origins.has_other_records()
-    assert [origins.claim(0, offset) for offset in (0, 5)] == [True, True]
-    assert origins.committable() == {SOURCE: Committed(0)}
+    assert await source_offsets.has_other_records()
+    assert [source_offsets.is_first_delivery(0, offset) for offset in (0, 5)] == [True, True]
+    assert source_offsets.committable() == {SOURCE: Committed(0)}
 
 
 async def test_lost_end_of_requests_is_found_out(log: MemoryLog) -> None:
     """Other requests get the offsets above it, and what is answered below stays so."""
-    origins = await assigned(log, Progress(3, [(5, 8)]).committable())
+    source_offsets = await assigned(log, AckedOffsets(3, [(5, 8)]).committable())
     log.faults.truncate(SOURCE, 6)
 
-    assert not origins.claim(0, 7)
-    assert await origins.has_other_records()
-    assert [origins.claim(0, offset) for offset in (2, 5, 6, 7)] == [False, False, True, True]
+    assert not source_offsets.is_first_delivery(0, 7)
+    assert await source_offsets.has_other_records()
+    assert [source_offsets.is_first_delivery(0, offset) for offset in (2, 5, 6, 7)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 async def test_a_topic_that_is_gone_is_not_replaced(log: MemoryLog) -> None:
     """What is on its way still is of the one that was."""
-    origins = await assigned(log, Committed(3))
+    source_offsets = await assigned(log, Committed(3))
     log.faults.delete_topic("requests")
 
-    assert not await origins.has_other_records()
-    assert not origins.claim(0, 2)
+    assert not await source_offsets.has_other_records()
+    assert not source_offsets.is_first_delivery(0, 2)

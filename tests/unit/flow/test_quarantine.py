@@ -67,7 +67,7 @@ class Stage:
                     elif record.value == NO_REQUEST:
                         delivery.assignment.pass_over(record.offset)
                     elif isolation is not None and isolation.is_accused(record.offset):
-                        isolation.set_aside(delivery.assignment, record)
+                        isolation.park_record(delivery.assignment, record)
                     else:
                         self.ack_handles.append(delivery.assignment.admit(record.offset, 10))
             await self.may_go_on.wait()
@@ -236,11 +236,11 @@ async def test_end_while_one_ran_alone_condemns_at_max_attempts(log: MemoryLog) 
             lambda: stage.registry.get_sample_value("headrace_quarantined_records") == 0
         )
         attempts = stage.registry.get_sample_value("headrace_isolated_crashes_total")
-        condemned = stage.registry.get_sample_value("headrace_poisoned_requests_total")
+        poisoned = stage.registry.get_sample_value("headrace_poisoned_requests_total")
 
     assert isolation is not None
-    assert isolation.condemned == {(3, 0)}
-    assert (attempts, condemned, stage.alone) == (1, 1, [6])
+    assert isolation.poisoned == {(3, 0)}
+    assert (attempts, poisoned, stage.alone) == (1, 1, [6])
     assert suspects is not None
 
 

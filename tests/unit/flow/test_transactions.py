@@ -12,7 +12,7 @@ from headrace.log.memory import MemoryLog
 from headrace.log.memory.faults import SealFault
 from headrace.log.port import TransactionalProducer
 from tests.support.conditions import eventually
-from tests.support.sealing import Owner, answers, compose, log_with_topics, outgoing_of
+from tests.support.transactions import Owner, answers, compose, log_with_topics, outgoing_of
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ async def test_a_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
     with pytest.raises(LogUnavailable):
         await owner.assign(10)
     with pytest.raises(PartitionLost):
-        await owner.sealing.seal(0, [], compose)
+        await owner.transactions.commit_transaction(0, [], compose)
 
     log.faults.bring_back()
     await owner.assign(10)
@@ -47,13 +47,15 @@ async def test_the_partition_goes_on_after_a_seal_that_was_cancelled(log: Memory
     """The producer of the one that was under way is not used again."""
     owner = await owner_of(log)
     log.faults.hold_seals()
-    sealing_first = asyncio.create_task(owner.sealing.seal(0, outgoing_of(owner, 0), compose))
+    sealing_first = asyncio.create_task(
+        owner.transactions.commit_transaction(0, outgoing_of(owner, 0), compose)
+    )
     await eventually(lambda: log._transactions._open)
     sealing_first.cancel()
     await asyncio.wait([sealing_first])
     log.faults.release_seals()
 
-    await owner.sealing.seal(0, outgoing_of(owner, 0, 1), compose)
+    await owner.transactions.commit_transaction(0, outgoing_of(owner, 0, 1), compose)
     assert await answers(log) == {0: 1, 1: 1}
 
 
@@ -63,7 +65,7 @@ async def test_a_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
     log.faults.hold_seals()
     under_way = asyncio.create_task(owner.seal([0]))
     await eventually(lambda: log._transactions._open)
-    await owner.sealing.release([0])
+    await owner.transactions.release([0])
     successor = await owner_of(log)
     log.faults.release_seals()
     with pytest.raises(PartitionLost):
@@ -109,7 +111,7 @@ async def test_what_turns_out_to_be_sealed_counts_as_sealed(log: MemoryLog) -> N
     owner = await owner_of(log)
     log.faults.spoil_seals(SealFault.UNKNOWN_BUT_COMMITTED)
     outgoing = outgoing_of(owner, 0, 1)
-    await owner.sealing.seal(0, outgoing, compose)
+    await owner.transactions.commit_transaction(0, outgoing, compose)
 
     assert outgoing == []
     assert await answers(log) == {0: 1, 1: 1}
@@ -128,11 +130,11 @@ async def test_a_successor_knows_what_another_owner_has_answered(log: MemoryLog)
 async def test_leftovers_are_committed_without_answers(log: MemoryLog) -> None:
     """The base that a process starts from, and what is renewed."""
     owner = await owner_of(log)
-    await owner.sealing.seal_rest(0)
+    await owner.transactions.commit_remaining(0)
     committed = await log.committed("group", [owner.source])
     assert committed[owner.source] == (0, "")
     with pytest.raises(PartitionLost):
-        await owner.sealing.seal_rest(1)
+        await owner.transactions.commit_remaining(1)
 
 
 async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
@@ -140,11 +142,11 @@ async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
     owner = await owner_of(log)
     await owner.seal([0])
     log.faults.forget_commits("group")
-    await owner.sealing.seal_rest(0)
+    await owner.transactions.commit_remaining(0)
     assert (await log.committed("group", [owner.source]))[owner.source] is None
 
     owner.renew()
-    await owner.sealing.seal_rest(0)
+    await owner.transactions.commit_remaining(0)
     assert (await log.committed("group", [owner.source]))[owner.source] == (1, "")
 
 
@@ -176,7 +178,7 @@ async def test_a_step_of_the_last_assignment_waits_for_the_next_one_and_gives_no
     monkeypatch.setattr(log, "transactional_producer", give)
     fencing = asyncio.create_task(owner.fence())
     await eventually(lambda: entered)
-    coming_back = asyncio.create_task(owner.sealing.seal(0, left, compose))
+    coming_back = asyncio.create_task(owner.transactions.commit_transaction(0, left, compose))
     for _ in range(5):
         await asyncio.sleep(0)
     gate.set()
@@ -199,7 +201,7 @@ async def test_a_group_that_answers_too_late_voids_nothing_of_the_next_assignmen
     under_way = asyncio.create_task(owner.seal([0]))
     await eventually(lambda: owner.member.asked)
     owner.revoke()
-    await owner.sealing.release([0])
+    await owner.transactions.release([0])
     await owner.assign(10)
     owner.member.answers.set()
     with pytest.raises(PartitionLost):

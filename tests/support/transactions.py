@@ -9,10 +9,10 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from headrace.delivery.acked_offsets import Progress
+from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import InFlightTracker
-from headrace.delivery.offset_store import OffsetStore, Outgoing, requests_of
+from headrace.delivery.offset_store import OffsetStore, PendingAnswer, requests_of
 from headrace.delivery.transactions import PartitionTransactions, TransactionAborted
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, NewRecord, TopicInfo, TopicPartition
@@ -72,10 +72,10 @@ class Owner:
     def __init__(self, log: MemoryLog) -> None:
         self._log = log
         self._tracker = InFlightTracker(Budget(1_000_000), lambda: None)
-        self._books = OffsetStore(self._tracker, None, SOURCE.topic, SOURCE.topic)
+        self._offset_store = OffsetStore(self._tracker, None, SOURCE.topic, SOURCE.topic)
         metrics = Metrics(CollectorRegistry())
-        self.sealing = PartitionTransactions(
-            log, self._books, "group", metrics, self._lose, QUICK.delivery
+        self.transactions = PartitionTransactions(
+            log, self._offset_store, "group", metrics, self._lose, QUICK.delivery
         )
         self.source = SOURCE
         self.losses = 0
@@ -86,7 +86,7 @@ class Owner:
         """Fence, read what is committed, and admit what is not answered."""
         await self.fence()
         committed = (await self._log.committed("group", [SOURCE]))[SOURCE]
-        progress = Progress(0) if committed is None else Progress.from_committed(committed)
+        progress = AckedOffsets(0) if committed is None else AckedOffsets.from_committed(committed)
         assignment = self._tracker.assign(SOURCE, progress)
         for offset in range(progress.base, offsets):
             if offset in progress:
@@ -98,7 +98,7 @@ class Owner:
 
     async def fence(self) -> None:
         """The first part of an assignment."""
-        await self.sealing.fence(cast(Consumer, self.member), [0])
+        await self.transactions.fence(cast(Consumer, self.member), [0])
 
     def revoke(self) -> None:
         """All that was read is revoked."""
@@ -117,13 +117,13 @@ class Owner:
         outgoing = [(self.requests.pop(each), ANSWERS) for each in offsets if each in self.requests]
         while outgoing:
             try:
-                await self.sealing.seal(0, outgoing, compose)
+                await self.transactions.commit_transaction(0, outgoing, compose)
             except TransactionAborted:
                 continue
             return
 
 
-def compose(outgoing: Sequence[Outgoing]) -> dict[TopicPartition, list[NewRecord]]:
+def compose(outgoing: Sequence[PendingAnswer]) -> dict[TopicPartition, list[NewRecord]]:
     """One record for each, which says whose answer it is."""
     return {
         ANSWERS: [
@@ -141,6 +141,6 @@ async def answers(log: MemoryLog) -> Counter[int]:
     return found
 
 
-def outgoing_of(owner: Owner, *offsets: int) -> list[Outgoing]:
+def outgoing_of(owner: Owner, *offsets: int) -> list[PendingAnswer]:
     """Requests of an owner, as they go to be sealed."""
     return [(owner.requests[offset], ANSWERS) for offset in offsets]
