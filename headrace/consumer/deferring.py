@@ -2,11 +2,12 @@
 
 A model that cannot keep up would fill the budget with its requests, and nothing else would be read.
 So a request whose model, or tenant, is over its share (`headrace.delivery.budget`) is *deferred*:
-its bytes are let go, and its offset stays unanswered. Reading goes on behind it. When its claim has
-room again, the record is read a second time (`headrace.consumer.rereading`).
+its bytes are released, and its offset stays unanswered. Reading continues behind it. When its claim
+has room again, the record is read a second time, by a separate reader. This reader is in no group
+and commits nothing; it is open only while records are deferred.
 
-- A claim that comes to its limit is given a moment first: a model that gets on has room by then,
-  and no record of its backlog is read twice.
+- A claim that reaches its limit gets a short time first: a model that keeps up has room by then,
+  and no record of its queue is read twice.
 - As long as requests of a claim are deferred, later ones of it are too, so they do not overtake.
 - A request whose deadline passes while it is deferred is read again then, to be answered; so is
   one that would be late, as far as can be predicted, to be refused.
@@ -24,20 +25,30 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
+import structlog
+
 from headrace.clock import Clock, wall_clock_us
+from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.delivery.budget import Claim, FairQueue
 from headrace.delivery.inflight import AssignedPartition, Deferred, InFlightAck
-from headrace.log.port import TopicPartition
+from headrace.errors import Retriable
+from headrace.log.errors import OffsetOutOfRange
+from headrace.log.port import Consumer, Gap, Log, Record, TopicPartition
+from headrace.primitives.backoff import Backoff, Pauses
 from headrace.protocol.messages import Envelope, Failure, Request
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
 from headrace.tuning import TUNING, ConsumerTuning
 
+log = structlog.get_logger(__name__)
+
 Refusal: TypeAlias = Callable[[Envelope, int], Failure | None]
-"""Why a request with this envelope, behind so many deferred rows, would be late; see
+"""Returns why a request with this envelope, behind so many deferred rows, would be late; see
 `headrace.services.batcher.batcher.DynamicBatcher.refusal`."""
 
 
-class Sorted(NamedTuple):
-    """Requests that are let in, those whose claim has no room, and those that were failed."""
+class Charged(NamedTuple):
+    """Requests that have room, those whose claim has none, and those that would be late."""
 
     kept: list[Request]
     over: list[Request]
@@ -45,12 +56,12 @@ class Sorted(NamedTuple):
 
 
 class Deferral:
-    """The requests of one source that are left in the log.
+    """Requests of one source that are left in the log.
 
     Args:
-        shares: claims on the source's budget.
-        refusal: asked for requests with a deadline; None where nothing can be predicted.
-        clock: the wall clock, by which deadlines are judged.
+        shares: claims on the budget of the source.
+        refusal: returns the failure of a request that would be late; None if nothing is predicted.
+        clock: wall clock, in which deadlines are given.
     """
 
     def __init__(
@@ -73,28 +84,28 @@ class Deferral:
         self._wanted = asyncio.Event()
         self._freed = asyncio.Event()
 
-    # --- what comes ---------------------------------------------------------------------------
+    # --- admission ----------------------------------------------------------------------------
 
-    def sort_out(
+    def charge(
         self, requests: Sequence[Request], *, again: bool, on_trial: bool = False
-    ) -> Sorted:
-        """Charge requests to their claims, as far as there is room, and fail what would be late.
+    ) -> Charged:
+        """Charge requests to their claims if there is room, and fail those that would be late.
 
         Args:
-            requests: admitted, in offset order.
-            again: they were deferred before, and their room is kept.
-            on_trial: they are suspects, which run in any case.
+            requests: admitted requests, in offset order.
+            again: they were deferred before, and their room is reserved.
+            on_trial: they run alone for crash isolation, whether there is room or not.
         """
         ended: list[Request] = []
         if again:
             requests, ended = self._fail_late(requests)
-        kept, over = self._let_in(requests, free=again or on_trial)
+        kept, over = self._charge_claims(requests, free=again or on_trial)
         if over and self._refusal is not None:
             over, late = self._refuse(over, self._refusal)
             ended += late
-        return Sorted(kept, over, ended)
+        return Charged(kept, over, ended)
 
-    def _let_in(
+    def _charge_claims(
         self, requests: Sequence[Request], *, free: bool
     ) -> tuple[list[Request], list[Request]]:
         kept: list[Request] = []
@@ -121,7 +132,7 @@ class Deferral:
     def _refuse(
         self, requests: Sequence[Request], refusal: Refusal
     ) -> tuple[list[Request], list[Request]]:
-        """Fail those that would be late behind all that is deferred before them."""
+        """Fail requests that would be late behind all that is deferred before them."""
         able: list[Request] = []
         ended: list[Request] = []
         ahead: dict[Claim, int] = {}
@@ -131,16 +142,16 @@ class Deferral:
                 ahead[claim] = sum([each.rows for each in self._waiting.get(claim, ())])
             failure = None
             if request.envelope.deadline_ms:
-                failure = refusal(_asked(request), ahead[claim])
+                failure = refusal(_refusal_envelope(request), ahead[claim])
             if failure is None:
                 ahead[claim] += request.rows
                 able.append(request)
             else:
-                ended.append(_failed(request, failure))
+                ended.append(_fail(request, failure))
         return able, ended
 
     def _fail_late(self, requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Fail those that are read again because they would be late."""
+        """Fail requests that were read again because they would be late."""
         if not self._late:
             return list(requests), []
         able: list[Request] = []
@@ -152,14 +163,11 @@ class Deferral:
             if failure is None:
                 able.append(request)
             else:
-                ended.append(_failed(request, failure))
+                ended.append(_fail(request, failure))
         return able, ended
 
     async def wait_for_room(self, requests: Sequence[Request]) -> list[Request]:
-        """Let requests in as their claims get room, for a moment; defer those that are left.
-
-        Returns those that are let in.
-        """
+        """Wait a short time for room, and defer the requests that got none; return the others."""
         kept: list[Request] = []
         over = list(requests)
         try:
@@ -167,7 +175,7 @@ class Deferral:
                 while over and not self._is_saturated(over[0]):
                     self._freed.clear()
                     await self._freed.wait()
-                    more, over = self._let_in(over, free=False)
+                    more, over = self._charge_claims(over, free=False)
                     kept += more
         except TimeoutError:
             pass
@@ -187,7 +195,7 @@ class Deferral:
             ack_handle.ack()
             return
         claim = self.shares.claim(request.model, request.envelope.tenant)
-        deferred = ack_handle.defer(claim, request.rows, _asked(request))
+        deferred = ack_handle.defer(claim, request.rows, _refusal_envelope(request))
         claim.deferred += 1
         claim.deferred_s = time.monotonic()
         self._waiting.setdefault(claim, deque()).append(deferred)
@@ -199,7 +207,7 @@ class Deferral:
             entry = (deadline_ms * 1000, next(self._order), deferred)
             heapq.heappush(self._deadlines, entry)
         if len(self._deadlines) >= self._prune_at:
-            # Most are read again long before their deadlines, which may lie years ahead.
+            # Most records are read again long before their deadlines, which may be years away.
             self._drop_gone_deadlines()
             self._prune_at = max(self._tuning.deadline_prune_at, 2 * len(self._deadlines))
 
@@ -207,14 +215,14 @@ class Deferral:
         self._deadlines = [entry for entry in self._deadlines if not _is_gone(entry[2])]
         heapq.heapify(self._deadlines)
 
-    # --- what goes ----------------------------------------------------------------------------
+    # --- rereading ----------------------------------------------------------------------------
 
     def freed(self) -> None:
-        """Something was acknowledged, so that there may be room."""
+        """Wake waiting requests: an acknowledgement may have made room."""
         self._freed.set()
 
     def forget(self) -> None:
-        """Forget what is revoked, or about to be: the next owner finds it in the log."""
+        """Forget records of revoked partitions: the next owner reads them from the log."""
         for claim, waiting in list(self._waiting.items()):
             left = deque(each for each in waiting if not _is_gone(each))
             claim.deferred -= len(waiting) - len(left)
@@ -241,7 +249,7 @@ class Deferral:
         return True
 
     def pick(self) -> dict[AssignedPartition, list[Deferred]]:
-        """Return what is to be read again now, in offset order, and reserve its room."""
+        """Return the records to read again now, in offset order, and reserve their room."""
         now_us, now_s = self._clock(), time.monotonic()
         interval_s = self._tuning.refusal_interval_s
         picked = self._pick_due(now_us)
@@ -263,7 +271,7 @@ class Deferral:
         return {each: sorted(some, key=_offset) for each, some in found.items()}
 
     def put_back(self, unread: Iterable[Deferred]) -> None:
-        """Have records wait on that were picked, and could not be read."""
+        """Put back records that were picked and could not be read."""
         now_us = self._clock()
         for deferred in unread:
             deferred.release()
@@ -279,7 +287,7 @@ class Deferral:
         return self.shares.has_room(claim, size_bytes, uncharged_bytes=size_bytes)
 
     def _pick_due(self, now_us: int) -> list[Deferred]:
-        """Pick those whose deadline has passed, as many as may be read at a time."""
+        """Pick overdue records, as many as may be read at a time."""
         due: list[Deferred] = []
         left_bytes = self.shares.limit_bytes * self._tuning.overdue_fraction
         while self._deadlines and self._deadlines[0][0] <= now_us and left_bytes > 0:
@@ -291,8 +299,8 @@ class Deferral:
         return due
 
     def _pick_late(self, refusal: Refusal) -> list[Deferred]:
-        """Pick those that would be late behind all that is deferred before them."""
-        # Those that have ended otherwise, when they were read again, were not asked for.
+        """Pick records that would be late behind all that is deferred before them."""
+        # A record that was read again and ended for another reason was never looked up here.
         self._late = {
             place: failure for place, failure in self._late.items() if place[1] in place[0].deferred
         }
@@ -318,8 +326,8 @@ class Deferral:
         return late
 
 
-def _asked(request: Request) -> Envelope:
-    """What is asked of a refusal, without what only the answer needs."""
+def _refusal_envelope(request: Request) -> Envelope:
+    """Return the envelope for a refusal, without what only the answer needs."""
     return request.envelope._replace(
         correlation_id=None,
         reply_topic=None,
@@ -330,9 +338,9 @@ def _asked(request: Request) -> Envelope:
     )
 
 
-def _failed(request: Request, failure: Failure) -> Request:
+def _fail(request: Request, failure: Failure) -> Request:
     request.fail(failure)
-    request.value = None  # nobody keeps what may be asked again
+    request.value = None  # the caller may send it again: nothing else needs it
     return request
 
 
@@ -341,6 +349,153 @@ def _offset(deferred: Deferred) -> int:
 
 
 def _is_gone(deferred: Deferred) -> bool:
-    """Its assignment has ended, or has forgotten it."""
+    """Return True if its assignment has ended, or no longer defers it."""
     assignment = deferred.assignment
     return assignment.revoked or assignment.deferred.get(deferred.offset) is not deferred
+
+
+class Rereading:
+    """Reads the records that a `Deferral` picks.
+
+    Args:
+        deferral: picks records that have room.
+        ready: receives the records read.
+        is_wanted: returns True if records of a partition may be admitted now.
+        on_lost_end: called with a partition and an offset that was read and is now at or beyond
+            the end of the log; it may be called again until the partition is reassigned.
+        metrics: counts records that the log no longer holds.
+    """
+
+    def __init__(
+        self,
+        deferral: Deferral,
+        ready: ReadyQueue,
+        is_wanted: Callable[[TopicPartition], bool],
+        on_lost_end: Callable[[TopicPartition, int], None],
+        metrics: Metrics,
+        tuning: ConsumerTuning = TUNING.consumer,
+    ) -> None:
+        self._deferral = deferral
+        self._ready = ready
+        self._is_wanted = is_wanted
+        self._on_lost_end = on_lost_end
+        self._metrics = metrics
+        self._tuning = tuning
+        self._backoff = Backoff(tuning.retry_first_s, tuning.retry_max_s)
+
+    async def run(self, log_: Log) -> None:
+        """Read, until cancelled."""
+        pauses = Pauses(self._backoff)
+        while True:
+            await self._deferral.wait_deferred()
+            try:
+                await self._read_while_deferred(log_)
+                pauses.reset()
+            except Retriable as error:
+                log.warning(Event.REREADING_DELAYED, reason=str(error))
+                await pauses.sleep()
+
+    async def _read_while_deferred(self, log_: Log) -> None:
+        """Read with one reader, until a partition that it lacks is added."""
+        deferral, partitions = self._deferral, sorted(self._deferral.partitions())
+        async with log_.reader(partitions) as reader:
+            reader.pause(partitions)
+            while deferral.partitions() <= set(partitions):
+                if not await deferral.wait_deferred(self._tuning.reread_idle_s):
+                    return
+                await asyncio.sleep(self._tuning.room_check_interval_s)
+                if deferral.partitions() <= set(partitions):
+                    await self._read_picked(reader, deferral.pick())
+
+    async def _read_picked(
+        self, reader: Consumer, picked: dict[AssignedPartition, list[Deferred]]
+    ) -> None:
+        """Read the partitions one by one; put back records left unread by an error."""
+        try:
+            while picked:
+                await self._read(reader, *picked.popitem())
+        finally:
+            for unread in picked.values():
+                self._deferral.put_back(unread)
+
+    async def _read(
+        self, reader: Consumer, assignment: AssignedPartition, picked: Sequence[Deferred]
+    ) -> None:
+        partition = assignment.partition
+        wanted = {each.offset: each for each in picked}
+        reader.resume([partition])
+        try:
+            try:
+                await self._read_all(reader, assignment, wanted)
+            except OffsetOutOfRange:
+                beginning = (await reader.beginning_offsets([partition]))[partition]
+                for offset in [each for each in wanted if each < beginning]:
+                    self._lose(wanted.pop(offset))
+            # The first lost record is often exactly at the new end, which is in range: only the
+            # end shows that it will not come.
+            if wanted and not assignment.revoked:
+                end = (await reader.end_offsets([partition]))[partition]
+                if max(wanted) >= end:
+                    self._on_lost_end(partition, max(wanted))
+        finally:
+            reader.pause([partition])
+            self._deferral.put_back(wanted.values())
+
+    async def _read_all(
+        self, reader: Consumer, assignment: AssignedPartition, wanted: dict[int, Deferred]
+    ) -> None:
+        """Read the wanted records, and remove each from `wanted` once found."""
+        tuning, partition = self._tuning, assignment.partition
+        near, position = tuning.reread_near_offsets, -tuning.reread_near_offsets
+        until_s = time.monotonic() + tuning.reread_timeout_s
+        while wanted and not assignment.revoked and time.monotonic() < until_s:
+            first = min(wanted)
+            if not position <= first < position + near:
+                reader.seek(partition, first)
+                position = first
+            polled = await reader.poll(tuning.poll_timeout_s, tuning.max_poll_records)
+            records: Sequence[Record] = polled.get(partition, ())
+            gaps = [gap for gap in reader.gaps() if gap.partition == partition]
+            if not (records or gaps):
+                continue
+            position = max(
+                *[record.offset + 1 for record in records[-1:]], *[gap.end for gap in gaps[-1:]], 0
+            )
+            found = [record for record in records if record.offset in wanted]
+            for record in found:
+                del wanted[record.offset]
+            if found and self._is_wanted(partition):
+                self._ready.put(PolledRecords(assignment, found, again=True))
+                self._ready.tell()
+            for gap in gaps:
+                for offset in [each for each in wanted if gap.first <= each < gap.end]:
+                    self._pass_over(wanted.pop(offset), gap)
+            for offset in [each for each in wanted if each < position]:
+                self._lose(wanted.pop(offset))  # deleted while it was deferred
+
+    def _lose(self, deferred: Deferred) -> None:
+        """Skip a record that was deleted while it was deferred; it counts as never read."""
+        where, offset = deferred.assignment.partition, deferred.offset
+        self._metrics.skipped.inc()
+        log.error(Event.RECORDS_SKIPPED, partition=str(where), first=offset, count=1)
+        self._skip(deferred)
+
+    def _pass_over(self, deferred: Deferred, gap: Gap) -> None:
+        """Skip a record that became unreadable while it was deferred."""
+        where, offset = deferred.assignment.partition, deferred.offset
+        self._metrics.passed_over(gap._replace(first=offset, end=offset + 1))
+        log.error(
+            Event.RECORDS_UNREADABLE,
+            partition=str(where),
+            first=offset,
+            count=1,
+            code=gap.code,
+            reason=gap.reason,
+        )
+        self._skip(deferred)
+
+    def _skip(self, deferred: Deferred) -> None:
+        if self._is_wanted(deferred.assignment.partition):
+            skipped = PolledRecords(deferred.assignment, (), skipped=deferred.offset, again=True)
+            self._ready.put(skipped)
+            self._ready.tell()

@@ -26,8 +26,7 @@ import structlog
 from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.consumer.source_settings import SourceSettings
 from headrace.crash_isolation.isolation import Isolated, IsolatedAck, Isolation
-from headrace.crash_isolation.liveness import process_name
-from headrace.crash_isolation.markers import CrashMarkers, Owner
+from headrace.crash_isolation.markers import CrashMarkers, Owner, process_name
 from headrace.crash_isolation.poison_search import Alone, PoisonSearch
 from headrace.crash_isolation.run_gate import Entry, RunGate
 from headrace.delivery.acked_offsets import AckedOffsets

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from headrace.consumer.backpressure import Backpressure
 from headrace.consumer.deferring import Deferral
-from headrace.consumer.lag import LagMonitor
-from headrace.consumer.stalled_offsets import StalledOffsetMonitor
-from headrace.delivery.committer import Committer, Companion
+from headrace.consumer.lag import LagMonitor, StalledOffsetMonitor
+from headrace.delivery.committer import Committer
 from headrace.delivery.inflight import NEVER_COMMITTED, AssignedPartition, InFlightTracker
+from headrace.delivery.source_offsets import SourceOffsets
 from headrace.log.port import TopicPartition
 from headrace.telemetry.snapshots import CommitSnapshot, PartitionSnapshot, SourceSnapshot
 
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
     topic: str
     group: str
     tracker: InFlightTracker
-    source_offsets: Companion | None
+    source_offsets: SourceOffsets | None
     committer: Committer
     lag: LagMonitor
     waiting_bytes: int
@@ -59,7 +59,7 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
     ]
     lag = sum(each.backlog_records for each in partitions)
     throughput = parts.lag.throughput
-    companions = () if parts.source_offsets is None else tuple(parts.source_offsets.snapshots())
+    elsewhere = () if parts.source_offsets is None else tuple(parts.source_offsets.snapshots())
     budget = parts.tracker.budget
     return SourceSnapshot(
         topic=parts.topic,
@@ -79,7 +79,7 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
             failures=parts.committer.failures,
             last_failure=parts.committer.last_failure,
         ),
-        partitions=(*partitions, *companions),
+        partitions=(*partitions, *elsewhere),
         stalled_s=parts.lag.stall.for_s(now_s, parts.lag.acked),
         assigning_s=0.0 if parts.assigning_since_s is None else now_s - parts.assigning_since_s,
         model_bytes={} if parts.deferral is None else parts.deferral.shares.model_bytes(),

@@ -23,14 +23,12 @@ from typing import Any, Self
 import structlog
 
 from headrace.consumer.backpressure import Backpressure
-from headrace.consumer.deferring import Deferral, Refusal
-from headrace.consumer.lag import LagMonitor
+from headrace.consumer.deferring import Deferral, Refusal, Rereading
+from headrace.consumer.lag import LagMonitor, StalledOffsetMonitor
 from headrace.consumer.quarantine import QuarantineGate
 from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
-from headrace.consumer.rereading import Rereading
 from headrace.consumer.snapshot import Parts, partition_snapshots, source_snapshot
 from headrace.consumer.source_settings import SourceSettings
-from headrace.consumer.stalled_offsets import StalledOffsetMonitor
 from headrace.crash_isolation.markers import CrashMarkers
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget, FairQueue

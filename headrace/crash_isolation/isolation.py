@@ -88,7 +88,7 @@ class Isolation(NamedTuple):
     runs: bool = False
 
     def is_accused(self, offset: int) -> bool:
-        """Return True if a record must be parked; a condemned one is not run again."""
+        """Return True if a record must be parked; a poisoned one is not run again."""
         return offset in self.accused and (offset, 0) not in self.poisoned
 
     def park_record(self, assignment: AssignedPartition, record: Record) -> None:

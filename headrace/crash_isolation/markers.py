@@ -1,30 +1,42 @@
-"""Where marks are kept: as metadata of offsets that a group of their own commits.
+"""Crash markers, kept in the log, and the names of the processes that wrote them.
 
-The group is called after the one that reads, with `.marks` behind it, and has no members, so that
-a mark can be written at any moment, by whoever thinks that a partition is his. Marks are hints: one
-that is lost, or overwritten by a process that is no owner any more, costs a repeated search, and
-never an answer.
+Markers are the metadata of offsets committed by a group of their own: the reading group's name with
+`.marks` appended. The group has no members, so that a marker can be written at any time, by any
+process that believes it owns the partition. Markers are hints: one that is lost, or overwritten by
+a former owner, costs a repeated search, and never an answer.
 
-The text is JSON, since people read it when they look for a culprit:
+The text is JSON, so that an operator can read it:
 
     {"v": 2, "open": true, "stop": 900, "ends": 2, "running": "17:1rAAE", "alone": 0,
      "attempts": [[17, 0, 2]], "accused": "17:1rAAM", "member": "headrace-5e1f…",
      "process": "gpu-1/8d2c6f1e/4026531840/9f3cba10d24e7f68"}
 
 `attempts` are offset, place and count; ranges of offsets are written as in the metadata of answers
-(`headrace.delivery.acked_offsets`), behind the first offset.
+(`headrace.delivery.acked_offsets`), after the first offset.
+
+`process` lets a restarted process remove its predecessor from the group: a group would notice the
+death only when the session times out, and would assign nothing until then. Each process binds a
+Unix socket with a random name in Linux's abstract namespace; the kernel releases it when the
+process ends, however it ends. The abstract namespace belongs to a network namespace, so the full
+name is `host/boot id/network namespace/token`. If all but the token are the same as here, and
+nothing is bound to the token, the process has ended. Of other processes nothing is known. Without
+Linux, or without permission, a process has no name, and counts as alive. Source: unix(7),
+namespaces(7).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import secrets
+import socket
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
 
-from headrace.crash_isolation.liveness import is_gone
 from headrace.crash_isolation.poison_search import CLEAN, CrashMarker
 from headrace.delivery.acked_offsets import Range, UnknownMetadata, decode_ranges, encode_ranges
 from headrace.log.port import Committed, Log, TopicPartition
@@ -34,17 +46,17 @@ log = structlog.get_logger(__name__)
 
 VERSION = 2
 MOST_ATTEMPTS = 16
-"""So many requests with attempts fit into the metadata; each one has cost a restart or more."""
+"""Most requests with attempts that fit into the metadata; each has cost at least one restart."""
 MOST_CHARACTERS = 1400
-"""So long may the text of what is running be, and that of what is accused: about 250 ranges."""
+"""Longest text of the running ranges, and of the accused ones: about 250 ranges each."""
 
 
 class Owner(NamedTuple):
-    """Who wrote a mark.
+    """Process that wrote a marker.
 
     Attributes:
-        member: its id in the group that reads.
-        process: see `headrace.crash_isolation.liveness`.
+        member: its member id in the reading group.
+        process: its name; see `process_name`.
     """
 
     member: str
@@ -55,10 +67,10 @@ NOBODY = Owner("", "")
 
 
 class CrashMarkers:
-    """The marks of the partitions that one group reads.
+    """Crash markers of the partitions that one group reads.
 
     Args:
-        group: the one that reads.
+        group: the reading group.
     """
 
     def __init__(self, log_: Log, group: str) -> None:
@@ -71,10 +83,10 @@ class CrashMarkers:
     async def read(
         self, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, tuple[CrashMarker, Owner]]:
-        """What is kept of these partitions, and who wrote it.
+        """Return the markers of partitions, and the process that wrote each.
 
         Raises:
-            LogUnavailable: nobody answers.
+            LogUnavailable: no broker answered.
         """
         committed = await self._log.committed(self._group, partitions)
         found = {each: _read(each, committed[each]) for each in partitions}
@@ -82,10 +94,10 @@ class CrashMarkers:
         return found
 
     async def write(self, marks: Mapping[TopicPartition, CrashMarker], owner: Owner) -> None:
-        """Keep these marks; those that are kept already cost nothing.
+        """Write the markers that differ from those last written.
 
         Raises:
-            LogUnavailable: no acknowledgement; they are kept, or not.
+            LogUnavailable: no acknowledgement; they are written, or not.
         """
         async with self._turn:
             news = {
@@ -105,11 +117,11 @@ class CrashMarkers:
             self._kept.update((each, (mark, owner)) for each, mark in news.items())
 
     async def remove_dead_members(self, topic: str) -> None:
-        """Take those out of the group that wrote marks and whose processes are gone, so that their
-        successor need not wait until their sessions have timed out. Most have left by themselves.
+        """Remove members from the group that wrote markers and whose processes have ended, so that
+        the group need not wait for their session timeout. Most have left by themselves.
 
         Raises:
-            LogUnavailable: nobody answers.
+            LogUnavailable: no broker answered.
         """
         described = (await self._log.describe_topics([topic]))[topic]
         count = 0 if described is None else described.partitions
@@ -127,13 +139,13 @@ def _read(partition: TopicPartition, committed: Committed | None) -> tuple[Crash
     try:
         return decode_mark(committed.metadata)
     except ValueError as error:
-        # A hint that nobody can read is none.
+        # An unreadable hint is treated like a missing one.
         log.warning(Event.CRASH_MARKER_UNREADABLE, partition=str(partition), reason=str(error))
         return CLEAN, NOBODY
 
 
 def encode_mark(mark: CrashMarker, owner: Owner = NOBODY) -> str:
-    """Return a mark as text, within the bounds of a commit's metadata."""
+    """Return a marker as text, within the size limit of a commit's metadata."""
     worst = sorted(mark.attempts.items(), key=lambda item: (-item[1], item[0]))[:MOST_ATTEMPTS]
     fields: dict[str, Any] = {
         "v": VERSION,
@@ -176,9 +188,8 @@ def decode_mark(text: str) -> tuple[CrashMarker, Owner]:
 
 
 def _ranges_text(ranges: Sequence[Range]) -> str:
-    """Return ranges as text of a bounded length; where they do not fit, with what lies between the
-    nearest of them: a record that is accused without cause runs alone, one that is left out never
-    would.
+    """Return ranges as text of bounded length. If they do not fit, the nearest ones are joined: a
+    record that is accused without cause runs alone once; one left out would never be found.
     """
     if not ranges:
         return ""
@@ -189,7 +200,7 @@ def _ranges_text(ranges: Sequence[Range]) -> str:
 
 
 def _nearest_joined(ranges: Sequence[Range], count: int) -> list[Range]:
-    """Return at most so many ranges with all offsets of these, and as few others as can be."""
+    """Return at most `count` ranges that hold all these offsets, and as few others as possible."""
     gaps = sorted(range(1, len(ranges)), key=lambda at: ranges[at - 1][1] - ranges[at][0])
     cuts = sorted(gaps[: count - 1])
     starts, stops = [0, *cuts], [*cuts, len(ranges)]
@@ -207,3 +218,52 @@ def _ranges(text: str) -> tuple[Range, ...]:
 
 def _attempts(value: Iterable[Sequence[Any]]) -> dict[tuple[int, int], int]:
     return {(int(offset), int(place)): int(count) for offset, place, count in value}
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
+
+
+@functools.cache
+def process_name() -> str:
+    """Return the name of this process, valid until it ends; empty if it has none."""
+    place, token = _place(), secrets.token_hex(8)
+    if not place:
+        return ""
+    held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        held.bind(_address(token))
+    except OSError:
+        held.close()
+        return ""
+    held.detach()  # the kernel closes it when the process ends
+    return f"{place}/{token}"
+
+
+def is_gone(name: str) -> bool:
+    """Return True if the process of this name has certainly ended."""
+    place, _, token = name.rpartition("/")
+    if not place or place != _place():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect(_address(token))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass  # without permission to connect, nothing is known
+    return False
+
+
+def _address(token: str) -> str:
+    return f"\0headrace-{token}"
+
+
+def _place() -> str:
+    """Return `host/boot id/network namespace`, the scope in which a socket name is unique."""
+    try:
+        boot = _BOOT_ID.read_text("ascii").strip()[:8]
+        network = _NETWORK.readlink().name.strip("net:[]")
+    except OSError:
+        return ""
+    return f"{socket.gethostname()}/{boot}/{network}"

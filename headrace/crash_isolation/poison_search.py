@@ -10,10 +10,10 @@ a partition:
    is *careful*: what is read or run is marked before, so that the next end shows what was running.
 3. What was running at an end of a careful process is *accused*. Each accused record runs alone, and
    is marked to run alone; everything else goes on between. One that survives is innocent.
-4. An end while one request ran alone is one attempt against it. At `max_attempts` it is condemned:
+4. An end while one request ran alone is one attempt against it. At `max_attempts` it is *poisoned*:
    it is answered without being run. Nothing else counts against a request.
 
-So four unclean ends single out one culprit of any number, and `max_attempts - 1` more condemn it.
+So four unclean ends single out one culprit of any number, and `max_attempts - 1` more confirm it.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class _History:
 
 
 class PoisonSearch:
-    """Accused and condemned records of the partitions of one process.
+    """Accused and poisoned records of the partitions of one process.
 
     Args:
-        max_attempts: number of unclean ends while running alone that condemn a request.
+        max_attempts: number of unclean ends while running alone that make a request poisoned.
     """
 
     def __init__(self, max_attempts: int) -> None:
@@ -161,7 +161,7 @@ class PoisonSearch:
             return
         history.accused.discard(offset)
         for unit in [unit for unit in history.attempts if unit[0] == offset]:
-            # A batch record survives without its condemned requests, which stay condemned.
+            # A batch record survives without its poisoned requests, which stay poisoned.
             if history.attempts[unit] < self._max_attempts:
                 del history.attempts[unit]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Collection
 
 import structlog
 
 from headrace.delivery.inflight import InFlightTracker
+from headrace.delivery.source_offsets import SourceOffsets
 from headrace.delivery.transactions import PartitionTransactions
 from headrace.errors import Retriable
 from headrace.log.errors import Fenced
@@ -22,25 +22,13 @@ from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.backoff import Backoff, Pauses
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.snapshots import PartitionSnapshot
 from headrace.tuning import TUNING, DeliveryTuning
 
 log = structlog.get_logger(__name__)
 
 
-class Companion(Protocol):
-    """Progress of other partitions, one per assigned partition (see `source_offsets.py`)."""
-
-    async def assigned(self, consumer: Consumer, partitions: Sequence[int]) -> None: ...
-    def revoked(self, partitions: Sequence[int]) -> None: ...
-    def committable(self) -> dict[TopicPartition, Committed]: ...
-    def was_committed(self, offsets: Mapping[TopicPartition, Committed]) -> None: ...
-    def forget_committed(self) -> None: ...
-    def snapshots(self) -> list[PartitionSnapshot]: ...
-
-
 class Committer:
-    """Commits the progress of an in-flight tracker and its companion.
+    """Commits the progress of an in-flight tracker, and of source partitions not read here.
 
     Args:
         acked: set whenever there may be something new to commit.
@@ -54,7 +42,7 @@ class Committer:
     def __init__(
         self,
         tracker: InFlightTracker,
-        source_offsets: Companion | None,
+        source_offsets: SourceOffsets | None,
         metrics: Metrics,
         acked: AutoResetEvent,
         transactions: PartitionTransactions | None = None,
@@ -175,7 +163,7 @@ async def _commit_remaining(transactions: PartitionTransactions, numbers: Collec
     """
     failures: list[Retriable] = []
 
-    async def seal(number: int) -> None:
+    async def commit(number: int) -> None:
         try:
             await transactions.commit_remaining(number)
         except Retriable as error:
@@ -183,6 +171,6 @@ async def _commit_remaining(transactions: PartitionTransactions, numbers: Collec
 
     async with asyncio.TaskGroup() as tasks:
         for number in sorted(numbers):
-            tasks.create_task(seal(number), name=f"seal-rest-{number}")
+            tasks.create_task(commit(number), name=f"commit-remaining-{number}")
     if failures:
         raise failures[0]

@@ -17,17 +17,17 @@ The module is synchronous and does no I/O; `headrace.consumer.source` drives it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.ages import RecordAges
 from headrace.delivery.budget import Budget, Claim
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Committed, Record, TopicPartition
 from headrace.protocol.ack import AckHandle
-from headrace.protocol.messages import Envelope
+from headrace.protocol.messages import Envelope, Request
 from headrace.tuning import TUNING, DeliveryTuning
 
 RECORD_OVERHEAD_BYTES = 1024
@@ -111,6 +111,42 @@ class Deferred:
             self.is_reserved = False
             self.claim.charge(-self.size_bytes)
             self.assignment.budget.used_bytes -= self.size_bytes
+
+
+class RecordAges:
+    """First timestamp of each chunk read, kept until the chunk is answered.
+
+    A partly answered chunk counts as old as its first record: the age is too high by at most the
+    span of one poll, and never too low. Beyond `max_marks` chunks, neighbours are merged in pairs.
+    """
+
+    __slots__ = ("_marks", "_max_marks")
+
+    def __init__(self, max_marks: int = TUNING.delivery.max_age_marks) -> None:
+        self._max_marks = max_marks
+        self._marks: deque[tuple[int, int]] = deque()
+
+    def note(self, last_offset: int, first_timestamp_ms: int) -> None:
+        """Record that a chunk was read, up to and including `last_offset`."""
+        marks = self._marks
+        marks.append((last_offset, first_timestamp_ms))
+        if len(marks) > self._max_marks:
+            lasts = list(marks)[1::2]
+            firsts = list(marks)[::2]
+            newest = [firsts[-1]] if len(firsts) > len(lasts) else []
+            merged = [(last, first) for (last, _), (_, first) in zip(lasts, firsts, strict=False)]
+            self._marks = deque(merged + newest)
+
+    def oldest_ms(self, base: int) -> int | None:
+        """Return the first timestamp of the oldest unanswered chunk; None if all are answered.
+
+        Args:
+            base: the lowest unanswered offset; it never decreases.
+        """
+        marks = self._marks
+        while marks and marks[0][0] < base:
+            marks.popleft()
+        return marks[0][1] if marks else None
 
 
 class AssignedPartition:
@@ -356,3 +392,13 @@ class InFlightTracker:
         """Make `committable` return all partitions again, changed or not."""
         for assignment in self._assigned.values():
             assignment.committed = NEVER_COMMITTED
+
+
+_NO_HEADERS = Envelope()
+
+
+def skipped_range(assignment: AssignedPartition, last: int) -> Request:
+    """Return the marker for all offsets after the record admitted last, up to `last`."""
+    ack_handle = assignment.admit(last, 0)
+    origin = (assignment.partition.partition, last, ack_handle.previous, 0)
+    return Request(ack_handle, *origin, None, None, [], _NO_HEADERS)

@@ -97,7 +97,7 @@ class TopicReceiver:
         deferral = self._source.deferral
         if deferral is not None and requests:
             on_trial = isolation is not None and isolation.isolated is not None
-            requests, self._deferred, late = deferral.sort_out(
+            requests, self._deferred, late = deferral.charge(
                 requests, again=delivery.again, on_trial=on_trial
             )
             ended += late

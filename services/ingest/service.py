@@ -15,8 +15,7 @@ from itertools import islice
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
-from headrace.delivery.gap_markers import skipped_range
-from headrace.delivery.inflight import AssignedPartition
+from headrace.delivery.inflight import AssignedPartition, skipped_range
 from headrace.delivery.ordering import KeyChains
 from headrace.log.port import Record
 from headrace.protocol.ack import NULL_ACK
@@ -103,7 +102,7 @@ class IngestService:
         if deferral is not None and able:
             isolation = delivery.isolation
             on_trial = isolation is not None and isolation.isolated is not None
-            able, over, late = deferral.sort_out(able, again=delivery.again, on_trial=on_trial)
+            able, over, late = deferral.charge(able, again=delivery.again, on_trial=on_trial)
             ended += late
         if ended:
             await self._answers.send(ended)

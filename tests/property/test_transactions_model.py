@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery import transactions
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.transactions import PartitionLost
 from headrace.log.memory.faults import SealFault
@@ -70,6 +69,4 @@ def test_each_request_is_answered_once_whoever_answers_and_whatever_fails(
     some_steps: list[Step],
 ) -> None:
     """After each step what is visible and what is committed tell the same story."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transactions, "RETRY_S", 0.0)
-        asyncio.run(play(some_steps))
+    asyncio.run(play(some_steps))

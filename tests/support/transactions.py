@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from prometheus_client import CollectorRegistry
@@ -23,6 +24,7 @@ from tests.support.visible import visible
 
 SOURCE = TopicPartition("requests", 0)
 ANSWERS = TopicPartition("answers", 0)
+AT_ONCE = replace(QUICK.delivery, retry_first_s=0.0, retry_max_s=0.0)
 
 
 async def log_with_topics() -> MemoryLog:
@@ -75,7 +77,7 @@ class Owner:
         self._offset_store = OffsetStore(self._tracker, None, SOURCE.topic, SOURCE.topic)
         metrics = Metrics(CollectorRegistry())
         self.transactions = PartitionTransactions(
-            log, self._offset_store, "group", metrics, self._lose, QUICK.delivery
+            log, self._offset_store, "group", metrics, self._lose, AT_ONCE
         )
         self.source = SOURCE
         self.losses = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.delivery.ages import RecordAges
+from headrace.delivery.inflight import RecordAges
 from headrace.tuning import TUNING
 
 

@@ -144,11 +144,11 @@ async def test_what_is_void_is_no_answer() -> None:
 def test_stall_needs_something_that_waits() -> None:
     """An idle source is not stalled, however long ago its last answer was."""
     stall = Stall()
-    stall.look(100.0, 5, waits=False)
+    stall.observe(100.0, 5, waits=False)
     assert stall.for_s(1000.0, 5) == 0
-    stall.look(1000.0, 5, waits=True)
+    stall.observe(1000.0, 5, waits=True)
     assert stall.for_s(1030.0, 5) == 30
-    stall.look(1031.0, 6, waits=True)
+    stall.observe(1031.0, 6, waits=True)
     assert stall.for_s(1040.0, 6) == 9
 
 

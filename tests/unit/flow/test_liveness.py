@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from headrace.crash_isolation.liveness import is_gone, process_name
-from headrace.crash_isolation.markers import CrashMarkers, Owner
+from headrace.crash_isolation.markers import CrashMarkers, Owner, is_gone, process_name
 from headrace.crash_isolation.poison_search import CrashMarker
 from headrace.log.memory import MemoryLog
 from headrace.log.port import TopicInfo, TopicPartition
@@ -17,7 +16,7 @@ from tests.support.logs import RecordingListener
 
 ONE = TopicPartition("requests", 0)
 SAYS_ITS_NAME = """
-from headrace.crash_isolation.liveness import process_name
+from headrace.crash_isolation.markers import process_name
 print(process_name(), flush=True)
 input()
 """

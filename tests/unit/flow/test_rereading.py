@@ -12,9 +12,8 @@ from typing import Any, Self
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.consumer.deferring import Deferral, Refusal
+from headrace.consumer.deferring import Deferral, Refusal, Rereading
 from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
-from headrace.consumer.rereading import Rereading
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.inflight import Deferred, InFlightTracker
@@ -103,7 +102,7 @@ class Bench:
 
     async def let_in(self, requests: list[Request]) -> list[Request]:
         """Let in what has room, and defer the others."""
-        kept, over, _ = self.deferral.sort_out(requests, again=False)
+        kept, over, _ = self.deferral.charge(requests, again=False)
         return kept + await self.deferral.wait_for_room(over)
 
     def request(
@@ -153,7 +152,7 @@ async def test_records_are_read_again_one_after_the_other_as_there_is_room() -> 
             assert delivery.again
             read += [record.offset for record in delivery.records]
             requests = [bench.request(record.offset) for record in delivery.records]
-            (kept,), _, _ = bench.deferral.sort_out(requests, again=True)
+            (kept,), _, _ = bench.deferral.charge(requests, again=True)
             kept.ack_handle.ack()
 
     assert read == [1, 2]
@@ -195,7 +194,10 @@ async def test_unreadable_records_are_skipped_and_counted() -> None:
 
     assert [record.offset for record in delivery.records] == [2]
     unreadable = {"code": "INVALID_REQUEST"}
-    assert bench.metrics.registry.get_sample_value("headrace_unreadable_total", unreadable) == 1
+    assert (
+        bench.metrics.registry.get_sample_value("headrace_unreadable_records_total", unreadable)
+        == 1
+    )
     assert bench.assignment.progress == AckedOffsets(2)
 
 
@@ -251,7 +253,7 @@ async def test_answered_requests_are_forgotten_long_before_their_deadlines() -> 
         await bench.let_in([bench.request(offset, deadline_ms=FAR_AHEAD_MS)])
         first.ack_handle.ack()
         bench.deferral.pick()
-        (first,) = bench.deferral.sort_out([bench.request(offset)], again=True).kept
+        (first,) = bench.deferral.charge([bench.request(offset)], again=True).kept
 
     assert _living(Deferred) < 2500
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from headrace.consumer.stalled_offsets import StalledOffsetMonitor
+from headrace.consumer.lag import StalledOffsetMonitor
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.budget import Budget
 from headrace.delivery.inflight import AssignedPartition, InFlightTracker
@@ -36,7 +36,7 @@ def looked(tracker: InFlightTracker, *looks: tuple[int, float]) -> StalledOffset
     """Bases after looks at what was committed: an offset, and when."""
     bases = StalledOffsetMonitor(tracker, LIMIT_S)
     for offset, now_s in looks:
-        bases.look({ONE: AckedOffsets(offset, [(20, 25)]).committable()}, now_s)
+        bases.observe({ONE: AckedOffsets(offset, [(20, 25)]).committable()}, now_s)
     return bases
 
 
@@ -79,9 +79,9 @@ def test_a_new_assignment_passes_the_base_on_again(tracker: InFlightTracker) -> 
     pass_on(tracker, 10)
     bases = looked(tracker, (5, 0.0), (5, 120.0))
     tracker.assign(ONE, AckedOffsets(5))
-    bases.look({ONE: Committed(5)}, 130.0)
+    bases.observe({ONE: Committed(5)}, 130.0)
     unread = bases.age_s(ONE, 130.0)
     pass_on(tracker, 10)
-    bases.look({ONE: Committed(5)}, 140.0)
+    bases.observe({ONE: Committed(5)}, 140.0)
 
     assert (unread, bases.age_s(ONE, 150.0)) == (0.0, 10.0)

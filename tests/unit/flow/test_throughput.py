@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.consumer.throughput import Throughput
+from headrace.consumer.lag import Throughput
 
 
 def learned(*looks: tuple[int, int]) -> Throughput:
