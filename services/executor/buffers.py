@@ -27,9 +27,9 @@ _ALIGNMENT_BYTES = 64
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-class _Place(NamedTuple):
+class _Layout(NamedTuple):
     arrays: ReusedInputs
-    parts: tuple[memoryview, ...]
+    targets: tuple[memoryview, ...]
 
 
 class HostBlock:
@@ -55,7 +55,7 @@ class HostBlock:
         self._in_place_min_bytes = tuning.in_place_min_bytes
         self._copy_each_min_bytes = tuning.copy_each_min_bytes
         self._max_layouts = tuning.max_host_layouts
-        self._places: dict[Shapes, _Place] = {}
+        self._layouts: dict[Shapes, _Layout] = {}
         self._memory = [
             _aligned(min(limit_bytes, _known_bytes(spec.shape, datatype.itemsize, rows)))
             for spec, datatype in zip(signature.inputs, self._datatypes, strict=True)
@@ -78,12 +78,12 @@ class HostBlock:
         if len(requests) == 1 and requests[0].size_bytes >= self._in_place_min_bytes:
             return None
         shapes = self._shapes_of(requests)
-        place = self._places.get(shapes) or self._lay_out(shapes)
-        if place is None:
+        layout = self._layouts.get(shapes) or self._make_layout(shapes)
+        if layout is None:
             return None
-        for position, part in enumerate(place.parts):
-            copy_rows(requests, position, part, self._copy_each_min_bytes)
-        return place.arrays
+        for position, target in enumerate(layout.targets):
+            copy_rows(requests, position, target, self._copy_each_min_bytes)
+        return layout.arrays
 
     def _shapes_of(self, requests: Sequence[Request]) -> Shapes:
         first = requests[0].inputs
@@ -92,10 +92,10 @@ class HostBlock:
         rows = sum([request.rows for request in requests])
         return tuple([(rows, *tensor.shape[1:]) for tensor in first])
 
-    def _lay_out(self, shapes: Shapes) -> _Place | None:
+    def _make_layout(self, shapes: Shapes) -> _Layout | None:
         """Create the arrays for new shapes; return None if an input is too large."""
         arrays = ReusedInputs()
-        parts: list[memoryview] = []
+        targets: list[memoryview] = []
         for position, shape in enumerate(shapes):
             datatype = self._datatypes[position]
             size_bytes = math.prod(shape) * datatype.itemsize
@@ -105,16 +105,16 @@ class HostBlock:
                 self._grow(position, size_bytes)
             memory = self._memory[position][:size_bytes]
             arrays[self._names[position]] = memory.view(datatype.dtype).reshape(shape)
-            parts.append(memory.data)
-        if len(self._places) >= self._max_layouts:
-            self._places.clear()
-        place = self._places[shapes] = _Place(arrays, tuple(parts))
-        return place
+            targets.append(memory.data)
+        if len(self._layouts) >= self._max_layouts:
+            self._layouts.clear()
+        layout = self._layouts[shapes] = _Layout(arrays, tuple(targets))
+        return layout
 
     def _grow(self, position: int, size_bytes: int) -> None:
         larger = max(size_bytes, 2 * self._memory[position].size)
         self._memory[position] = _aligned(min(self._limit_bytes, larger))
-        self._places.clear()
+        self._layouts.clear()
 
 
 def copy_rows(
@@ -162,21 +162,21 @@ def gather(
         return placed
     if len(requests) == 1:
         return {tensor.name: to_array(tensor) for tensor in requests[0].inputs}
-    return _joined(requests, signature)
+    return _join(requests, signature)
 
 
-def _joined(requests: Sequence[Request], signature: Signature) -> dict[str, NDArray[np.generic]]:
+def _join(requests: Sequence[Request], signature: Signature) -> dict[str, NDArray[np.generic]]:
     """Return the requests' rows joined in new memory."""
     rows = sum(request.rows for request in requests)
     arrays: dict[str, NDArray[np.generic]] = {}
-    for place, spec in enumerate(signature.inputs):
-        head = requests[0].inputs[place]
+    for position, spec in enumerate(signature.inputs):
+        head = requests[0].inputs[position]
         datatype = DATATYPES[spec.datatype]
         if datatype.itemsize == 0:
-            parts = [to_array(request.inputs[place]) for request in requests]
+            parts = [to_array(request.inputs[position]) for request in requests]
             arrays[spec.name] = np.concatenate(parts)
             continue
-        joined = b"".join([request.inputs[place].data for request in requests])
+        joined = b"".join([request.inputs[position].data for request in requests])
         arrays[spec.name] = np.frombuffer(joined, dtype=datatype.dtype).reshape(
             rows, *head.shape[1:]
         )

@@ -12,7 +12,7 @@ from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.loader import BackendLoader
 from headrace.models.repository import list_files
 from headrace.models.version import ModelVersion
-from headrace.services.executor.device.instance import DeviceInstance, OnDevice
+from headrace.services.executor.device.instance import DeviceInstance, DevicePlacement
 from headrace.services.executor.instance import Instance, Room
 from headrace.telemetry.logs import Event
 from headrace.tuning import TUNING, ExecutorTuning
@@ -34,7 +34,7 @@ def make_instance(
         return DeviceInstance(
             backend,
             name,
-            _on_device(version),
+            _placement_of(version),
             max_execution_s=config.max_execution_s,
             max_load_s=config.max_load_s,
             prepare=loader.load,
@@ -60,9 +60,9 @@ def _room_of(version: ModelVersion) -> Room | None:
     return Room(config.max_batch_size, config.max_batch_bytes)
 
 
-def _on_device(version: ModelVersion) -> OnDevice:
+def _placement_of(version: ModelVersion) -> DevicePlacement:
     config = version.config
-    return OnDevice(
+    return DevicePlacement(
         open_device=partial(open_device, config.device),
         max_rows=config.max_batch_size,
         ring=config.ring,

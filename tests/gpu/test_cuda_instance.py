@@ -15,7 +15,7 @@ from headrace.models.backends.onnx_runtime import OnnxBackend, find_runtime
 from headrace.models.config import make_model_config
 from headrace.models.repository import FoundVersion, read_signature
 from headrace.protocol.messages import Request
-from headrace.services.executor.device.instance import DeviceInstance, OnDevice
+from headrace.services.executor.device.instance import DeviceInstance, DevicePlacement
 from tests.support import models
 from tests.support.work import make_request
 
@@ -45,7 +45,7 @@ def instance(request: pytest.FixtureRequest, tmp_path: Path, cuda: CudaDevice) -
     }
     made = make_model_config(config, models.settings_for(tmp_path))
     signature = read_signature(FoundVersion("1", directory, ""), made)
-    where = OnDevice(lambda: CudaDevice(0), MAX_ROWS, way["ring"], way["cuda_graphs"], {})
+    where = DevicePlacement(lambda: CudaDevice(0), MAX_ROWS, way["ring"], way["cuda_graphs"], {})
     return DeviceInstance(
         OnnxBackend(directory, made, signature),
         "instance",

@@ -68,6 +68,7 @@ def outputs_of(request: Request) -> dict[str, tuple[tuple[int, ...], bytes]]:
 
 
 @pytest.mark.parametrize("datatype", sorted(DATATYPES))
+@settings(deadline=None)
 @given(data=st.data())
 def test_together_gives_what_alone_gives(datatype: str, data: st.DataObject) -> None:
     """Whatever the datatype and the numbers of rows, to the bit."""
@@ -103,6 +104,7 @@ def test_in_a_block_lies_what_would_lie_elsewhere(datatype: str, data: st.DataOb
         }
 
 
+@settings(deadline=None)
 @given(batches("FP32"))
 def test_only_the_wanted_outputs_are_kept(requests: list[Request]) -> None:
     """Each request's own choice, whatever its mates want."""
@@ -116,6 +118,7 @@ def test_only_the_wanted_outputs_are_kept(requests: list[Request]) -> None:
     assert names == [(("a", "b"), ("b",), ("a", "b"))[place % 3] for place in range(len(requests))]
 
 
+@settings(deadline=None)
 @given(batches("INT64"))
 def test_what_was_gathered_cannot_be_written_to(requests: list[Request]) -> None:
     """A model that works in place would change the value that a dead letter is made of."""

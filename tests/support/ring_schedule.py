@@ -29,7 +29,7 @@ class Sent(NamedTuple):
 
 
 class Schedule:
-    """A loop, a dispatcher and a reaper that take turns by chance.
+    """A loop, a dispatcher and a completion thread that take turns by chance.
 
     The rows of `x` are widened; the model adds one to every byte of what comes of that, and fails
     where the first byte of the rows is `POISON` or more.
@@ -108,9 +108,9 @@ class Schedule:
         self.device.later(lambda: _put(target, expected(_bytes(source, size))))
 
     def _collect(self) -> None:
-        """The reaper: waits for the answers."""
+        """The completion thread: waits for the answers."""
         sent = self._to_collect.popleft()
-        self.device.received("reaper", sent.clock)
+        self.device.received("completion", sent.clock)
         self.ring.collect(sent.slot)
         self._to_answer.append(Sent(sent.slot, sent.rows, self.device.sent()))
 

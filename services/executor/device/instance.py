@@ -1,9 +1,9 @@
 """An instance whose batches pass through a ring of slots on a device.
 
 It has two threads: the *dispatcher* loads the model and enqueues each batch, which takes
-microseconds; the *reaper* waits for the answers and copies them out of the ring. Meanwhile the
-loop gathers the next batch into a free slot and enqueues it behind the running one, so that its
-rows are on the device when that one ends.
+microseconds; the *completion thread* waits for the answers and copies them out of the ring.
+Meanwhile the loop gathers the next batch into a free slot and enqueues it behind the running one,
+so that its rows are on the device when that one ends.
 
 Batches that do not fit into the ring (a request with more rows than the largest batch, a part of a
 failed batch, all batches of a model with dynamic shapes) run as in `Instance`.
@@ -44,7 +44,7 @@ GRAPH_RUNS = 3
 log = structlog.get_logger(__name__)
 
 
-class OnDevice(NamedTuple):
+class DevicePlacement(NamedTuple):
     """Device settings of an instance.
 
     Attributes:
@@ -62,8 +62,12 @@ class OnDevice(NamedTuple):
     needs: dict[str, int]
 
 
-class Loaded(ReusedInputs):
-    """A batch in a slot; its rows are not accessible as arrays."""
+class RingBatch(ReusedInputs):
+    """A batch in a slot of a ring; its rows are not accessible as arrays.
+
+    Attributes:
+        call: its run, once it is enqueued.
+    """
 
     __slots__ = ("call", "rows", "slot")
 
@@ -74,13 +78,122 @@ class Loaded(ReusedInputs):
         self.call: Call | None = None
 
 
+class BoundRing:
+    """A ring and the runs that are bound to its inputs and outputs: one for each bucket.
+
+    The loop calls `gather` and `release`, the dispatcher `bind` and `submit`, and the completion
+    thread `wait` and `outputs`.
+
+    Args:
+        name: name of the instance.
+        ring: the ring, whose compute stream the backend uses.
+        plan: its tensors and its size.
+        backend: the backend, loaded and warmed up.
+        tuning: the buckets, and when tensors are copied one by one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ring: Ring,
+        plan: RingPlan,
+        backend: StreamBackend,
+        tuning: ExecutorTuning,
+    ) -> None:
+        self._name = name
+        self._ring = ring
+        self._plan = plan
+        self._backend = backend
+        self._copy_each_min_bytes = tuning.copy_each_min_bytes
+        self._buckets = buckets(plan.max_rows, tuning)
+        self._bucket_of = [
+            next(size for size in self._buckets if size >= rows)
+            for rows in range(1, plan.max_rows + 1)
+        ]
+        self._runs: dict[int, Callable[[], None]] = {}
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest batch that a slot holds."""
+        return self._plan.max_rows
+
+    def bind(self, trial_runs: int) -> None:
+        """Bind every bucket, and run each so many times.
+
+        Raises:
+            ConfigurationError: one of the runs failed.
+        """
+        ring = self._ring
+        inputs = {name: block.address for name, block in ring.inputs.items()}
+        outputs = {name: block.address for name, block in ring.outputs.items()}
+        # The largest first: the memory that it takes serves all others.
+        for number, rows in enumerate(reversed(self._buckets), start=1):
+            run = self._runs[rows] = self._backend.bind(rows, number, inputs, outputs)
+            for _ in range(trial_runs):
+                self._try_run(rows, run)
+
+    def _try_run(self, rows: int, run: Callable[[], None]) -> None:
+        slot = self._ring.take()
+        assert slot is not None
+        self._ring.submit(slot, rows, run)
+        self._ring.collect(slot)
+        error = slot.error
+        self._ring.release(slot)
+        if error is not None:
+            raise ConfigurationError(f"{self._name}: a bound run of {rows} rows failed: {error}")
+
+    def gather(self, requests: Sequence[Request], rows: int) -> RingBatch:
+        """Copy the requests' rows into a free slot, padded to the next bucket."""
+        slot = self._ring.take()
+        assert slot is not None, "more than a running batch and the next one"
+        padding = self._bucket_of[rows - 1] - rows
+        for position, (block, tensor) in enumerate(zip(slot.host, self._plan.inputs, strict=True)):
+            assert block.array is not None
+            stop = rows * tensor.row_bytes
+            copy_rows(requests, position, block.array.data[:stop], self._copy_each_min_bytes)
+            if padding:
+                _repeat_last(block.array, stop, tensor.row_bytes, padding)
+        return RingBatch(slot, rows)
+
+    def submit(self, batch: RingBatch) -> None:
+        """Enqueue the copies and the run of a batch."""
+        bucket = self._bucket_of[batch.rows - 1]
+        self._ring.submit(batch.slot, batch.rows, self._runs[bucket], bucket)
+
+    def wait(self, batch: RingBatch) -> None:
+        """Wait until the answers of a batch have arrived, or its operations have ended."""
+        self._ring.collect(batch.slot)
+
+    def outputs(self, batch: RingBatch) -> Arrays:
+        """Return copies of the outputs of a batch that `wait` has waited for.
+
+        Raises:
+            Exception: the model's exception.
+        """
+        slot = batch.slot
+        if slot.error is not None:
+            raise slot.error
+        arrays: dict[str, NDArray[Any]] = {}
+        specs = self._backend.processing.own.outputs
+        for spec, tensor, block in zip(specs, self._plan.outputs, slot.answers, strict=True):
+            assert block.array is not None
+            content = block.array[: batch.rows * tensor.row_bytes].copy()
+            shape = (batch.rows, *spec.shape[1:])
+            arrays[spec.name] = content.view(DATATYPES[spec.datatype].dtype).reshape(shape)
+        return self._backend.label(arrays)
+
+    def release(self, batch: RingBatch) -> None:
+        """Return the batch's slot to the free ones."""
+        self._ring.release(batch.slot)
+
+
 class DeviceInstance(Instance):
     """An `Instance` on a device; entering it opens the device too.
 
     Args:
         backend: the backend, not yet loaded.
         name: name of the dispatcher's thread.
-        where: the device, and how to use it.
+        placement: the device, and how to use it.
         max_execution_s: a longer run is considered hung and cancelled.
         max_load_s: time limit to load and warm up.
         prepare: prepares the backend, on the dispatcher's thread.
@@ -93,7 +206,7 @@ class DeviceInstance(Instance):
         self,
         backend: StreamBackend,
         name: str,
-        where: OnDevice,
+        placement: DevicePlacement,
         *,
         max_execution_s: float,
         max_load_s: float,
@@ -109,93 +222,72 @@ class DeviceInstance(Instance):
             prepare=lambda _: self._set_up(prepare),
             tuning=tuning,
         )
-        self._streaming = backend
-        self._where = where
-        self._reaps: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._reaper = threading.Thread(
-            target=serve_calls, args=(self._reaps.get,), name=f"{name}-reaper", daemon=True
+        self._stream_backend = backend
+        self._placement = placement
+        self._completions: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._completion_thread = threading.Thread(
+            target=serve_calls,
+            args=(self._completions.get,),
+            name=f"{name}-completion",
+            daemon=True,
         )
-        self._ring: Ring | None = None
-        self._plan: RingPlan | None = None
-        self._runs: dict[int, Callable[[], None]] = {}
-        self._bucket_of: list[int] = []
+        self._ring: BoundRing | None = None
         self._device: Device | None = None
         self._ready_ns = 0
-        self._looked_s = 0.0
+        self._memory_read_s = 0.0
         self.memory: Memory | None = None
 
     # --- the dispatcher's thread ----------------------------------------------------------------
 
     def _set_up(self, prepare: Callable[[Backend], None]) -> None:
-        backend, where = self._streaming, self._where
-        device = self._device = where.open_device()
+        backend, placement = self._stream_backend, self._placement
+        device = self._device = placement.open_device()
         plan = None
-        if where.ring:
-            plan = plan_ring(backend.processing, where.max_rows, self._tuning.ring_slots)
-        needs = dict(where.needs)
+        if placement.ring:
+            plan = plan_ring(backend.processing, placement.max_rows, self._tuning.ring_slots)
+        needs = dict(placement.needs)
         if plan is not None:
             needs["ring"] = plan.device_bytes
-        self._look_at_memory()
+        self._read_memory()
+        # Before anything is allocated: what does not fit is refused with all needs named.
         if self.memory is not None:
             require_memory(device.name, self.memory, needs)
         ring = Ring(device, plan) if plan is not None else None
+        # Before loading: the session is created on the ring's compute stream.
         if ring is not None:
-            backend.use_stream(ring.compute.address, graphs=where.graphs)
+            backend.use_stream(ring.compute.address, graphs=placement.graphs)
         prepare(backend)
+        # After loading, which may find that the model does not batch: buckets need a batch.
         if ring is not None and plan is not None and backend.signature.batched:
-            self._bind(ring, plan)
-            self._ring, self._plan = ring, plan
-        elif where.ring:
+            bound = BoundRing(self.name, ring, plan, backend, self._tuning)
+            bound.bind(GRAPH_RUNS if placement.graphs else 1)
+            self._ring = bound
+        elif placement.ring:
             log.warning(
                 Event.MODEL_WITHOUT_RING,
                 instance=self.name,
                 reason="expected a batch, and inputs and outputs of fixed shapes and sizes",
             )
 
-    def _bind(self, ring: Ring, plan: RingPlan) -> None:
-        """Bind every bucket to the ring's inputs and outputs, the largest first."""
-        inputs = {name: block.address for name, block in ring.inputs.items()}
-        outputs = {name: block.address for name, block in ring.outputs.items()}
-        sizes = buckets(plan.max_rows, self._tuning)
-        for number, rows in enumerate(reversed(sizes), start=1):
-            run = self._runs[rows] = self._streaming.bind(rows, number, inputs, outputs)
-            for _ in range(GRAPH_RUNS if self._where.graphs else 1):
-                self._try(ring, rows, run)
-        self._bucket_of = [
-            next(size for size in sizes if size >= rows) for rows in range(1, plan.max_rows + 1)
-        ]
-
-    def _try(self, ring: Ring, rows: int, run: Callable[[], None]) -> None:
-        slot = ring.take()
-        assert slot is not None
-        ring.submit(slot, rows, run)
-        ring.collect(slot)
-        error = slot.error
-        ring.release(slot)
-        if error is not None:
-            raise ConfigurationError(f"{self.name}: a bound run of {rows} rows failed: {error}")
-
-    def _dispatch(self, loaded: Loaded, reap: Call) -> None:
-        assert self._ring is not None
-        rows, bucket = loaded.rows, self._bucket_of[loaded.rows - 1]
+    def _dispatch(self, ring: BoundRing, batch: RingBatch, completion: Call) -> None:
         submitted_ns = time.perf_counter_ns()
         try:
-            self._ring.submit(loaded.slot, rows, self._runs[bucket], bucket)
+            ring.submit(batch)
         except Exception as raised:  # noqa: BLE001 - any error here is reported as fatal
             # It is unknown what was enqueued, so the slot can never be filled again.
             error = raised if isinstance(raised, Fatal) else Fatal(f"{self.name}: {raised}")
-            reap.work = lambda: _raise(error)
+            completion.work = lambda: _raise(error)
         else:
-            reap.work = lambda: self._reap(loaded, reap, submitted_ns)
-        self._reaps.put(reap)
-        self._look_at_memory()
+            completion.work = lambda: self._complete(ring, batch, completion, submitted_ns)
+        self._completions.put(completion)
+        self._read_memory()
 
-    def _look_at_memory(self) -> None:
+    def _read_memory(self) -> None:
         device, now_s = self._device, time.monotonic()
         period_s = self._tuning.device_memory_period_s
-        if device is None or device.shares_memory or now_s - self._looked_s < period_s:
+        if device is None or device.shares_memory or now_s - self._memory_read_s < period_s:
             return
-        self._looked_s = now_s
+        self._memory_read_s = now_s
         self.memory = device.memory()
 
     def _unload(self) -> None:
@@ -203,29 +295,19 @@ class DeviceInstance(Instance):
         try:
             super()._unload()
         finally:
-            self._runs.clear()
-            self._ring = self._plan = self._device = None
+            self._ring = self._device = None
 
-    # --- the reaper's thread --------------------------------------------------------------------
+    # --- the completion thread ------------------------------------------------------------------
 
-    def _reap(self, loaded: Loaded, reap: Call, submitted_ns: int) -> Arrays:
-        assert self._ring is not None
-        slot = loaded.slot
-        self._ring.collect(slot)
+    def _complete(
+        self, ring: BoundRing, batch: RingBatch, completion: Call, submitted_ns: int
+    ) -> Arrays:
+        ring.wait(batch)
         ready_ns = time.perf_counter_ns()
-        reap.compute_us = (ready_ns - max(submitted_ns, self._ready_ns)) // 1000
+        # A batch that was enqueued behind another one began when that one was ready.
+        completion.compute_us = (ready_ns - max(submitted_ns, self._ready_ns)) // 1000
         self._ready_ns = ready_ns
-        if slot.error is not None:
-            raise slot.error
-        assert self._plan is not None
-        arrays: dict[str, NDArray[Any]] = {}
-        specs = self._streaming.processing.own.outputs
-        for spec, tensor, block in zip(specs, self._plan.outputs, slot.answers, strict=True):
-            assert block.array is not None
-            content = block.array[: loaded.rows * tensor.row_bytes].copy()
-            shape = (loaded.rows, *spec.shape[1:])
-            arrays[spec.name] = content.view(DATATYPES[spec.datatype].dtype).reshape(shape)
-        return self._streaming.label(arrays)
+        return ring.outputs(batch)
 
     # --- the event loop -------------------------------------------------------------------------
 
@@ -237,56 +319,48 @@ class DeviceInstance(Instance):
         return DeviceSnapshot(device.name, sizes)
 
     async def __aenter__(self) -> Self:
-        self._reaper.start()
+        self._completion_thread.start()
         try:
             return await super().__aenter__()
         except BaseException:
-            self._reaps.put(None)
+            self._completions.put(None)
             raise
 
     async def __aexit__(self, *_: object) -> None:
+        # The dispatcher ends first: its last runs still need the completion thread.
         await self._end()
-        self._reaps.put(None)
+        self._completions.put(None)
 
     def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:
         """See `Instance.gather`; a `fresh` batch takes a slot, so it must be run."""
-        ring, plan = self._ring, self._plan
+        ring = self._ring
         rows = sum(request.rows for request in requests)
-        if ring is None or plan is None or not fresh or rows > plan.max_rows:
+        if ring is None or not fresh or rows > ring.max_rows:
             return super().gather(requests, fresh=False)
-        slot = ring.take()
-        assert slot is not None, "more than a running batch and the next one"
-        padding = self._bucket_of[rows - 1] - rows
-        for position, (block, tensor) in enumerate(zip(slot.host, plan.inputs, strict=True)):
-            assert block.array is not None
-            stop = rows * tensor.row_bytes
-            target = block.array.data[:stop]
-            copy_rows(requests, position, target, self._tuning.copy_each_min_bytes)
-            if padding:
-                _repeat_last(block.array, stop, tensor.row_bytes, padding)
-        return Loaded(slot, rows)
+        return ring.gather(requests, rows)
 
     def start_ahead(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
         """Enqueue a batch behind the running one; see `Instance.start_ahead`."""
-        if not isinstance(inputs, Loaded):
+        if not isinstance(inputs, RingBatch):
             return super().start_ahead(inputs, wanted)
         self.begin(inputs)
         return True
 
     def _cancel(self, call: Call) -> None:
         """Cancel a run; this works on the CPU only, not for work enqueued on a device."""
-        self._streaming.cancel()
+        self._stream_backend.cancel()
 
     def begin(self, inputs: Arrays) -> Call:
-        if not isinstance(inputs, Loaded):
+        if not isinstance(inputs, RingBatch):
             return super().begin(inputs)
         if inputs.call is None:
-            reap = inputs.call = Call(lambda: None)
-            self._call(lambda: self._dispatch(inputs, reap))
-            ring, slot = self._ring, inputs.slot
+            ring, batch = self._ring, inputs
             assert ring is not None
+            completion = batch.call = Call(lambda: None)
+            self._call(lambda: self._dispatch(ring, batch, completion))
             # Registered first: the slot is free before the caller that waits for answers resumes.
-            reap.done.add_done_callback(lambda _: ring.release(slot))
+            completion.done.add_done_callback(lambda _: ring.release(batch))
+            return completion
         return inputs.call
 
 

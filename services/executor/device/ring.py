@@ -8,13 +8,13 @@ are copied out, each on its own stream:
     compute      waits for *landed*; staged → the model's input; the
                  model; the model's output → results                  · records *computed*
     copy-out     waits for *computed*; results → answers              · records *ready*
-    reaper       waits for *ready*
+    completion   waits for *ready*
     loop         takes the answers, and releases the slot
 
 The model's own input and output have one fixed address each, for all slots, because a CUDA graph
 is captured with addresses. Only the compute stream reads and writes them, which orders the
-accesses. All other blocks belong to a slot, and a slot is filled again only after the reaper has
-waited for *ready*, which comes after every operation on its blocks. See docs/device.md.
+accesses. All other blocks belong to a slot, and a slot is filled again only after the completion
+thread has waited for *ready*, which comes after every operation on its blocks. See docs/device.md.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class RingPlan(NamedTuple):
     @property
     def device_bytes(self) -> int:
         """Device memory that the ring's blocks take, in bytes."""
-        travelling = sum(each.row_bytes for each in self.inputs + self.outputs)
-        resident = sum(each.model_row_bytes for each in self.inputs + self.outputs)
-        return self.max_rows * (self.slots * travelling + resident)
+        copied_bytes = sum(each.row_bytes for each in self.inputs + self.outputs)
+        model_bytes = sum(each.model_row_bytes for each in self.inputs + self.outputs)
+        return self.max_rows * (self.slots * copied_bytes + model_bytes)
 
 
 class Slot:
@@ -117,7 +117,8 @@ class Slot:
 class Ring:
     """The schedule of one instance on its device.
 
-    The loop calls `take` and `release`, the dispatcher `submit`, and the reaper `collect`; a slot
+    The loop calls `take` and `release`, the dispatcher `submit`, and the completion thread
+    `collect`; a slot
     is passed from one to the next and never shared.
 
     Args:
@@ -176,7 +177,7 @@ class Ring:
             Fatal: the device failed.
         """
         slot.rows, slot.bucket, slot.error = rows, bucket or rows, None
-        self._bring_in(slot)
+        self._enqueue_inputs(slot)
         try:
             self._device.launch(
                 enqueue,
@@ -184,14 +185,14 @@ class Ring:
                 reads=tuple(self.inputs.values()),
                 writes=tuple(self.outputs.values()),
             )
-            self._set_aside(slot)
+            self._save_results(slot)
         except Fatal:
             raise
         except Exception as error:  # noqa: BLE001 - a model may raise anything; kept in the slot
             slot.error = error
-        self._bring_out(slot)
+        self._enqueue_outputs(slot)
 
-    def _bring_in(self, slot: Slot) -> None:
+    def _enqueue_inputs(self, slot: Slot) -> None:
         device, rows = self._device, slot.bucket
         for tensor, host, staged in zip(self._plan.inputs, slot.host, slot.staged, strict=True):
             device.copy(host, staged, rows * tensor.row_bytes, self._copy_in)
@@ -206,13 +207,13 @@ class Ring:
                 work = partial(widen, staged, target, rows)
                 device.launch(work, self.compute, reads=(staged,), writes=(target,))
 
-    def _set_aside(self, slot: Slot) -> None:
+    def _save_results(self, slot: Slot) -> None:
         """Copy the results to the slot, before the next run overwrites the model's outputs."""
         for tensor, result in zip(self._plan.outputs, slot.results, strict=True):
             source = self.outputs[tensor.name]
             self._device.copy(source, result, slot.rows * tensor.row_bytes, self.compute)
 
-    def _bring_out(self, slot: Slot) -> None:
+    def _enqueue_outputs(self, slot: Slot) -> None:
         device = self._device
         device.record(slot.computed, self.compute)
         device.wait(self._copy_out, slot.computed)
@@ -248,11 +249,11 @@ def plan_ring(processing: Processing, max_rows: int, slots: int) -> RingPlan | N
     own = processing.own
     if not own.batched or not all(_is_fixed(spec) for spec in own.inputs + own.outputs):
         return None
-    travelling = {spec.name: spec for spec in processing.signature.inputs}
+    copied = {spec.name: spec for spec in processing.signature.inputs}
     inputs = tuple(
         TensorPlan(
             spec.name,
-            _row_bytes(travelling[spec.name]),
+            _row_bytes(copied[spec.name]),
             _row_bytes(spec),
             processing.widenings.get(spec.name),
             spec.shape[1:],

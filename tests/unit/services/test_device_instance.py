@@ -22,7 +22,7 @@ from headrace.models.backends.onnx_runtime import OnnxBackend
 from headrace.models.config import make_model_config
 from headrace.models.repository import FoundVersion, read_signature
 from headrace.protocol.messages import Request
-from headrace.services.executor.device.instance import DeviceInstance, Loaded, OnDevice
+from headrace.services.executor.device.instance import DeviceInstance, DevicePlacement, RingBatch
 from headrace.telemetry.snapshots import DeviceSnapshot
 from tests.support import models
 from tests.support.work import make_request
@@ -76,7 +76,7 @@ def make(
     made = make_model_config({"max_batch_size": MAX_ROWS, **config}, models.settings_for(tmp_path))
     signature = read_signature(FoundVersion("1", directory, ""), made)
     backend = OnnxBackend(directory, made, signature)
-    where = OnDevice(
+    where = DevicePlacement(
         open_device=lambda: device or CpuDevice(),
         max_rows=MAX_ROWS,
         ring=True,
@@ -151,14 +151,14 @@ async def test_request_beyond_the_largest_bucket_takes_the_plain_way(tmp_path: P
     rows = np.ones((MAX_ROWS + 1, 64), np.float32)
     async with make(tmp_path, models.digits()) as instance:
         inputs = instance.gather(asking(rows))
-        assert not isinstance(inputs, Loaded)
+        assert not isinstance(inputs, RingBatch)
         assert len((await instance.run(inputs))["scores"]) == MAX_ROWS + 1
 
 
 async def test_part_of_a_failed_batch_takes_the_plain_way(tmp_path: Path) -> None:
     """The slots are for what runs once."""
     async with make(tmp_path, models.digits()) as instance:
-        assert not isinstance(instance.gather(digits(1), fresh=False), Loaded)
+        assert not isinstance(instance.gather(digits(1), fresh=False), RingBatch)
 
 
 async def test_model_of_free_shapes_has_no_ring(tmp_path: Path) -> None:
@@ -282,12 +282,12 @@ async def test_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
         raise ConfigurationError("cuda:0: expected a GPU of this number, got 0")
 
     instance = make(tmp_path, models.digits())
-    instance._where = instance._where._replace(open_device=absent)
+    instance._placement = instance._placement._replace(open_device=absent)
     with pytest.raises(ConfigurationError, match="expected a GPU"):
         async with instance:
             pass
-    instance._reaper.join(5)
-    assert not instance._reaper.is_alive()
+    instance._completion_thread.join(5)
+    assert not instance._completion_thread.is_alive()
 
 
 async def test_binding_is_tried_before_the_model_is_ready(

@@ -41,12 +41,12 @@ def moving(kind: str, event: str, stream: str) -> Edit:
 class PutsAsideTooLate(Ring):
     """Says *computed* before the results are put aside."""
 
-    def _set_aside(self, slot: Slot) -> None:
+    def _save_results(self, slot: Slot) -> None:
         pass
 
-    def _bring_out(self, slot: Slot) -> None:
-        super()._bring_out(slot)
-        super()._set_aside(slot)
+    def _enqueue_outputs(self, slot: Slot) -> None:
+        super()._enqueue_outputs(slot)
+        super()._save_results(slot)
 
 
 class SharesResults(Ring):
