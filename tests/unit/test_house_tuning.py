@@ -1,0 +1,171 @@
+"""Chosen numbers of the serving path stand in `headrace.tuning`, and facts beside the code.
+
+A chosen number that is a constant of its module cannot be passed to the object that a test makes,
+and cannot be found by somebody who looks for what may be tuned.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.tree import Module, modules
+
+SERVING = (
+    *("consumer", "crash_isolation", "delivery", "device", "log", "models", "primitives"),
+    *("protocol", "runtime", "telemetry", "transport"),
+)
+"""The packages of `headrace` that a serving process consists of, besides the services."""
+FACTS = {
+    # What a record is charged for, which the promise about memory is counted in.
+    "headrace/delivery/inflight.py": {"RECORD_OVERHEAD_BYTES", "HEADER_OVERHEAD_BYTES"},
+    "headrace/log/kafka/fetch_buffer.py": {"HEADER_OVERHEAD_BYTES", "_MAGIC_AT"},
+    "headrace/log/port.py": {"MAX_POLL_BYTES"},
+    # Formats: of records on Kafka, of commit metadata and crash markers, of DLPack and ONNX.
+    "headrace/crash_isolation/markers.py": {"VERSION", "MOST_ATTEMPTS", "MOST_CHARACTERS"},
+    "headrace/delivery/producing.py": {"_RECORD_BYTES", "_HEADER_BYTES"},
+    "headrace/log/kafka/record_batches.py": {"MAX_HEADERS", "_LEGACY_MIN_BYTES"},
+    "headrace/log/memory/group.py": {"MAX_METADATA_CHARACTERS"},
+    "headrace/log/memory/partition.py": {"FRAMING_BYTES", "_OBJECT_BYTES"},
+    "headrace/log/partitioner.py": {"_SEED", "_M", "_R", "_MASK"},
+    "headrace/models/config.py": {"_LARGEST_FP32", "MAX_THREADS"},
+    "headrace/models/processing.py": {"OLDEST_OPSET"},
+    "headrace/protocol/trace_context.py": {"SAMPLED", "RANDOM", "_VERSION_00_BYTES"},
+    "services/executor/buffers.py": {"_ALIGNMENT_BYTES"},
+    # Codes and special values of Kafka's protocol, of ONNX Runtime, and of our own.
+    "headrace/log/kafka/admin.py": {"_NOBODY", "_FORBIDDEN"},
+    "headrace/log/kafka/broker_version.py": {"FETCH", "DESCRIBE_TRANSACTIONS"},
+    "headrace/log/kafka/cluster.py": {"_BROKER", "_UNKNOWN_RIGHTS"},
+    "headrace/log/kafka/requests.py": {"_TOPIC", "_NO_OFFSET"},
+    "headrace/log/kafka/transaction_protocol.py": {"_ALL_REPLICAS", "_SEQUENCES"},
+    "headrace/models/backends/onnx_runtime.py": {"_FATAL"},
+    "headrace/models/inputs/binding.py": {"_BY_CONTENT"},
+    "headrace/models/inputs/padding.py": {"_UNKNOWN"},
+    "headrace/telemetry/watchdog.py": {"_STDERR"},
+    # The contract with callers: limits of a request, and what an error text may quote of it.
+    "headrace/protocol/codec/faults.py": {
+        *("_MAX_SHOWN", "_MAX_DESCRIBED_BYTES", "_MAX_COUNTED_BYTES"),
+    },
+    "headrace/protocol/codec/responses.py": {"_FIXED_MAP"},
+    "headrace/protocol/headers.py": {
+        *("MAX_PRIORITY", "MAX_HEADER_BYTES", "MAX_SHOWN_NAME", "_LOOKED_AT_BYTES"),
+        *("_MAX_COUNT", "_MAX_DIGITS", "OWN_ANSWER_HEADERS"),
+    },
+    "headrace/protocol/messages.py": {
+        *("MAX_RANK", "MAX_INPUTS", "MAX_OUTPUTS", "MAX_NAME_LENGTH", "MAX_PARAMETERS"),
+    },
+    "headrace/protocol/schemas/golden.py": {"_TIMESTAMP_MS"},
+    "headrace/protocol/tensors.py": {"MAX_TENSOR_BYTES"},
+    "headrace/telemetry/metric_specs.py": {"ROWS"},
+    # The search for a request that ends its process: how many crashes it takes is documented.
+    "headrace/crash_isolation/poison_search.py": {"CAREFUL_FROM"},
+    # Units, and the bound of an exponent.
+    "headrace/device/port.py": {"_MIB"},
+    "headrace/primitives/backoff.py": {"_MOST_DOUBLINGS"},
+}
+"""Numbers that are not chosen, by module."""
+
+CHOSEN = {
+    "headrace/log/kafka/admin.py": {
+        *("QUESTION_S", "_ABSENT_FOR_S", "_COUNT_FOR_S", "_RULES_FOR_S", "_REMEMBERED"),
+    },
+    "headrace/log/kafka/batch.py": {"MAX_BATCH_BYTES"},
+    "headrace/log/kafka/closing.py": {"_POLITE_S", "_SWEEP_S"},
+    "headrace/log/kafka/connection.py": {
+        *("RETRY_BACKOFF_S", "METADATA_MAX_AGE_MS", "CONNECTIONS_MAX_IDLE_MS", "_FIRST_ANSWER_S"),
+    },
+    "headrace/log/kafka/consumer.py": {
+        *("REBALANCE_TIMEOUT_MS", "_JOIN_MARGIN_MS", "_FETCH_MAX_WAIT_MS", "_FETCH_MAX_BYTES"),
+        *("_PARTITION_FETCH_BYTES", "_SILENCE_S"),
+    },
+    "headrace/log/kafka/fetch_buffer.py": {"_SMALL_BATCH_BYTES", "_MAX_GAPS"},
+    "headrace/log/kafka/producer.py": {"_FLUSH_S"},
+    "headrace/log/kafka/reconnect.py": {"FIRST_S", "LONGEST_S", "JITTER"},
+    "headrace/log/kafka/record_batches.py": {
+        *("DEFAULT_DECOMPRESSED_BYTES", "_FIRST_GUESS_BYTES", "_GROWTH", "_MAX_GZIP_MEMBERS"),
+    },
+    "headrace/log/kafka/sender.py": {
+        *("MAX_REQUEST_BYTES", "_RETIRE_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"),
+    },
+    "headrace/log/kafka/transaction_protocol.py": {"_MARKERS_S", "_MAX_MARKERS_S"},
+    "headrace/log/memory/member.py": {"_CLOSE_TIMEOUT_S"},
+    "headrace/log/memory/producer.py": {
+        *("_BATCH_BYTES", "_METADATA_TIMEOUT_S", "_FLUSH_TIMEOUT_S"),
+    },
+    "headrace/protocol/codec/responses.py": {"_MAX_REMEMBERED", "_FILLED_IN_BYTES"},
+    "headrace/protocol/codec/wire.py": {"_MAX_HEADS", "_MAX_STARTS", "_COMPARED_BYTES"},
+    "headrace/protocol/tensors.py": {"_COPY_ROW_BYTES"},
+    "headrace/runtime/stage_group.py": {"SILENT_AFTER_S"},
+    "headrace/transport/channels.py": {"MAX_JOINED", "JOIN_S"},
+    "services/executor/device/instance.py": {"GRAPH_RUNS"},
+    "services/ingest/service.py": {
+        *("FAR_AHEAD", "PAUSE_S", "HOLD_LOOP_S", "QUICK_S", "MAX_AT_ONCE"),
+    },
+    "services/responder/service.py": {"CHARGED_FROM_BYTES"},
+}
+"""Chosen numbers that are still constants of their modules. None is to be added."""
+
+
+def serving_modules() -> list[Module]:
+    """The modules of the serving path."""
+    folders = [f"headrace/{package}" for package in SERVING]
+    return [*modules(*folders), *modules("services")]
+
+
+def is_number(value: ast.expr) -> bool:
+    """Whether an expression is a number, or a tuple of numbers, written out."""
+    match value:
+        case ast.Constant(value=number):
+            return isinstance(number, int | float) and not isinstance(number, bool)
+        case ast.UnaryOp(operand=operand):
+            return is_number(operand)
+        case ast.BinOp(left=left, right=right):
+            return is_number(left) and is_number(right)
+        case ast.Tuple(elts=elements):
+            return bool(elements) and all(map(is_number, elements))
+    return False
+
+
+def constants_in(tree: ast.Module) -> Iterator[str]:
+    """The names of a module's own constants that are numbers."""
+    for node in tree.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if is_number(value):
+                yield name
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if is_number(
+                value
+            ):
+                yield name
+
+
+def test_serving_path_has_no_number_of_its_own() -> None:
+    """A chosen number is a field in `headrace.tuning`; a fact is listed above."""
+    found = {
+        (str(module.path), name)
+        for module in serving_modules()
+        for name in constants_in(module.tree)
+    }
+    known = {
+        (path, name) for each in (FACTS, CHOSEN) for path, names in each.items() for name in names
+    }
+
+    assert found - known == set(), "each belongs into headrace/tuning.py, or is a fact"
+
+
+@pytest.mark.parametrize(
+    "line", ["A_S = 2.0", "A = -1", "A = 16 * 1024", "A: Final = 3", "A = (1, 2)", "A: int = 2**31"]
+)
+def test_number_is_recognised(line: str) -> None:
+    """Signs, products, annotations and tuples do not hide a number."""
+    assert list(constants_in(ast.parse(line))) == ["A_S" if line.startswith("A_S") else "A"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['A = "2"', "A = True", "A = TUNING.consumer.poll_timeout_s", "A = ()", "def a(): b = 2"],
+)
+def test_other_constants_are_left_alone(line: str) -> None:
+    """Text, switches, names and what a function keeps for itself are no constants of a module."""
+    assert list(constants_in(ast.parse(line))) == []
