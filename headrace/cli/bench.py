@@ -54,7 +54,7 @@ class Asked(NamedTuple):
     model: str
     version: str | None
     rate: float | None
-    under_way: int
+    in_flight: int
     seconds: float
     warm_up_s: float
     as_json: bool
@@ -85,7 +85,7 @@ async def measure(settings: Settings, asked: Asked, shown: Progress) -> tuple[Fa
         showing = asyncio.create_task(_show(shown, load.measured, course.seconds), name="progress")
         try:
             if asked.rate is None:
-                measured = await load.closed_loop(asked.under_way)
+                measured = await load.closed_loop(asked.in_flight)
             else:
                 measured = await load.open_loop(asked.rate)
         finally:
@@ -291,7 +291,7 @@ def _ms(value: float) -> str:
 # --- the command ---------------------------------------------------------------------------------
 
 
-UNDER_WAY = 1024
+IN_FLIGHT = 1024
 
 
 @click.command()
@@ -300,17 +300,15 @@ UNDER_WAY = 1024
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="PER_S",
-    help="Requests a second, as independent callers send them.",
+    help="Requests per second, as independent callers send them.",
 )
+@click.option("--saturate", is_flag=True, help="Keep --in-flight requests unanswered at any time.")
 @click.option(
-    "--saturate", is_flag=True, help="As many requests as it takes, --under-way at a time."
-)
-@click.option(
-    "--under-way",
+    "--in-flight",
     type=click.IntRange(min=1),
-    default=UNDER_WAY,
+    default=IN_FLIGHT,
     show_default=True,
-    help="With --saturate: unanswered requests at any time.",
+    help="With --saturate: number of unanswered requests.",
 )
 @click.option(
     "--seconds",
@@ -325,7 +323,7 @@ UNDER_WAY = 1024
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
-    help="Seconds of them that are not counted.",
+    help="Initial seconds that are not counted.",
 )
 @click.option(
     "--input",
@@ -343,25 +341,25 @@ UNDER_WAY = 1024
     "--capture",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Requests of a capture file, in turns.",
+    help="Send the requests of a capture file in rotation.",
 )
 @click.option(
     "--version",
     metavar="V",
-    help="Name this version in each request.  [default: none, the newest answers]",
+    help="Version named by each request.  [default: none, the newest answers]",
 )
 @click.option(
     "--encoding",
     type=click.Choice(["msgpack", "json"]),
     default="msgpack",
     show_default=True,
-    help="Of requests with --input, or made up.",
+    help="Encoding of requests that are not read from a file.",
 )
 @click.option(
     "--url",
     default="",
     metavar="URL",
-    help="A process of the pipeline (telemetry.http_port), to see what cores it keeps busy.",
+    help="URL of a process of the pipeline (telemetry.http_port), to measure its busy cores.",
 )
 @click.option("--json", "in_json", is_flag=True, help="Write JSON.")
 @pass_settings
@@ -376,14 +374,14 @@ def command(
     encoding: str,
     **given: Any,
 ) -> None:
-    """Put load on MODEL and say how long answers take, where their time goes, and what binds.
+    """Load MODEL, and report latency, where the time goes, and the bottleneck.
 
     With a broker in the settings, a running Headrace answers. Without one, the four services run in
-    this process, and share a core with the load. Requests are one row that is made up by the
-    model's signature, unless --input, --file or --capture says otherwise.
+    this process, and share a core with the load. Each request is one row generated from the model's
+    signature, unless --input, --file or --capture is given.
 
-    With --rate, latency counts from when a request was due, whether it could be sent then or not.
-    Exit code 1 when an answer is missing.
+    With --rate, latency counts from when a request was due, whether or not it could be sent then.
+    Exit code 1 if an answer is missing.
     """
     if saturate == (given["rate"] is not None):
         raise click.UsageError("give either --rate or --saturate")

@@ -15,7 +15,7 @@ from headrace.cli.outcome import Unsuccessful
 @click.option(
     "--kafka",
     is_flag=True,
-    help="Use a real Kafka, started on this machine for the demo, in place of the log in memory.",
+    help="Use a real Kafka, started on this machine for the demo, instead of the log in memory.",
 )
 @click.option(
     "--seconds",
@@ -27,9 +27,9 @@ from headrace.cli.outcome import Unsuccessful
 def command(kafka: bool, seconds: float) -> None:
     """Send images and files to two models, and show what happens.
 
-    All four services run in this process. Each answer is checked against the truth. The demo has a
-    log and models of its own and leaves nothing behind. Exit code 1 when an answer is missing or
-    too many are wrong, 2 when ONNX Runtime is not installed.
+    All four services run in this process. Each answer is checked against the known label. The demo
+    has its own log and models, and leaves nothing behind. Exit code 1 if an answer is missing or
+    too many are wrong, 2 if ONNX Runtime is not installed.
     """
     from headrace.telemetry.logs import configure_logging
     from headrace.tools.demo.demo import run_demo

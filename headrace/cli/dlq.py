@@ -53,7 +53,7 @@ _MAX_CELL = 60
 
 
 class Place(NamedTuple):
-    """Position of a letter; `topic` is None if only partition and offset were given."""
+    """Position of a dead letter; `topic` is None if only partition and offset were given."""
 
     topic: str | None
     partition: int
@@ -107,7 +107,7 @@ WHEN = WhenType()
 
 
 def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that select letters to a command, as one argument `selection`."""
+    """Add the options that select dead letters to a command, as one argument `selection`."""
 
     @wraps(function)
     def with_selection(
@@ -125,19 +125,26 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, selection=selection, **options)
 
     options = (
-        click.option("--code", "codes", multiple=True, help="Of this code; several may be given."),
-        click.option("--model", "models", multiple=True, help="Of this model; likewise."),
+        click.option(
+            "--code", "codes", multiple=True, help="Only this error code; repeat it for more."
+        ),
+        click.option(
+            "--model", "models", multiple=True, help="Only this model; repeat it for more."
+        ),
         click.option(
             "--stage",
             "stages",
             multiple=True,
             type=click.Choice([stage.value for stage in STAGES]),
-            help="Failed here.",
+            help="Only failures of this stage.",
         ),
         click.option(
-            "--since", "since_ms", type=WHEN, help="Dead since then: ISO 8601 (UTC), or 2h ago."
+            "--since",
+            "since_ms",
+            type=WHEN,
+            help="Written at or after this time: ISO 8601 (UTC), or an age as 2h.",
         ),
-        click.option("--until", "until_ms", type=WHEN, help="Dead before then."),
+        click.option("--until", "until_ms", type=WHEN, help="Written before this time."),
     )
     for option in reversed(options):
         with_selection = option(with_selection)
@@ -145,7 +152,7 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Newest:
-    """The newest of many letters, in bounded memory."""
+    """The newest of many dead letters, in bounded memory."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -153,7 +160,7 @@ class Newest:
         self._numbers = itertools.count()
 
     def add(self, timestamp_ms: int, row: dict[str, Any]) -> None:
-        """Keep a letter's row if it is one of the newest."""
+        """Keep a dead letter's row if it is one of the newest."""
         heapq.heappush(self._heap, (timestamp_ms, next(self._numbers), row))
         if len(self._heap) > self._limit:
             heapq.heappop(self._heap)
@@ -182,7 +189,7 @@ def _cell(value: Any) -> str:
 
 
 def counts_lines(counts: Counter[str], shown: int) -> Iterator[str]:
-    """Yield the number of letters by code, the most frequent first."""
+    """Yield the number of dead letters by code, the most frequent first."""
     if not counts:
         yield "no dead letters"
         return
@@ -225,9 +232,9 @@ def command() -> None:
     type=click.IntRange(min=0),
     default=1000,
     show_default=True,
-    help="Show at most so many, the newest; all are counted.",
+    help="Show at most this many, the newest; all are counted.",
 )
-@click.option("--pending", is_flag=True, help="Without those that were redriven.")
+@click.option("--pending", is_flag=True, help="Leave out those that were redriven.")
 @json_option
 @pass_settings
 def list_(
@@ -248,12 +255,12 @@ async def _list(
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     newest = Newest(limit)
     counts: Counter[str] = Counter()
-    async with aclosing(_letters(settings, selection)) as letters:
-        async for letter, redriven in letters:
+    async with aclosing(_dead_letters(settings, selection)) as dead_letters:
+        async for dead_letter, redriven in dead_letters:
             if pending and redriven:
                 continue
-            counts[letter.code] += 1
-            newest.add(letter.record.timestamp, summary(letter, redriven))
+            counts[dead_letter.code] += 1
+            newest.add(dead_letter.record.timestamp, summary(dead_letter, redriven))
     return newest.rows(), counts
 
 
@@ -263,19 +270,19 @@ async def _list(
 @pass_settings
 def show(settings: Settings, place: Place, as_json: bool) -> None:
     """Show one dead letter: its error, its headers, and the request as it can be read."""
-    letter, redriven = run(_one(settings, place))
+    dead_letter, redriven = run(_one(settings, place))
     if as_json:
-        click.echo(json.dumps(full(letter, redriven), indent=2))
+        click.echo(json.dumps(full(dead_letter, redriven), indent=2))
         return
-    for line in paragraphs(letter, redriven):
+    for line in paragraphs(dead_letter, redriven):
         say(line)
 
 
 async def _one(settings: Settings, place: Place) -> tuple[DeadLetter, bool]:
     selection = Selection(places=_chosen(settings, [place]))
-    async with aclosing(_letters(settings, selection)) as letters:
-        async for letter, redriven in letters:
-            return letter, redriven
+    async with aclosing(_dead_letters(settings, selection)) as dead_letters:
+        async for dead_letter, redriven in dead_letters:
+            return dead_letter, redriven
     topic = settings.topic(Topic.DEAD_LETTERS)
     raise ConfigurationError(
         f"{topic}/{place.partition}/{place.offset}: expected a dead letter, but there is none"
@@ -286,16 +293,21 @@ async def _one(settings: Settings, place: Place) -> tuple[DeadLetter, bool]:
 @click.argument("places", type=PLACE, nargs=-1, metavar="[[TOPIC/]PARTITION/OFFSET]...")
 @selecting
 @click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="At most so many, the first ones read."
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Send at most this many, the first ones.",
 )
-@click.option("--rate", type=click.FloatRange(min=0, min_open=True), help="Requests a second.")
+@click.option(
+    "--rate", type=click.FloatRange(min=0, min_open=True), help="Send this many per second."
+)
 @click.option("--dry-run", is_flag=True, help="Count what would be sent; send nothing.")
-@click.option("--discard", is_flag=True, help="Count them as redriven, without sending them.")
+@click.option("--discard", is_flag=True, help="Mark them as redriven without sending them.")
 @click.option(
     "--transform",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE.py",
-    help="With `def transform(record)`, which gives the record to send, or None.",
+    help="File with `def transform(record)`, which returns the record to send, or None.",
 )
 @json_option
 @pass_settings
@@ -311,11 +323,11 @@ def redrive(
     transform: Path | None,
     as_json: bool,
 ) -> None:
-    """Send dead letters as requests again: those at these places, or all that the options select.
+    """Send dead letters as requests again: those at these positions, or all that are selected.
 
-    Key, headers, reply topic and correlation id stay, so that the answer goes to where the first
-    one was wanted. Each letter is sent once: what was sent is remembered in the log. Exit code 1
-    when a letter was refused.
+    Key, headers, reply topic and correlation id are kept, so that the answer goes where the first
+    one was expected. Each dead letter is sent at most once: the log records which were sent. Exit
+    code 1 if a dead letter was refused.
     """
     if discard and transform is not None:
         raise click.UsageError("--discard sends nothing: leave --transform out")
@@ -364,18 +376,18 @@ def _tally(tally: Tally, order: Order) -> dict[str, Any]:
 
 @command.command()
 @selecting
-@click.option("--pending", is_flag=True, help="Without those that were redriven.")
+@click.option("--pending", is_flag=True, help="Leave out those that were redriven.")
 @click.option(
     "--output",
     type=click.File("w", encoding="utf-8", lazy=True),
     default="-",
-    help="A file.  [default: stdout]",
+    help="Output file.  [default: stdout]",
 )
 @click.option(
     "--capture",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Write a capture file instead, as the --file of `headrace replay` names one.",
+    help="Write a capture file instead, for `headrace replay --file`.",
 )
 @pass_settings
 def export(
@@ -386,21 +398,21 @@ def export(
     output: TextIO,
     capture: Path | None,
 ) -> None:
-    """Write dead letters as JSON lines: what `show --json` has, one letter a line.
+    """Write dead letters as JSON lines: what `show --json` has, one per line.
 
     Key, value and the values of headers are in base64.
     """
     with ExitStack() as stack:
         if capture is None:
 
-            def write(letter: DeadLetter, redriven: bool) -> None:
-                output.write(json.dumps(full(letter, redriven)) + "\n")
+            def write(dead_letter: DeadLetter, redriven: bool) -> None:
+                output.write(json.dumps(full(dead_letter, redriven)) + "\n")
         else:
             source = settings.topic(Topic.DEAD_LETTERS)
             writer = stack.enter_context(CaptureWriter(capture, source))
 
-            def write(letter: DeadLetter, redriven: bool) -> None:
-                writer.add([letter.record])
+            def write(dead_letter: DeadLetter, redriven: bool) -> None:
+                writer.add([dead_letter.record])
 
         count = run(_export(settings, selection, pending, write))
     click.echo(f"{count} dead letters written", err=True)
@@ -413,10 +425,10 @@ async def _export(
     write: Callable[[DeadLetter, bool], None],
 ) -> int:
     count = 0
-    async with aclosing(_letters(settings, selection)) as letters:
-        async for letter, redriven in letters:
+    async with aclosing(_dead_letters(settings, selection)) as dead_letters:
+        async for dead_letter, redriven in dead_letters:
             if not (pending and redriven):
-                write(letter, redriven)
+                write(dead_letter, redriven)
                 count += 1
     return count
 
@@ -429,29 +441,29 @@ async def _open(settings: Settings) -> AsyncIterator[Log]:
     if settings.kafka is None:
         raise ConfigurationError(
             "dlq: expected a broker (kafka.bootstrap_servers), got the embedded log, whose dead "
-            "letters end with its process"
+            "dead letters end with its process"
         )
     async with open_log(settings) as log:
         yield log
 
 
-async def _letters(
+async def _dead_letters(
     settings: Settings, selection: Selection
 ) -> AsyncGenerator[tuple[DeadLetter, bool], None]:
-    """Yield letters, and whether each was redriven."""
+    """Yield dead letters, and whether each was redriven."""
     topic = settings.topic(Topic.DEAD_LETTERS)
     async with _open(settings) as log:
         partitions = await partitions_of(log, topic)
         async with log.reader(partitions) as reader:
             done = await recall(log, settings, await spans_of(reader, partitions))
-        async with aclosing(read_dead_letters(log, topic, selection, say_gap)) as letters:
-            async for letter in letters:
-                yield letter, letter.record.offset in done[letter.partition]
+        async with aclosing(read_dead_letters(log, topic, selection, say_gap)) as dead_letters:
+            async for dead_letter in dead_letters:
+                yield dead_letter, dead_letter.record.offset in done[dead_letter.partition]
 
 
 def _chosen(settings: Settings, places: Sequence[Place]) -> frozenset[tuple[int, int]]:
     topic = settings.topic(Topic.DEAD_LETTERS)
     for place in places:
         if place.topic not in (None, topic):
-            raise ConfigurationError(f"expected a letter of {topic}, got one of {place.topic}")
+            raise ConfigurationError(f"expected a dead letter of {topic}, got one of {place.topic}")
     return frozenset((place.partition, place.offset) for place in places)

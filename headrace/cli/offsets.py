@@ -87,7 +87,7 @@ def show(settings: Settings, as_json: bool) -> None:
     type=_TargetType(),
     required=True,
     metavar="earliest|latest|OFFSET|TIME",
-    help="An end of each partition, an offset, or the first record from an ISO 8601 time on.",
+    help="An end of each partition, an offset, or the first record at or after an ISO 8601 time.",
 )
 @click.option(
     "--partition",
@@ -95,7 +95,7 @@ def show(settings: Settings, as_json: bool) -> None:
     type=click.IntRange(min=0),
     multiple=True,
     metavar="N",
-    help="Only this one; may be given several times.  [default: all]",
+    help="Only this partition; repeat it for more.  [default: all]",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing.")
 @json_option

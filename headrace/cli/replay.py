@@ -99,21 +99,20 @@ async def replay_into_models(
 MODULES = {
     "compare": (
         "headrace.cli.replay_compare",
-        "Compare two models over recorded requests: the same, or different?",
+        "Compare a candidate with the current model on recorded requests.",
     ),
     "simulate": (
         "headrace.cli.replay_simulate",
-        "Say what other limits, rates and instances would make of them.",
+        "Simulate other limits, rates and numbers of instances.",
     ),
 }
 
 
 @click.group(cls=LazyGroup, modules=MODULES)
 def command() -> None:
-    """Count, save or send recorded requests again, or judge models and limits by them.
+    """Count, save or replay recorded requests, or evaluate models and limits with them.
 
-    They are read from a topic or a capture file, by a reader that is in no consumer group, up to
-    where it ends now.
+    They are read from a topic or a capture file, up to its current end, without a consumer group.
     """
 
 
@@ -128,7 +127,7 @@ json_option = click.option("--json", "in_json", is_flag=True, help="Write JSON."
 @json_option
 @pass_settings
 def count(settings: Settings, /, *, in_json: bool, **chosen: Any) -> None:
-    """Count what is selected, by partition: records, bytes, offsets and time span."""
+    """Count the selected records by partition, with bytes, offsets and time span."""
     source = chosen_source(settings, chosen)
     with watching() as watch:
         totals = run(_count(settings, source, _telling(watch)))
@@ -149,7 +148,7 @@ async def _count(settings: Settings, source: Source, watch: Watch) -> list[Parti
 @json_option
 @pass_settings
 def save(settings: Settings, /, *, path: Path, in_json: bool, **chosen: Any) -> None:
-    """Save what is selected as capture file FILE, which must not be there yet."""
+    """Save the selected records as capture file FILE, which must not exist yet."""
     source = chosen_source(settings, chosen)
     with watching(f"{path} can be read, and lacks the rest") as watch:
         saved = run(_save(settings, source, path, _telling(watch)))
@@ -186,28 +185,32 @@ PACE_OPTIONS = (
         "--speed",
         callback=_speed,
         metavar="FACTOR|max",
-        help="So many times as fast as they came, or as fast as possible.  [default: 1]",
+        help="Multiple of the original pace, or as fast as possible.  [default: 1]",
     ),
     click.option(
         "--rate",
         type=click.FloatRange(min=0, min_open=True),
         metavar="N",
-        help="So many records a second instead.",
+        help="Send this many records per second instead.",
     ),
-    click.option("--by-key", is_flag=True, help="Choose partitions by key, not by the original's."),
-    click.option("--run-id", metavar="ID", help="What x-replay-run says.  [default: a new one]"),
+    click.option(
+        "--by-key", is_flag=True, help="Choose partitions by key instead of keeping them."
+    ),
+    click.option("--run-id", metavar="ID", help="Value of x-replay-run.  [default: a new id]"),
 )
 SEND_OPTIONS = (
-    click.option("--to", "to", metavar="TOPIC", help="Into this topic."),
-    click.option("--to-requests", is_flag=True, help="Into the requests of a running pipeline."),
+    click.option("--to", "to", metavar="TOPIC", help="Send to this topic."),
+    click.option(
+        "--to-requests", is_flag=True, help="Send to the requests topic of a running pipeline."
+    ),
     *PACE_OPTIONS,
-    click.option("--keep-reply", is_flag=True, help="Answer where the originals were answered."),
-    click.option("--reply-to", metavar="TOPIC", help="Answer all of them here."),
+    click.option("--keep-reply", is_flag=True, help="Keep the reply topics of the originals."),
+    click.option("--reply-to", metavar="TOPIC", help="Reply topic of all copies."),
     click.option(
         "--checkpoint",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Go on from here after an end; made if it is not there.",
+        help="Checkpoint file, to resume an interrupted run.",
     ),
 )
 
@@ -259,8 +262,8 @@ def _pace(given: Pacing | Sending) -> Pace:
 def send(settings: Settings, /, *, given: Sending, in_json: bool, **chosen: Any) -> None:
     """Send recorded requests again, into a topic or a running pipeline.
 
-    They come at the pace at which they came first, or another one. Copies are marked (x-replay-of,
-    x-replay-run), their deadlines moved, and their reply topics removed.
+    They are sent at their original pace, or another one. Copies are marked (x-replay-of,
+    x-replay-run), their deadlines are moved, and their reply topics removed.
     """
     given.check()
     pace = _pace(given)
@@ -302,9 +305,9 @@ async def _into_topic(settings: Settings, source: Source, job: TopicJob, watch: 
 def models(
     settings: Settings, /, *, repository: Path, given: Pacing, in_json: bool, **chosen: Any
 ) -> None:
-    """Send recorded requests into a pipeline in this process that has the models of DIR.
+    """Send recorded requests to a pipeline in this process that serves the models of DIR.
 
-    No broker is written to. Answers are counted by their status.
+    No broker is written to. Answers are counted by status.
     """
     from headrace.cli.replay import PipelineJob, replay_into_models
 

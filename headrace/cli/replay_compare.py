@@ -120,12 +120,12 @@ COMPARE_OPTIONS = (
         "--current-version",
         type=click.IntRange(min=1),
         metavar="N",
-        help="With --candidate-version: the current one.  [default: the one that is served]",
+        help="With --candidate-version: the current version.  [default: the served one]",
     ),
     click.option(
         "--answers",
         metavar="TOPIC",
-        help="The reference is answers that were recorded on this topic.",
+        help="Use the recorded answers of this topic as the reference.",
     ),
     ANSWERS_FILE,
     click.option(
@@ -134,20 +134,39 @@ COMPARE_OPTIONS = (
         help="With recorded answers: do not run the current models.",
     ),
     click.option(
-        "--margin", type=_POSITIVE, default=4.0, show_default=True, help="Times the noise."
+        "--margin",
+        type=_POSITIVE,
+        default=4.0,
+        show_default=True,
+        help="Allowed multiple of the noise floor.",
     ),
-    click.option("--max-difference", type=_POSITIVE, metavar="X", help="Of any float output."),
     click.option(
-        "--max-mismatched", type=_SHARE, metavar="SHARE", help="Of labels, texts, integers."
+        "--max-difference",
+        type=_POSITIVE,
+        metavar="X",
+        help="Largest difference of a float output.",
     ),
-    click.option("--min-top1", type=_SHARE, metavar="SHARE", help="Of rows with the same largest."),
-    click.option("--max-code-changes", type=_SHARE, metavar="SHARE", help="Of answers' codes."),
+    click.option(
+        "--max-mismatched",
+        type=_SHARE,
+        metavar="SHARE",
+        help="Most labels, texts or integers that differ.",
+    ),
+    click.option(
+        "--min-top1",
+        type=_SHARE,
+        metavar="SHARE",
+        help="Fewest rows whose largest element keeps its index.",
+    ),
+    click.option(
+        "--max-code-changes", type=_SHARE, metavar="SHARE", help="Most answers with another code."
+    ),
     click.option(
         "--max-latency-ratio",
         type=_POSITIVE,
         default=1.5,
         show_default=True,
-        help="Of the medians, candidate to current.",
+        help="Highest ratio of the medians, candidate to current.",
     ),
     click.option(
         "--min-recorded",
@@ -155,13 +174,13 @@ COMPARE_OPTIONS = (
         default=1.0,
         show_default=True,
         metavar="SHARE",
-        help="Of requests, with a recorded answer.",
+        help="Fewest requests with a recorded answer.",
     ),
     click.option(
         "--min-comparable",
         type=_SHARE,
         metavar="SHARE",
-        help="Of requests, with outputs on both sides.  [default: as many as were recorded with "
+        help="Fewest requests with outputs on both sides.  [default: as many as were recorded with "
         f"outputs, or {COMPARABLE_UNRECORDED:g} without recorded answers]",
     ),
     click.option("--top-k", type=click.IntRange(min=1), default=DEFAULT_TOP_K, show_default=True),
@@ -170,7 +189,7 @@ COMPARE_OPTIONS = (
         type=click.IntRange(min=1, max=1024),
         default=DEFAULT_CONCURRENCY,
         show_default=True,
-        help="Requests under way at once.",
+        help="Number of requests in flight.",
     ),
 )
 

@@ -96,26 +96,26 @@ def _trace_id(text: str) -> str:
 
 
 _OPTIONS = (
-    click.option("--topic", metavar="TOPIC", help="Read this.  [default: the requests]"),
+    click.option("--topic", metavar="TOPIC", help="Topic to read.  [default: the requests]"),
     click.option(
         "--file",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="Read this capture file instead of a topic.",
+        help="Capture file to read instead of a topic.",
     ),
     click.option(
         "--from",
         "from_ms",
         callback=_parsed(parse_time_ms),
         metavar="TIME",
-        help="From the first record at or after this: ISO 8601, or epoch milliseconds.",
+        help="Start at the first record at or after this time: ISO 8601, or epoch milliseconds.",
     ),
     click.option(
         "--until",
         "until_ms",
         callback=_parsed(parse_time_ms),
         metavar="TIME",
-        help="Up to the first record at or after this, which is left out.",
+        help="Stop before the first record at or after this time.",
     ),
     click.option(
         "--from-offset",
@@ -123,7 +123,7 @@ _OPTIONS = (
         multiple=True,
         callback=_parsed(parse_offsets),
         metavar="[PARTITION:]OFFSET",
-        help="From this offset; may be given for each partition.",
+        help="Start at this offset; repeat it for more partitions.",
     ),
     click.option(
         "--until-offset",
@@ -131,7 +131,7 @@ _OPTIONS = (
         multiple=True,
         callback=_parsed(parse_offsets),
         metavar="[PARTITION:]OFFSET",
-        help="Up to this offset, which is left out.",
+        help="Stop before this offset.",
     ),
     click.option(
         "--partition",
@@ -139,11 +139,14 @@ _OPTIONS = (
         type=click.IntRange(min=0),
         multiple=True,
         metavar="N",
-        help="Only this partition; may be given several times.",
+        help="Only this partition; repeat it for more.",
     ),
     click.option("--key", metavar="KEY", help="Only records with this key."),
     click.option(
-        "--key-regex", callback=_parsed(_pattern), metavar="REGEX", help="... one that matches."
+        "--key-regex",
+        callback=_parsed(_pattern),
+        metavar="REGEX",
+        help="Only records with a matching key.",
     ),
     click.option(
         "--header",
@@ -151,14 +154,16 @@ _OPTIONS = (
         multiple=True,
         callback=_parsed(_headers),
         metavar="NAME=VALUE",
-        help="Only records with this header; may be given several times.",
+        help="Only records with this header; repeat it for more.",
     ),
     click.option("--model", metavar="MODEL[/VERSION]", help="Only records of this model."),
     click.option("--status", metavar="STATUS", help="Only answers with this x-status."),
     click.option(
         "--trace-id", callback=_parsed(_trace_id), metavar="HEX", help="Only records of this trace."
     ),
-    click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most so many."),
+    click.option(
+        "--limit", type=click.IntRange(min=1), metavar="N", help="Read at most this many records."
+    ),
 )
 SELECTION = (
     *("topic", "file", "from_ms", "until_ms", "from_offsets", "until_offsets", "partitions"),

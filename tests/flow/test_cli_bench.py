@@ -46,7 +46,7 @@ def test_a_rate_is_measured(call: Call, repository: Path) -> None:
 
 def test_saturation_is_measured(call: Call, repository: Path) -> None:
     """The lines for people name what binds."""
-    result = call("bench", "digits", "--saturate", "--under-way", "64", *SHORT)
+    result = call("bench", "digits", "--saturate", "--in-flight", "64", *SHORT)
     assert result.exit_code == Exit.DONE, result.stderr
 
     assert "requests answered" in result.stdout

@@ -2,8 +2,8 @@
 
 The key, the value and the caller's headers are kept, including the reply topic and the correlation
 id, so that the answer goes where the original answer was expected. The headers that Headrace added
-to the letter are removed. Three `x-replay-*` headers, which are not copied to answers, name its
-origin.
+to the dead letter are removed. Three `x-replay-*` headers, which are not copied to answers, name
+its origin.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REPLACED = frozenset(
 
 
 class Copy(NamedTuple):
-    """A letter converted back to a request.
+    """A dead letter converted back to a request.
 
     Attributes:
         deadline_dropped: its `x-deadline-ms` had passed and was removed.
@@ -40,8 +40,8 @@ class Copy(NamedTuple):
     deadline_dropped: bool
 
 
-def copy_of(letter: DeadLetter, now_ms: int) -> Copy:
-    """Return the request without the headers of the letter; `marked` adds those of its origin.
+def copy_of(dead_letter: DeadLetter, now_ms: int) -> Copy:
+    """Return the request without the headers of the dead letter; `marked` adds those of its origin.
 
     A deadline that has passed is removed, since it would only cause the next error. An unreadable
     deadline stays, and so does a timeout (`x-timeout-ms`), since it counts from the new record's
@@ -49,35 +49,35 @@ def copy_of(letter: DeadLetter, now_ms: int) -> Copy:
     """
     kept: list[tuple[str, bytes | None]] = []
     dropped = False
-    for name, value in letter.record.headers:
+    for name, value in dead_letter.record.headers:
         if name.startswith("kafka_dlt-") or name in _REPLACED:
             continue
         if name == HeaderName.DEADLINE_MS and _has_passed(value, now_ms):
             dropped = True
             continue
         kept.append((name, value))
-    return Copy(NewRecord(letter.record.key, letter.record.value, kept), dropped)
+    return Copy(NewRecord(dead_letter.record.key, dead_letter.record.value, kept), dropped)
 
 
-def marked(record: NewRecord, letter: DeadLetter, run_id: str) -> NewRecord:
+def marked(record: NewRecord, dead_letter: DeadLetter, run_id: str) -> NewRecord:
     """Set the replay headers and the attempt number, whatever a transform did to them."""
     headers = [header for header in record.headers if header[0] not in _REPLACED]
     headers += [
-        (HeaderName.REPLAY_OF, first_identity(letter).encode()),
-        (HeaderName.REPLAY_LETTER, str(letter.identity).encode()),
+        (HeaderName.REPLAY_OF, first_identity(dead_letter).encode()),
+        (HeaderName.REPLAY_LETTER, str(dead_letter.identity).encode()),
         (HeaderName.REPLAY_RUN, run_id.encode()),
-        (HeaderName.ATTEMPT, b"%d" % (letter.attempt + 1)),
+        (HeaderName.ATTEMPT, b"%d" % (dead_letter.attempt + 1)),
     ]
     return record._replace(headers=headers)
 
 
-def first_identity(letter: DeadLetter) -> str:
-    """Return the original request across all redrives; the letter's identity if unknown."""
-    headers = dict(letter.record.headers)
+def first_identity(dead_letter: DeadLetter) -> str:
+    """Return the original request across all redrives; the dead letter's identity if unknown."""
+    headers = dict(dead_letter.record.headers)
     first = headers.get(HeaderName.REPLAY_OF)
     if first is not None and HeaderName.REPLAY_LETTER in headers:
         return first.decode(errors="replace")
-    return str(letter.origin or letter.identity)
+    return str(dead_letter.origin or dead_letter.identity)
 
 
 def _has_passed(value: bytes | None, now_ms: int) -> bool:
@@ -88,7 +88,7 @@ def _has_passed(value: bytes | None, now_ms: int) -> bool:
 
 
 Transform: TypeAlias = Callable[[NewRecord], NewRecord | None]
-"""Returns the record to send instead; None skips the letter."""
+"""Returns the record to send instead; None skips the dead letter."""
 
 
 def load_transform(path: Path) -> Transform:

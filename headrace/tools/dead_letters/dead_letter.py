@@ -69,12 +69,12 @@ class DeadLetter(NamedTuple):
 
     @property
     def identity(self) -> Identity:
-        """Identity of the letter itself."""
+        """Identity of the dead letter itself."""
         return Identity(self.record.topic, self.record.partition, self.record.offset)
 
     @property
     def partition(self) -> TopicPartition:
-        """Partition that contains the letter."""
+        """Partition that contains the dead letter."""
         return TopicPartition(self.record.topic, self.record.partition)
 
 
@@ -141,13 +141,13 @@ def _model(record: Record) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A selection of letters; empty fields and None select all.
+    """A selection of dead letters; empty fields and None select all.
 
     Attributes:
         codes, models, stages: any of these. A model is selected with all its versions.
-        since_ms, until_ms: time at which the request became a letter, in epoch milliseconds;
+        since_ms, until_ms: time at which the request became a dead letter, in epoch milliseconds;
             `until_ms` is exclusive.
-        places: single letters, by partition and offset.
+        places: single dead letters, by partition and offset.
     """
 
     codes: frozenset[str] = frozenset()
@@ -157,13 +157,13 @@ class Selection:
     until_ms: int | None = None
     places: frozenset[tuple[int, int]] = frozenset()
 
-    def takes(self, letter: DeadLetter) -> bool:
-        """Return whether the letter is selected."""
-        record = letter.record
+    def takes(self, dead_letter: DeadLetter) -> bool:
+        """Return whether the dead letter is selected."""
+        record = dead_letter.record
         return (
-            (not self.codes or letter.code in self.codes)
-            and (not self.models or letter.model in self.models)
-            and (not self.stages or letter.stage in self.stages)
+            (not self.codes or dead_letter.code in self.codes)
+            and (not self.models or dead_letter.model in self.models)
+            and (not self.stages or dead_letter.stage in self.stages)
             and (self.since_ms is None or record.timestamp >= self.since_ms)
             and (self.until_ms is None or record.timestamp < self.until_ms)
             and (not self.places or (record.partition, record.offset) in self.places)
@@ -178,7 +178,7 @@ HEX_WIDTH = 16
 SHOWN_BYTES = 512
 
 _NO_LIMITS = LimitSettings(max_request_bytes=2**31 - 1)
-"""Without the usual limit, since a request too large to be served can be a letter."""
+"""Without the usual limit, since a request too large to be served can be a dead letter."""
 
 _NUMBERS = {
     HeaderName.DLT_PARTITION,
@@ -196,26 +196,26 @@ def time_text(timestamp_ms: int) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def summary(letter: DeadLetter, redriven: bool) -> dict[str, Any]:
-    """Return a letter's row in a list."""
+def summary(dead_letter: DeadLetter, redriven: bool) -> dict[str, Any]:
+    """Return a dead letter's row in a list."""
     return {
-        "letter": str(letter.identity),
-        "time": time_text(letter.record.timestamp),
-        "code": letter.code,
-        "model": "/".join(part for part in (letter.model, letter.version) if part),
-        "stage": letter.stage,
-        "attempt": letter.attempt,
+        "letter": str(dead_letter.identity),
+        "time": time_text(dead_letter.record.timestamp),
+        "code": dead_letter.code,
+        "model": "/".join(part for part in (dead_letter.model, dead_letter.version) if part),
+        "stage": dead_letter.stage,
+        "attempt": dead_letter.attempt,
         "redriven": redriven,
-        "request": str(letter.origin) if letter.origin else "",
-        "message": letter.message,
+        "request": str(dead_letter.origin) if dead_letter.origin else "",
+        "message": dead_letter.message,
     }
 
 
-def full(letter: DeadLetter, redriven: bool) -> dict[str, Any]:
-    """Return all of a letter as JSON values: bytes that are not text in base64."""
-    record = letter.record
+def full(dead_letter: DeadLetter, redriven: bool) -> dict[str, Any]:
+    """Return all of a dead letter as JSON values: bytes that are not text in base64."""
+    record = dead_letter.record
     return {
-        **summary(letter, redriven),
+        **summary(dead_letter, redriven),
         "timestamp_ms": record.timestamp,
         "key": _base64(record.key),
         "headers": [[name, _base64(value)] for name, value in record.headers],
@@ -223,19 +223,19 @@ def full(letter: DeadLetter, redriven: bool) -> dict[str, Any]:
     }
 
 
-def paragraphs(letter: DeadLetter, redriven: bool) -> Iterator[str]:
-    """Yield the lines of a letter in full: the failure, the headers, the request."""
-    record = letter.record
-    yield f"letter   {letter.identity}, written {time_text(record.timestamp)}"
-    yield f"request  {letter.origin or 'unknown'}"
-    yield f"error    {letter.code} in {letter.stage or 'unknown'}: {letter.message}"
-    yield f"attempt  {letter.attempt}" + (", redriven since" if redriven else "")
+def paragraphs(dead_letter: DeadLetter, redriven: bool) -> Iterator[str]:
+    """Yield the lines of a dead letter in full: the failure, the headers, the request."""
+    record = dead_letter.record
+    yield f"letter   {dead_letter.identity}, written {time_text(record.timestamp)}"
+    yield f"request  {dead_letter.origin or 'unknown'}"
+    yield f"error    {dead_letter.code} in {dead_letter.stage or 'unknown'}: {dead_letter.message}"
+    yield f"attempt  {dead_letter.attempt}" + (", redriven since" if redriven else "")
     yield f"key      {'none' if record.key is None else _show_bytes(record.key)}"
     yield "headers"
     for name, value in record.headers:
         yield f"  {shown_name(name)}: {_header(name, value)}"
     yield "value"
-    for line in _value(letter):
+    for line in _value(dead_letter):
         yield f"  {line}"
 
 
@@ -256,12 +256,12 @@ def _show_bytes(value: bytes) -> str:
     return text if text.isprintable() else f"0x{value.hex()}"
 
 
-def _value(letter: DeadLetter) -> Iterator[str]:
-    value = letter.record.value
+def _value(dead_letter: DeadLetter) -> Iterator[str]:
+    value = dead_letter.record.value
     if value is None:
         yield "null"
         return
-    envelope = parse_envelope(letter.record.headers, letter.record.timestamp, 0)
+    envelope = parse_envelope(dead_letter.record.headers, dead_letter.record.timestamp, 0)
     try:
         yield from _decoded(value, envelope)
     except Rejected as error:

@@ -121,12 +121,12 @@ async def read_dead_letters(
     selection: Selection,
     passed_over: Callable[[Gap], object] | None = None,
 ) -> AsyncGenerator[DeadLetter, None]:
-    """Yield the selected letters, in offset order per partition.
+    """Yield the selected dead letters, in offset order per partition.
 
     Args:
         log: an open log.
         topic: the dead-letter topic.
-        selection: which letters to yield.
+        selection: which dead letters to yield.
         passed_over: called with each unreadable range.
 
     Raises:
@@ -138,13 +138,13 @@ async def read_dead_letters(
         spans = {name: narrowed(span, name, selection) for name, span in spans.items()}
         async with aclosing(read_spans(reader, spans, passed_over)) as chunks:
             async for records in chunks:
-                for letter in map(parse_dead_letter, records):
-                    if selection.takes(letter):
-                        yield letter
+                for dead_letter in map(parse_dead_letter, records):
+                    if selection.takes(dead_letter):
+                        yield dead_letter
 
 
 def narrowed(span: Span, partition: TopicPartition, selection: Selection) -> Span:
-    """Return the part of a span that can contain selected letters."""
+    """Return the part of a span that can contain selected dead letters."""
     if not selection.places:
         return span
     offsets = [offset for number, offset in selection.places if number == partition.partition]

@@ -1,7 +1,8 @@
 """Redriving of dead letters: sending them as requests again, each at most once.
 
 A run is the only member of the group that holds the redrive state, so two operators cannot send the
-same letter. It sends a chunk, waits for the acknowledgements and commits before the next chunk.
+same dead letter. It sends a chunk, waits for the acknowledgements and commits before the next
+chunk.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class SoleOwner:
     """Rebalance listener of the group's only member.
 
     Attributes:
-        working: held while letters are sent and committed, so that a rebalance waits for them.
+        working: held while dead letters are sent and committed, so that a rebalance waits for them.
     """
 
     def __init__(self, group: str) -> None:
@@ -173,10 +174,10 @@ class Order:
     """What to redrive, and how.
 
     Attributes:
-        limit: maximum number of letters; None for all.
+        limit: maximum number of dead letters; None for all.
         rate: requests per second; None for as fast as they are acknowledged.
-        dry_run: count the letters without sending them.
-        discard: mark the letters as done without sending them.
+        dry_run: count the dead letters without sending them.
+        discard: mark the dead letters as done without sending them.
         transform: applied to each request before it is sent.
     """
 
@@ -194,10 +195,10 @@ class Tally:
 
     Attributes:
         sent: requests written (or discarded, or that a dry run would write), by code.
-        done_before: letters that an earlier run redrove or discarded.
-        left: letters for which the transform returned None.
+        done_before: dead letters that an earlier run redrove or discarded.
+        left: dead letters for which the transform returned None.
         deadlines_dropped: requests whose expired deadline was removed.
-        refused: letters that the request topic refused, with the reasons.
+        refused: dead letters that the request topic refused, with the reasons.
         gaps: unreadable ranges of the dead letters.
     """
 
@@ -210,9 +211,9 @@ class Tally:
 
 
 class _Chosen(NamedTuple):
-    """A letter to process, and the previously read offset."""
+    """A dead letter to process, and the previously read offset."""
 
-    letter: DeadLetter
+    dead_letter: DeadLetter
     previous: int
 
 
@@ -259,12 +260,12 @@ class Redrive:
         self._chosen = 0
 
     async def run(self) -> Tally:
-        """Redrive the selected letters that are not done yet, up to the topic's current end.
+        """Redrive the selected dead letters that are not done yet, up to the topic's current end.
 
         Raises:
             ConfigurationError: a topic is missing, or the transform is wrong.
             RedriveUnderWay: another run has joined the group; what was sent is recorded.
-            MemoryFull: no more letters can be recorded; those that were sent are.
+            MemoryFull: no more dead letters can be recorded; those that were sent are.
             LogUnavailable: no broker answered; the next run determines what was written.
         """
         topic = self._settings.topic(Topic.DEAD_LETTERS)
@@ -312,23 +313,23 @@ class Redrive:
             await self._commit(consumer, committable(self._done) | await self._marks(CLOSED))
 
     def _choose(self, records: Sequence[Record]) -> Iterator[_Chosen]:
-        """Yield the selected letters that are not done; the records are of one partition."""
+        """Yield the selected dead letters that are not done; the records are of one partition."""
         for record in records:
-            letter = parse_dead_letter(record)
-            previous = self._last_read[letter.partition]
-            self._last_read[letter.partition] = record.offset
-            if not self._order.selection.takes(letter):
+            dead_letter = parse_dead_letter(record)
+            previous = self._last_read[dead_letter.partition]
+            self._last_read[dead_letter.partition] = record.offset
+            if not self._order.selection.takes(dead_letter):
                 continue
-            if record.offset in self._done[letter.partition]:
+            if record.offset in self._done[dead_letter.partition]:
                 self.tally.done_before += 1
                 continue
             if self._chosen == self._order.limit:
                 return
             self._chosen += 1
-            yield _Chosen(letter, previous)
+            yield _Chosen(dead_letter, previous)
 
     def _chunks(self, chosen: Iterator[_Chosen]) -> Iterator[list[_Chosen]]:
-        """Split the letters into chunks small enough for the rate."""
+        """Split the dead letters into chunks small enough for the rate."""
         size = CHUNK
         if self._order.rate is not None:
             size = min(CHUNK, max(1, int(self._order.rate / CHUNKS_PER_S)))
@@ -359,21 +360,26 @@ class Redrive:
                 refused = await self._send(producer, outgoing)
             self._count(outgoing, refused)
             written = [each.chosen for index, each in enumerate(outgoing) if index not in refused]
-            for letter, previous in written:
-                self._done[letter.partition].mark_acked(previous, letter.record.offset)
-            touched = {letter.partition: self._done[letter.partition] for letter, _ in written}
+            for dead_letter, previous in written:
+                self._done[dead_letter.partition].mark_acked(previous, dead_letter.record.offset)
+            touched = {
+                dead_letter.partition: self._done[dead_letter.partition]
+                for dead_letter, _ in written
+            }
             await self._commit(consumer, committable(touched))
 
     def _outgoing(self, chunk: Sequence[_Chosen]) -> list[_Outgoing]:
         now_ms, transform = self._now_ms(), self._order.transform
         outgoing = []
         for each in chunk:
-            record, dropped = copy_of(each.letter, now_ms)
+            record, dropped = copy_of(each.dead_letter, now_ms)
             changed = record if transform is None else transform(record)
             if changed is None:
                 self.tally.left += 1
                 continue
-            outgoing.append(_Outgoing(each, marked(changed, each.letter, self._run_id), dropped))
+            outgoing.append(
+                _Outgoing(each, marked(changed, each.dead_letter, self._run_id), dropped)
+            )
         return outgoing
 
     async def _pace(self, count: int) -> None:
@@ -384,8 +390,10 @@ class Redrive:
 
     def _require_room(self, outgoing: Sequence[_Outgoing]) -> None:
         places: dict[TopicPartition, list[tuple[int, int]]] = {}
-        for letter, previous in (each.chosen for each in outgoing):
-            places.setdefault(letter.partition, []).append((previous, letter.record.offset))
+        for dead_letter, previous in (each.chosen for each in outgoing):
+            places.setdefault(dead_letter.partition, []).append(
+                (previous, dead_letter.record.offset)
+            )
         for partition, offsets in places.items():
             require_room(self._done[partition], partition, offsets)
 
@@ -393,7 +401,7 @@ class Redrive:
         """Send the requests; return the indexes of refused ones with the reasons."""
         targets: dict[TopicPartition, list[int]] = {}
         for index, each in enumerate(outgoing):
-            targets.setdefault(self._target(each.chosen.letter), []).append(index)
+            targets.setdefault(self._target(each.chosen.dead_letter), []).append(index)
         refused: dict[int, str] = {}
         for target, indexes in targets.items():
             records = [outgoing[index].record for index in indexes]
@@ -401,22 +409,22 @@ class Redrive:
             refused |= {indexes[place]: reason for place, reason in of_target.items()}
         return refused
 
-    def _target(self, letter: DeadLetter) -> TopicPartition:
+    def _target(self, dead_letter: DeadLetter) -> TopicPartition:
         """Return the original partition of the request, if it still exists."""
-        count, origin = len(self._requests), letter.origin
+        count, origin = len(self._requests), dead_letter.origin
         topic = self._requests[0].topic
         if origin is not None and origin.topic == topic and 0 <= origin.partition < count:
             return TopicPartition(topic, origin.partition)
-        if letter.record.key is not None:
-            return TopicPartition(topic, partition_for_key(letter.record.key, count))
-        return TopicPartition(topic, letter.record.partition % count)
+        if dead_letter.record.key is not None:
+            return TopicPartition(topic, partition_for_key(dead_letter.record.key, count))
+        return TopicPartition(topic, dead_letter.record.partition % count)
 
     def _count(self, outgoing: Sequence[_Outgoing], refused: Mapping[int, str]) -> None:
         for index, (chosen, _, dropped) in enumerate(outgoing):
             if index in refused:
-                self.tally.refused.append((chosen.letter.identity, refused[index]))
+                self.tally.refused.append((chosen.dead_letter.identity, refused[index]))
                 continue
-            self.tally.sent[chosen.letter.code] += 1
+            self.tally.sent[chosen.dead_letter.code] += 1
             self.tally.deadlines_dropped += dropped
 
     async def _marks(self, state: str) -> dict[TopicPartition, Committed]:

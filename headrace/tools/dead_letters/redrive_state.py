@@ -1,11 +1,11 @@
-"""State of redriven letters, kept in the log so that it survives the operator's machine.
+"""State of redriven dead letters, kept in the log so that it survives the operator's machine.
 
 For each partition of the dead letters, the group `{namespace}.redrive` commits a base below which
-every letter is done, with the done ranges above it in the metadata
+every dead letter is done, with the done ranges above it in the metadata
 (`headrace.delivery.acked_offsets`). A run may be killed between sending and committing. To repeat
 nothing then either, the group also commits the end of each request partition at the start of the
 run, marked `open`, and again, marked `closed`, after the run's last commit. A run that finds an
-open mark reads the requests from there on: each copy names the letter it was made from.
+open mark reads the requests from there on: each copy names the dead letter it was made from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLOSED = "closed"
 
 
 class MemoryFull(Fatal):
-    """There are more separate ranges of redriven letters than a commit can hold."""
+    """There are more separate ranges of redriven dead letters than a commit can hold."""
 
 
 def redrive_group(settings: Settings) -> str:
@@ -36,7 +36,7 @@ def redrive_group(settings: Settings) -> str:
 def done_letters(
     committed: Mapping[TopicPartition, Committed | None], spans: Mapping[TopicPartition, Span]
 ) -> dict[TopicPartition, AckedOffsets]:
-    """Return which letters of each partition are done, given the offsets that it holds.
+    """Return which dead letters of each partition are done, given the offsets that it holds.
 
     A base beyond the end belongs to an older topic of the same name and is ignored.
 
@@ -86,11 +86,11 @@ async def recall(
 
 
 def count_copies(records: Iterable[Record], done: Mapping[TopicPartition, AckedOffsets]) -> int:
-    """Mark the letters of these copies as done; return how many were not marked before."""
+    """Mark the dead letters of these copies as done; return how many were not marked before."""
     found = 0
     for record in records:
-        letter = dict(record.headers).get(HeaderName.REPLAY_LETTER)
-        place = None if letter is None else _place(letter)
+        dead_letter = dict(record.headers).get(HeaderName.REPLAY_LETTER)
+        place = None if dead_letter is None else _place(dead_letter)
         if place is None:
             continue
         partition, offset = place
@@ -117,19 +117,19 @@ def committable(done: Mapping[TopicPartition, AckedOffsets]) -> dict[TopicPartit
 def require_room(
     progress: AckedOffsets, partition: TopicPartition, places: Sequence[tuple[int, int]]
 ) -> None:
-    """Check that a commit can also record these letters as done.
+    """Check that a commit can also record these dead letters as done.
 
-    `places` holds, for each letter, the previously read offset and its own offset.
+    `places` holds, for each dead letter, the previously read offset and its own offset.
 
     Raises:
-        MemoryFull: it cannot; the letters must not be sent.
+        MemoryFull: it cannot; the dead letters must not be sent.
     """
     trial = AckedOffsets(progress.base, progress.ranges)
     for previous, offset in places:
         trial.mark_acked(previous, offset)
     if AckedOffsets.from_committed(trial.committable()) != trial:
         raise MemoryFull(
-            f"{partition}: expected at most as many separate ranges of redriven letters as fit a "
+            f"{partition}: expected at most as many ranges of redriven dead letters as fit a "
             f"commit's metadata, got {len(trial.ranges)} above offset {trial.base}; "
-            f"redrive or discard the letters from {trial.base} on first (--discard)"
+            f"redrive or discard the dead letters from {trial.base} on first (--discard)"
         )

@@ -123,7 +123,7 @@ def test_a_letter_of_another_topic_is_refused(call: Call) -> None:
     result = call("dlq", "show", "other/0/1")
 
     assert result.exit_code == Exit.USAGE
-    assert "expected a letter of headrace.dead-letters, got one of other" in result.stderr
+    assert "expected a dead letter of headrace.dead-letters, got one of other" in result.stderr
 
 
 def test_discarding_and_transforming_do_not_go_together(call: Call) -> None:

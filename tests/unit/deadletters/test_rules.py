@@ -161,7 +161,7 @@ def test_no_more_is_sent_than_can_be_remembered() -> None:
     """Ranges that fit neither form of the metadata would be forgotten, and sent again."""
     progress = AckedOffsets(0, [(n * 100, n * 100 + 1) for n in range(1, 1700)])
 
-    with pytest.raises(MemoryFull, match=r"redrive or discard the letters from 0 on"):
+    with pytest.raises(MemoryFull, match=r"redrive or discard the dead letters from 0 on"):
         require_room(progress, LETTERS, [(2 * 10**6 - 1, 2 * 10**6)])
 
 
