@@ -114,6 +114,7 @@ class StageGroup:
         self._runs: dict[str, Run] = {}
         self._batcher: BatcherService | None = None
         self._executor: ExecutorService | None = None
+        self._responder: ResponderService | None = None
         self._source_offsets = (
             SourceOffsets(log, settings.topic(Topic.REQUESTS), tuning.delivery)
             if stages[0] is Stage.RESPONDER
@@ -122,7 +123,13 @@ class StageGroup:
         reading = self._source_settings()
         refusal = self._deferred_refusal if Stage.BATCHER in stages else None
         self.source = Source(
-            log, reading, instruments.metrics, self._source_offsets, refusal, tuning
+            log,
+            reading,
+            instruments.metrics,
+            self._source_offsets,
+            refusal,
+            self._on_revoked,
+            tuning,
         )
         if instruments.tracing is not None:
             instruments.tracing.reads(self._stages[0], reading.topic, reading.group)
@@ -259,6 +266,10 @@ class StageGroup:
         assert self._batcher is not None
         return self._batcher.refusal(envelope)
 
+    def _on_revoked(self) -> None:
+        if self._responder is not None:
+            self._responder.revoked()
+
     def _deferred_refusal(self, envelope: Envelope, rows: int) -> Failure | None:
         assert self._batcher is not None
         return self._batcher.refusal(envelope, rows)
@@ -354,7 +365,7 @@ class StageGroup:
             self._instruments,
             self._tuning.responder,
         )
-        self.source.when_revoked(responder.revoked)
+        self._responder = responder
         self._runs["responder"] = responder.run
         return channel
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
@@ -55,7 +55,12 @@ class Stage:
         self.ack([ack_handle.offset for ack_handle in self.ack_handles])
 
 
-def make_source(log: MemoryLog, tuning: Tuning = QUICK, **changes: object) -> Source:
+def make_source(
+    log: MemoryLog,
+    tuning: Tuning = QUICK,
+    on_revoked: Callable[[], None] = lambda: None,
+    **changes: object,
+) -> Source:
     """A source of the topic that commits."""
     settings = {
         "topic": TOPIC,
@@ -67,15 +72,18 @@ def make_source(log: MemoryLog, tuning: Tuning = QUICK, **changes: object) -> So
         **changes,
     }
     source = SourceSettings(**settings)  # type: ignore[arg-type]  # by name
-    return Source(log, source, Metrics(CollectorRegistry()), tuning=tuning)
+    return Source(log, source, Metrics(CollectorRegistry()), on_revoked=on_revoked, tuning=tuning)
 
 
 @asynccontextmanager
 async def reading(
-    log: MemoryLog, tuning: Tuning = QUICK, **changes: object
+    log: MemoryLog,
+    tuning: Tuning = QUICK,
+    on_revoked: Callable[[], None] = lambda: None,
+    **changes: object,
 ) -> AsyncIterator[Stage]:
     """A running source with a stage behind it; leaving stops it as a process does."""
-    source = make_source(log, tuning, **changes)
+    source = make_source(log, tuning, on_revoked, **changes)
     stage = Stage(source)
     async with asyncio.TaskGroup() as tasks, source:
         running = tasks.create_task(source.run())

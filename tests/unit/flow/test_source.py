@@ -195,7 +195,7 @@ async def test_a_revoked_partition_drains_and_is_committed(log: MemoryLog) -> No
         other = RecordingListener()
         joining = asyncio.create_task(stack.enter_async_context(log.member(GROUP, [TOPIC], other)))
         await joining
-        await eventually(lambda: stage.source._leaving)
+        await eventually(lambda: stage.source._reader.leaving)
         await fill(log, 4)
         stage.ack_all()
         await eventually(lambda: other.assignments)
@@ -243,7 +243,7 @@ async def test_it_is_assigned_once_the_broker_answers(log: MemoryLog) -> None:
         await eventually(lambda: len(stage.offsets) == 3)
         stage.ack_all()
         loads = 0
-        load = stage.source._load
+        load = stage.source._assignments._load
 
         async def fail_twice(
             partitions: Sequence[TopicPartition],
@@ -257,7 +257,7 @@ async def test_it_is_assigned_once_the_broker_answers(log: MemoryLog) -> None:
             finally:
                 log.faults.bring_back()
 
-        stage.source._load = fail_twice  # type: ignore[method-assign]  # a fault at this moment
+        stage.source._assignments._load = fail_twice  # type: ignore[method-assign]  # a fault at this moment
         log.faults.force_rebalance(GROUP)
         await eventually(lambda: loads == 3)
         await fill(log, 1)
@@ -357,10 +357,10 @@ async def test_topic_made_anew_begins_like_an_assignment(log: MemoryLog) -> None
     await fill(log, 3)
     told: list[bool] = []
 
-    async with reading(log, chains_keys=True) as stage:
+    async with reading(log, on_revoked=lambda: told.append(True), chains_keys=True) as stage:
         await eventually(lambda: stage.offsets == [0, 1, 2])
         stage.ack_all()
-        stage.source.when_revoked(lambda: told.append(True))
+        told.clear()
         log.faults.replace_topic(TOPIC)
         await fill(log, 2)
         await eventually(lambda: stage.offsets == [0, 1, 2, 0, 1])

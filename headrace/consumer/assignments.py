@@ -1,0 +1,292 @@
+"""Assignments: what happens when partitions are assigned, revoked, or change under the reader.
+
+On assignment: for exactly once fence the former owners, read the commits, seek to their bases, and
+only then admit records. On revocation: admit nothing more, wait for records in flight until the
+drain deadline, commit, and revoke the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+import structlog
+
+from headrace.consumer.backpressure import Backpressure
+from headrace.consumer.quarantine import QuarantineGate
+from headrace.consumer.reader import RecordReader
+from headrace.consumer.ready_queue import ReadyQueue
+from headrace.consumer.source_settings import SourceSettings
+from headrace.delivery.acked_offsets import AckedOffsets
+from headrace.delivery.committer import Committer
+from headrace.delivery.inflight import AssignedPartition, InFlightTracker
+from headrace.delivery.offset_reset import TopicIdentity, go_on_in_range, starting_progress
+from headrace.delivery.ordering import KeyChains
+from headrace.delivery.source_offsets import SourceOffsets
+from headrace.delivery.transactions import PartitionTransactions
+from headrace.errors import Retriable
+from headrace.log.port import Consumer, Log, TopicPartition
+from headrace.primitives.auto_reset_event import AutoResetEvent
+from headrace.primitives.backoff import Backoff, Pauses
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.tuning import TUNING, Tuning
+
+log = structlog.get_logger(__name__)
+
+
+class Assignments:
+    """Listener of the group's assignments, for one source.
+
+    Args:
+        log_: the log, for the commits of another group.
+        settings: settings of the source.
+        tracker: in-flight tracker of the source.
+        source_offsets: set if `results` is read instead of the source topic.
+        transactions: set for exactly-once delivery, if this process answers.
+        on_revoked: called whenever ack handles were revoked.
+
+    Attributes:
+        consumer: the consumer of the group; set before the first assignment.
+        assigned: set after the first assignment, even an empty one.
+        assigning_since_s: monotonic time at which a pending assignment began; None if none is.
+    """
+
+    consumer: Consumer
+
+    def __init__(
+        self,
+        log_: Log,
+        settings: SourceSettings,
+        tracker: InFlightTracker,
+        ready: ReadyQueue,
+        reader: RecordReader,
+        backpressure: Backpressure,
+        quarantine: QuarantineGate,
+        committer: Committer,
+        source_offsets: SourceOffsets | None,
+        transactions: PartitionTransactions | None,
+        metrics: Metrics,
+        acked: AutoResetEvent,
+        on_revoked: Callable[[], None],
+        tuning: Tuning = TUNING,
+    ) -> None:
+        self._log = log_
+        self._settings = settings
+        self._tracker = tracker
+        self._ready = ready
+        self._reader = reader
+        self._backpressure = backpressure
+        self._quarantine = quarantine
+        self._committer = committer
+        self._source_offsets = source_offsets
+        self._transactions = transactions
+        self._metrics = metrics
+        self._acked = acked
+        self._on_revoked = on_revoked
+        self._tuning = tuning.consumer
+        self._order_prune_at = tuning.delivery.order_prune_at
+        self._backoff = Backoff(tuning.consumer.retry_first_s, tuning.consumer.retry_max_s)
+        self._seek_pauses = Pauses(self._backoff)
+        self._identity = TopicIdentity(log_, settings.topic)
+        self._behind: dict[TopicPartition, int] = {}
+        self.assigned = asyncio.Event()
+        self.assigning_since_s: float | None = None
+
+    # --- the group ---------------------------------------------------------------------------
+
+    async def on_assigned(self, partitions: Sequence[TopicPartition]) -> None:
+        """Fence the former owners for exactly once, read the commits, seek, and admit records."""
+        self._backpressure.assigned_anew()
+        self._reader.leaving = frozenset()
+        self.assigning_since_s = time.monotonic()
+        pauses = Pauses(self._backoff)
+        while not self._reader.is_closing:
+            try:
+                progresses = await self._prepare(partitions)
+                await self._quarantine.assigned(self.consumer, progresses)
+                break
+            except Retriable as error:
+                # Nothing of these partitions can be read meanwhile.
+                log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
+                await pauses.sleep()
+        else:
+            return
+        self.assigning_since_s = None
+        for partition, progress in progresses.items():
+            self.consumer.seek(partition, progress.base)
+            self._begin(self._tracker.assign(partition, progress))
+        self._metrics.rebalanced()
+        self.assigned.set()
+        log.info(Event.ASSIGNED, partitions=[str(p) for p in partitions])
+
+    async def on_revoked(self, partitions: Sequence[TopicPartition]) -> None:
+        """Finish requests in flight and commit them, within one deadline; revoke the rest."""
+        self._reader.leaving = frozenset(partitions)
+        self._ready.drop(self._reader.leaving)
+        deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
+        await self.drain(partitions, self._revocation_drain_s)
+        if self._settings.commits:
+            async with self.last_commit(deadline):
+                await self._committer.commit(self.consumer, self._reader.leaving)
+        await self._quarantine.revoked(partitions)
+        self._revoked(partitions)
+        if self._transactions is not None:
+            await self._transactions.release([p.partition for p in partitions])
+        log.info(Event.REVOKED, partitions=[str(p) for p in partitions])
+
+    def revoke_all(self) -> None:
+        """Revoke all assignments, without waiting for records in flight."""
+        self._ready.drop(None)
+        self._revoked([assignment.partition for assignment in self._tracker.assignments])
+
+    def _revoked(self, partitions: Sequence[TopicPartition]) -> None:
+        for partition in partitions:
+            self._tracker.revoke(partition)
+        if self._source_offsets is not None:
+            self._source_offsets.revoked([p.partition for p in partitions])
+        self._on_revoked()
+
+    async def drain(self, partitions: Sequence[TopicPartition] | None, deadline_s: float) -> None:
+        """Wait until no record of `partitions`, or of all, is in flight, up to a deadline."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self._tracker.in_flight(partitions):
+                    await self._acked.wait(deadline_s)
+        except TimeoutError:
+            log.warning(Event.DRAIN_INCOMPLETE, in_flight=self._tracker.in_flight(partitions))
+
+    @asynccontextmanager
+    async def last_commit(self, deadline: float) -> AsyncIterator[None]:
+        """Bound a last commit by a deadline, in event-loop time."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            log.warning(Event.COMMIT_FAILED, reason="the last commit was not answered in time")
+
+    # --- positions out of range --------------------------------------------------------------
+
+    async def adjust_positions(self, positions: Mapping[TopicPartition, int]) -> None:
+        """Seek positions that the log no longer holds, or assign their partitions again."""
+        former = self._tracker.assignments
+        try:
+            replacement = await self._identity.replacement()
+            found = await go_on_in_range(
+                self.consumer, self._tracker, positions, is_replaced=bool(replacement)
+            )
+            self._identity.known = replacement or self._identity.known
+        except Retriable as unavailable:
+            log.warning(Event.SEEK_DELAYED, reason=str(unavailable))
+            await self._seek_pauses.sleep()
+        else:
+            self._seek_pauses.reset()
+            for partition, beginning in found.skipped.items():
+                assignment = self._tracker.get(partition)
+                if assignment is not None:
+                    self._reader.skip(assignment, positions[partition], beginning)
+            for assignment in self._tracker.assignments:
+                if assignment not in former:  # of a topic that replaced the one read before
+                    self._begin(assignment)
+            self._on_revoked()
+            if found.truncated:
+                await self._reassign(found.truncated)
+
+    async def _reassign(self, partitions: Sequence[TopicPartition]) -> None:
+        """Revoke truncated partitions, and assign them again.
+
+        As in a rebalance, requests in flight end and are committed first, so that answers to the
+        remaining records are kept, and no answer to a lost record counts for the new record at
+        its offset.
+        """
+        former = {each: self._tracker.get(each) for each in partitions}
+        pauses = Pauses(self._backoff)
+        deadline = asyncio.get_running_loop().time() + self._tuning.revocation_timeout_s
+        self._ready.drop(frozenset(partitions))
+        await self.drain(partitions, self._revocation_drain_s)
+        if self._settings.commits:
+            async with self.last_commit(deadline):
+                await self._committer.commit(self.consumer, frozenset(partitions))
+        # A rebalance meanwhile may already have assigned some of them again.
+        still_assigned = [
+            each for each, one in former.items() if one and self._tracker.get(each) is one
+        ]
+        self._revoked(still_assigned)
+        while still_assigned and not self._reader.is_closing:
+            try:
+                progresses = await self._prepare(still_assigned)
+                break
+            except Retriable as error:
+                log.warning(Event.ASSIGNMENT_DELAYED, reason=str(error))
+                await pauses.sleep()
+        else:
+            return
+        for partition in still_assigned:
+            if partition in self.consumer.assignment() and self._tracker.get(partition) is None:
+                self.consumer.seek(partition, progresses[partition].base)
+                self._begin(self._tracker.assign(partition, progresses[partition]))
+        # Commit at once: with time, more new records take the offsets of the lost ones.
+        self._acked.set()
+
+    # --- beginning ---------------------------------------------------------------------------
+
+    async def _prepare(
+        self, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, AckedOffsets]:
+        """Fence the former owners for exactly once, and then read the commits."""
+        numbers = [each.partition for each in partitions]
+        # Fence before reading: a former owner could still commit after an earlier read.
+        if self._transactions is not None:
+            await self._transactions.fence(self.consumer, numbers)
+        progresses = await self._load(partitions)
+        if self._source_offsets is not None:
+            await self._source_offsets.assigned(self.consumer, numbers)
+        return progresses
+
+    async def _load(
+        self, partitions: Sequence[TopicPartition]
+    ) -> dict[TopicPartition, AckedOffsets]:
+        replacement = await self._identity.replacement()
+        if self._settings.progress_group == self._settings.group:
+            committed = await self.consumer.committed(partitions)
+        else:
+            committed = await self._log.committed(self._settings.progress_group, partitions)
+        if replacement:
+            committed = dict.fromkeys(partitions)  # the commits belong to the replaced topic
+        beginnings = await self.consumer.beginning_offsets(partitions)
+        ends = await self.consumer.end_offsets(partitions)
+        self._identity.known = replacement or self._identity.known
+        self._behind = {
+            each: found.offset
+            for each, found in committed.items()
+            if found is not None and found.offset < beginnings[each]
+        }
+        return {
+            each: starting_progress(each, committed[each], beginnings[each], ends[each])
+            for each in partitions
+        }
+
+    def _begin(self, assignment: AssignedPartition) -> None:
+        """Begin an assignment; progress comes from our answers or another process's commits."""
+        committed = self._behind.pop(assignment.partition, None)
+        if committed is not None and not self._settings.commits:
+            assignment.last_delivered = committed - 1
+            self._reader.skip(assignment, committed, assignment.progress.base)
+        if not self._settings.commits:
+            self._backpressure.follow(assignment.partition, assignment.progress.copy())
+        if self._settings.chains_keys:
+            assignment.chains = KeyChains(
+                partial(self._is_answered, assignment), self._order_prune_at
+            )
+
+    def _is_answered(self, assignment: AssignedPartition, offset: int) -> bool:
+        return offset in self._backpressure.progress(assignment)
+
+    @property
+    def _revocation_drain_s(self) -> float:
+        tuning = self._tuning
+        limit_s = tuning.revocation_timeout_s - tuning.last_commit_timeout_s
+        return min(self._settings.drain_timeout_s, limit_s)
