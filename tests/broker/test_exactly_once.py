@@ -27,7 +27,7 @@ THREE = ("ingest", "batcher,executor", "responder")
 Answered = Counter[tuple[int, int]]
 
 
-class Bench:
+class ExactlyOnceHarness:
     """One namespace on a broker: sends requests, and sees what a `read_committed` reader sees.
 
     Attributes:
@@ -119,10 +119,10 @@ def _source_of(headers: dict[str, bytes]) -> tuple[int, int]:
 
 
 @pytest.fixture
-async def bench(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> Bench:
+async def bench(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> ExactlyOnceHarness:
     """With its topics and its model."""
     add_version(tmp_path, "digits", 1, digits())
-    bench = Bench(kafka.bootstrap_servers, unique_name, tmp_path)
+    bench = ExactlyOnceHarness(kafka.bootstrap_servers, unique_name, tmp_path)
     await headrace(["topics", "create"], bench.settings)
     return bench
 
@@ -130,7 +130,7 @@ async def bench(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> Bench:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("stages", [FUSED, THREE], ids=["fused", "three-processes"])
 async def test_each_request_is_answered_once_though_processes_are_killed(
-    bench: Bench, stages: tuple[str, ...]
+    bench: ExactlyOnceHarness, stages: tuple[str, ...]
 ) -> None:
     """10,000 requests, while each process is killed in the midst of its work and started again."""
     async with bench.reading(), AsyncExitStack() as stack:
@@ -151,7 +151,7 @@ async def test_each_request_is_answered_once_though_processes_are_killed(
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("stages", [FUSED, THREE], ids=["fused", "three-processes"])
-async def test_a_zombie_shows_nothing(bench: Bench, stages: tuple[str, ...]) -> None:
+async def test_a_zombie_shows_nothing(bench: ExactlyOnceHarness, stages: tuple[str, ...]) -> None:
     """Stopped in the midst of answering, replaced by another, and woken: only the other counts."""
     async with bench.reading(), AsyncExitStack() as stack:
         processes = [Process(part, bench.settings) for part in stages]

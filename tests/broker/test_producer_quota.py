@@ -10,7 +10,7 @@ import pytest
 
 from headrace.protocol.codec import encode_request
 from headrace.tools.local_kafka import LocalKafka
-from tests.broker.test_exactly_once import FUSED, Bench
+from tests.broker.test_exactly_once import FUSED, ExactlyOnceHarness
 from tests.support.models import add_version, identity
 from tests.support.processes import Process, headrace
 from tests.support.quotas import limit_producers
@@ -21,10 +21,12 @@ BYTES_PER_S = 500_000
 
 
 @pytest.fixture
-async def bench(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> AsyncIterator[Bench]:
+async def bench(
+    kafka: LocalKafka, unique_name: str, tmp_path: Path
+) -> AsyncIterator[ExactlyOnceHarness]:
     """Answers of 200 kB, of which all together take six times the timeout of a transaction."""
     add_version(tmp_path, "wide", 1, identity("FP32", ("batch", FLOATS)))
-    bench = Bench(kafka.bootstrap_servers, unique_name, tmp_path)
+    bench = ExactlyOnceHarness(kafka.bootstrap_servers, unique_name, tmp_path)
     x = np.ones((1, FLOATS), np.float32)
     bench.partitions = 1
     bench.value = encode_request("application/msgpack", "wide", {"x": x})
@@ -40,7 +42,7 @@ async def bench(kafka: LocalKafka, unique_name: str, tmp_path: Path) -> AsyncIte
 
 
 @pytest.mark.timeout(240)
-async def test_backlog_behind_a_producer_quota_is_answered_once(bench: Bench) -> None:
+async def test_backlog_behind_a_producer_quota_is_answered_once(bench: ExactlyOnceHarness) -> None:
     """A transaction of all that has ended times out: smaller ones do not."""
     await bench.send(ANSWERS)
     async with bench.reading(), Process(FUSED[0], bench.settings):

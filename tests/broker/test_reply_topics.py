@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     latency_ms: int
 
 
-class Caller:
+class ReplyTopicCaller:
     """Sends requests with reply headers and collects what comes back anywhere."""
 
     def __init__(self, producer: AIOKafkaProducer, consumer: AIOKafkaConsumer, topic: str) -> None:
@@ -88,7 +88,7 @@ class Caller:
 
 
 @asynccontextmanager
-async def _caller(kafka: LocalKafka, name: str) -> AsyncIterator[Caller]:
+async def _caller(kafka: LocalKafka, name: str) -> AsyncIterator[ReplyTopicCaller]:
     settings = environment(kafka.bootstrap_servers, name, MODELS)
     await headrace(["topics", "create"], settings)
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka.bootstrap_servers)
@@ -104,7 +104,7 @@ async def _caller(kafka: LocalKafka, name: str) -> AsyncIterator[Caller]:
             [TopicPartition(f"{name}.mine", number) for number in range(3)]
             + [TopicPartition(f"{name}.responses", number) for number in range(4)]
         )
-        yield Caller(producer, consumer, f"{name}.requests")
+        yield ReplyTopicCaller(producer, consumer, f"{name}.requests")
 
 
 @pytest.mark.timeout(120)

@@ -22,7 +22,7 @@ SENT, LOST = 100, 10
 """Records of each partition."""
 
 
-class Bench:
+class LostEndHarness:
     """A caller on a log whose partitions of requests can lose their ends."""
 
     def __init__(self, settings: Settings, log: MemoryLog) -> None:
@@ -69,12 +69,12 @@ class Bench:
         return counts
 
 
-async def bench_with(repository: Path, guarantee: str) -> Bench:
+async def bench_with(repository: Path, guarantee: str) -> LostEndHarness:
     """A bench with this guarantee."""
     settings = settings_of(repository)
     delivery = settings.delivery.model_copy(update={"guarantee": guarantee})
     settings = settings.model_copy(update={"delivery": delivery})
-    return Bench(settings, await log_for(settings))
+    return LostEndHarness(settings, await log_for(settings))
 
 
 @pytest.mark.parametrize("grouping", [FUSED, APART], ids=["fused", "responder-apart"])

@@ -33,7 +33,7 @@ REQUESTS = 40
 Shape = tuple[tuple[Stage, ...], ...]
 
 
-class Caller(NamedTuple):
+class CallerSpan(NamedTuple):
     """A caller's span: the trace and the id in its `traceparent`."""
 
     trace_id: int
@@ -43,7 +43,7 @@ class Caller(NamedTuple):
         return "traceparent", f"00-{self.trace_id:032x}-{self.span_id:016x}-{flags}".encode()
 
 
-CALLERS = [Caller(0xABC000 + number, 0xDEF000 + number) for number in range(REQUESTS)]
+CALLERS = [CallerSpan(0xABC000 + number, 0xDEF000 + number) for number in range(REQUESTS)]
 
 
 @pytest.fixture
@@ -72,7 +72,9 @@ async def _ask(client: Client, header: tuple[str, bytes], width: int = 64) -> Re
     )
 
 
-def _of(spans: Spans, caller: Caller) -> dict[str, tuple[tuple[int, int], tuple[int, int] | None]]:
+def _of(
+    spans: Spans, caller: CallerSpan
+) -> dict[str, tuple[tuple[int, int], tuple[int, int] | None]]:
     """Each of its spans' id and parent, by stage."""
     return {
         role_of(span): (id_of(span), parent_of(span))
@@ -142,7 +144,7 @@ async def test_only_the_failure_among_those_not_sampled_is_kept(
     assert [path[role][1] for role in ("ingest", "responder")] == [tuple(bad), path["ingest"][0]]
 
 
-async def _double(client: Client, caller: Caller, value: float) -> object:
+async def _double(client: Client, caller: CallerSpan, value: float) -> object:
     """The answer, or the error that it was."""
     x = np.full((1, 1), value, np.float32)
     try:

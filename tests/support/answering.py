@@ -56,7 +56,7 @@ def failed(code: Code = Code.MODEL_FAILED, **headers: bytes) -> Request:
     return request
 
 
-class Bench:
+class ResponderHarness:
     """A running responder on an embedded log."""
 
     def __init__(
@@ -96,7 +96,7 @@ async def running(
     order_by: OrderBy = "none",
     tracker: InFlightTracker | None = None,
     tuning: ResponderTuning = TUNING.responder,
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[ResponderHarness]:
     """Until the end of the context, when its inlet is closed."""
     log = log or MemoryLog()
     limit = {"max.message.bytes": str(LIMIT_BYTES)}
@@ -111,7 +111,7 @@ async def running(
         replication_factor=1,
     )
     inlet: Channel[list[Request]] = Channel()
-    bench = Bench(log, inlet.writer(), StillClock())
+    bench = ResponderHarness(log, inlet.writer(), StillClock())
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     async with log.producer() as producer, asyncio.TaskGroup() as tasks:
         tracker = tracker or InFlightTracker(Budget(1), lambda: None)

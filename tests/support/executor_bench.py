@@ -45,7 +45,7 @@ def outcome(request: Request) -> float | str:
     return float(to_array(request.outputs[0])[0, 0])
 
 
-class Bench:
+class ExecutorHarness:
     """A running executor, the batches that it pulls, and its answers."""
 
     def __init__(self, repository: Path, tuning: ExecutorTuning) -> None:
@@ -83,9 +83,9 @@ class Bench:
 @asynccontextmanager
 async def running(
     repository: Path, tuning: ExecutorTuning = TUNING.executor
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[ExecutorHarness]:
     """Until the end of the context, when its batches end."""
-    bench = Bench(repository, tuning)
+    bench = ExecutorHarness(repository, tuning)
     bench.models.open()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.executor.run())

@@ -39,7 +39,7 @@ class Reading:
         self.paused.difference_update(partitions)
 
 
-class Bench:
+class BackpressureHarness:
     """Two assigned partitions, whose pauses follow the rules that a test asks for."""
 
     def __init__(self, *, bounds_metadata: bool = False, shares: bool = False) -> None:
@@ -66,7 +66,7 @@ class Bench:
 
 def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
     """With a long span and many unanswered in it; with fewer unanswered it is read again."""
-    bench = Bench(bounds_metadata=True)
+    bench = BackpressureHarness(bounds_metadata=True)
     ack_handles = bench.read(bench.one, TUNING.delivery.safe_span_offsets)
     bench.read(bench.two, 10)
 
@@ -85,7 +85,7 @@ def test_a_partition_whose_answers_might_not_fit_is_paused_alone() -> None:
 
 def test_topic_between_stages_is_read_on() -> None:
     """What has no room there is worked on once more after a crash, and recognised."""
-    bench = Bench()
+    bench = BackpressureHarness()
     bench.read(bench.one, 2 * TUNING.delivery.safe_span_offsets)
 
     bench.update()
@@ -94,7 +94,7 @@ def test_topic_between_stages_is_read_on() -> None:
 
 def test_a_partition_gets_its_share_of_the_budget_where_order_is_kept() -> None:
     """One that is stuck fills its own half, and the other is read."""
-    bench = Bench(shares=True)
+    bench = BackpressureHarness(shares=True)
     stuck = bench.read(bench.one, 10, 50)
     bench.read(bench.two, 1, 10)
 
@@ -115,7 +115,7 @@ async def test_what_another_process_has_committed_is_looked_at() -> None:
     """An ingest that stands apart acknowledges what it wrote on; answered it is only later."""
     log = MemoryLog()
     await log.create_topics([TopicInfo("t", 2, {})], replication_factor=1)
-    bench = Bench(bounds_metadata=True)
+    bench = BackpressureHarness(bounds_metadata=True)
     for assignment in (bench.one, bench.two):
         bench.pauses.follow(assignment.partition, assignment.progress.copy())
     for ack_handle in bench.read(bench.one, TUNING.delivery.safe_span_offsets):
@@ -138,7 +138,7 @@ def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
     in_order: bool,
 ) -> None:
     """What is answered there is taken off as soon as it is known."""
-    bench = Bench(shares=in_order)
+    bench = BackpressureHarness(shares=in_order)
     known = bench.one.progress.copy()
     bench.pauses.follow(ONE, known)
     for ack_handle in bench.read(bench.one, TUNING.consumer.max_unanswered_records):
@@ -153,7 +153,7 @@ def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
 
 def test_partition_with_many_deferred_requests_pauses_alone() -> None:
     """It resumes when a quarter of them has gone; the other partition goes on."""
-    bench = Bench()
+    bench = BackpressureHarness()
     claim = FairQueue(bench.tracker.budget, 0.5, 0.5).claim("model", "")
     deferred = [
         ack_handle.defer(claim, 1, Envelope())

@@ -6,7 +6,7 @@ from headrace.delivery.budget import Budget, Claim, FairQueue
 from headrace.tuning import TUNING
 
 
-class Bench:
+class BudgetHarness:
     """A budget of 1,200 bytes, with requests of 100 bytes."""
 
     def __init__(self, model_share: float = 0.5, tenant_share: float = 1.0) -> None:
@@ -25,14 +25,14 @@ class Bench:
 
 def test_model_alone_gets_its_share() -> None:
     """Half of the budget stays free for others."""
-    bench = Bench()
+    bench = BudgetHarness()
 
     assert bench.fill(bench.shares.claim("a", "")) == 600
 
 
 def test_second_model_gets_what_is_free() -> None:
     """As much as is left to others after it."""
-    bench = Bench()
+    bench = BudgetHarness()
     bench.fill(bench.shares.claim("a", ""))
 
     assert bench.fill(bench.shares.claim("b", "")) == 300
@@ -40,7 +40,7 @@ def test_second_model_gets_what_is_free() -> None:
 
 def test_share_of_one_is_the_whole_budget() -> None:
     """As if there were no shares: the budget itself pauses reading."""
-    bench = Bench(model_share=1)
+    bench = BudgetHarness(model_share=1)
     claim = bench.shares.claim("a", "")
     bench.budget.used_bytes = claim.model.used_bytes = 1200
 
@@ -49,14 +49,14 @@ def test_share_of_one_is_the_whole_budget() -> None:
 
 def test_request_larger_than_the_share_is_let_in_alone() -> None:
     """It would never run otherwise."""
-    bench = Bench()
+    bench = BudgetHarness()
 
     assert bench.shares.has_room(bench.shares.claim("a", ""), 1100, uncharged_bytes=1100)
 
 
 def test_tenant_has_a_share_of_all_models() -> None:
     """One tenant's requests to many models leave room for others; requests without one too."""
-    bench = Bench(model_share=1, tenant_share=0.5)
+    bench = BudgetHarness(model_share=1, tenant_share=0.5)
     taken = sum(bench.fill(bench.shares.claim(model, "loud")) for model in ("a", "b", "c"))
 
     assert taken == 600
@@ -65,7 +65,7 @@ def test_tenant_has_a_share_of_all_models() -> None:
 
 def test_idle_claims_are_forgotten() -> None:
     """Callers may name any number of tenants; what is in use stays."""
-    bench = Bench(tenant_share=0.5)
+    bench = BudgetHarness(tenant_share=0.5)
     used = bench.shares.claim("a", "used")
     used.charge(100)
     for number in range(2 * TUNING.delivery.max_idle_claims):

@@ -76,7 +76,7 @@ class UnsureReader:
         return await self.reader.beginning_offsets(partitions)
 
 
-class Bench:
+class RereadingHarness:
     """Partitions whose records are of 100 bytes, as is what one model may hold."""
 
     def __init__(self, log: MemoryLog | None = None, refusal: Refusal | None = None) -> None:
@@ -141,7 +141,7 @@ class Bench:
 
 async def test_records_are_read_again_one_after_the_other_as_there_is_room() -> None:
     """In their order, each when the one before it is answered; all is covered in the end."""
-    bench = Bench()
+    bench = RereadingHarness()
     (first,) = await bench.read(3)
     assert list(bench.assignment.deferred) == [1, 2]
     first.ack_handle.ack()
@@ -162,7 +162,7 @@ async def test_records_are_read_again_one_after_the_other_as_there_is_room() -> 
 
 async def test_deleted_records_are_skipped_and_counted() -> None:
     """Retention may take what is deferred; nobody can answer it then, and the base goes on."""
-    bench = Bench()
+    bench = RereadingHarness()
     (first,) = await bench.read(3)
     bench.log.faults.trim(ONE, 2)
     first.ack_handle.ack()
@@ -179,7 +179,7 @@ async def test_deleted_records_are_skipped_and_counted() -> None:
 
 async def test_unreadable_records_are_skipped_and_counted() -> None:
     """A record that a broker damaged while it was deferred is passed over, as it is at first."""
-    bench = Bench()
+    bench = RereadingHarness()
     await bench.log.create_topics([TopicInfo(ONE.topic, 2, {})], replication_factor=1)
     await write_to(bench.log, ONE, b"value")
     bench.log.faults.write_unreadable(ONE, 1)
@@ -204,7 +204,7 @@ async def test_unreadable_records_are_skipped_and_counted() -> None:
 @pytest.mark.parametrize("end", [0, 1])
 async def test_lost_end_of_the_log_is_reported(end: int) -> None:
     """The next deferred record lies beyond the new end, or exactly there."""
-    bench = Bench()
+    bench = RereadingHarness()
     (first,) = await bench.read(4)
     bench.log.faults.truncate(ONE, end)
     first.ack_handle.ack()
@@ -216,7 +216,7 @@ async def test_lost_end_of_the_log_is_reported(end: int) -> None:
 
 async def test_revoked_assignment_gives_back_what_is_reserved() -> None:
     """A record that was read again for nobody keeps no room from others."""
-    bench = Bench()
+    bench = RereadingHarness()
     (first,) = await bench.read(2)
     first.ack_handle.ack()
     async with bench.rereading():
@@ -231,7 +231,7 @@ async def test_revoked_assignment_gives_back_what_is_reserved() -> None:
 
 async def test_error_at_one_partition_leaves_no_record_of_another_unread() -> None:
     """What was picked of both is given back, and picked again when the log can be asked."""
-    bench = Bench(UnsureLog())
+    bench = RereadingHarness(UnsureLog())
     (first,) = await bench.read(2)
     await write_to(bench.log, TWO, *[b"value"] * 2)
     (second,) = await bench.let_in([bench.request(offset, TWO, model="n") for offset in range(2)])
@@ -247,7 +247,7 @@ async def test_error_at_one_partition_leaves_no_record_of_another_unread() -> No
 
 async def test_answered_requests_are_forgotten_long_before_their_deadlines() -> None:
     """However far a caller's deadline lies ahead, no memory is kept until then."""
-    bench = Bench()
+    bench = RereadingHarness()
     (first,) = await bench.let_in([bench.request(0)])
     for offset in range(1, 5000):
         await bench.let_in([bench.request(offset, deadline_ms=FAR_AHEAD_MS)])
@@ -261,7 +261,9 @@ async def test_answered_requests_are_forgotten_long_before_their_deadlines() -> 
 async def test_refusals_of_requests_that_ended_otherwise_are_forgotten() -> None:
     """A record that was read again, since it would be late, may be refused before it is asked."""
     is_late = False
-    bench = Bench(refusal=lambda _envelope, _rows: Late("OVERLOADED", "", "") if is_late else None)
+    bench = RereadingHarness(
+        refusal=lambda _envelope, _rows: Late("OVERLOADED", "", "") if is_late else None
+    )
     await bench.let_in([bench.request(0)])
     for offset in range(1, 100):
         is_late = False

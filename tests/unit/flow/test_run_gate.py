@@ -13,7 +13,7 @@ from headrace.log.port import TopicPartition
 ONE = TopicPartition("requests", 0)
 
 
-class Bench:
+class RunGateHarness:
     """A gate, and the story of what was marked and what entered."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ async def start(*runs: Coroutine[Any, Any, None]) -> list[asyncio.Task[None]]:
 
 async def test_run_is_marked_before_it_begins() -> None:
     """While the mark cannot be written, nothing begins; what waits shares a write."""
-    bench, ended = Bench(), asyncio.Event()
+    bench, ended = RunGateHarness(), asyncio.Event()
     bench.may_keep.clear()
     ended.set()
     runs = await start(bench.beside(1, ended), bench.beside(2, ended), bench.beside(3, ended))
@@ -72,7 +72,7 @@ async def test_run_is_marked_before_it_begins() -> None:
 
 async def test_accused_run_waits_until_all_others_have_left() -> None:
     """And is marked to be alone then, not before."""
-    bench, first, second = Bench(), asyncio.Event(), asyncio.Event()
+    bench, first, second = RunGateHarness(), asyncio.Event(), asyncio.Event()
     runs = await start(bench.beside(1, first), bench.alone(7, second))
     before = list(bench.story)
     first.set()
@@ -86,7 +86,7 @@ async def test_accused_run_waits_until_all_others_have_left() -> None:
 
 async def test_others_go_on_between_two_accused_runs() -> None:
     """What waited for the first runs before the second may."""
-    bench, ends = Bench(), [asyncio.Event() for _ in range(3)]
+    bench, ends = RunGateHarness(), [asyncio.Event() for _ in range(3)]
     runs = await start(bench.alone(7, ends[0]), bench.alone(8, ends[1]), bench.beside(1, ends[2]))
     during = list(bench.story)
     ends[0].set()
@@ -103,7 +103,7 @@ async def test_others_go_on_between_two_accused_runs() -> None:
 
 async def test_run_that_ends_its_process_lets_nothing_else_in() -> None:
     """What would be marked to run alone in its last moments would be taken for the culprit."""
-    bench, never = Bench(), asyncio.Event()
+    bench, never = RunGateHarness(), asyncio.Event()
     dying, accused = await start(bench.beside(1, never), bench.alone(7, never))
     dying.cancel()
     await ack()

@@ -18,7 +18,7 @@ from headrace.tuning import TUNING
 from tests.support.answering import (
     MINE,
     RESPONSES,
-    Bench,
+    ResponderHarness,
     answerable,
     running,
 )
@@ -128,7 +128,7 @@ async def test_chunks_with_large_outputs_wait_for_room() -> None:
         await eventually(lambda: all(receipt_of(one).acked for one in requests))
 
 
-async def send_singly(bench: Bench, requests: list[Request]) -> None:
+async def send_singly(bench: ResponderHarness, requests: list[Request]) -> None:
     """Each in a chunk of its own."""
     for request in requests:
         await bench.inlet.send([request])

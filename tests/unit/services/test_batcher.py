@@ -21,7 +21,7 @@ from tests.support.work import NOW_US, Limits, Tray, make_request, receipt_of
 KEY = ("digits", "1")
 
 
-class Bench:
+class BatcherHarness:
     """A running batcher, its inlet and its answers."""
 
     def __init__(
@@ -43,9 +43,9 @@ class Bench:
 @asynccontextmanager
 async def running(
     limits: Any, clock: StillClock | None = None, steady: StillClock | None = None
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[BatcherHarness]:
     """Until the end of the context, when its inlet is closed."""
-    bench = Bench(limits, clock, steady)
+    bench = BatcherHarness(limits, clock, steady)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.batcher.run())
         yield bench
@@ -215,7 +215,7 @@ async def test_a_void_request_is_passed_on_to_be_settled() -> None:
 
 async def test_at_the_end_all_that_waits_is_pulled_without_delay() -> None:
     """A stop waits for no delay; the pulls end when nothing is left."""
-    bench = Bench(limited(Limits(max_batch_size=2, max_queue_delay_ms=3_600_000)))
+    bench = BatcherHarness(limited(Limits(max_batch_size=2, max_queue_delay_ms=3_600_000)))
     requests = [make_request() for _ in range(5)]
     pulled: list[Request] = []
 
@@ -236,7 +236,7 @@ async def test_at_the_end_all_that_waits_is_pulled_without_delay() -> None:
 
 async def test_the_end_does_not_come_before_the_last_deadline_is_answered() -> None:
     """With nobody to pull, draining ends when what waits has expired."""
-    bench = Bench(limited(Limits()))
+    bench = BatcherHarness(limited(Limits()))
     request = make_request(deadline_ms=NOW_US // 1000 + 5)
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.batcher.run())

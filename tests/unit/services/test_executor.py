@@ -15,7 +15,7 @@ from headrace.protocol.tensors import to_array
 from headrace.tuning import TUNING
 from tests.support import python_models
 from tests.support.conditions import eventually
-from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running
+from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
 from tests.support.models import add_version, digits
 from tests.support.python_models import add_python_model
 from tests.support.services import counted
@@ -204,7 +204,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> threading.Barrier:
 MEET = "from tests.support import python_models; python_models.MEETING.wait(10)"
 
 
-def expect_long_runs(bench: Bench) -> None:
+def expect_long_runs(bench: ExecutorHarness) -> None:
     """As the executor has learned it of runs before."""
     bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)
 

@@ -13,7 +13,7 @@ from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.version import State
 from headrace.protocol.messages import Request
 from headrace.tuning import TUNING
-from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running
+from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
 from tests.support.python_models import add_python_model
 from tests.support.services import counted
 
@@ -23,7 +23,7 @@ UNDECIDED = Verdict(Batching.UNDECIDED, "all alike")
 
 async def decided_by_requests(
     repository: Path, rule: str, *, batches: int = TUNING.executor.comparison_batches
-) -> tuple[Bench, list[Request]]:
+) -> tuple[ExecutorHarness, list[Request]]:
     """An undecided model, after so many batches of three requests."""
     add_python_model(repository, rule)
     async with running(repository) as bench:
@@ -35,7 +35,7 @@ async def decided_by_requests(
     return bench, answered
 
 
-def outcomes(bench: Bench) -> dict[str, float]:
+def outcomes(bench: ExecutorHarness) -> dict[str, float]:
     """How many batches have shown what."""
     return {
         outcome: counted(

@@ -18,7 +18,7 @@ LONG_US = 50_000
 NOW_US = 1_000_000
 
 
-class Bench:
+class PrefetchHarness:
     """A supply of batches, and an intake that pulls them."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
@@ -54,7 +54,7 @@ def batch(name: str) -> Batch:
 async def test_without_a_run_to_look_beyond_a_batch_is_pulled_when_it_is_wanted() -> None:
     """It is not gathered before."""
     async with asyncio.TaskGroup() as tasks:
-        bench = Bench(tasks)
+        bench = PrefetchHarness(tasks)
         bench.waiting.append(batch("a"))
         assert await bench.next_id() == "a"
     assert bench.gathered == []
@@ -63,7 +63,7 @@ async def test_without_a_run_to_look_beyond_a_batch_is_pulled_when_it_is_wanted(
 async def test_batch_is_gathered_while_another_one_computes() -> None:
     """As soon as the batcher lets it go."""
     async with asyncio.TaskGroup() as tasks:
-        bench = Bench(tasks)
+        bench = PrefetchHarness(tasks)
         bench.intake.look_ahead(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
@@ -76,7 +76,7 @@ async def test_batch_is_gathered_while_another_one_computes() -> None:
 async def test_next_batch_closes_earlier_where_gathering_takes_long() -> None:
     """By twice what it took lately."""
     async with asyncio.TaskGroup() as tasks:
-        bench = Bench(tasks)
+        bench = PrefetchHarness(tasks)
         bench.gathering_us = 3000
         for name in ("a", "b"):
             bench.intake.look_ahead(NOW_US, LONG_US)
@@ -90,7 +90,7 @@ async def test_next_batch_closes_earlier_where_gathering_takes_long() -> None:
 async def test_run_that_ends_early_takes_what_there_is() -> None:
     """The pull that waited for its end does not wait any longer."""
     async with asyncio.TaskGroup() as tasks:
-        bench = Bench(tasks)
+        bench = PrefetchHarness(tasks)
         bench.intake.look_ahead(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
@@ -101,7 +101,7 @@ async def test_run_that_ends_early_takes_what_there_is() -> None:
 async def test_unknown_and_short_runs_are_not_looked_beyond(run_us: int | None) -> None:
     """The timers of the loop are too coarse for them."""
     async with asyncio.TaskGroup() as tasks:
-        bench = Bench(tasks)
+        bench = PrefetchHarness(tasks)
         bench.intake.look_ahead(NOW_US, run_us)
         await asyncio.sleep(0)
     assert bench.asks == []
@@ -110,7 +110,7 @@ async def test_unknown_and_short_runs_are_not_looked_beyond(run_us: int | None) 
 async def test_suspects_and_fresh_batches_take_turns() -> None:
     """A batch that failed does not hold up those that came after it."""
     async with asyncio.TaskGroup() as tasks:
-        bench = Bench(tasks)
+        bench = PrefetchHarness(tasks)
         bench.waiting.extend(batch(name) for name in ("a", "b"))
         bench.intake.put_aside([batch("x"), batch("y"), batch("z")])
         assert [await bench.next_id() for _ in range(5)] == ["x", "a", "y", "b", "z"]
@@ -119,7 +119,7 @@ async def test_suspects_and_fresh_batches_take_turns() -> None:
 async def test_batch_that_was_pulled_ahead_comes_in_its_turn() -> None:
     """Between the halves of the one that failed meanwhile."""
     async with asyncio.TaskGroup() as tasks:
-        bench = Bench(tasks)
+        bench = PrefetchHarness(tasks)
         bench.intake.look_ahead(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
@@ -132,7 +132,7 @@ async def test_batch_that_was_pulled_ahead_comes_in_its_turn() -> None:
 async def test_suspects_are_run_before_the_end() -> None:
     """Also when the pull ahead has learned already that nothing more comes."""
     async with asyncio.TaskGroup() as tasks:
-        bench = Bench(tasks)
+        bench = PrefetchHarness(tasks)
         bench.intake.look_ahead(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.intake.put_aside([batch("x"), batch("y")])

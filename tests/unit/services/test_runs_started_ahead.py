@@ -19,7 +19,7 @@ from headrace.protocol.tensors import to_array
 from headrace.tuning import TUNING
 from tests.support import python_models
 from tests.support.conditions import eventually
-from tests.support.executor_bench import POISON, Bench, outcome, requests_of, running
+from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
 from tests.support.models import add_version, digits
 from tests.support.python_models import add_python_model
 from tests.support.work import NOW_US, make_request
@@ -41,7 +41,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Barrier]:
     meeting.abort()
 
 
-def expect_long_runs(bench: Bench) -> None:
+def expect_long_runs(bench: ExecutorHarness) -> None:
     """As the executor has learned it of runs before."""
     bench.models.catalog.lookup("model").latency.observe((1,), 1, 50_000)
 

@@ -43,7 +43,7 @@ TIGHT = replace(QUICK.delivery, metadata_characters=8)
 """Two ranges fit into the metadata of a commit."""
 
 
-class Bench:
+class TransactionalHarness:
     """A responder that seals, on an embedded log, and the in-flight tracker of its source
     partition.
     """
@@ -98,7 +98,7 @@ async def running(
     exactly_once: bool = True,
     tuning: ResponderTuning = QUICK.responder,
     offsets_tuning: DeliveryTuning = QUICK.delivery,
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[TransactionalHarness]:
     """Until the end of the context, when everything must be acknowledged."""
     log = log or MemoryLog()
     limit = {"max.message.bytes": str(LIMIT_BYTES)}
@@ -113,7 +113,7 @@ async def running(
     )
     channel: Channel[list[Request]] = Channel()
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
-    bench = Bench(log, tracker, channel.writer())
+    bench = TransactionalHarness(log, tracker, channel.writer())
     offset_store = OffsetStore(tracker, None, SOURCE.topic, SOURCE.topic, offsets_tuning)
     metrics = bench.instruments.metrics
     seals = PartitionTransactions(
@@ -295,7 +295,9 @@ async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
         assert counted(bench.instruments, "revoked_requests_total") == 20
 
 
-async def offsets_in_order(bench: Bench, topic: str = RESPONSES.topic) -> Sequence[int]:
+async def offsets_in_order(
+    bench: TransactionalHarness, topic: str = RESPONSES.topic
+) -> Sequence[int]:
     """Of the visible answers of a topic with one partition, as they stand."""
     return [source_of(each)[1] for each in await visible(bench.log, topic)]
 

@@ -41,7 +41,7 @@ DIGITS = ("digits", "1")
 PIXELS = {"pixels": np.zeros((1, 64), np.float32)}
 
 
-class Bench:
+class DispatcherHarness:
     """An outlet of endless batches of one model, and what it writes."""
 
     def __init__(self, log: MemoryLog, models: Models, reader: Consumer, metrics: Metrics) -> None:
@@ -132,7 +132,7 @@ class Bench:
 @asynccontextmanager
 async def running(
     repository: Path, tuning: TransportTuning = TUNING.transport
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[DispatcherHarness]:
     """An outlet, until the end of the context."""
     log = MemoryLog()
     topics = [TopicInfo("batches", PARTITIONS, {}), TopicInfo("events", 1, {})]
@@ -140,7 +140,7 @@ async def running(
     metrics = Metrics(CollectorRegistry())
     models = digits_models(repository)
     async with log.producer() as producer, log.reader(BATCHES) as reader:
-        bench = Bench(log, models, reader, metrics)
+        bench = DispatcherHarness(log, models, reader, metrics)
         bench.left = 0  # nobody is known yet
         writer = BatchWriter(producer, TopicPartition("batches", PARTITIONS), Tray(), metrics)
         hearing = ExecutorEventReader(log, TopicPartition("events", 1))
@@ -153,7 +153,7 @@ async def running(
             bench.pulls.close()
 
 
-async def heard(bench: Bench, count: int) -> None:
+async def heard(bench: DispatcherHarness, count: int) -> None:
     """Wait until so many executors are known, then let batches come."""
     await eventually(lambda: bench.known() == count)
     bench.left = 1000

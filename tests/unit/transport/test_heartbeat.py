@@ -23,7 +23,7 @@ from tests.support.work import make_request
 EVENTS = TopicPartition("events", 0)
 
 
-class Bench:
+class HeartbeatHarness:
     """An announcer at work, and what it has said."""
 
     def __init__(self, announcer: ExecutorHeartbeat, partitions: list[int]) -> None:
@@ -44,7 +44,7 @@ class Bench:
 @asynccontextmanager
 async def announcing(
     repository: Path, tuning: TransportTuning = TUNING.transport
-) -> AsyncIterator[Bench]:
+) -> AsyncIterator[HeartbeatHarness]:
     """An announcer with one ready model, until the end of the context."""
     log = MemoryLog()
     await log.create_topics([TopicInfo("events", 1, {})], replication_factor=1)
@@ -59,7 +59,7 @@ async def announcing(
             lambda: models.catalog.versions(State.READY),
             tuning,
         )
-        bench = Bench(announcer, partitions)
+        bench = HeartbeatHarness(announcer, partitions)
 
         async def listen() -> None:
             while not (bench.said and bench.said[-1].leaving):

@@ -23,7 +23,7 @@ MakeModel: TypeAlias = Callable[[], onnx.ModelProto]
 PIXELS = np.ones((3, 64), np.float32)
 
 
-class Bench:
+class RebinderHarness:
     """A process that has version 2 of `digits` alone.
 
     Args:
@@ -62,7 +62,7 @@ def test_request_that_names_no_version_is_bound_to_the_current_one(
     tmp_path: Path, content_type: str
 ) -> None:
     """With all that follows from the signature; the item that names the old one is dropped."""
-    bench, request = Bench(tmp_path), bound_to_first()
+    bench, request = RebinderHarness(tmp_path), bound_to_first()
     request.envelope = request.envelope._replace(content_type=content_type)
     if content_type == "application/json":
         request.value = encode_request(content_type, "digits", {"pixels": PIXELS})
@@ -82,7 +82,7 @@ def test_request_that_names_no_version_is_bound_to_the_current_one(
 )
 def test_request_that_names_its_version_is_refused(tmp_path: Path, request_: Request) -> None:
     """It may be sent again: ingest decides then."""
-    bench = Bench(tmp_path)
+    bench = RebinderHarness(tmp_path)
     with pytest.raises(Rejected) as caught:
         bench.rebind(request_)
     assert (caught.value.code, caught.value.message) == (Code.MODEL_NOT_READY, GONE.message)
@@ -100,7 +100,7 @@ def test_request_that_fits_no_version_is_refused_with_both_reasons(
 ) -> None:
     """That its version has gone, and why it cannot have the current one."""
     with pytest.raises(Rejected) as caught:
-        Bench(tmp_path, model).rebind(bound_to_first())
+        RebinderHarness(tmp_path, model).rebind(bound_to_first())
     assert caught.value.code == Code.MODEL_NOT_READY
     assert caught.value.message.startswith(GONE.message)
     assert reason in caught.value.message
