@@ -141,6 +141,37 @@ class DeliveryTuning:
 
 
 @dataclass(frozen=True)
+class ProtocolTuning:
+    """Tuning values of `headrace.protocol`: bounds of its caches and copies.
+
+    Its functions are pure, so the default values apply to every process.
+    """
+
+    cached_header_values: int = 1024
+    """Parsed values in the cache of each header; callers choose them."""
+    cached_content_types: int = 256
+    """Content types in each cache."""
+    cached_frames: int = 1024
+    """Encoded responses, without their tensors' bytes, and encoded timings."""
+    templated_output_bytes: int = 4096
+    """Outputs up to this size are filled into a template; larger ones are joined with one copy."""
+    cached_output_headers: int = 256
+    """Names, datatypes and shapes of outputs that decoded results share."""
+    cached_tensor_positions: int = 256
+    """Positions of a tensor in a value, by the sizes of both."""
+    compared_tensor_bytes: int = 4096
+    """Tensors up to this size are compared at the cached position; others by their address."""
+    copied_row_bytes: int = 1024
+    """Rows up to this size are copied: faster than a view, and no other rows stay alive."""
+    cached_row_layouts: int = 256
+    """Sizes and counts of rows in the cache of their layouts."""
+    described_value_bytes: int = 256
+    """Values up to this size are shown in the error text of a request that cannot be decoded."""
+    counted_value_bytes: int = 65_536
+    """Values up to this size are decoded to count their elements for such a text."""
+
+
+@dataclass(frozen=True)
 class TransportTuning:
     """Tuning values of `headrace.transport`."""
 
@@ -568,6 +599,7 @@ class Tuning:
 
     consumer: ConsumerTuning = ConsumerTuning()
     delivery: DeliveryTuning = DeliveryTuning()
+    protocol: ProtocolTuning = ProtocolTuning()
     transport: TransportTuning = TransportTuning()
     kafka: KafkaTuning = KafkaTuning()
     memory: MemoryTuning = MemoryTuning()

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 from headrace.protocol.messages import MAX_NAME_LENGTH, Envelope, Failure, Request
+from headrace.tuning import TUNING
 
 
 class HeaderName:
@@ -76,6 +77,7 @@ MAX_SHOWN_NAME = 80
 """Most characters of a header's name in an error text."""
 
 _CLOUDEVENTS = "application/cloudevents"
+_TUNING = TUNING.protocol
 _LOOKED_AT_BYTES = 64
 _MAX_COUNT = 4  # digits of a number of attempts
 _MAX_DIGITS = 15  # epoch milliseconds of the year 33658; more is a mistake
@@ -183,12 +185,12 @@ def _content_type_fault(content_type: str, model: str) -> str | None:
     return None
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_TUNING.cached_content_types)
 def _content_type(value: bytes) -> str:
     return value.decode("ascii", "replace").partition(";")[0].strip().lower()
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_TUNING.cached_header_values)
 def _model(value: bytes) -> tuple[str, str]:
     name, slash, version = _text(value).partition("/")
     if not name or "/" in version or (slash and not version):
@@ -206,7 +208,7 @@ def _text(value: bytes) -> str:
     return text
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_TUNING.cached_header_values)
 def _topic(value: bytes) -> str:
     if not value:
         raise ValueError("expected the name of a topic, got an empty value")
@@ -281,7 +283,7 @@ _RULES: dict[str, tuple[int, _Parse | None]] = {
     HeaderName.REPLY_PARTITION: (3, _partition),
     HeaderName.DEADLINE_MS: (4, _milliseconds(1)),  # in an envelope 0 is none, here a past one
     HeaderName.PRIORITY: (5, _priority),
-    HeaderName.TENANT: (6, lru_cache(maxsize=1024)(_text)),
+    HeaderName.TENANT: (6, lru_cache(maxsize=_TUNING.cached_header_values)(_text)),
     HeaderName.TRACEPARENT: (9, None),
     HeaderName.TRACESTATE: (10, None),
     HeaderName.CANCEL: (12, _cancelled),
@@ -394,7 +396,7 @@ def _add_callers(headers: list[Header], request: Request, envelope: Envelope) ->
             headers.append((name, value))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_TUNING.cached_content_types)
 def _first_two(request_content_type: str, status: str) -> tuple[Header, Header]:
     content_type = answer_content_type(request_content_type)
     return (HeaderName.CONTENT_TYPE, content_type.encode()), (HeaderName.STATUS, status.encode())
@@ -418,7 +420,7 @@ def _may_travel(name: str) -> bool:
     )
 
 
-_travels = lru_cache(maxsize=1024)(_may_travel)
+_travels = lru_cache(maxsize=_TUNING.cached_header_values)(_may_travel)
 
 
 def dead_letter_headers(

@@ -24,14 +24,12 @@ from numpy.typing import NDArray
 
 from headrace.errors import Code, Rejected
 from headrace.protocol.messages import MAX_RANK, Tensor
+from headrace.tuning import TUNING
 
 MAX_TENSOR_BYTES = 2**63 - 1
 """Limit of array libraries; a larger shape is refused even if the tensor is empty."""
 
 _LENGTH = struct.Struct("<I")
-
-_COPY_ROW_BYTES = 1024
-"""Rows up to this size are copied: that is faster than a view, and keeps no other rows alive."""
 
 B = TypeVar("B", bytes, memoryview)
 
@@ -308,7 +306,7 @@ def split_rows(
             join_elements(array[stop - size : stop].ravel().tolist(), name) for stop, size in parts
         ]
     row_bytes = datatype.itemsize * math.prod(array.shape[1:])
-    if row_bytes > _COPY_ROW_BYTES:
+    if row_bytes > TUNING.protocol.copied_row_bytes:
         return _cut_up(_raw(array, datatype), row_bytes, rows)
     content = array.tobytes() if array.dtype == datatype.dtype else _raw(array, datatype).tobytes()
     if rows.count(1) == len(rows):  # as for most requests
@@ -324,7 +322,7 @@ def _cut_up(content: B, row_bytes: int, rows: Sequence[int]) -> list[B]:
     ]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=TUNING.protocol.cached_row_layouts)
 def _single_rows(row_bytes: int, count: int) -> struct.Struct:
     """Return a struct that unpacks so many rows, in a third of the time of slicing."""
     return struct.Struct(f"{row_bytes}s" * count)

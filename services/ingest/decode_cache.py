@@ -18,6 +18,7 @@ import numpy as np
 
 from headrace.errors import Rejected
 from headrace.models.inputs.binding import Bound
+from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.messages import InferenceRequest, InputTensor, RequestedOutput
 from headrace.tuning import TUNING, IngestTuning
 
@@ -129,7 +130,7 @@ class DecodeCache:
 
     def __init__(self, tuning: IngestTuning = TUNING.ingest) -> None:
         self._tuning = tuning
-        self._by_length: dict[int, Layout] = {}
+        self._by_length: BoundedCache[int, Layout] = BoundedCache(tuning.max_cached_layouts)
 
     def find(self, value: bytes) -> Layout | None:
         """Return the layout of a value; None if it must be decoded."""
@@ -166,12 +167,10 @@ class DecodeCache:
             or tensor.datatype in _NOT_NUMBERS
         ):
             return
-        if len(self._by_length) >= self._tuning.max_cached_layouts:
-            self._by_length.clear()
         start = _address(tensor.data) - _address(value)
         if not 0 <= start <= len(value) - size:
             raise ValueError("message: expected the one that was decoded from this value")
-        self._by_length[len(value)] = Layout(value, message, start)
+        self._by_length.add(len(value), Layout(value, message, start))
 
 
 def _address(content: bytes | memoryview) -> int:

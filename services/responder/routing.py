@@ -16,6 +16,7 @@ from headrace.config import Settings
 from headrace.errors import Code, Retriable
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer, TopicPartition
+from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.telemetry.logs import Event
 from headrace.topics import Stage, Topic
@@ -117,7 +118,9 @@ class ReplyTopics:
         self._producer = producer
         self._on_resolved = on_resolved
         self._tuning = tuning
-        self._cached: dict[str, tuple[int, float]] = {}
+        self._cached: BoundedCache[str, tuple[int, float]] = BoundedCache(
+            tuning.max_cached_reply_topics
+        )
         self._waiting: dict[str, list[Request]] = {}
         self._permits = asyncio.Semaphore(tuning.max_reply_topic_lookups)
 
@@ -141,10 +144,8 @@ class ReplyTopics:
         async with self._permits:
             partitions = await self._describe(topic)
         if isinstance(partitions, int):
-            if len(self._cached) >= self._tuning.max_cached_reply_topics:
-                self._cached.clear()
             expires_s = time.monotonic() + self._tuning.reply_topic_cache_s
-            self._cached[topic] = (partitions, expires_s)
+            self._cached.add(topic, (partitions, expires_s))
         await self._on_resolved(self._waiting.pop(topic), partitions)
 
     async def _describe(self, topic: str) -> int | TopicForbidden | None:

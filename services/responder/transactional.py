@@ -36,6 +36,7 @@ from headrace.log.errors import (
 )
 from headrace.log.port import TopicPartition
 from headrace.primitives.backoff import Backoff
+from headrace.primitives.bounded_cache import BoundedCache
 from headrace.services.responder.encoder import AnswerEncoder, TransactionRecords, record_sizes
 from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
@@ -171,7 +172,8 @@ class UnavailableTargets:
     def __init__(self, tuning: ResponderTuning) -> None:
         self._tuning = tuning
         self._stalls: dict[TopicPartition, _Stall] = {}
-        self._forbidden: dict[str, float] = {}  # until when, in monotonic seconds
+        # Until when, in monotonic seconds.
+        self._forbidden: BoundedCache[str, float] = BoundedCache(tuning.max_forbidden_topics)
 
     def stall(self, target: TopicPartition) -> None:
         """Stall a partition that is known to have no leader."""
@@ -198,9 +200,7 @@ class UnavailableTargets:
 
     def forbid(self, topic: str) -> None:
         """Remember a forbidden topic: each attempt to write to it costs a producer."""
-        if len(self._forbidden) >= self._tuning.max_forbidden_topics:
-            self._forbidden.clear()
-        self._forbidden[topic] = time.monotonic() + self._tuning.forbidden_topic_retry_s
+        self._forbidden.add(topic, time.monotonic() + self._tuning.forbidden_topic_retry_s)
 
     def forbidden(self, outgoing: Sequence[PendingAnswer], now_s: float) -> list[str]:
         """Return the topics of these answers that are forbidden now."""

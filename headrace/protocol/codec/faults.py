@@ -15,6 +15,7 @@ import msgspec
 
 from headrace.errors import Code, Rejected
 from headrace.protocol.messages import MAX_OUTPUTS
+from headrace.tuning import TUNING
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """All errors that msgspec raises on malformed bytes."""
@@ -27,8 +28,7 @@ _KIND = re.compile(r"Expected `(.+)`, got `(.+)`")
 _LENGTH = re.compile(r"Expected `(\w+)` of length (<=|>=) (\d+)")
 _SCALARS = frozenset({"str", "int", "float", "bool"})
 _MAX_SHOWN = 40
-_MAX_DESCRIBED_BYTES = 256
-_MAX_COUNTED_BYTES = 65_536
+_TUNING = TUNING.protocol
 _UNITS = {"str": "characters", "array": "elements", "object": "entries", "bytes": "bytes"}
 
 
@@ -152,7 +152,7 @@ def _at(path: str, value: bytes | memoryview, form: Format) -> bytes | memoryvie
 
 def _described(found: bytes | memoryview, kind: str, form: Format) -> str | None:
     """Describe a small value; None if it is too large or cannot be decoded."""
-    if len(found) > _MAX_DESCRIBED_BYTES:
+    if len(found) > _TUNING.described_value_bytes:
         return None
     try:
         value = form.codec.decode(found)
@@ -164,7 +164,7 @@ def _described(found: bytes | memoryview, kind: str, form: Format) -> str | None
 
 
 def _length(found: bytes | memoryview | None, form: Format) -> str | None:
-    if found is None or len(found) > _MAX_COUNTED_BYTES:
+    if found is None or len(found) > _TUNING.counted_value_bytes:
         return None
     try:
         return str(len(form.codec.decode(found)))

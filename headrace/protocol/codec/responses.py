@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.errors import Code
+from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.codec.json_data import bytes_to_data
 from headrace.protocol.headers import MSGPACK_TYPES, error_content_type
 from headrace.protocol.messages import (
@@ -22,6 +23,7 @@ from headrace.protocol.messages import (
     Request,
     Tensor,
 )
+from headrace.tuning import TUNING
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -51,11 +53,11 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 _encode_json = msgspec.json.Encoder().encode
 
 _FIXED_MAP = 0x80  # a MessagePack map of up to 15 fields
-_MAX_REMEMBERED = 1024
-_FILLED_IN_BYTES = 4096
-"""Outputs up to this size are filled into a template; larger ones are joined with one copy."""
-_frames: dict[tuple[object, ...], tuple[bytes, ...] | None] = {}
-_packed_timings: dict[tuple[int, ...], bytes] = {}
+_TUNING = TUNING.protocol
+_frames: BoundedCache[tuple[object, ...], tuple[bytes, ...] | None] = BoundedCache(
+    _TUNING.cached_frames
+)
+_packed_timings: BoundedCache[tuple[int, ...], bytes] = BoundedCache(_TUNING.cached_frames)
 
 
 def encode_response(request: Request, now_us: int) -> bytes:
@@ -133,7 +135,7 @@ def _template(request: Request, now_us: int) -> bytes | None:
     the outputs are too large or their sizes do not follow from their shapes.
     """
     heads, contents = request.heads, request.contents
-    if not heads or contents is None or sum(map(len, contents)) > _FILLED_IN_BYTES:
+    if not heads or contents is None or sum(map(len, contents)) > _TUNING.templated_output_bytes:
         return None
     frame = _known_frame(request, heads, contents, has_id=False)
     if frame is None:
@@ -171,22 +173,15 @@ def _known_frame(
     key = (request.model, request.version, has_id, heads)
     frame = _frames.get(key)
     if frame is None and key not in _frames:
-        frame = _remember(_frames, key, _frame(request, heads, contents, has_id=has_id))
+        frame = _frames.add(key, _frame(request, heads, contents, has_id=has_id))
     return frame
 
 
 def _packed(timings: tuple[int, ...]) -> bytes:
     packed = _packed_timings.get(timings)
     if packed is None:
-        packed = _remember(_packed_timings, timings, _encode_msgpack(_parameters(timings)))
+        packed = _packed_timings.add(timings, _encode_msgpack(_parameters(timings)))
     return packed
-
-
-def _remember(memory: dict[K, V], key: K, value: V) -> V:
-    if len(memory) >= _MAX_REMEMBERED:
-        memory.clear()
-    memory[key] = value
-    return value
 
 
 def _frame(

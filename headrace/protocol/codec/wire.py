@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from headrace.errors import Code, Rejected
+from headrace.primitives.bounded_cache import BoundedCache
 from headrace.protocol.ack import AckHandle
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.protocol.headers import NO_HEADERS, Headers, is_utf8, parse_envelope
@@ -37,6 +38,7 @@ from headrace.protocol.messages import (
 )
 from headrace.protocol.tensors import check_tensor
 from headrace.protocol.trace_context import Trace, parse_traceparent
+from headrace.tuning import TUNING
 
 _Record = TypeVar("_Record", ItemRecord, BatchRecord, ResultRecord)
 
@@ -52,11 +54,11 @@ class _RawBatchRecord(Struct, kw_only=True, omit_defaults=True):
 
 _Headers = list[tuple[str, bytes | None]]
 _CODES = frozenset(Code)
-_MAX_HEADS = 256
-_heads: dict[tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[Head, ...]] = {}
-_MAX_STARTS = 256
-_COMPARED_BYTES = 4096
-_starts: dict[tuple[int, int], int] = {}
+_TUNING = TUNING.protocol
+_heads: BoundedCache[tuple[tuple[str, str, tuple[int, ...], int], ...], tuple[Head, ...]] = (
+    BoundedCache(_TUNING.cached_output_headers)
+)
+_starts: BoundedCache[tuple[int, int], int] = BoundedCache(_TUNING.cached_tensor_positions)
 """Cache of a tensor's position by the sizes of value and tensor: most values are alike."""
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -249,9 +251,7 @@ def _shared_heads(tensors: Sequence[Tensor]) -> tuple[Head, ...]:
     known = tuple([(*tensor[:3], len(tensor[3])) for tensor in tensors])
     heads = _heads.get(known)
     if heads is None:
-        if len(_heads) >= _MAX_HEADS:
-            _heads.clear()
-        heads = _heads[known] = tuple([tensor[:3] for tensor in tensors])
+        heads = _heads.add(known, tuple([tensor[:3] for tensor in tensors]))
     return heads
 
 
@@ -353,7 +353,7 @@ def _start(value: bytes | memoryview, content: bytes | memoryview) -> int:
     guess = _starts.get(lengths, -1)
     if (
         guess >= 0
-        and size <= _COMPARED_BYTES
+        and size <= _TUNING.compared_tensor_bytes
         and isinstance(value, bytes)
         and value.startswith(content, guess)
     ):
@@ -362,10 +362,7 @@ def _start(value: bytes | memoryview, content: bytes | memoryview) -> int:
     start = _address(content) - _address(value)
     if not 0 <= start <= len(value) - size:
         return -1
-    if len(_starts) >= _MAX_STARTS:
-        _starts.clear()
-    _starts[lengths] = start
-    return start
+    return _starts.add(lengths, start)
 
 
 def _carried(tensor: Tensor) -> WireTensor:
