@@ -219,7 +219,7 @@ _EVENT = ExecutorEvent(
     models=[
         HostedModel(name="sample", version="1", instances=2, max_batch_size=32),
         HostedModel(
-            name="alone", version="3", instances=1, max_batch_size=1, batching_off="rows leak"
+            name="alone", version="3", instances=1, max_batch_size=1, batching_off="mates leak"
         ),
     ],
     completions=[
