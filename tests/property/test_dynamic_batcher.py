@@ -234,7 +234,7 @@ def formed(requests: Iterable[Request], limits: Limits, now_us: int = NOW_US) ->
 
 
 @given(st.lists(st.integers(1, 9), max_size=30))
-def test_rows_are_counted_and_a_request_stays_whole(rows: list[int]) -> None:
+def test_batch_limits_rows_and_keeps_requests_whole(rows: list[int]) -> None:
     """In order of arrival; a batch closes before the request that would pass its limit."""
     batches = formed([make_request(rows=number) for number in rows], Limits(max_batch_size=4))
 
@@ -243,7 +243,7 @@ def test_rows_are_counted_and_a_request_stays_whole(rows: list[int]) -> None:
         assert batch.rows + following.requests[0].rows > 4
 
 
-def test_a_request_over_the_limit_runs_alone() -> None:
+def test_request_over_the_limit_runs_alone() -> None:
     """More rows, or more bytes, than a batch may have: it is not split and has no company."""
     requests = [make_request(), make_request(rows=9), make_request(size_bytes=5000), make_request()]
 
@@ -262,12 +262,12 @@ def test_a_request_over_the_limit_runs_alone() -> None:
         (Limits(max_batch_size=4, max_queue_delay_ms=5), 4, "full"),
     ],
 )
-def test_a_batch_says_why_it_closed(limits: Limits, count: int, reason: str) -> None:
+def test_batch_reports_why_it_closed(limits: Limits, count: int, reason: str) -> None:
     """Full, out of bytes, or nothing more was there."""
     assert formed([make_request() for _ in range(count)], limits)[0].reason == reason
 
 
-def test_a_delay_is_waited_for_and_no_longer() -> None:
+def test_batch_waits_for_its_queue_delay_and_no_longer() -> None:
     """With `max_queue_delay_ms` a batch that is not full closes when its first request is due."""
     forming = DynamicBatcher(lambda _name, _version: Limits(max_queue_delay_ms=5), "test")
     forming.add(make_request(ingested_us=NOW_US))
@@ -281,7 +281,7 @@ def test_a_delay_is_waited_for_and_no_longer() -> None:
     assert (batch.reason, len(batch.requests)) == ("delay", 2)
 
 
-def test_a_model_that_is_let_go_hands_out_what_would_have_waited() -> None:
+def test_released_model_hands_out_waiting_requests() -> None:
     """An instance that serves no longer takes the rest without the delay: nobody else would."""
     forming = DynamicBatcher(lambda _name, _version: Limits(max_queue_delay_ms=1000), "test")
     forming.add(make_request())
@@ -290,7 +290,7 @@ def test_a_model_that_is_let_go_hands_out_what_would_have_waited() -> None:
     assert forming.next(("digits", "1"), NOW_US, Ask(at_once=True)) is not None
 
 
-def test_the_oldest_goes_first_whatever_its_shape() -> None:
+def test_oldest_request_goes_first_across_shapes() -> None:
     """Groups take turns by their first request's age, so that no shape starves."""
     forming = DynamicBatcher(lambda _name, _version: Limits(max_batch_size=1), "test")
     requests = [
@@ -311,7 +311,7 @@ def requests_alive() -> int:
     return sum(type(one) is Request for one in gc.get_objects())
 
 
-def test_a_request_that_has_left_is_not_kept_until_its_deadline() -> None:
+def test_request_that_left_is_freed_before_its_deadline() -> None:
     """Deadlines may be hours off; only what waits takes memory."""
     forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
     before = requests_alive()
@@ -323,7 +323,7 @@ def test_a_request_that_has_left_is_not_kept_until_its_deadline() -> None:
     assert requests_alive() - before < 100
 
 
-def test_a_request_that_has_expired_is_not_kept_behind_one_that_waits() -> None:
+def test_expired_request_is_freed_behind_a_waiting_one() -> None:
     """While nobody pulls, requests that end behind a patient one leave all the same."""
     forming = DynamicBatcher(lambda _name, _version: Limits(), "test")
     forming.add(make_request())
@@ -338,7 +338,7 @@ def test_a_request_that_has_expired_is_not_kept_behind_one_that_waits() -> None:
 
 
 @pytest.mark.timeout(20)
-def test_many_shapes_do_not_make_each_batch_slow() -> None:
+def test_many_shapes_do_not_slow_a_batch() -> None:
     """20,000 requests of 20,000 shapes are formed in seconds: a pull does not look at them all."""
     requests = [
         make_request(shape_class=(number,), ingested_us=NOW_US + number) for number in range(20_000)
@@ -362,7 +362,7 @@ def told(forming: DynamicBatcher, places: dict[int, int]) -> list[object]:
 
 
 @given(st.lists(CHUNKS, min_size=1, max_size=4), st.booleans())
-def test_adding_chunks_is_adding_their_requests(chunks: list[list[Kind]], paced: bool) -> None:
+def test_chunk_and_single_arrivals_are_equivalent(chunks: list[list[Kind]], paced: bool) -> None:
     """Which batches come of them, and which requests end, is the same."""
     found = []
     for together in (True, False):

@@ -70,7 +70,7 @@ def outputs_of(request: Request) -> dict[str, tuple[tuple[int, ...], bytes]]:
 @pytest.mark.parametrize("datatype", sorted(DATATYPES))
 @settings(deadline=None)
 @given(data=st.data())
-def test_together_gives_what_alone_gives(datatype: str, data: st.DataObject) -> None:
+def test_batched_outputs_equal_single_outputs(datatype: str, data: st.DataObject) -> None:
     """Whatever the datatype and the numbers of rows, to the bit."""
     requests = data.draw(batches(datatype))
     signature = signature_of(datatype)
@@ -90,7 +90,7 @@ def test_together_gives_what_alone_gives(datatype: str, data: st.DataObject) -> 
 @pytest.mark.parametrize("datatype", sorted(set(DATATYPES) - {"BYTES"}))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # arrays are slow to draw
 @given(data=st.data())
-def test_in_a_block_lies_what_would_lie_elsewhere(datatype: str, data: st.DataObject) -> None:
+def test_block_holds_the_same_rows_as_new_memory(datatype: str, data: st.DataObject) -> None:
     """To the bit, one batch after another, whatever was there before."""
     signature = signature_of(datatype)
     block = HostBlock(signature, rows=4, limit_bytes=65536)
@@ -106,7 +106,7 @@ def test_in_a_block_lies_what_would_lie_elsewhere(datatype: str, data: st.DataOb
 
 @settings(deadline=None)
 @given(batches("FP32"))
-def test_only_the_wanted_outputs_are_kept(requests: list[Request]) -> None:
+def test_only_requested_outputs_are_kept(requests: list[Request]) -> None:
     """Each request's own choice, whatever its mates want."""
     signature = signature_of("FP32")
     for place, request in enumerate(requests):
@@ -120,14 +120,14 @@ def test_only_the_wanted_outputs_are_kept(requests: list[Request]) -> None:
 
 @settings(deadline=None)
 @given(batches("INT64"))
-def test_what_was_gathered_cannot_be_written_to(requests: list[Request]) -> None:
+def test_gathered_arrays_are_read_only(requests: list[Request]) -> None:
     """A model that works in place would change the value that a dead letter is made of."""
     gathered = gather(requests, signature_of("INT64"))
 
     assert not any(array.flags.writeable for array in gathered.values())
 
 
-def test_a_model_without_a_batch_runs_one_request() -> None:
+def test_unbatched_model_runs_one_request() -> None:
     """Its tensors are as they are; dimension 0 means nothing."""
     spec = TensorSpec("a", "FP32", (4, -1))
     signature = make_signature([spec], [spec])

@@ -17,7 +17,7 @@ from tests.support.batching import (
 from tests.support.work import NOW_US, Limits, make_request
 
 
-def test_what_would_be_late_is_refused_before_it_waits() -> None:
+def test_request_that_would_be_late_is_refused_on_arrival() -> None:
     """80 rows at 1 ms each lie before it, so 50 ms are too few, and 100 ms are not."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     late, fine = request_of(in_ms=50), request_of(in_ms=100)
@@ -33,8 +33,8 @@ def test_what_would_be_late_is_refused_before_it_waits() -> None:
     assert "expected an answer within 50 ms" in late.failure.message
 
 
-def test_those_who_come_with_a_refused_request_wait_all_the_same() -> None:
-    """Nothing of their kind waits yet: the first one opened no lane for the others."""
+def test_requests_beside_a_refused_one_wait() -> None:
+    """Nothing of their kind waits yet: the refused one opened no queue for the others."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     late = request_of(in_ms=1, shape_class=(7,))
     others = [request_of(in_ms=100_000, shape_class=(7,)) for _ in range(2)]
@@ -45,7 +45,7 @@ def test_those_who_come_with_a_refused_request_wait_all_the_same() -> None:
     assert len(forming) == 82
 
 
-def test_those_who_come_behind_a_deadline_need_none_of_their_own() -> None:
+def test_request_without_a_deadline_waits_behind_one_with_a_deadline() -> None:
     """With a backlog, deadlines are looked at; there may be none but the first."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
 
@@ -54,7 +54,7 @@ def test_those_who_come_behind_a_deadline_need_none_of_their_own() -> None:
     assert len(forming) == 83
 
 
-def test_headers_alone_are_enough_to_refuse() -> None:
+def test_late_request_is_refused_by_its_headers() -> None:
     """Before anything is decoded, where they name the model."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     late = Envelope(deadline_ms=NOW_MS + 50, model="digits")
@@ -69,7 +69,7 @@ def test_headers_alone_are_enough_to_refuse() -> None:
     assert forming.refusal(late._replace(deadline_ms=0), NOW_US, "ingest") is None
 
 
-def test_another_tenants_backlog_refuses_nobody_else() -> None:
+def test_backlog_of_one_tenant_refuses_no_other() -> None:
     """What lies before a request is what goes before it."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     other = request_of(in_ms=50, tenant="other")
@@ -79,7 +79,7 @@ def test_another_tenants_backlog_refuses_nobody_else() -> None:
     assert forming.ended == []
 
 
-def test_a_backlog_of_lower_priority_refuses_nobody_above_it() -> None:
+def test_backlog_of_lower_priority_refuses_no_higher_one() -> None:
     """Those wait behind it."""
     forming = backlogged(Limits(max_batch_size=4), row_us=1000)
     urgent = request_of(in_ms=50, priority=1)
@@ -89,7 +89,7 @@ def test_a_backlog_of_lower_priority_refuses_nobody_above_it() -> None:
     assert forming.ended == []
 
 
-def test_nothing_is_refused_before_a_pace_is_known() -> None:
+def test_unknown_service_rate_refuses_nothing() -> None:
     """A long queue says nothing while nobody has taken from it."""
     requests = [request_of(in_ms=5) for _ in range(1000)]
 
@@ -98,7 +98,7 @@ def test_nothing_is_refused_before_a_pace_is_known() -> None:
     assert forming.ended == []
 
 
-def test_time_without_a_backlog_does_not_slow_the_pace() -> None:
+def test_idle_time_does_not_slow_the_service_rate() -> None:
     """A request a second is no sign that a row takes a second."""
     forming = forming_of(Limits(max_batch_size=4))
     for second in range(10):
@@ -111,7 +111,7 @@ def test_time_without_a_backlog_does_not_slow_the_pace() -> None:
     assert forming.ended == []
 
 
-def test_a_request_is_cancelled_while_it_waits() -> None:
+def test_waiting_request_is_cancelled() -> None:
     """It leaves with its own code, and one that has gone into a batch stays."""
     kept, gone, ran = request_of(), request_of(), request_of()
     forming = filled(Limits(max_batch_size=1), ran, gone, kept)
@@ -129,7 +129,7 @@ def test_a_request_is_cancelled_while_it_waits() -> None:
     assert pulled(forming).requests == [kept]
 
 
-def test_room_is_left_for_what_batches_were_late_by() -> None:
+def test_margin_covers_recent_lateness() -> None:
     """With a full batch before it, a request has to be in time by that much."""
     latency = learned({1: 1000, 4: 4000})
     for _ in range(64):
@@ -143,7 +143,7 @@ def test_room_is_left_for_what_batches_were_late_by() -> None:
     assert forming.ended == [late]
 
 
-def test_an_idle_instance_tries_what_is_likely_to_be_in_time() -> None:
+def test_idle_instance_runs_a_request_that_may_be_in_time() -> None:
     """The margin is for a backlog: here nobody else wants the place."""
     latency = learned({1: 1000, 2: 1100})
     for _ in range(64):
@@ -156,7 +156,7 @@ def test_an_idle_instance_tries_what_is_likely_to_be_in_time() -> None:
     assert batch.end_us == NOW_US + 1100
 
 
-def test_a_batch_is_not_cut_while_there_is_a_backlog() -> None:
+def test_batch_under_a_backlog_is_not_cut() -> None:
     """The last batch left some behind: what fits into one now is what admission let in."""
     forming = filled(
         Limits(32, 10_000, latency=learned(LINE_US)), *(request_of() for _ in range(44))
@@ -167,7 +167,7 @@ def test_a_batch_is_not_cut_while_there_is_a_backlog() -> None:
     assert (pulled(forming).rows, forming.ended[0].failure is not None) == (12, True)
 
 
-def test_a_batch_that_was_held_up_does_not_make_the_queue_look_slow() -> None:
+def test_stalled_batch_does_not_slow_the_service_rate() -> None:
     """One of twenty takes a second instead of 4 ms; after it as much is let in as before."""
     forming = filled(Limits(max_batch_size=4), *(make_request() for _ in range(160)))
     now_us = NOW_US - 2_000_000

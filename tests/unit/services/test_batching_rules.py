@@ -23,7 +23,7 @@ from tests.support.work import NOW_US, Limits
 # --- who goes next ----------------------------------------------------------------------------
 
 
-def test_the_earliest_deadline_goes_first_across_shapes() -> None:
+def test_earliest_deadline_goes_first_across_shapes() -> None:
     """However long the others have waited, and wherever in its group it stands."""
     old = request_of(shape_class=(1,), came_us=NOW_US - 1000)
     later = request_of(shape_class=(2,), in_ms=50)
@@ -37,7 +37,7 @@ def test_the_earliest_deadline_goes_first_across_shapes() -> None:
     assert pulled(forming).requests == [old]
 
 
-def test_a_request_without_a_deadline_is_not_passed_over_for_ever() -> None:
+def test_request_without_a_deadline_does_not_starve() -> None:
     """It counts as one with a deadline some seconds after it came."""
     old = request_of(shape_class=(1,), came_us=NOW_US - TUNING.batcher.patience_us)
     urgent = request_of(shape_class=(2,), in_ms=20)
@@ -45,7 +45,7 @@ def test_a_request_without_a_deadline_is_not_passed_over_for_ever() -> None:
     assert pulled(filled(Limits(), old, urgent)).requests == [old]
 
 
-def test_priority_goes_first_within_a_tenant() -> None:
+def test_higher_priority_goes_first_within_a_tenant() -> None:
     """Among requests that may share a batch, when they do not all fit."""
     low, high = request_of(priority=-1), request_of(priority=3)
     plain = request_of()
@@ -55,7 +55,7 @@ def test_priority_goes_first_within_a_tenant() -> None:
     assert [pulled(forming).requests[0] for _ in range(3)] == [high, plain, low]
 
 
-def test_waiting_makes_up_for_priority() -> None:
+def test_long_wait_outweighs_priority() -> None:
     """A step of priority is worth a fixed time of waiting."""
     patient = request_of(came_us=NOW_US - TUNING.batcher.priority_step_us - 1)
     urgent = request_of(priority=1)
@@ -75,7 +75,7 @@ def test_tenants_share_a_batch_evenly() -> None:
     assert len(pulled(forming).requests) == 8
 
 
-def test_rows_are_shared_and_not_requests() -> None:
+def test_tenants_share_rows_and_not_requests() -> None:
     """A tenant with requests of three rows gets a third as many of them."""
     wide = [request_of(tenant="wide", rows=3) for _ in range(8)]
     narrow = [request_of(tenant="narrow") for _ in range(8)]
@@ -88,7 +88,7 @@ def test_rows_are_shared_and_not_requests() -> None:
     assert rows == {"wide": 6, "narrow": 6}
 
 
-def test_a_high_priority_does_not_take_another_tenants_share() -> None:
+def test_high_priority_does_not_take_another_tenants_rows() -> None:
     """Priorities are among a tenant's own requests."""
     urgent = [request_of(tenant="a", priority=100) for _ in range(10)]
     plain = [request_of(tenant="b") for _ in range(10)]
@@ -98,7 +98,7 @@ def test_a_high_priority_does_not_take_another_tenants_share() -> None:
     assert sorted(request.envelope.tenant for request in batch.requests) == ["a", "a", "b", "b"]
 
 
-def test_a_tenant_that_was_away_gets_no_credit_for_it() -> None:
+def test_returning_tenant_gets_no_credit() -> None:
     """Its share begins when it comes, and not with what it might have had before."""
     steady = [request_of(tenant="steady") for _ in range(30)]
     forming = filled(Limits(max_batch_size=2), *steady, request_of(tenant="other"))
@@ -112,7 +112,7 @@ def test_a_tenant_that_was_away_gets_no_credit_for_it() -> None:
     assert (tenants.count("steady"), tenants.count("back")) == (4, 4)
 
 
-def test_a_thousand_tenants_do_not_make_a_batch_slow() -> None:
+def test_thousand_tenants_do_not_slow_a_batch() -> None:
     """Every one of 20,000 tenants gets its row, and no batch looks at all of them."""
     requests = [request_of(tenant=str(number)) for number in range(20_000)]
     forming = filled(Limits(max_batch_size=32), *requests)
@@ -127,7 +127,7 @@ def test_a_thousand_tenants_do_not_make_a_batch_slow() -> None:
 # --- when a batch closes, and how large it is -------------------------------------------------
 
 
-def test_a_batch_for_a_busy_instance_waits_until_it_asked() -> None:
+def test_batch_for_a_busy_instance_closes_just_in_time() -> None:
     """What comes until then joins; then it closes, full or not."""
     forming = filled(Limits(), request_of())
     ask = Ask(close_at_us=NOW_US + 500)
@@ -139,7 +139,7 @@ def test_a_batch_for_a_busy_instance_waits_until_it_asked() -> None:
     assert (batch.reason, batch.rows) == ("just_in_time", 2)
 
 
-def test_a_full_batch_does_not_wait_for_a_busy_instance() -> None:
+def test_full_batch_does_not_wait_for_a_busy_instance() -> None:
     """More would not fit, so it can be gathered now; other shapes still wait."""
     single = request_of(shape_class=(1,), in_ms=100)
     full = [request_of() for _ in range(4)]
@@ -152,7 +152,7 @@ def test_a_full_batch_does_not_wait_for_a_busy_instance() -> None:
     assert forming.next(KEY, NOW_US, ask) is None
 
 
-def test_the_size_is_the_one_with_the_best_throughput() -> None:
+def test_batch_size_has_the_best_throughput() -> None:
     """Where more rows cost more each, more wait than are taken."""
     latency = learned({1: 3000, 4: 10_000, 8: 19_000, 16: 60_000, 32: 200_000})
     requests = [request_of() for _ in range(30)]
@@ -162,7 +162,7 @@ def test_the_size_is_the_one_with_the_best_throughput() -> None:
     assert (batch.rows, batch.reason) == (8, "full")
 
 
-def test_other_sizes_are_tried_again_at_times() -> None:
+def test_other_sizes_are_explored_at_intervals() -> None:
     """They may have become better since they were last seen: one batch in 128 has another size,
     and of the first 128 batches sixteen have.
     """
@@ -177,7 +177,7 @@ def test_other_sizes_are_tried_again_at_times() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
-def test_a_size_that_was_measured_in_a_bad_moment_is_found_again(wrong: float) -> None:
+def test_badly_measured_size_is_found_again(wrong: float) -> None:
     """All sizes but the largest had one wrong time each; of all runs after them the times are
     right, and two rows are best.
     """
@@ -196,7 +196,7 @@ def test_a_size_that_was_measured_in_a_bad_moment_is_found_again(wrong: float) -
     assert max(sizes[-32:]) <= 4
 
 
-def test_a_batch_is_cut_so_that_its_most_urgent_request_is_in_time() -> None:
+def test_batch_is_cut_for_its_most_urgent_request() -> None:
     """All twenty would take 2 ms; in 1.5 ms ten rows can be done."""
     urgent = request_of(in_ms=0)
     urgent.envelope = Envelope(deadline_ms=NOW_MS + 2)
@@ -208,7 +208,7 @@ def test_a_batch_is_cut_so_that_its_most_urgent_request_is_in_time() -> None:
     assert (batch.reason, batch.rows, batch.requests[0]) == ("deadline", 10, urgent)
 
 
-def test_under_a_backlog_batches_stay_large_and_the_late_are_let_go() -> None:
+def test_batches_under_a_backlog_stay_large_and_refuse_late_requests() -> None:
     """Small batches would make everybody late."""
     hopeless = request_of(in_ms=1)
     others = [request_of() for _ in range(40)]
@@ -223,7 +223,7 @@ def test_under_a_backlog_batches_stay_large_and_the_late_are_let_go() -> None:
     assert hopeless.failure.retry_after_ms == 2
 
 
-def test_a_request_is_run_even_if_it_should_be_late_when_there_is_nothing_else() -> None:
+def test_only_request_runs_although_it_would_be_late() -> None:
     """The prediction may be wrong, and nothing else would show it."""
     alone = request_of(in_ms=1)
 

@@ -75,7 +75,7 @@ def by_recursion(at_us: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("load", [0.5, 0.95, 1.5])
-def test_taking_what_is_there_is_just_that(load: float) -> None:
+def test_greedy_closing_takes_all_waiting_requests(load: float) -> None:
     """Every single latency is that of the recursion, below capacity and above it."""
     arriving = poisson(30_000, load * CAPACITY_PER_US, seed=5)
 
@@ -85,7 +85,7 @@ def test_taking_what_is_there_is_just_that(load: float) -> None:
 
 
 @pytest.mark.slow
-def test_closing_just_in_time_holds_up_close_to_the_capacity() -> None:
+def test_just_in_time_closing_near_capacity_has_the_known_latency() -> None:
     """At 95 % a percentile settles after millions of arrivals only, so both see the same ones."""
     arriving = poisson(300_000, 0.95 * CAPACITY_PER_US, seed=6)
     told_ms = np.quantile(by_recursion(arriving.at_us.tolist()), 0.99)
@@ -97,7 +97,7 @@ def test_closing_just_in_time_holds_up_close_to_the_capacity() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", GREEDY)
-def test_taking_what_is_there_has_the_known_latency(load: float) -> None:
+def test_greedy_closing_has_the_known_latency(load: float) -> None:
     """The rules as they are without anything learned."""
     found = p99s_ms(load, 40_000, line, Setup())
 
@@ -106,7 +106,7 @@ def test_taking_what_is_there_has_the_known_latency(load: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", GREEDY)
-def test_closing_just_in_time_costs_nothing(load: float) -> None:
+def test_just_in_time_closing_costs_no_latency(load: float) -> None:
     """Gathering and copying for 50 us, hidden behind the runs, leaves the greedy latency; the
     size of the batches is learned meanwhile.
     """
@@ -123,7 +123,7 @@ def test_closing_just_in_time_costs_nothing(load: float) -> None:
         *((5.0, load, told) for load, told in DELAYED_5.items()),
     ],
 )
-def test_a_fixed_delay_costs_what_is_known(delay_ms: float, load: float, told_ms: float) -> None:
+def test_fixed_delay_has_the_known_cost(delay_ms: float, load: float, told_ms: float) -> None:
     """`max_queue_delay_ms` is worse than taking what is there, by as much as the table says."""
     found = p99s_ms(load, 20_000, line, Setup(max_queue_delay_ms=delay_ms))
 
@@ -145,7 +145,7 @@ def powers_of_2(rows: int) -> int:
 @pytest.mark.parametrize(
     ("padded", "table"), [(steps_of_4, STEPS_OF_4), (powers_of_2, POWERS_OF_2)]
 )
-def test_padding_to_sizes_costs_what_is_known(
+def test_padding_to_buckets_has_the_known_cost(
     padded: Callable[[int], int], table: dict[float, tuple[float, float]], load: float
 ) -> None:
     """Where a device runs only some sizes, for a model with a large fixed cost and a small one."""
@@ -161,7 +161,7 @@ def test_padding_to_sizes_costs_what_is_known(
         assert agrees(found, told_ms), (found, told_ms)
 
 
-def test_the_best_size_is_found_and_kept() -> None:
+def test_best_size_is_found_and_kept() -> None:
     """A model that is quickest at 8 rows runs batches of 8 when more wait than it can do."""
     latency = Latency()
     magika_us = {1: 3300, 2: 5500, 4: 10_200, 8: 19_700, 16: 44_400, 32: 97_000, 64: 205_000}
@@ -182,7 +182,7 @@ def test_the_best_size_is_found_and_kept() -> None:
     assert per_s > 0.97 * 406
 
 
-def test_overload_is_refused_and_the_rest_is_in_time() -> None:
+def test_overload_is_refused_and_admitted_requests_are_in_time() -> None:
     """At twice the capacity, with 50 ms to the deadline: nine tenths of the capacity or more is
     answered in time, and hardly anything is run in vain.
     """
@@ -196,7 +196,7 @@ def test_overload_is_refused_and_the_rest_is_in_time() -> None:
     assert seen.late < 0.01 * in_time
 
 
-def test_one_tenants_flood_does_not_take_anothers_deadline() -> None:
+def test_overloading_tenant_does_not_cost_another_its_deadlines() -> None:
     """One sends five times what can be done, the other a fifth of it; both want 50 ms."""
     flood = poisson(
         200_000,
@@ -221,7 +221,7 @@ def test_one_tenants_flood_does_not_take_anothers_deadline() -> None:
     assert np.quantile(latency_us, 0.99) < 10_000
 
 
-def test_priority_goes_first_and_the_others_are_not_starved() -> None:
+def test_higher_priority_goes_first_without_starving_others() -> None:
     """At nine tenths of the capacity in bursts, the urgent wait less and all are done."""
     kinds = (Kind("m", "1", (), priority=50), Kind("m", "1", (), priority=0))
     burst = poisson(4000, 3 * CAPACITY_PER_US, seed=3, kinds=kinds)

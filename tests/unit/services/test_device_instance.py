@@ -103,7 +103,7 @@ async def answer(instance: DeviceInstance, requests: Sequence[Request]) -> list[
 
 
 @pytest.mark.parametrize("count", range(1, MAX_ROWS + 1))
-async def test_answers_are_those_of_the_rows(tmp_path: Path, count: int) -> None:
+async def test_outputs_belong_to_their_rows(tmp_path: Path, count: int) -> None:
     """For every number of rows, those that are padded to a bucket included."""
     async with make(tmp_path, models.digits()) as instance:
         for first in (0, 10):
@@ -137,7 +137,7 @@ async def test_batch_starts_behind_the_one_that_computes(tmp_path: Path) -> None
         assert (await instance.run(current))["scores"][0, 1] == 64 * 11
 
 
-async def test_answers_stay_when_the_slot_is_filled_again(tmp_path: Path) -> None:
+async def test_outputs_stay_valid_when_the_slot_is_refilled(tmp_path: Path) -> None:
     """They are written to the log after later batches have run."""
     async with make(tmp_path, models.digits()) as instance:
         earlier = await instance.run(instance.gather(digits(1)))
@@ -146,7 +146,7 @@ async def test_answers_stay_when_the_slot_is_filled_again(tmp_path: Path) -> Non
         assert earlier["scores"][0, 1] == 64
 
 
-async def test_request_beyond_the_largest_bucket_takes_the_plain_way(tmp_path: Path) -> None:
+async def test_request_beyond_the_largest_bucket_runs_without_the_ring(tmp_path: Path) -> None:
     """A request's rows are never parted."""
     rows = np.ones((MAX_ROWS + 1, 64), np.float32)
     async with make(tmp_path, models.digits()) as instance:
@@ -155,7 +155,7 @@ async def test_request_beyond_the_largest_bucket_takes_the_plain_way(tmp_path: P
         assert len((await instance.run(inputs))["scores"]) == MAX_ROWS + 1
 
 
-async def test_part_of_a_failed_batch_takes_the_plain_way(tmp_path: Path) -> None:
+async def test_half_of_a_failed_batch_runs_without_the_ring(tmp_path: Path) -> None:
     """The slots are for what runs once."""
     async with make(tmp_path, models.digits()) as instance:
         assert not isinstance(instance.gather(digits(1), fresh=False), RingBatch)
@@ -170,7 +170,7 @@ async def test_model_of_free_shapes_has_no_ring(tmp_path: Path) -> None:
         assert outputs["masked"].tolist() == [[1, 1, 1]]
 
 
-async def test_model_that_gets_no_ring_says_so(tmp_path: Path) -> None:
+async def test_model_without_a_ring_is_logged(tmp_path: Path) -> None:
     """It was asked for, and runs are slower without."""
     with capture_logs() as lines:
         async with make(tmp_path, models.tokens()):
@@ -182,7 +182,7 @@ async def test_model_that_gets_no_ring_says_so(tmp_path: Path) -> None:
     assert "fixed" in line["reason"]
 
 
-async def test_rows_are_widened_and_answers_labelled(tmp_path: Path) -> None:
+async def test_rows_are_widened_and_outputs_labelled(tmp_path: Path) -> None:
     """The same as without a ring."""
     directory = tmp_path / "model"
     directory.mkdir()
@@ -201,7 +201,7 @@ async def test_rows_are_widened_and_answers_labelled(tmp_path: Path) -> None:
     assert outputs["scores_argmax"].tolist() == plain["scores_argmax"].tolist()
 
 
-async def test_failed_run_is_told_and_the_next_one_works(tmp_path: Path) -> None:
+async def test_failed_run_raises_and_the_next_one_works(tmp_path: Path) -> None:
     """Its slot comes back: there are no more than three."""
     indices = [np.array([[value]], np.int64) for value in (99, 99, 99, 99, 2)]
     async with make(tmp_path, models.embedding()) as instance:
@@ -212,7 +212,7 @@ async def test_failed_run_is_told_and_the_next_one_works(tmp_path: Path) -> None
     assert outputs["vector"].tolist() == [[[8, 9, 10, 11]]]
 
 
-async def test_error_of_the_device_ends_the_process(tmp_path: Path) -> None:
+async def test_device_error_is_fatal(tmp_path: Path) -> None:
     """What comes after it on the same context would fail as well."""
     gpu = Gpu()
     async with make(tmp_path, models.digits(), device=gpu) as instance:
@@ -221,7 +221,7 @@ async def test_error_of_the_device_ends_the_process(tmp_path: Path) -> None:
             await answer(instance, digits(1))
 
 
-async def test_whatever_else_goes_wrong_on_the_way_in_ends_the_process(tmp_path: Path) -> None:
+async def test_error_while_enqueueing_is_fatal(tmp_path: Path) -> None:
     """At once: nobody knows what was enqueued, and nobody would ever say that it is done."""
     gpu = Gpu()
     async with make(tmp_path, models.digits(), device=gpu) as instance:
@@ -248,14 +248,14 @@ async def test_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             pass
 
 
-async def test_memory_of_a_device_of_its_own_can_be_seen(tmp_path: Path) -> None:
+async def test_device_memory_is_reported(tmp_path: Path) -> None:
     """As it was a moment ago."""
     async with make(tmp_path, models.digits(), device=Gpu()) as instance:
         seen = instance.device_memory()
     assert seen == DeviceSnapshot("cuda:0", {"free": 2**40, "total": 2**34, "cupy": 2**20})
 
 
-async def test_memory_is_given_back_by_the_dispatcher(tmp_path: Path) -> None:
+async def test_device_memory_is_freed_on_the_dispatcher_thread(tmp_path: Path) -> None:
     """A device's memory belongs to the thread that asked for it."""
     given_back: list[str] = []
     gpu = Gpu()
@@ -275,7 +275,7 @@ async def test_memory_is_given_back_by_the_dispatcher(tmp_path: Path) -> None:
     assert given_back == ["instance"]
 
 
-async def test_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+async def test_missing_device_is_refused(tmp_path: Path) -> None:
     """Its threads end."""
 
     def absent() -> Device:
@@ -290,7 +290,7 @@ async def test_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert not instance._completion_thread.is_alive()
 
 
-async def test_binding_is_tried_before_the_model_is_ready(
+async def test_failing_bound_run_prevents_readiness(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that cannot run so does not take the place of one that can."""

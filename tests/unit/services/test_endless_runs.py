@@ -17,7 +17,7 @@ from tests.support.python_models import add_python_model
 IMPATIENT = replace(TUNING.executor, cancel_grace_s=0.05)
 
 
-async def test_a_hung_run_is_ended(tmp_path: Path) -> None:
+async def test_hung_run_is_cancelled_and_its_request_fails(tmp_path: Path) -> None:
     """After `max_execution_s` the run is cancelled, and its request fails."""
     add_python_model(
         tmp_path,
@@ -34,7 +34,7 @@ async def test_a_hung_run_is_ended(tmp_path: Path) -> None:
     assert "max_execution_s = 0.05" in requests[0].failure.message
 
 
-async def test_a_run_that_cannot_be_ended_ends_the_process(tmp_path: Path) -> None:
+async def test_run_that_ignores_cancelling_ends_the_process(tmp_path: Path) -> None:
     """Its instance is lost; the work is uncommitted and runs elsewhere."""
     add_python_model(tmp_path, "time.sleep(1)", config="max_execution_s = 0.05")
 
@@ -49,7 +49,7 @@ async def test_a_run_that_cannot_be_ended_ends_the_process(tmp_path: Path) -> No
     assert raised.value.subgroup(Fatal) is not None
 
 
-async def test_a_load_that_does_not_end_fails_its_version_alone(tmp_path: Path) -> None:
+async def test_load_that_does_not_end_fails_only_its_version(tmp_path: Path) -> None:
     """It is told that it took too long, and other models serve."""
     add_python_model(tmp_path, "")
     add_python_model(tmp_path, "", name="endless", config="max_load_s = 0.05")

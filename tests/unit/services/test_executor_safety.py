@@ -45,7 +45,7 @@ def outcomes(bench: ExecutorHarness) -> dict[str, float]:
     }
 
 
-async def test_requests_that_agree_make_a_model_batchable(tmp_path: Path) -> None:
+async def test_agreeing_requests_make_a_model_batchable(tmp_path: Path) -> None:
     """After enough batches that were run together and alone, they share runs."""
     bench, _ = await decided_by_requests(tmp_path, "")
     [version] = bench.models.catalog.versions(State.READY)
@@ -69,9 +69,7 @@ async def test_requests_that_agree_make_a_model_batchable(tmp_path: Path) -> Non
         ),
     ],
 )
-async def test_requests_that_differ_decide_against_batching(
-    tmp_path: Path, rule: str, reason: str
-) -> None:
+async def test_differing_requests_turn_batching_off(tmp_path: Path, rule: str, reason: str) -> None:
     """The first batch that does not agree is enough, and none of its answers is from it."""
     bench, answered = await decided_by_requests(tmp_path, rule, batches=2)
     [version] = bench.models.catalog.versions(State.READY)
@@ -81,7 +79,7 @@ async def test_requests_that_differ_decide_against_batching(
 
 
 @pytest.mark.parametrize("rule", ["x = x * 0", f"if {POISON} in x: raise ValueError('thirteen')"])
-async def test_requests_that_tell_nothing_decide_nothing(tmp_path: Path, rule: str) -> None:
+async def test_inconclusive_requests_leave_the_model_undecided(tmp_path: Path, rule: str) -> None:
     """The same answer to all, or a request that fails alone as well, is no evidence."""
     add_python_model(tmp_path, rule)
     async with running(tmp_path) as bench:
@@ -93,7 +91,7 @@ async def test_requests_that_tell_nothing_decide_nothing(tmp_path: Path, rule: s
     assert outcomes(bench) == {"agreed": 0, "differed": 0, "inconclusive": 1}
 
 
-async def test_batches_for_a_model_that_cannot_share_runs_are_taken_apart(tmp_path: Path) -> None:
+async def test_batch_for_an_unbatchable_model_is_split(tmp_path: Path) -> None:
     """A batcher of another process does not know what the executor has found out."""
     add_python_model(tmp_path, "x = x + x.sum() - x", config="probe = true")
     async with running(tmp_path) as bench:
@@ -105,7 +103,7 @@ async def test_batches_for_a_model_that_cannot_share_runs_are_taken_apart(tmp_pa
     assert [outcome(one) for one in requests] == [2.0, 4.0, 6.0]
 
 
-async def test_rows_that_are_not_finite_fail_their_request_alone(tmp_path: Path) -> None:
+async def test_nonfinite_rows_fail_only_their_request(tmp_path: Path) -> None:
     """Where the model wants it; the message says which rows."""
     add_python_model(
         tmp_path, f"x = np.where(x == {POISON}, np.nan, x)", config="finite_outputs = true"
@@ -119,7 +117,7 @@ async def test_rows_that_are_not_finite_fail_their_request_alone(tmp_path: Path)
     assert requests[1].failure.message.endswith("got NaN or infinities in 1 of 1 rows: 0")
 
 
-async def test_rows_that_are_not_finite_are_passed_on_otherwise(tmp_path: Path) -> None:
+async def test_nonfinite_rows_pass_when_not_checked(tmp_path: Path) -> None:
     """NaN may be an answer."""
     add_python_model(tmp_path, f"x = np.where(x == {POISON}, np.nan, x)")
     async with running(tmp_path) as bench:
@@ -130,7 +128,7 @@ async def test_rows_that_are_not_finite_are_passed_on_otherwise(tmp_path: Path) 
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell them apart")
-async def test_pinned_instances_run_on_cores_of_their_own(tmp_path: Path) -> None:
+async def test_pinned_instances_run_on_separate_cores(tmp_path: Path) -> None:
     """Each answers with its core, and they differ."""
     rule = "import os; return {'y': x * 0 + sum(2**core for core in os.sched_getaffinity(0))}"
     config = "instances = 2\npinned = true\nintra_op_threads = 1"

@@ -39,7 +39,7 @@ def block() -> HostBlock:
     return HostBlock(SIGNATURE, rows=8, limit_bytes=1024)
 
 
-def test_rows_stand_one_after_another(block: HostBlock) -> None:
+def test_gathered_rows_follow_each_other(block: HostBlock) -> None:
     """In the order of the requests, of which one has two rows."""
     requests = [request(0), request(10, rows=2), request(30)]
     arrays = block.gather(requests)
@@ -58,14 +58,14 @@ def test_large_tensors_are_copied_one_by_one() -> None:
     np.testing.assert_array_equal(arrays["x"], np.concatenate(rows))
 
 
-def test_arrays_of_the_same_shapes_are_the_same(block: HostBlock) -> None:
+def test_same_shapes_return_the_same_arrays(block: HostBlock) -> None:
     """A backend can bind their addresses once."""
     first = block.gather([request(0), request(5)])
     second = block.gather([request(7), request(9)])
     assert second is first
 
 
-def test_arrays_of_other_shapes_are_others(block: HostBlock) -> None:
+def test_other_shapes_return_other_arrays(block: HostBlock) -> None:
     """They lie in the same memory."""
     narrow, wide = block.gather([request(0)]), block.gather([request(0, width=3)])
     assert narrow is not None
@@ -83,19 +83,19 @@ def test_block_is_not_allocated_again_for_the_largest_batch() -> None:
     assert [memory.ctypes.data for memory in block._memory] == before
 
 
-def test_block_grows_where_sizes_are_free(block: HostBlock) -> None:
+def test_block_with_free_dimensions_grows(block: HostBlock) -> None:
     """To what came, so that the next of that size finds room."""
     arrays = block.gather([request(0, width=100)])
     assert arrays is not None
     assert arrays["n"].shape == (1, 100)
 
 
-def test_batch_over_the_limit_has_no_place(block: HostBlock) -> None:
+def test_batch_over_the_limit_is_not_gathered(block: HostBlock) -> None:
     """A block takes no more memory than a batch may have."""
     assert block.gather([request(0, width=1000)]) is None
 
 
-def test_inputs_begin_at_a_cache_line(block: HostBlock) -> None:
+def test_inputs_are_aligned_to_cache_lines(block: HostBlock) -> None:
     """Vector instructions are quicker there."""
     arrays = block.gather([request(0)])
     assert arrays is not None
@@ -103,7 +103,7 @@ def test_inputs_begin_at_a_cache_line(block: HostBlock) -> None:
 
 
 @pytest.mark.parametrize(("datatype", "fits"), [("FP32", True), ("BYTES", False)])
-def test_only_elements_of_known_size_have_a_block(datatype: str, fits: bool) -> None:
+def test_only_fixed_size_elements_fit_a_block(datatype: str, fits: bool) -> None:
     """Strings are objects, each of its own size."""
     signature: Signature = make_signature(
         [TensorSpec("x", datatype, (-1, 4))], [TensorSpec("y", "FP32", (-1,))]

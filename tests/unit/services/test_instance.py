@@ -85,7 +85,7 @@ def make(
     )
 
 
-async def test_the_outputs_of_a_run_go_with_the_last_who_has_them() -> None:
+async def test_outputs_are_freed_with_their_last_reference() -> None:
     """They are in no circle, which would keep them until garbage is next collected."""
     backend = Sleeper()
     gc.disable()
@@ -100,7 +100,7 @@ async def test_the_outputs_of_a_run_go_with_the_last_who_has_them() -> None:
         gc.enable()
 
 
-def test_short_runs_are_allowed_on_the_loop_after_enough_of_them() -> None:
+def test_short_runs_are_allowed_inline_after_a_full_window() -> None:
     """A median under the limit over the whole window, and no more than two far above."""
     inline = Inline(limit_us=200, window=16)
     seen = []
@@ -116,7 +116,7 @@ def test_short_runs_are_allowed_on_the_loop_after_enough_of_them() -> None:
     assert not inline.allowed
 
 
-def test_runs_that_have_become_slow_go_back_to_the_thread() -> None:
+def test_slow_runs_return_to_the_thread() -> None:
     """When half of the window is over the limit."""
     inline = Inline(limit_us=200, window=16)
     for compute_us in [100] * 16 + [500] * 9:
@@ -125,7 +125,7 @@ def test_runs_that_have_become_slow_go_back_to_the_thread() -> None:
     assert not inline.allowed
 
 
-async def test_short_runs_move_to_the_loop() -> None:
+async def test_short_runs_move_to_the_event_loop() -> None:
     """The first ones are made on the thread, later ones where they are asked for."""
     backend = Sleeper()
     async with make(backend) as instance:
@@ -137,7 +137,7 @@ async def test_short_runs_move_to_the_loop() -> None:
     assert backend.unloaded
 
 
-async def test_a_backend_that_is_bound_to_its_thread_stays_there() -> None:
+async def test_thread_bound_backend_never_runs_inline() -> None:
     """However short its runs are."""
     backend = Sleeper()
     async with make(backend, may_inline=False) as instance:
@@ -147,7 +147,7 @@ async def test_a_backend_that_is_bound_to_its_thread_stays_there() -> None:
     assert set(backend.threads) == {"instance"}
 
 
-async def test_failed_runs_count_as_well() -> None:
+async def test_failed_runs_count_for_inlining() -> None:
     """A model that takes its time to fail is no model for the loop."""
     backend = Sleeper()
     async with make(backend) as instance:
@@ -163,7 +163,7 @@ async def test_failed_runs_count_as_well() -> None:
     assert backend.threads[16:] == ["MainThread"] * 3 + ["instance"]
 
 
-async def test_a_run_that_hangs_on_the_loop_is_made_again_on_the_thread() -> None:
+async def test_hung_inline_run_is_repeated_on_the_thread() -> None:
     """One value may take for ever where all others are quick: the loop does not wait for it."""
     backend = Sleeper()
     tuning = replace(TUNING.executor, inline_cut_off_s=0.05)
@@ -183,7 +183,7 @@ async def test_a_run_that_hangs_on_the_loop_is_made_again_on_the_thread() -> Non
 
 
 @pytest.mark.parametrize("fault", [SystemExit(1), MemoryError("no room"), StopIteration()])
-async def test_whatever_loading_raises_is_the_models_fault(fault: BaseException) -> None:
+async def test_any_error_while_loading_is_a_configuration_error(fault: BaseException) -> None:
     """The process goes on with its other models."""
     backend = Sleeper()
     backend.load_fault = fault
@@ -196,7 +196,7 @@ async def test_whatever_loading_raises_is_the_models_fault(fault: BaseException)
 OTHERS: Arrays = {"x": np.ones((1, 1), np.float32)}
 
 
-async def test_run_that_was_begun_ahead_follows_by_itself() -> None:
+async def test_run_started_ahead_follows_without_the_loop() -> None:
     """It does not wait for the loop to take the answers of the one before."""
     backend = Sleeper()
     async with make(backend) as instance:
@@ -208,7 +208,7 @@ async def test_run_that_was_begun_ahead_follows_by_itself() -> None:
     assert len(backend.threads) == 2
 
 
-async def test_run_that_was_begun_ahead_is_not_made_too_late() -> None:
+async def test_expired_run_started_ahead_is_skipped() -> None:
     """Whether it is still wanted is asked when its turn has come, and is no run to learn from."""
     backend = Sleeper()
     async with make(backend) as instance:
@@ -223,7 +223,7 @@ async def test_run_that_was_begun_ahead_is_not_made_too_late() -> None:
     assert len(backend.threads) == 17
 
 
-async def test_short_runs_are_not_begun_ahead() -> None:
+async def test_inline_runs_are_not_started_ahead() -> None:
     """They are made on the loop, one after the other."""
     backend = Sleeper()
     async with make(backend) as instance:
@@ -232,7 +232,7 @@ async def test_short_runs_are_not_begun_ahead() -> None:
         assert not instance.start_ahead(OTHERS, lambda: True)
 
 
-async def test_hung_run_is_ended_and_not_the_one_behind_it() -> None:
+async def test_cancelling_a_hung_run_spares_the_next_one() -> None:
     """A cancel is for the run that took too long."""
 
     class Slow(Sleeper):
@@ -282,7 +282,7 @@ async def test_unload_that_raises_is_logged() -> None:
     ]
 
 
-async def test_load_that_does_not_end_is_interrupted() -> None:
+async def test_endless_load_is_interrupted() -> None:
     """A loop in Python would hold the interpreter lock, and slow every other model down."""
     ended = threading.Event()
 

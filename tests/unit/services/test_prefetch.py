@@ -51,7 +51,7 @@ def batch(name: str) -> Batch:
     return Batch(name, [make_request()], "idle")
 
 
-async def test_without_a_run_to_look_beyond_a_batch_is_pulled_when_it_is_wanted() -> None:
+async def test_batch_without_a_running_one_is_not_gathered_ahead() -> None:
     """It is not gathered before."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -60,7 +60,7 @@ async def test_without_a_run_to_look_beyond_a_batch_is_pulled_when_it_is_wanted(
     assert bench.gathered == []
 
 
-async def test_batch_is_gathered_while_another_one_computes() -> None:
+async def test_batch_is_gathered_while_another_one_runs() -> None:
     """As soon as the batcher lets it go."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -73,7 +73,7 @@ async def test_batch_is_gathered_while_another_one_computes() -> None:
     assert bench.asks[0] == Ask(close_at_us=NOW_US + LONG_US - TUNING.executor.prefetch_lead_us)
 
 
-async def test_next_batch_closes_earlier_where_gathering_takes_long() -> None:
+async def test_slow_gathering_closes_the_next_batch_earlier() -> None:
     """By twice what it took lately."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -87,7 +87,7 @@ async def test_next_batch_closes_earlier_where_gathering_takes_long() -> None:
     assert asked[-1] == NOW_US + LONG_US - TUNING.executor.prefetch_lead_us - 2 * 3000
 
 
-async def test_run_that_ends_early_takes_what_there_is() -> None:
+async def test_run_that_ends_early_takes_a_partial_batch() -> None:
     """The pull that waited for its end does not wait any longer."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -98,7 +98,7 @@ async def test_run_that_ends_early_takes_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("run_us", [None, TUNING.executor.prefetch_min_run_us - 1])
-async def test_unknown_and_short_runs_are_not_looked_beyond(run_us: int | None) -> None:
+async def test_short_or_unknown_run_starts_no_prefetch(run_us: int | None) -> None:
     """The timers of the loop are too coarse for them."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -107,7 +107,7 @@ async def test_unknown_and_short_runs_are_not_looked_beyond(run_us: int | None) 
     assert bench.asks == []
 
 
-async def test_suspects_and_fresh_batches_take_turns() -> None:
+async def test_halves_and_fresh_batches_alternate() -> None:
     """A batch that failed does not hold up those that came after it."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -116,7 +116,7 @@ async def test_suspects_and_fresh_batches_take_turns() -> None:
         assert [await bench.next_id() for _ in range(5)] == ["x", "a", "y", "b", "z"]
 
 
-async def test_batch_that_was_pulled_ahead_comes_in_its_turn() -> None:
+async def test_prefetched_batch_alternates_with_halves() -> None:
     """Between the halves of the one that failed meanwhile."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
@@ -129,7 +129,7 @@ async def test_batch_that_was_pulled_ahead_comes_in_its_turn() -> None:
         assert [await bench.next_id() for _ in range(3)] == ["x", "a", "y"]
 
 
-async def test_suspects_are_run_before_the_end() -> None:
+async def test_halves_are_run_before_the_end() -> None:
     """Also when the pull ahead has learned already that nothing more comes."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)

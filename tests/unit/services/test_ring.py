@@ -96,7 +96,7 @@ def test_ring_has_no_race() -> None:
         assert schedule.answered == BATCHES
 
 
-def test_batch_whose_run_fails_hands_back_its_slot() -> None:
+def test_failed_run_releases_its_slot() -> None:
     """Its error comes when everything that was enqueued before is done."""
     ring = Ring(CpuDevice(), RingPlan((TensorPlan("x", 1, 1),), (TensorPlan("z", 1, 1),), 1))
     slot = ring.take()
@@ -111,7 +111,7 @@ def test_batch_whose_run_fails_hands_back_its_slot() -> None:
     assert isinstance(slot.error, ValueError)
 
 
-def test_no_more_slots_are_given_than_there_are() -> None:
+def test_ring_with_all_slots_in_use_returns_none() -> None:
     """The next one is to be had when one is released."""
     ring = Ring(CpuDevice(), RingPlan((TensorPlan("x", 1, 1),), (TensorPlan("z", 1, 1),), 1))
     taken = [slot for _ in range(TUNING.executor.ring_slots) if (slot := ring.take()) is not None]
@@ -122,7 +122,7 @@ def test_no_more_slots_are_given_than_there_are() -> None:
     assert ring.take() is taken[1]
 
 
-def test_plan_tells_what_it_takes_of_the_device() -> None:
+def test_plan_counts_the_rings_device_memory() -> None:
     """Three times what travels, and once what the model reads and writes, for every row."""
     plan = RingPlan((TensorPlan("x", 10, 40),), (TensorPlan("z", 8, 8),), max_rows=4)
 

@@ -22,7 +22,7 @@ from headrace.tuning import TUNING
         (30, (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 30)),
     ],
 )
-def test_buckets_are_close_together(max_rows: int, expected: tuple[int, ...]) -> None:
+def test_buckets_grow_in_small_steps(max_rows: int, expected: tuple[int, ...]) -> None:
     """Each number up to four, then every fourth, and the largest batch."""
     assert buckets(max_rows, TUNING.executor) == expected
 
@@ -34,7 +34,7 @@ def processing(output: TensorSpec) -> Processing:
     return Processing(own, seen, {"x": Widening("UINT8", "FP32")}, None)
 
 
-def test_what_travels_is_smaller_than_what_the_model_takes() -> None:
+def test_copied_rows_are_smaller_than_the_models_rows() -> None:
     """The slots hold the one, the model's input the other."""
     plan = plan_ring(processing(TensorSpec("y", "FP32", (-1, 5))), max_rows=8, slots=3)
     widened = TensorPlan("x", 6, 24, Widening("UINT8", "FP32"), (2, 3))
@@ -50,6 +50,6 @@ def test_what_travels_is_smaller_than_what_the_model_takes() -> None:
     ],
     ids=["free", "strings", "no batch"],
 )
-def test_sizes_that_only_a_run_tells_have_no_ring(output: TensorSpec) -> None:
+def test_model_of_unknown_sizes_has_no_ring(output: TensorSpec) -> None:
     """Nor has a model without a batch."""
     assert plan_ring(processing(output), max_rows=8, slots=3) is None

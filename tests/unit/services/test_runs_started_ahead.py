@@ -1,5 +1,5 @@
-"""A run that was begun behind another one: what else there is waits for it where deadlines are
-looked at, and it leaves nothing behind.
+"""Runs started behind another one: other work waits for them where deadlines are checked, and they
+leave nothing behind.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def at_the_barrier(meeting: threading.Barrier) -> None:
         await asyncio.sleep(0)
 
 
-async def test_parts_wait_for_a_run_that_was_begun_ahead(
+async def test_halves_wait_for_a_run_started_ahead(
     tmp_path: Path, meeting: threading.Barrier
 ) -> None:
     """Behind it on the thread nobody would see that their deadline passes."""
@@ -76,7 +76,7 @@ async def test_parts_wait_for_a_run_that_was_begun_ahead(
     assert [outcome(one) for one in failing + ahead] == [Code.DEADLINE_EXCEEDED] * 2 + [10.0]
 
 
-async def test_what_is_left_of_a_batch_waits_for_a_run_that_was_begun_ahead(
+async def test_partly_expired_batch_waits_for_a_run_started_ahead(
     tmp_path: Path, meeting: threading.Barrier
 ) -> None:
     """A batch that lost a request before its turn is gathered anew, behind the one after it."""
@@ -98,7 +98,7 @@ async def test_what_is_left_of_a_batch_waits_for_a_run_that_was_begun_ahead(
     assert [outcome(one) for one in late + mate] == [Code.DEADLINE_EXCEEDED] * 2
 
 
-async def test_a_run_that_was_begun_ahead_and_hangs_is_ended(tmp_path: Path) -> None:
+async def test_hung_run_started_ahead_is_cancelled(tmp_path: Path) -> None:
     """By its own limit, and not by that of what waits behind it, which would end the process."""
     add_python_model(
         tmp_path,
@@ -117,7 +117,7 @@ async def test_a_run_that_was_begun_ahead_and_hangs_is_ended(tmp_path: Path) -> 
     assert [outcome(one) for one in requests] == [Code.MODEL_FAILED, 2.0, Code.MODEL_FAILED, 4.0]
 
 
-async def test_what_was_gathered_ahead_and_is_taken_apart_leaves_its_slot(tmp_path: Path) -> None:
+async def test_batch_gathered_ahead_and_split_frees_its_slot(tmp_path: Path) -> None:
     """Batches of a version on trial are run one by one, beside the ring."""
     add_version(tmp_path, "digits", 1, digits(), "ring = true")
     requests = [

@@ -1,4 +1,4 @@
-"""The pace of a queue is put right again, however wrong it once was."""
+"""A service rate that was learned in a bad moment is corrected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def close(forming: DynamicBatcher, now_us: int) -> None:
     assert forming.next(KEY, now_us) is not None
 
 
-def test_a_pace_without_a_backlog_since_is_forgotten() -> None:
+def test_service_rate_without_a_recent_backlog_is_forgotten() -> None:
     """What was learned while runs took twenty times as long would else keep any backlog, and with
     it what could correct it, from coming about again.
     """
@@ -60,7 +60,7 @@ def test_a_pace_without_a_backlog_since_is_forgotten() -> None:
     assert forming.ended == []
 
 
-def test_batches_before_anything_is_known_teach_no_pace() -> None:
+def test_batches_without_known_run_times_teach_no_service_rate() -> None:
     """What their runs take is not known; taken as a number of rows it would look like no time."""
     latency = Latency()
     forming, now_us = forming_of(latency), NOW_US
