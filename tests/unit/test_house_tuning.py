@@ -45,9 +45,7 @@ FACTS = {
     "headrace/models/inputs/padding.py": {"_UNKNOWN"},
     "headrace/telemetry/watchdog.py": {"_STDERR"},
     # The contract with callers: limits of a request, and what an error text may quote of it.
-    "headrace/protocol/codec/faults.py": {
-        *("_MAX_SHOWN", "_MAX_DESCRIBED_BYTES", "_MAX_COUNTED_BYTES"),
-    },
+    "headrace/protocol/codec/faults.py": {"_MAX_SHOWN"},
     "headrace/protocol/codec/responses.py": {"_FIXED_MAP"},
     "headrace/protocol/headers.py": {
         *("MAX_PRIORITY", "MAX_HEADER_BYTES", "MAX_SHOWN_NAME", "_LOOKED_AT_BYTES"),
@@ -94,9 +92,6 @@ CHOSEN = {
     "headrace/log/memory/producer.py": {
         *("_BATCH_BYTES", "_METADATA_TIMEOUT_S", "_FLUSH_TIMEOUT_S"),
     },
-    "headrace/protocol/codec/responses.py": {"_MAX_REMEMBERED", "_FILLED_IN_BYTES"},
-    "headrace/protocol/codec/wire.py": {"_MAX_HEADS", "_MAX_STARTS", "_COMPARED_BYTES"},
-    "headrace/protocol/tensors.py": {"_COPY_ROW_BYTES"},
     "headrace/runtime/stage_group.py": {"SILENT_AFTER_S"},
     "headrace/transport/channels.py": {"MAX_JOINED", "JOIN_S"},
     "services/executor/device/instance.py": {"GRAPH_RUNS"},
