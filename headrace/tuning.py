@@ -219,6 +219,86 @@ class TransportTuning:
 class KafkaTuning:
     """Tuning values of `headrace.log.kafka`."""
 
+    # Connections
+
+    reconnect: Backoff = Backoff(first_s=0.05, longest_s=1.0, jitter=0.2)
+    """Pauses before an address is tried again that could not be reached. These are the defaults of
+    `reconnect.backoff.ms`, `reconnect.backoff.max.ms` and the jitter of Kafka's clients."""
+    bootstrap_timeout_s: float = 5.0
+    """How long one bootstrap server may take to answer, if the request timeout is not shorter."""
+    request_retry_s: float = 0.1
+    """Pause before a request is repeated that a broker could not answer yet."""
+    metadata_max_age_s: float = 60.0
+    """How long a new partition or topic can stay unnoticed."""
+    connection_max_idle_s: float = 540.0
+    """An idle connection is closed after this, before the broker closes it
+    (`connections.max.idle.ms`, 10 minutes)."""
+    close_timeout_s: float = 1.0
+    """How long a socket or a cancelled task may take to end before it is abandoned."""
+    leave_timeout_s: float = 2.0
+    """How long a closing member waits for the coordinator to let it leave its group."""
+
+    # Consumers
+
+    rebalance_timeout_s: float = 30.0
+    """How long the group waits for a member to finish `on_revoked` and join again."""
+    join_margin_s: float = 5.0
+    """What a request may take beyond the rebalance timeout: JoinGroup is answered only when every
+    member has joined."""
+    max_poll_interval_s: float = 300.0
+    """A member that does not poll for this long is removed from its group."""
+    fetch_max_wait_s: float = 0.05
+    """The longest that an idle fetch delays a partition that was resumed or sought."""
+    fetch_max_bytes: int = 16 * 1024 * 1024
+    """Limit of one fetch response."""
+    partition_fetch_max_bytes: int = 1024 * 1024
+    """Limit of one partition's part of a fetch response."""
+    contact_check_after_s: float = 5.0
+    """After this long without a response, check whether the brokers refuse us; repeat at this
+    interval."""
+    header_overhead_bytes: int = 128
+    """Charged for each header against the bytes of a poll: as an object it is larger than its
+    text."""
+    unmeasured_batch_bytes: int = 512 * 1024
+    """The records of a batch up to this size are not measured one by one for the bytes of a
+    poll."""
+    max_gaps_per_poll: int = 100
+    """A poll that has found this many gaps returns no more records, so that its report is
+    bounded."""
+
+    # Producers
+
+    max_batch_bytes: int = 256 * 1024
+    """One batch is in flight per partition, so a partition's throughput is this size per round
+    trip."""
+    max_request_bytes: int = 16 * 1024 * 1024
+    """Limit of one produce request, which holds batches of several partitions."""
+    flush_timeout_s: float = 3.0
+    """How long a closing producer waits for acknowledgements."""
+    retire_timeout_s: float = 2.0
+    """How long the batches of a producer that failed may still be acknowledged before the next
+    producer starts."""
+    producer_restart: Backoff = Backoff(first_s=0.1, longest_s=1.0, jitter=0.2)
+    """Pauses between attempts to start a producer."""
+    transaction_retry: Backoff = Backoff(first_s=0.002, longest_s=0.1, jitter=0.0)
+    """Pauses before a request of a transaction is repeated. The first is also the minimum pause
+    after a transaction: the broker refuses a new one while it writes the markers of the last."""
+    markers_longest_s: float = 0.02
+    """Limit of the pause before a request that was refused because of those markers."""
+
+    # The cache of topics
+
+    topic_timeout_s: float = 1.0
+    """How long a broker may take to describe a topic to a producer."""
+    absent_topic_ttl_s: float = 1.0
+    """How long a topic counts as absent, or as forbidden, without another request."""
+    partition_count_ttl_s: float = 30.0
+    """How long the number of a topic's partitions is cached."""
+    topic_limits_ttl_s: float = 300.0
+    """How long a topic's limits are cached."""
+    cached_topics: int = 10_000
+    """The most topics in each cache."""
+
 
 @dataclass(frozen=True)
 class MemoryTuning:

@@ -8,22 +8,23 @@ from contextlib import asynccontextmanager
 from headrace.config import Settings
 from headrace.log.port import Log
 from headrace.runtime.topic_plan import plan_topics
+from headrace.tuning import TUNING, Tuning
 
 
 @asynccontextmanager
-async def open_log(settings: Settings) -> AsyncIterator[Log]:
+async def open_log(settings: Settings, tuning: Tuning = TUNING) -> AsyncIterator[Log]:
     """Open the log, and close it when the context is left.
 
     The embedded log is new each time, visible to this process only, and already has Headrace's
     topics. On Kafka nothing is created, and no request is sent before the log is used.
     """
-    async with _adapter(settings) as log:
+    async with _adapter(settings, tuning) as log:
         if settings.kafka is None:
             await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
         yield log
 
 
-def _adapter(settings: Settings) -> Log:
+def _adapter(settings: Settings, tuning: Tuning) -> Log:
     # Import each adapter only when needed: the embedded log runs without aiokafka, and its tests
     # and `headrace --help` do not wait for that import.
     if settings.kafka is None:
@@ -32,4 +33,6 @@ def _adapter(settings: Settings) -> Log:
         return MemoryLog()
     from headrace.log.kafka.log import KafkaLog
 
-    return KafkaLog(settings.kafka, decompressed_bytes=settings.decompressed_bytes)
+    return KafkaLog(
+        settings.kafka, decompressed_bytes=settings.decompressed_bytes, tuning=tuning.kafka
+    )

@@ -9,15 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from aiokafka.protocol.group import LeaveGroupRequest
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import Fenced, LogRefused, LogUnavailable, RecordTooLarge
-from headrace.log.kafka.admin import Rules
-from headrace.log.kafka.consumer import KafkaReader
+from headrace.log.kafka._aiokafka import fetching_task
+from headrace.log.kafka.consumer import KafkaMember, KafkaReader
 from headrace.log.kafka.log import KafkaLog
-from headrace.log.kafka.member import KafkaMember
 from headrace.log.kafka.producer import KafkaProducer
+from headrace.log.kafka.topic_cache import TopicLimits
 from headrace.log.port import Committed, NewRecord, Record, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
 from tests.support.conditions import eventually
@@ -187,8 +186,8 @@ async def test_a_limit_that_was_lowered_is_found_out(kafka: LocalKafka, unique_n
         async with log.producer() as producer, log.reader([partition]) as reader:
             assert isinstance(producer, KafkaProducer)
             await write(producer, partition, b"before")
-            stale = Rules(limit_bytes=1_000_000, needs_key=False)
-            producer._topics._rules.put(unique_name, stale, time.monotonic() + 60)
+            stale = TopicLimits(limit_bytes=1_000_000, needs_key=False)
+            producer._topics._limits.put(unique_name, stale, time.monotonic() + 60)
             with pytest.raises(RecordTooLarge):
                 await write(producer, partition, bytes(20_000))
             await write(producer, partition, b"after")
@@ -316,7 +315,7 @@ async def test_reading_that_has_ended_is_told(kafka: LocalKafka, unique_name: st
         partition = await make_topic(log, unique_name)
         async with log.reader([partition]) as reader:
             assert isinstance(reader, KafkaReader)
-            task = reader._consumer._fetcher.error_future
+            task = fetching_task(reader._consumer)
             task.cancel()
             await asyncio.wait([task])
             with pytest.raises(LogRefused, match="reading has ended"):
@@ -331,8 +330,7 @@ async def test_who_lost_the_membership_cannot_commit(kafka: LocalKafka, unique_n
         async with log.member(unique_name, [unique_name], listener) as member, polling(member, []):
             await eventually(lambda: listener.assignments == 1)
             assert isinstance(member, KafkaMember)
-            coordinator = member._consumer._coordinator
-            await coordinator._send_req(LeaveGroupRequest(unique_name, coordinator.member_id))
+            assert await log.remove_member(unique_name, member.member_id)
             for _ in range(2):
                 with pytest.raises(Fenced):
                     await member.commit({partition: Committed(5)})

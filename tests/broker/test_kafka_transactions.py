@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from aiokafka.protocol.group import LeaveGroupRequest
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import (
@@ -17,9 +16,9 @@ from headrace.log.errors import (
     TopicForbidden,
     TransactionTimedOut,
 )
-from headrace.log.kafka.admin import Rules
+from headrace.log.kafka.consumer import KafkaMember
 from headrace.log.kafka.log import KafkaLog
-from headrace.log.kafka.member import KafkaMember
+from headrace.log.kafka.topic_cache import TopicLimits
 from headrace.log.kafka.transactions import KafkaTransactionalProducer
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from headrace.tools.local_kafka import LocalKafka
@@ -69,8 +68,8 @@ async def test_a_transaction_that_the_broker_ended_is_no_loss_of_membership(
         producer,
     ):
         await eventually(lambda: listener.held)
-        theirs = producer._usable()
-        late = await producer._packed(theirs.client, {answers: [NewRecord(None, b"late")]})
+        theirs = producer._require_usable()
+        late = await producer._pack(theirs.client, {answers: [NewRecord(None, b"late")]})
         await theirs.write(late, unique_name, {})
 
         async def is_aborted() -> bool:
@@ -78,7 +77,7 @@ async def test_a_transaction_that_the_broker_ended_is_no_loss_of_membership(
 
         await eventually(is_aborted, what="the record and its marker are behind the stable end")
         with pytest.raises(Fenced):
-            async with producer._in_port_words():
+            async with producer._translating_errors():
                 await theirs.commit()
         assert await member.is_member()
 
@@ -92,8 +91,7 @@ async def test_a_member_that_was_removed_is_none(
     assert isinstance(member, KafkaMember)
     async with member, polling(member, []):
         await eventually(lambda: listener.held == set(partitions))
-        coordinator = member._consumer._coordinator
-        await coordinator._send_req(LeaveGroupRequest(unique_name, coordinator.member_id))
+        assert await log.remove_member(unique_name, member.member_id)
         assert not await member.is_member()
 
 
@@ -114,8 +112,8 @@ async def test_a_record_that_the_broker_refuses_hides_all(
 ) -> None:
     """Its limit was lowered unnoticed: no other record and no offset of the seal is seen."""
     answers, source = partitions
-    log._topics._rules.put(
-        unique_name, Rules(limit_bytes=10_000_000, needs_key=False), time.monotonic() + 60
+    log._topics._limits.put(
+        unique_name, TopicLimits(limit_bytes=10_000_000, needs_key=False), time.monotonic() + 60
     )
     small, large = NewRecord(None, b"small"), NewRecord(None, bytes(2_000_000))
     async with log.reader([answers, source]) as reader:

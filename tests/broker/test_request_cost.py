@@ -16,8 +16,8 @@ import pytest
 from aiokafka.conn import AIOKafkaConnection
 
 from headrace.config import Settings, make_settings
+from headrace.log.kafka._aiokafka import Frames
 from headrace.log.kafka.consumer import KafkaConsumer
-from headrace.log.kafka.frame_protocol import Frames
 from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import NewRecord, TopicPartition
 from headrace.runtime.process import Pipeline, running

@@ -12,7 +12,7 @@ from aiokafka.record.util import calc_crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.log.kafka.fetch_buffer import Reading, Unread
+from headrace.log.kafka.fetch_buffer import ReadState, UnreadPart
 from headrace.log.kafka.record_batches import RecordSet, UnreadableBatch, decompressed
 from headrace.log.port import MAX_POLL_BYTES
 from tests.support.raw_records import RawRecord, compressed, encoded_record, framed_batch
@@ -115,17 +115,17 @@ def test_taking_by_batches_is_reading_by_records(
         content += part
     by_record = fetched(content, aborted, offset)
     expected = [told(each) for each in by_record]
-    reading = Reading()
-    unread = Unread(fetched(content, aborted, offset), reading)
+    state = ReadState()
+    unread = UnreadPart(fetched(content, aborted, offset), state)
     found: list[tuple[Any, ...]] = []
     while not unread.is_empty:
-        taken, _ = unread.take(most, most_bytes)
+        taken, _ = unread.read(most, most_bytes)
         assert len(taken) <= most
         assert not taken or unread.next_fetch_offset > taken[-1].offset
         found += [told(each) for each in taken]
 
     assert found == expected
-    assert not reading.gaps
+    assert not state.gaps
     assert unread.next_fetch_offset == by_record.next_fetch_offset
 
 
@@ -144,25 +144,25 @@ def test_damaged_batch_is_fetched_again_and_then_passed_over(
     broken[bad + 30] ^= 0xFF  # in the timestamp, which the checksum covers
     expected = [told(each) for each in fetched(content, [], 0)]
     following = next((first for at, first in starts if at > bad), base)
-    reading = Reading()
+    state = ReadState()
 
-    found = [told(each) for each in taken_of(bytes(broken), 0, reading, most)]
-    assert not reading.gaps
+    found = [told(each) for each in taken_of(bytes(broken), 0, state, most)]
+    assert not state.gaps
     assert all(each[2] < begins for each in found)
-    found += [told(each) for each in taken_of(bytes(broken[bad:]), begins, reading, most)]
+    found += [told(each) for each in taken_of(bytes(broken[bad:]), begins, state, most)]
 
     assert found == [each for each in expected if not begins <= each[2] < following]
-    assert [gap.first for gap in reading.gaps] == [begins]
+    assert [gap.first for gap in state.gaps] == [begins]
     # Without a batch behind it, a damaged head may say less than the truth, and never more.
-    assert reading.gaps[0].end == following or (following == base and reading.gaps[0].end <= base)
+    assert state.gaps[0].end == following or (following == base and state.gaps[0].end <= base)
 
 
-def taken_of(content: bytes, offset: int, reading: Reading, most: int) -> list[Any]:
+def taken_of(content: bytes, offset: int, state: ReadState, most: int) -> list[Any]:
     """All that one response gives from an offset on."""
-    unread = Unread(fetched(content, [], offset), reading)
+    unread = UnreadPart(fetched(content, [], offset), state)
     found: list[Any] = []
     while not unread.is_empty:
-        found += unread.take(most, MAX_POLL_BYTES)[0]
+        found += unread.read(most, MAX_POLL_BYTES)[0]
     return found
 
 
@@ -187,11 +187,11 @@ def test_noise_in_a_batch_ends_no_reading(codec: int, data: st.DataObject) -> No
     content = bytearray(good + encoded_record(RawRecord(), 1))
     for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):
         content[at] = data.draw(st.integers(0, 255))
-    reading = Reading()
+    state = ReadState()
 
-    found = taken_of(framed_batch(compressed(codec, bytes(content)), 2, codec), 0, reading, 9)
+    found = taken_of(framed_batch(compressed(codec, bytes(content)), 2, codec), 0, state, 9)
 
     covered = [each.offset for each in found]
-    for gap in reading.gaps:
+    for gap in state.gaps:
         covered += range(gap.first, gap.end)
-    assert {0, 1} <= set(covered) or not reading.gaps
+    assert {0, 1} <= set(covered) or not state.gaps

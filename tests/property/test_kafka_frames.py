@@ -7,7 +7,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.log.kafka.frame_protocol import Frames
+from headrace.log.kafka._aiokafka import Frames
 
 frames_of = st.lists(st.binary(max_size=40), max_size=8)
 

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import asyncio
+import struct
 
 import pytest
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
-from headrace.log.kafka import connection as kafka_connection
 from headrace.log.kafka.connection import Connection
 
-
-class Starting:
-    """A connection to a broker that has just begun to listen."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    async def connect(self) -> None: ...
-
-    async def send(self, request: object) -> SimpleNamespace:
-        return SimpleNamespace(brokers=[])
+API_VERSIONS, METADATA = 18, 3
+SUPPORTED = struct.pack(">hi" + 2 * "hhh", 0, 2, API_VERSIONS, 0, 0, METADATA, 0, 0)
+"""An answer to ApiVersions: no error, and version 0 of both requests."""
+NO_BROKERS = struct.pack(">ii", 0, 0)
+"""An answer to Metadata: no broker, and no topic."""
 
 
-async def test_a_broker_that_is_starting_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names no broker yet: that is no verdict on our credentials, which would end a process."""
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer as a broker that has just begun to listen."""
+    try:
+        while True:
+            (size,) = struct.unpack(">i", await reader.readexactly(4))
+            key, _version, correlation_id = struct.unpack_from(
+                ">hhi", await reader.readexactly(size)
+            )
+            body = SUPPORTED if key == API_VERSIONS else NO_BROKERS
+            writer.write(struct.pack(">ii", 4 + len(body), correlation_id) + body)
+    except asyncio.IncompleteReadError:
+        writer.close()
 
-    async def hung_up(connection: object) -> None: ...
 
-    monkeypatch.setattr(kafka_connection, "DirectConnection", Starting)
-    monkeypatch.setattr(kafka_connection, "hang_up", hung_up)
-    connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
-    assert await connection.refusal() is None
-    with pytest.raises(LogUnavailable, match="it is starting"):
-        await connection.open_client()
+async def test_server_without_brokers_counts_as_starting_and_not_as_refusal() -> None:
+    """It says nothing about our credentials, which would end a process."""
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        _, port = server.sockets[0].getsockname()
+        connection = Connection(KafkaSettings(bootstrap_servers=f"127.0.0.1:{port}"))
+        assert await connection.refusal() is None
+        with pytest.raises(LogUnavailable, match="it is starting"):
+            await connection.open_client()

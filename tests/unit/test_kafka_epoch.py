@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,16 +14,20 @@ import pytest
 from aiokafka.client import AIOKafkaClient
 
 from headrace.log.errors import RecordTooLarge
-from headrace.log.kafka import transaction_protocol
-from headrace.log.kafka.admin import Rules
-from headrace.log.kafka.batch import Packed
-from headrace.log.kafka.transaction_protocol import ProducerEpoch
+from headrace.log.kafka import transactions
+from headrace.log.kafka.producer import RecordBatch
+from headrace.log.kafka.topic_cache import TopicLimits
+from headrace.log.kafka.transactions import ProducerEpoch
 from headrace.log.port import Committed, NewRecord, TopicPartition
+from headrace.primitives.backoff import Backoff
+from headrace.tuning import TUNING
 
 ANSWERS, SOURCE = TopicPartition("answers", 0), TopicPartition("requests", 0)
 MARKERS_PENDING, NOT_COORDINATOR, FENCED, OTHERS_FAILED = 51, 16, 47, 55
 NOT_ENOUGH_REPLICAS, TOO_LARGE, DUPLICATE = 19, 10, 46
 FORBIDDEN = 29
+
+NO_PAUSES = replace(TUNING.kafka, transaction_retry=Backoff(first_s=0.0, longest_s=0.0, jitter=0.0))
 
 Answer = int | Exception
 
@@ -58,25 +63,20 @@ class Client:
         return SimpleNamespace(error_code=answer, producer_id=7, producer_epoch=3)
 
 
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transaction_protocol, "_MARKERS_S", 0.0)
-    monkeypatch.setattr(transaction_protocol, "RETRY_BACKOFF_S", 0.0)
-
-
-def packed(*values: bytes) -> list[list[Packed]]:
+def packed(*values: bytes) -> list[list[RecordBatch]]:
     """One batch for each value, all for one partition."""
-    lane = []
+    batches = []
     for value in values:
-        batch = Packed(ANSWERS, Rules(1000, needs_key=False), 0, is_transactional=True)
-        batch.take([NewRecord(None, value)], 0)
-        lane.append(batch)
-    return [lane]
+        limits = TopicLimits(1000, needs_key=False)
+        batch = RecordBatch(ANSWERS, limits, 0, 1000, is_transactional=True)
+        batch.add([NewRecord(None, value)], 0)
+        batches.append(batch)
+    return [batches]
 
 
 async def transact(client: Client, *values: bytes) -> None:
     """One transaction of records and offsets."""
-    epoch = ProducerEpoch(cast(AIOKafkaClient, client), "id", 10_000, 10_000)
+    epoch = ProducerEpoch(cast(AIOKafkaClient, client), "id", 10_000, 10_000, NO_PAUSES)
     await epoch.enter()
     await epoch.write(packed(*(values or (b"v",))), "group", {SOURCE: Committed(1)})
     await epoch.commit()
@@ -166,6 +166,6 @@ async def test_offsets_whose_answer_was_lost_are_not_sent_twice() -> None:
 def test_of_several_errors_the_one_that_does_not_pass_counts() -> None:
     """The other partitions were not tried because of it."""
     answer = SimpleNamespace(errors=[("a", [(0, OTHERS_FAILED)]), ("b", [(0, FORBIDDEN)])])
-    error = transaction_protocol._error_in(answer)
+    error = transactions._error_in(answer)
     assert isinstance(error, kafka_errors.TopicAuthorizationFailedError)
     assert error.args == ("b",)

@@ -16,7 +16,8 @@ from aiokafka.errors import OffsetOutOfRangeError
 from aiokafka.record.default_records import DefaultRecordBatchBuilder
 
 from headrace.errors import Code
-from headrace.log.kafka.fetch_buffer import Reading, fetched_records
+from headrace.log.kafka._aiokafka import FetchBuffer
+from headrace.log.kafka.fetch_buffer import ReadState, take_records
 from headrace.log.kafka.record_batches import RecordSet
 from headrace.log.port import MAX_POLL_BYTES, Gap, Record
 from tests.support.raw_records import (
@@ -86,9 +87,14 @@ class Fetcher:
         return asyncio.get_running_loop().create_future()
 
 
+def buffer_of(fetcher: Fetcher) -> FetchBuffer:
+    """The buffer of a consumer with this fetcher."""
+    return FetchBuffer(SimpleNamespace(_fetcher=fetcher))
+
+
 async def take(fetcher: Fetcher, most: int = 100) -> dict[TopicPartition, list[int]]:
     """The offsets that are returned."""
-    found = await fetched_records(fetcher, 0, most)
+    found = await take_records(buffer_of(fetcher), 0, most)
     return {partition: [one.offset for one in records] for partition, records in found.items()}
 
 
@@ -125,7 +131,7 @@ async def test_what_is_out_of_date_is_dropped(change: str) -> None:
 
 async def test_a_poll_ends_with_its_timeout() -> None:
     """Nobody waits longer than that for something to be fetched."""
-    assert await fetched_records(Fetcher(), 0.01, 1) == {}
+    assert await take_records(buffer_of(Fetcher()), 0.01, 1) == {}
 
 
 async def test_a_response_is_let_go_of_when_it_is_read() -> None:
@@ -143,15 +149,17 @@ async def test_a_response_is_let_go_of_when_it_is_read() -> None:
 # --- what cannot be read ------------------------------------------------------------------------
 
 
-async def read_all(fetcher: Fetcher, reading: Reading) -> tuple[list[Record], list[Gap]]:
+async def read_all(fetcher: Fetcher, state: ReadState) -> tuple[list[Record], list[Gap]]:
     """What polls return and pass over, until nothing is left of what was fetched."""
     found: list[Record] = []
     gaps: list[Gap] = []
     while fetcher._records:
-        reading.gaps = []
-        for records in (await fetched_records(fetcher, 0, 100, MAX_POLL_BYTES, reading)).values():
+        state.gaps = []
+        for records in (
+            await take_records(buffer_of(fetcher), 0, 100, MAX_POLL_BYTES, state)
+        ).values():
             found += records
-        gaps += reading.gaps
+        gaps += state.gaps
     return found, gaps
 
 
@@ -168,9 +176,9 @@ async def test_header_name_that_is_not_utf8_is_read_without_loss(codec: int) -> 
         RawRecord(b"2", None, [(b"caf\xe9", b"y"), (b"none", None)]),
         RawRecord(None, b"k"),
     ]
-    reading = Reading()
+    state = ReadState()
 
-    found, gaps = await read_all(Fetcher(one=raw_batch(records, codec=codec)), reading)
+    found, gaps = await read_all(Fetcher(one=raw_batch(records, codec=codec)), state)
 
     assert [(r.offset, r.key, r.value) for r in found] == [
         (0, b"k", b"1"),
@@ -186,10 +194,10 @@ async def test_such_a_name_behind_what_was_taken_repeats_nothing() -> None:
     """A batch is taken in parts; the careful parser goes on behind the last one."""
     records = [RawRecord(b"%d" % number) for number in range(6)]
     records.append(RawRecord(b"6", None, [(b"\xff", b"")]))
-    fetcher, reading = Fetcher(one=raw_batch(records)), Reading()
+    fetcher, state = Fetcher(one=raw_batch(records)), ReadState()
     found: list[int] = []
     while fetcher._records:
-        for taken in (await fetched_records(fetcher, 0, 4, MAX_POLL_BYTES, reading)).values():
+        for taken in (await take_records(buffer_of(fetcher), 0, 4, MAX_POLL_BYTES, state)).values():
             found += [each.offset for each in taken]
 
     assert found == list(range(7))
@@ -199,9 +207,9 @@ async def test_damaged_batch_is_fetched_again_before_it_is_passed_over() -> None
     """First the records before it, of all partitions; the position stays at the batch."""
     broken = bytearray(batch(2, 2))
     broken[30] ^= 0xFF
-    reading = Reading()
+    state = ReadState()
     fetcher = Fetcher(one=batch(0, 1), two=batch(0, 2) + bytes(broken))
-    found, gaps = await read_all(fetcher, reading)
+    found, gaps = await read_all(fetcher, state)
     assert [each.offset for each in found] == [0, 0, 1]
     assert not gaps
     assert fetcher.states[TWO].position == 2
@@ -209,7 +217,7 @@ async def test_damaged_batch_is_fetched_again_before_it_is_passed_over() -> None
     again = Fetcher(one=batch(0, 1), two=bytes(broken) + batch(4, 1))
     again.states[TWO].position = 2
     again._records[TWO]._partition_records.next_fetch_offset = 2
-    found, gaps = await read_all(again, reading)
+    found, gaps = await read_all(again, state)
 
     assert [each.offset for each in found] == [0, 4]
     assert places(gaps) == [(2, 4, Code.INVALID_REQUEST)]
@@ -222,7 +230,7 @@ async def test_batch_over_the_bound_is_passed_over_as_too_large(name: str) -> No
     bad[:8] = (1).to_bytes(8, "big")
     content = batch(0, 1) + bytes(bad) + batch(4, 1)
 
-    found, gaps = await read_all(Fetcher(one=content), Reading(1_000_000))
+    found, gaps = await read_all(Fetcher(one=content), ReadState(1_000_000))
 
     assert [each.offset for each in found] == [0, 4]
     assert places(gaps) == [(1, 4, Code.TOO_LARGE)]
@@ -232,7 +240,7 @@ async def test_batch_over_the_bound_is_passed_over_as_too_large(name: str) -> No
 @pytest.mark.parametrize("name", CODECS)
 async def test_batch_within_the_bound_is_read_however_well_it_compresses(name: str) -> None:
     """The bound is for what comes of it, and not for the ratio."""
-    found, gaps = await read_all(Fetcher(one=bomb(CODECS[name], 900_000, 3)), Reading(1_000_000))
+    found, gaps = await read_all(Fetcher(one=bomb(CODECS[name], 900_000, 3)), ReadState(1_000_000))
 
     assert [len(each.value or b"") for each in found] == [300_000] * 3
     assert not gaps
@@ -243,7 +251,7 @@ async def test_batch_of_an_unknown_compression_is_passed_over(codec: int) -> Non
     """It names what it got."""
     content = framed_batch(b"whatever", 3, codec) + batch(3, 1)
 
-    found, gaps = await read_all(Fetcher(one=content), Reading())
+    found, gaps = await read_all(Fetcher(one=content), ReadState())
 
     assert [each.offset for each in found] == [3]
     assert places(gaps) == [(0, 3, Code.INVALID_REQUEST)]
@@ -255,7 +263,7 @@ async def test_batch_of_an_unknown_format_is_passed_over() -> None:
     unknown = bytearray(batch(0, 3))
     unknown[16] = 3
 
-    found, gaps = await read_all(Fetcher(one=bytes(unknown) + batch(3, 1)), Reading())
+    found, gaps = await read_all(Fetcher(one=bytes(unknown) + batch(3, 1)), ReadState())
 
     assert [each.offset for each in found] == [3]
     assert places(gaps) == [(0, 3, Code.INVALID_REQUEST)]
@@ -268,7 +276,7 @@ async def test_records_before_a_damaged_one_are_read() -> None:
     damaged[good.index(b"2") - 1] = 0x7F  # the length of the second value
 
     content = checked(bytes(damaged)) + batch(3, 1)
-    found, gaps = await read_all(Fetcher(one=content), Reading())
+    found, gaps = await read_all(Fetcher(one=content), ReadState())
 
     assert [each.offset for each in found] == [0, 3]
     assert places(gaps) == [(1, 3, Code.INVALID_REQUEST)]
@@ -278,7 +286,7 @@ async def test_frame_that_announces_less_than_it_holds_is_bounded_as_well() -> N
     """Two frames of zstd, of which only the first says how large it is."""
     content = compressed(ZSTD, bytes(10)) + compressed(ZSTD, bytes(3_000_000))
 
-    _, gaps = await read_all(Fetcher(one=framed_batch(content, 2, ZSTD)), Reading(1_000_000))
+    _, gaps = await read_all(Fetcher(one=framed_batch(content, 2, ZSTD)), ReadState(1_000_000))
 
     assert places(gaps) == [(0, 2, Code.TOO_LARGE)]
 
@@ -288,7 +296,7 @@ async def test_record_with_too_many_headers_is_passed_over_before_it_is_parsed()
     many = RawRecord(b"2", None, [(b"", None)] * 300_000)
     content = raw_batch([RawRecord(b"1"), many], codec=ZSTD) + batch(2, 1)
 
-    found, gaps = await read_all(Fetcher(one=content), Reading())
+    found, gaps = await read_all(Fetcher(one=content), ReadState())
 
     assert [each.offset for each in found] == [0, 2]
     assert places(gaps) == [(1, 2, Code.TOO_LARGE)]
@@ -308,8 +316,9 @@ async def test_large_batch_is_read_from_its_middle() -> None:
     """The bytes of records that are passed over do not count."""
     records = [RawRecord(bytes(300_000))] * 6
 
-    polled = await fetched_records(
-        Fetcher(position=5, one=raw_batch(records)), 0, 100, 1_000_000, Reading()
+    fetcher = Fetcher(position=5, one=raw_batch(records))
+    polled = await take_records(
+        buffer_of(fetcher), 0, 100, 1_000_000, ReadState()
     )
 
     assert [each.offset for each in polled[ONE]] == [5]
@@ -323,7 +332,7 @@ async def test_large_batch_is_read_as_a_small_one_is() -> None:
         RawRecord(b"", bytes(400_000)),
         RawRecord(b"v", None, [(b"", None)] * 90_000),
     ]
-    found, gaps = await read_all(Fetcher(one=raw_batch(records)), Reading())
+    found, gaps = await read_all(Fetcher(one=raw_batch(records)), ReadState())
 
     assert [(each.value, each.key, len(each.headers)) for each in found] == [
         (each.value, each.key, len(each.headers)) for each in records
@@ -334,10 +343,10 @@ async def test_large_batch_is_read_as_a_small_one_is() -> None:
 async def test_a_poll_is_limited_by_bytes() -> None:
     """The record that meets the limit is its last; the rest comes with the next ones."""
     content = raw_batch([RawRecord(bytes(400_000))] * 5)
-    fetcher, reading = Fetcher(one=content, two=content), Reading()
+    fetcher, state = Fetcher(one=content, two=content), ReadState()
     polls = []
     while fetcher._records:
-        polled = await fetched_records(fetcher, 0, 100, 1_000_000, reading)
+        polled = await take_records(buffer_of(fetcher), 0, 100, 1_000_000, state)
         polls.append({partition: len(records) for partition, records in polled.items()})
 
     assert polls[:2] == [{ONE: 3}, {ONE: 2}]

@@ -9,7 +9,7 @@ import pytest
 from aiokafka.conn import CloseReason
 from aiokafka.errors import KafkaConnectionError
 
-from headrace.log.kafka.frame_protocol import DirectConnection
+from headrace.log.kafka._aiokafka import DirectConnection
 
 
 class _Wire(asyncio.Transport):

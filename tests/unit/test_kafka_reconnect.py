@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,60 +14,63 @@ from aiokafka.structs import BrokerMetadata
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
-from headrace.log.kafka import reconnect
-from headrace.log.kafka.connection import Connection
-from headrace.log.kafka.reconnect import JITTER, LONGEST_S, ReconnectBackoff
+from headrace.log.kafka.connection import Connection, ReconnectTimes
+from headrace.primitives.backoff import Backoff
+from headrace.tuning import TUNING
 
 HERE = ("127.0.0.1", 9092)
 THERE = ("127.0.0.1", 9093)
+BACKOFF = TUNING.kafka.reconnect
 
 
-def tries(backoff: ReconnectBackoff, seconds: float) -> list[float]:
+def tries(backoff: ReconnectTimes, seconds: float) -> list[float]:
     """When an address that never answers is tried by somebody who always wants it."""
     tried, now_s = [], 0.0
     while now_s < seconds:
         tried.append(now_s)
         backoff.failed(HERE, now_s)
-        now_s += backoff.left_s(HERE, now_s)
+        now_s += backoff.remaining_s(HERE, now_s)
     return tried
 
 
 def test_pauses_double_up_to_a_second() -> None:
     """They are those of Kafka's own clients."""
-    pauses = [later - sooner for sooner, later in pairwise(tries(ReconnectBackoff(lambda: 0.5), 6))]
+    pauses = [
+        later - sooner for sooner, later in pairwise(tries(ReconnectTimes(BACKOFF, lambda: 0.5), 6))
+    ]
     assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_pauses_are_spread(share: float) -> None:
     """Those who lost a broker together do not come back together."""
-    (_, last_but_one, last) = tries(ReconnectBackoff(lambda: share), 10)[-3:]
-    assert last - last_but_one == pytest.approx(LONGEST_S * (1 + JITTER * (2 * share - 1)))
+    (_, last_but_one, last) = tries(ReconnectTimes(BACKOFF, lambda: share), 10)[-3:]
+    assert last - last_but_one == pytest.approx(BACKOFF.pause_s(10, share))
 
 
 def test_tries_that_were_under_way_together_count_once() -> None:
     """Six clients that lose the same broker at once do not make each other wait longer."""
-    backoff = ReconnectBackoff(lambda: 0.5)
+    backoff = ReconnectTimes(BACKOFF, lambda: 0.5)
     for _ in range(6):
         backoff.failed(HERE, 1.0)
-    assert backoff.left_s(HERE, 1.0) == pytest.approx(0.05)
+    assert backoff.remaining_s(HERE, 1.0) == pytest.approx(0.05)
 
 
 def test_who_answers_may_be_tried_at_once() -> None:
     """An answer ends the pause, and the next failure is a first one again."""
-    backoff = ReconnectBackoff(lambda: 0.5)
+    backoff = ReconnectTimes(BACKOFF, lambda: 0.5)
     tries(backoff, 5)
-    backoff.reached(HERE)
-    assert backoff.left_s(HERE, 5.0) == 0
+    backoff.succeeded(HERE)
+    assert backoff.remaining_s(HERE, 5.0) == 0
     backoff.failed(HERE, 5.0)
-    assert backoff.left_s(HERE, 5.0) == pytest.approx(0.05)
+    assert backoff.remaining_s(HERE, 5.0) == pytest.approx(0.05)
 
 
 def test_others_are_not_meant() -> None:
     """A broker beside the one that is away is tried as ever."""
-    backoff = ReconnectBackoff()
+    backoff = ReconnectTimes(BACKOFF)
     backoff.failed(HERE, 1.0)
-    assert backoff.left_s(THERE, 1.0) == 0
+    assert backoff.remaining_s(THERE, 1.0) == 0
 
 
 class Away:
@@ -83,13 +87,12 @@ class Away:
 async def test_clients_do_not_storm_a_broker_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of twenty requests that two clients want to send to it at once, one leads to a try."""
     away = Away()
-    for limit in ("FIRST_S", "LONGEST_S"):  # however long this machine stands still
-        monkeypatch.setattr(reconnect, limit, 60.0)
+    patient = replace(TUNING.kafka, reconnect=Backoff(60.0, 60.0))  # whatever this machine does
     monkeypatch.setattr(AIOKafkaConnection, "connect", away.connect)
-    connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"))
+    connection = Connection(KafkaSettings(bootstrap_servers="127.0.0.1:9092"), tuning=patient)
     clients = [AIOKafkaClient(**connection.client_options()) for _ in range(2)]
     for client in clients:
-        connection.take_over_bootstrap(client)
+        connection.take_over_connecting(client)
         client.cluster = _cluster_of_one()
     for _ in range(10):
         for client in clients:
@@ -128,7 +131,7 @@ async def test_broker_that_accepts_and_never_answers_is_given_up_after_the_reque
             KafkaSettings(bootstrap_servers="127.0.0.1:9092", request_timeout_ms=1000)
         )
         client = AIOKafkaClient(**connection.client_options(request_timeout_ms=35_000))
-        connection.take_over_bootstrap(client)
+        connection.take_over_connecting(client)
         client.cluster = _cluster_of_one(address)
         async with asyncio.timeout(15):
             assert not await client.ready(1)

@@ -1,224 +1,377 @@
-"""Cache of what a producer needs to know about topics before it writes to them."""
+"""Requests about topics and groups that aiokafka does not make, or whose responses it truncates."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import OrderedDict
-from collections.abc import Collection
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from io import BytesIO
+from typing import Any, Final, NamedTuple, TypeVar
+from uuid import UUID
 
 import aiokafka.errors as kafka_errors
-from aiokafka.client import AIOKafkaClient
-
-from headrace.log.errors import (
-    LogAuthenticationFailed,
-    LogUnavailable,
-    NoLeader,
-    TopicForbidden,
-    UnknownPartition,
+from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
+from aiokafka.errors import KafkaError
+from aiokafka.protocol.admin import (
+    CreateTopicsRequest,
+    DescribeConfigsRequest,
+    DescribeGroupsRequest,
 )
-from headrace.log.kafka.connection import RETRY_BACKOFF_S
-from headrace.log.kafka.errors import answered
-from headrace.log.kafka.requests import partition_counts, topic_configs
-from headrace.log.port import TopicPartition
+from aiokafka.protocol.api import Request, RequestStruct, Response
+from aiokafka.protocol.commit import OffsetCommitRequest, OffsetFetchRequest
+from aiokafka.protocol.group import HeartbeatRequest, LeaveGroupRequest
+from aiokafka.protocol.types import (
+    AbstractType,
+    Boolean,
+    CompactArray,
+    CompactString,
+    Int16,
+    Int32,
+    Schema,
+    TaggedFields,
+)
 
-QUESTION_S: Final = 1.0
-_ABSENT_FOR_S: Final = 1.0
-_COUNT_FOR_S: Final = 30.0
-_RULES_FOR_S: Final = 300.0
-_REMEMBERED: Final = 10_000
+from headrace.log.kafka.errors import broker_error
+from headrace.log.port import Committed, GroupMember, TopicInfo, TopicPartition
 
-_NOBODY: Final = -1
-"""The leader of a partition that has none."""
+_TOPIC: Final = 2  # ConfigResource.Type.TOPIC
+_NO_OFFSET: Final = -1
+_NO_MEMBER = (kafka_errors.IllegalGenerationError, kafka_errors.UnknownMemberIdError)
+_ABSENT = (kafka_errors.UnknownTopicOrPartitionError, kafka_errors.InvalidTopicError)
+_ANY_ID = UUID(int=0)
 
-_FORBIDDEN: Final = -1
-"""Stands for the number of partitions of a topic that the broker may not describe to us."""
-
-V = TypeVar("V")
+T = TypeVar("T")
 
 
-class Rules(NamedTuple):
-    """The limits of a topic.
+class TopicOutline(NamedTuple):
+    """A topic's number of partitions, and its id, which no other topic has had."""
 
-    Attributes:
-        limit_bytes: the largest batch (`max.message.bytes`); our batches count uncompressed.
-        needs_key: True if the topic is compacted, and so accepts no record without a key.
+    partitions: int
+    topic_id: str
+
+
+class AdminClient:
+    """Requests about topics and groups, retried while they can succeed.
+
+    Every method raises aiokafka's errors; callers bound it in time and translate the errors
+    (`headrace.log.kafka.errors.answered`).
+
+    Args:
+        client: a connected client, which may be used by others as well.
+        retry_s: the pause before a request is repeated.
     """
 
-    limit_bytes: int
-    needs_key: bool
+    def __init__(self, client: AIOKafkaClient, retry_s: float) -> None:
+        self._client = client
+        self._retry_s = retry_s
 
+    async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicOutline | None]:
+        """Describe each topic; None if there is no such topic.
 
-_DEFAULT_RULES: Final = Rules(1_048_588, needs_key=False)
-"""Kafka's defaults, used when the topic's settings cannot be read."""
-
-
-class Remembered(Generic[V]):
-    """Values by topic, each with its own expiry; the oldest are evicted when there are too many."""
-
-    def __init__(self) -> None:
-        self._values: OrderedDict[str, tuple[V, float]] = OrderedDict()
-
-    def get(self, topic: str, now: float) -> tuple[V] | None:
-        """Return the value in a tuple, since it may be None; None when unknown or expired."""
-        found = self._values.get(topic)
-        return None if found is None or found[1] < now else (found[0],)
-
-    def put(self, topic: str, value: V, until: float) -> None:
-        """Store a value until a monotonic time."""
-        self._values[topic] = (value, until)
-        self._values.move_to_end(topic)
-        if len(self._values) > _REMEMBERED:
-            self._values.popitem(last=False)
-
-    def forget(self, topic: str) -> None:
-        """Drop the value, so that the next use requests it again."""
-        self._values.pop(topic, None)
-
-
-class KnownTopics:
-    """Cache of the partition counts and limits of topics, requested through a producer's client.
-
-    The cached values outlive the client, which changes when the producer is replaced.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Remembered[int | None] = Remembered()
-        self._rules: Remembered[Rules] = Remembered()
-
-    async def partitions(self, client: AIOKafkaClient, topic: str) -> int | None:
-        """Return the number of partitions; None when there is no such topic.
-
-        Raises:
-            LogUnavailable: no broker answered within a second.
-            TopicForbidden: the broker does not allow us to describe the topic.
+        Never makes the broker create a topic, and leaves the client's own list of topics alone.
         """
-        known = client.cluster.partitions_for_topic(topic)
-        if known:
-            return len(known)
-        now = time.monotonic()
-        remembered = self._counts.get(topic, now)
-        if remembered is not None:
-            return _unless_forbidden(topic, remembered[0])
-        return await self._ask_count(client, topic)
+        if not topics:
+            return {}
+        response = await self._ask_any_node(TopicsRequest(topics))
+        found: dict[str, TopicOutline | None] = dict.fromkeys(topics)
+        for code, name, topic_id, _internal, partitions, *_ in response.topics:
+            error = broker_error(code, name)
+            if error is None:
+                found[name] = TopicOutline(len(partitions), str(topic_id))
+            elif not isinstance(error, _ABSENT):
+                raise error
+        return found
 
-    async def _ask_count(self, client: AIOKafkaClient, topic: str) -> int | None:
-        """Request the number of partitions from a broker and cache it."""
-        count = await _count(client, topic)
-        lasts_s = _COUNT_FOR_S if count and count != _FORBIDDEN else _ABSENT_FOR_S
-        self._counts.put(topic, count, time.monotonic() + lasts_s)
-        if count is None or count == _FORBIDDEN:
-            # Otherwise the client would ask for a deleted topic with each refresh, and could
-            # have it made again by a broker that creates topics by itself.
-            client._topics.discard(topic)
-        return _unless_forbidden(topic, count)
+    async def partition_counts(self, topics: Sequence[str]) -> Mapping[str, int | None]:
+        """Return the number of partitions of each topic; see `describe_topics`."""
+        found = await self.describe_topics(topics)
+        return {name: None if topic is None else topic.partitions for name, topic in found.items()}
 
-    async def check(self, client: AIOKafkaClient, partition: TopicPartition) -> None:
-        """Make sure that the client knows the partition; otherwise aiokafka would wait for its
-        whole timeout, or assert.
+    async def topic_configs(self, topics: Sequence[str]) -> Mapping[str, Mapping[str, str]]:
+        """Return the settings of each topic; a topic that does not exist is left out."""
+        if not topics:
+            return {}
+        request = DescribeConfigsRequest([(_TOPIC, name, None) for name in topics])
+        response = await self._ask_any_node(request)
+        configs: dict[str, Mapping[str, str]] = {}
+        for code, message, _kind, name, entries in response.resources:
+            error = broker_error(code, message or name)
+            if error is None:
+                configs[name] = {entry[0]: entry[1] for entry in entries if entry[1] is not None}
+            elif not isinstance(error, _ABSENT):
+                raise error
+        return configs
 
-        Raises:
-            UnknownPartition: there is no such topic, or it has fewer partitions.
-            TopicForbidden: we are not allowed to describe the topic.
-            LogUnavailable: no broker answered in time.
-        """
-        topic = partition.topic
-        known = client.cluster.partitions_for_topic(topic)
-        if known and partition.partition in known:
-            return
-        remembered = self._counts.get(topic, time.monotonic())
-        if remembered is not None and remembered[0] in {None, _FORBIDDEN}:
-            count = _unless_forbidden(topic, remembered[0])
-        else:
-            # A cached count may belong to a topic that has grown, or was deleted, since.
-            count = await self._ask_count(client, topic)
-        if count is None or not 0 <= partition.partition < count:
-            raise UnknownPartition(partition, count or 0)
-        client.add_topic(topic)
-        while partition.partition not in (client.cluster.partitions_for_topic(topic) or ()):
-            await client.force_metadata_update()
-            await asyncio.sleep(
-                0 if client.cluster.partitions_for_topic(topic) else RETRY_BACKOFF_S
-            )
-
-    async def rules(self, client: AIOKafkaClient, topic: str) -> Rules:
-        """Return the topic's limits from its settings, which may be five minutes old."""
-        now = time.monotonic()
-        remembered = self._rules.get(topic, now)
-        if remembered is not None:
-            return remembered[0]
-        try:
-            async with answered(f"settings of topic {topic}", QUESTION_S):
-                config = (await topic_configs(client, [topic])).get(topic, {})
-        except LogUnavailable:
-            return _DEFAULT_RULES
-        except LogAuthenticationFailed:
-            # Writing does not require the right to read a topic's settings.
-            config = {}
-        rules = Rules(
-            int(config.get("max.message.bytes", _DEFAULT_RULES.limit_bytes)),
-            "compact" in config.get("cleanup.policy", ""),
+    async def create_topics(
+        self, topics: Sequence[TopicInfo], replication_factor: int, timeout_ms: int
+    ) -> Mapping[str, bool]:
+        """Create topics through the controller; False for those that existed before."""
+        request = CreateTopicsRequest(
+            [
+                (each.name, each.partitions, replication_factor, [], list(each.config.items()))
+                for each in topics
+            ],
+            timeout_ms,
+            validate_only=False,
         )
-        self._rules.put(topic, rules, now + _RULES_FOR_S)
-        return rules
 
-    def forget_rules(self, topic: str) -> None:
-        """Drop the cached limits, since a broker applied different ones."""
-        self._rules.forget(topic)
+        async def attempt() -> Mapping[str, bool]:
+            if self._client.cluster.controller is None:
+                await self._client.force_metadata_update()
+            controller = self._client.cluster.controller
+            if controller is None:
+                raise kafka_errors.BrokerNotAvailableError("no controller is known")
+            response = await self._client.send(controller.nodeId, request)
+            made: dict[str, bool] = {}
+            for name, code, *message in response.topic_errors:
+                error = broker_error(code, f"topic {name}", *message)
+                if isinstance(error, kafka_errors.NotControllerError):
+                    await self._client.force_metadata_update()
+                existed = isinstance(error, kafka_errors.TopicAlreadyExistsError)
+                if error is not None and not existed:
+                    raise error
+                made[name] = error is None
+            return made
 
-    async def ask(self, client: AIOKafkaClient, partition: TopicPartition) -> Rules:
-        """Return the limits needed to send to a partition. Raises as `check` does."""
-        await self.check(client, partition)
-        return await self.rules(client, partition.topic)
+        return await self._retry(attempt)
 
-    def recall(self, client: AIOKafkaClient, partition: TopicPartition) -> Rules | None:
-        """Return what `ask` would, if it is cached; else None."""
-        if client.cluster.leader_for_partition(partition) is None:  # not in its metadata
-            return None
-        remembered = self._rules.get(partition.topic, time.monotonic())
-        return None if remembered is None else remembered[0]
+    async def wait_until_known(self, topics: Sequence[str]) -> None:
+        """Wait until a broker reports every topic; a new one appears shortly after its creation."""
+
+        async def attempt() -> None:
+            if None in (await self.partition_counts(topics)).values():
+                raise kafka_errors.UnknownTopicOrPartitionError("not known to every broker yet")
+
+        await self._retry(attempt)
+
+    async def fetch_committed(
+        self, group: str, partitions: Iterable[TopicPartition]
+    ) -> Mapping[TopicPartition, Committed | None]:
+        """Return the offsets and metadata that a group has committed, from its coordinator.
+
+        aiokafka's consumer drops the metadata, and its admin client takes the empty response of a
+        broker that is not the coordinator for "nothing committed"; so the top-level error and those
+        of the partitions are checked here, and every requested partition must be in the response.
+        """
+        asked: dict[str, list[int]] = defaultdict(list)
+        for partition in partitions:
+            asked[partition.topic].append(partition.partition)
+        if not asked:
+            return {}
+        request = OffsetFetchRequest(group, list(asked.items()))
+
+        async def attempt() -> Mapping[TopicPartition, Committed | None]:
+            response = await self._ask_coordinator(group, request)
+            if (error := broker_error(getattr(response, "error_code", 0), group)) is not None:
+                raise error
+            found: dict[TopicPartition, Committed | None] = {}
+            for topic, answers in response.topics:
+                for number, offset, metadata, code in answers:
+                    if (error := broker_error(code, f"{topic}/{number}")) is not None:
+                        raise error
+                    found[TopicPartition(topic, number)] = (
+                        None if offset == _NO_OFFSET else Committed(offset, metadata or "")
+                    )
+            missing = {TopicPartition(t, n) for t, ns in asked.items() for n in ns} - found.keys()
+            if missing:
+                raise kafka_errors.NotCoordinatorForGroupError(f"no answer for {sorted(missing)}")
+            return found
+
+        return await self._retry(attempt)
+
+    async def commit_without_members(
+        self, group: str, offsets: Mapping[TopicPartition, Committed]
+    ) -> None:
+        """Commit like a consumer that assigns partitions to itself: a broker accepts this from any
+        client while the group is empty.
+        """
+        if not offsets:
+            return
+        commits: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for (topic, number), (offset, metadata) in offsets.items():
+            commits[topic].append((number, offset, metadata))
+        request = OffsetCommitRequest(
+            group,
+            OffsetCommitRequest.DEFAULT_GENERATION_ID,
+            "",
+            OffsetCommitRequest.DEFAULT_RETENTION_TIME,
+            list(commits.items()),
+        )
+
+        async def attempt() -> None:
+            response = await self._ask_coordinator(group, request)
+            for topic, answers in response.topics:
+                for number, code in answers:
+                    if (error := broker_error(code, f"{topic}/{number}")) is not None:
+                        raise error
+
+        await self._retry(attempt)
+
+    async def members(self, group: str) -> Sequence[GroupMember]:
+        """Return the members of a group, from its coordinator."""
+        request = DescribeGroupsRequest([group])
+
+        async def attempt() -> Sequence[GroupMember]:
+            response = await self._ask_coordinator(group, request)
+            ((code, _, _state, _type, _protocol, found, *_),) = response.groups
+            if (error := broker_error(code, group)) is not None:
+                raise error
+            return [GroupMember(*member[:3]) for member in found]
+
+        return await self._retry(attempt)
+
+    async def remove_member(self, group: str, member_id: str) -> bool:
+        """Leave a group on a member's behalf; False if it was not a member."""
+        request = LeaveGroupRequest(group, member_id)
+
+        async def attempt() -> bool:
+            response = await self._ask_coordinator(group, request)
+            error = broker_error(response.error_code, group)
+            if error is not None and not isinstance(error, _NO_MEMBER):
+                raise error
+            return error is None
+
+        return await self._retry(attempt)
+
+    async def is_member(self, group: str, generation: int, member_id: str) -> bool:
+        """Return whether the group's coordinator counts a member in this generation.
+
+        A member that is asked to rejoin for a rebalance still counts: its partitions have no other
+        owner yet.
+        """
+        request = HeartbeatRequest(group, generation, member_id)
+
+        async def attempt() -> bool:
+            response = await self._ask_coordinator(group, request)
+            error = broker_error(response.error_code, group)
+            if error is None or isinstance(error, kafka_errors.RebalanceInProgressError):
+                return True
+            if isinstance(error, _NO_MEMBER):
+                return False
+            raise error
+
+        return await self._retry(attempt)
+
+    async def _ask_any_node(self, request: Any) -> Any:
+        """Return the response of any broker."""
+
+        async def attempt() -> Any:
+            node = self._client.get_random_node()
+            if node is None:
+                raise kafka_errors.NodeNotReadyError("no broker is known")
+            return await self._client.send(node, request)
+
+        return await self._retry(attempt)
+
+    async def _ask_coordinator(self, group: str, request: Any) -> Any:
+        """Return the response of a group's coordinator, which is looked up each time."""
+        node = await self._client.coordinator_lookup(CoordinationType.GROUP, group)
+        return await self._client.send(node, request, group=ConnectionGroup.COORDINATION)
+
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Retry until it succeeds or fails for good; the caller's deadline ends it."""
+        while True:
+            try:
+                return await attempt()
+            except KafkaError as error:
+                if not error.retriable:
+                    raise
+            await asyncio.sleep(self._retry_s)
 
 
-async def require_leaders(client: AIOKafkaClient, partitions: Collection[TopicPartition]) -> None:
-    """Raise `NoLeader` for the first partition that has no leader, according to a broker now.
+# --- metadata requests ------------------------------------------------------------------------
+#
+# aiokafka's own end with version 5. Responses contain topic ids since version 10, of Kafka 2.8
+# (KIP-516). Source: `MetadataRequest.json` and `MetadataResponse.json`.
 
-    No broker is asked while the client knows a leader for each; a leader that has gone shows when a
-    request to it fails.
+
+class _Uuid(AbstractType):  # type: ignore[misc]  # aiokafka publishes no types
+    @classmethod
+    def encode(cls, value: UUID) -> bytes:
+        return value.bytes
+
+    @classmethod
+    def decode(cls, data: BytesIO) -> UUID:
+        return UUID(bytes=data.read(16))
+
+
+_PARTITION = CompactArray(
+    ("error_code", Int16),
+    ("partition", Int32),
+    ("leader", Int32),
+    ("leader_epoch", Int32),
+    ("replicas", CompactArray(Int32)),
+    ("isr", CompactArray(Int32)),
+    ("offline_replicas", CompactArray(Int32)),
+    ("tags", TaggedFields),
+)
+
+
+class _MetadataResponse(Response):  # type: ignore[misc]  # aiokafka publishes no types
+    API_KEY = 3
+    API_VERSION = 10
+    SCHEMA = Schema(
+        ("throttle_time_ms", Int32),
+        (
+            "brokers",
+            CompactArray(
+                ("node_id", Int32),
+                ("host", CompactString("utf-8")),
+                ("port", Int32),
+                ("rack", CompactString("utf-8")),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("cluster_id", CompactString("utf-8")),
+        ("controller_id", Int32),
+        (
+            "topics",
+            CompactArray(
+                ("error_code", Int16),
+                ("topic", CompactString("utf-8")),
+                ("topic_id", _Uuid),
+                ("is_internal", Boolean),
+                ("partitions", _PARTITION),
+                ("authorized_operations", Int32),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("cluster_authorized_operations", Int32),
+        ("tags", TaggedFields),
+    )
+
+
+class _MetadataRequestV10(RequestStruct):  # type: ignore[misc]  # aiokafka publishes no types
+    API_KEY = 3
+    API_VERSION = 10
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = _MetadataResponse
+    SCHEMA = Schema(
+        (
+            "topics",
+            CompactArray(
+                ("topic_id", _Uuid), ("topic", CompactString("utf-8")), ("tags", TaggedFields)
+            ),
+        ),
+        ("allow_auto_topic_creation", Boolean),
+        ("include_cluster_authorized_operations", Boolean),
+        ("include_topic_authorized_operations", Boolean),
+        ("tags", TaggedFields),
+    )
+
+
+class TopicsRequest(Request[_MetadataRequestV10]):  # type: ignore[misc]  # aiokafka publishes no types
+    """Describes topics by name; creates none. Each topic of the response starts with its error
+    code, name, id, whether it is internal, and its partitions.
     """
-    if _leaderless(client, partitions) is None:
-        return
-    async with answered("metadata", QUESTION_S):
-        await client.force_metadata_update()
-    partition = _leaderless(client, partitions)
-    if partition is not None:
-        raise NoLeader(partition)
 
+    API_KEY = 3
 
-def require_known_leaders(client: AIOKafkaClient, partitions: Collection[TopicPartition]) -> None:
-    """Raise `LogUnavailable` if, according to the client's metadata, a partition has no leader."""
-    partition = _leaderless(client, partitions)
-    if partition is not None:
-        raise LogUnavailable(f"{partition}: it has no leader any more")
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._topics: list[tuple[UUID, str, dict[int, bytes]]] = [
+            (_ANY_ID, name, {}) for name in names
+        ]
 
-
-def _leaderless(
-    client: AIOKafkaClient, partitions: Collection[TopicPartition]
-) -> TopicPartition | None:
-    leader = client.cluster.leader_for_partition
-    return next((each for each in partitions if leader(each) == _NOBODY), None)
-
-
-async def _count(client: AIOKafkaClient, topic: str) -> int | None:
-    """Request the number of partitions; `_FORBIDDEN` if the broker may not describe the topic."""
-    async with answered(f"metadata of topic {topic}", QUESTION_S):
-        try:
-            return (await partition_counts(client, [topic]))[topic]
-        except kafka_errors.TopicAuthorizationFailedError:
-            return _FORBIDDEN
-
-
-def _unless_forbidden(topic: str, count: int | None) -> int | None:
-    if count == _FORBIDDEN:
-        raise TopicForbidden(topic)
-    return count
+    def build(self, request_struct_class: type[_MetadataRequestV10]) -> _MetadataRequestV10:
+        return request_struct_class(self._topics, False, False, False, {})

@@ -21,14 +21,14 @@ from aiokafka.protocol.transaction import AddOffsetsToTxnRequest
 from aiokafka.protocol.types import Array, Boolean, Int16, Int32, Schema, String
 
 from headrace.config import KafkaSettings
-from headrace.log.kafka.broker_version import oldest_release
-from headrace.log.kafka.closing import close_client
 from headrace.log.kafka.connection import Connection
 from headrace.log.kafka.errors import answered, broker_error
 
 _BROKER: Final = 4  # ConfigResource.Type.BROKER
 _UNKNOWN_RIGHTS: Final = -(2**31)
-_NOBODY: Final = "headrace-doctor"
+_FETCH: Final = 1
+_DESCRIBE_TRANSACTIONS: Final = 65
+_UNKNOWN_MEMBER_ID: Final = "headrace-doctor"
 
 
 class Right(IntEnum):
@@ -53,7 +53,7 @@ class DescribedTopic(NamedTuple):
 
 
 class ClusterInfo(NamedTuple):
-    """The result of a survey.
+    """What `survey` found.
 
     Attributes:
         release: the oldest release that the brokers can be, major and minor.
@@ -154,27 +154,43 @@ async def survey(
             node = client.get_random_node()
             if node is None:
                 raise NodeNotReadyError("no broker is known")
-            found, forbidden = await _topics(client, node, topics)
+            found, forbidden = await _query_topics(client, node, topics)
             return ClusterInfo(
-                await _release(client, node),
-                await _settings(client, node),
+                await _query_release(client, node),
+                await _query_settings(client, node),
                 found,
                 forbidden,
                 await _may_join(client, node, group),
                 await _may_transact(client, node, transactional_id, group),
             )
     finally:
-        await close_client(client)
+        await connection.close_client(client)
 
 
-async def _release(client: AIOKafkaClient, node: int) -> tuple[int, int]:
+async def _query_release(client: AIOKafkaClient, node: int) -> tuple[int, int]:
     response = await client.send(node, ApiVersionRequest())
     return oldest_release(
         {key: (lowest, highest) for key, lowest, highest in response.api_versions}
     )
 
 
-async def _settings(client: AIOKafkaClient, node: int) -> Mapping[str, str] | None:
+def oldest_release(versions: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return the oldest release (major, minor) that a broker can be; (0, 0) when older than 3.0.
+
+    Brokers do not report their release. They report the supported versions of each request, and
+    some of those were added, or lost their old versions, in one release: KIP-896 removed Fetch
+    below version 4 with Kafka 4.0 (old versions of Produce are still listed, for clients that
+    insist on them), and KIP-664 added DescribeTransactions with 3.0.
+
+    Args:
+        versions: the lowest and highest supported version, by API key.
+    """
+    if versions.get(_FETCH, (0, 0))[0] >= 4:
+        return 4, 0
+    return (3, 0) if _DESCRIBE_TRANSACTIONS in versions else (0, 0)
+
+
+async def _query_settings(client: AIOKafkaClient, node: int) -> Mapping[str, str] | None:
     request = DescribeConfigsRequest([(_BROKER, str(node), None)])
     response = await client.send(node, request)
     ((code, message, _kind, _name, entries),) = response.resources
@@ -186,7 +202,7 @@ async def _settings(client: AIOKafkaClient, node: int) -> Mapping[str, str] | No
     return {entry[0]: entry[1] for entry in entries if entry[1] is not None}
 
 
-async def _topics(
+async def _query_topics(
     client: AIOKafkaClient, node: int, topics: Sequence[str]
 ) -> tuple[Mapping[str, DescribedTopic], frozenset[str]]:
     response = await client.send(node, _MetadataRequest(topics))
@@ -212,16 +228,16 @@ def _rights(bits: int) -> frozenset[Right] | None:
 
 
 async def _may_join(client: AIOKafkaClient, node: int, group: str) -> bool:
-    response = await client.send(node, HeartbeatRequest(group, 0, _NOBODY))
-    return not _is(response.error_code, kafka_errors.GroupAuthorizationFailedError)
+    response = await client.send(node, HeartbeatRequest(group, 0, _UNKNOWN_MEMBER_ID))
+    return not _is_error(response.error_code, kafka_errors.GroupAuthorizationFailedError)
 
 
 async def _may_transact(
     client: AIOKafkaClient, node: int, transactional_id: str, group: str
 ) -> bool:
     response = await client.send(node, AddOffsetsToTxnRequest(transactional_id, -1, -1, group))
-    return not _is(response.error_code, kafka_errors.TransactionalIdAuthorizationFailed)
+    return not _is_error(response.error_code, kafka_errors.TransactionalIdAuthorizationFailed)
 
 
-def _is(code: int, kind: Any) -> bool:
+def _is_error(code: int, kind: Any) -> bool:
     return isinstance(broker_error(code), kind)

@@ -1,15 +1,18 @@
-"""Connect to the brokers: addresses, TLS, SASL, and explanations of failures."""
+"""Connect to the brokers: addresses, TLS, SASL, back-off, and explanations of failures."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import ssl
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import aiokafka.errors as kafka_errors
-from aiokafka import client as aiokafka_client
+from aiokafka.abc import AbstractTokenProvider
 from aiokafka.client import AIOKafkaClient, ConnectionGroup
 from aiokafka.cluster import ClusterMetadata
 from aiokafka.conn import AIOKafkaConnection, collect_hosts
@@ -19,19 +22,62 @@ from aiokafka.protocol.metadata import MetadataRequest
 from headrace.config import KafkaSettings
 from headrace.errors import ConfigurationError, HeadraceError
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
-from headrace.log.kafka.closing import close_client, hang_up
+from headrace.log.kafka._aiokafka import (
+    DirectConnection,
+    add_connection,
+    close_client,
+    close_connection,
+    connecting_lock,
+    log_connecting_failed,
+    new_connection,
+    open_connection,
+    replace_connecting,
+    start_metadata_refresh,
+)
 from headrace.log.kafka.errors import answered
-from headrace.log.kafka.frame_protocol import DirectConnection
-from headrace.log.kafka.reconnect import Address, ReconnectBackoff
 from headrace.log.kafka.record_batches import DEFAULT_DECOMPRESSED_BYTES
-from headrace.log.kafka.security import security_options, tls_error, tls_reason
+from headrace.primitives.backoff import Backoff
+from headrace.tuning import TUNING, KafkaTuning
 
-RETRY_BACKOFF_S: Final = 0.1
-METADATA_MAX_AGE_MS: Final = 60_000
-"""How long a new partition or topic can stay unnoticed."""
-CONNECTIONS_MAX_IDLE_MS: Final = 9 * 60 * 1000
-"""Below the broker's own limit (`connections.max.idle.ms`, 10 minutes)."""
-_FIRST_ANSWER_S: Final = 5.0
+Address: TypeAlias = tuple[str, int]
+
+
+class ReconnectTimes:
+    """When each address that could not be reached may be tried again.
+
+    aiokafka has no back-off: each of a process's clients retries whenever one of its tasks needs
+    the broker, hundreds of times a second in all while a broker is down, which costs a tenth of a
+    core and meets the returning broker with a storm. One object is shared by all clients of a
+    process, so that each failed attempt counts for all.
+
+    Args:
+        backoff: the pauses.
+        random_share: returns random numbers from 0 to 1.
+    """
+
+    def __init__(self, backoff: Backoff, random_share: Callable[[], float] = random.random) -> None:
+        self._backoff = backoff
+        self._random_share = random_share
+        self._failures: dict[Address, int] = {}
+        self._until_s: dict[Address, float] = {}
+
+    def remaining_s(self, address: Address, now_s: float) -> float:
+        """Return the seconds until the address may be tried; 0 if it may be tried now."""
+        return max(0.0, self._until_s.get(address, now_s) - now_s)
+
+    def failed(self, address: Address, now_s: float) -> None:
+        """Record a failure to connect. Of concurrent attempts only one counts."""
+        if self.remaining_s(address, now_s):
+            return
+        failures = self._failures.get(address, 0)
+        self._failures[address] = failures + 1
+        pause_s = self._backoff.pause_s(failures, self._random_share())
+        self._until_s[address] = now_s + pause_s
+
+    def succeeded(self, address: Address) -> None:
+        """Reset the back-off: the address answers."""
+        self._failures.pop(address, None)
+        self._until_s.pop(address, None)
 
 
 class Connection:
@@ -40,18 +86,23 @@ class Connection:
     Args:
         settings: how to reach the brokers.
         decompressed_bytes: the limit on the decompressed records of one batch.
+        tuning: times and sizes of all clients.
 
     Raises:
         ConfigurationError: a file that the settings name cannot be read or used.
     """
 
     def __init__(
-        self, settings: KafkaSettings, decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES
+        self,
+        settings: KafkaSettings,
+        decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES,
+        tuning: KafkaTuning = TUNING.kafka,
     ) -> None:
         self.settings = settings
         self.decompressed_bytes = decompressed_bytes
-        self._security = security_options(settings)
-        self._backoff = ReconnectBackoff()
+        self.tuning = tuning
+        self._security = _security_options(settings)
+        self._reconnect = ReconnectTimes(tuning.reconnect)
 
     def __repr__(self) -> str:
         return f"Connection({self.settings.security_protocol}, {self.settings.bootstrap_servers!r})"
@@ -73,9 +124,9 @@ class Connection:
             "client_id": self.settings.client_id,
             "bootstrap_servers": self.settings.bootstrap_servers,
             "request_timeout_ms": request_timeout_ms or self.settings.request_timeout_ms,
-            "retry_backoff_ms": int(RETRY_BACKOFF_S * 1000),
-            "metadata_max_age_ms": METADATA_MAX_AGE_MS,
-            "connections_max_idle_ms": CONNECTIONS_MAX_IDLE_MS,
+            "retry_backoff_ms": int(self.tuning.request_retry_s * 1000),
+            "metadata_max_age_ms": int(self.tuning.metadata_max_age_s * 1000),
+            "connections_max_idle_ms": self._max_idle_ms,
         }
 
     async def open_client(self) -> AIOKafkaClient:
@@ -86,49 +137,56 @@ class Connection:
             LogAuthenticationFailed: a broker refuses us, or we its certificate.
         """
         client = AIOKafkaClient(**self.client_options())
-        self.take_over_bootstrap(client)
+        self.take_over_connecting(client)
         try:
             async with answered("connect", self.request_timeout_s):
                 await client.bootstrap()
         except BaseException:
-            await close_client(client)
+            await self.close_client(client)
             raise
         return client
 
-    def take_over_bootstrap(self, client: AIOKafkaClient) -> None:
-        """Replace the client's bootstrap, at first and later, with `_bootstrap`.
+    async def close_client(self, client: AIOKafkaClient) -> None:
+        """Close a client's sockets within a few seconds."""
+        await close_client(client, self.tuning.close_timeout_s)
 
-        aiokafka's own logs why a server could not be used and drops the reason, although "wrong
-        password" and "no broker" need different remedies; and it leaves the connection to close by
-        itself, which with TLS can take longer than the loop lives. Later it queries only the
-        brokers that it knows, even if all have moved to other addresses.
+    @property
+    def _max_idle_ms(self) -> int:
+        return int(self.tuning.connection_max_idle_s * 1000)
+
+    def take_over_connecting(self, client: AIOKafkaClient) -> None:
+        """Make a client find and connect to brokers by the methods of this object.
+
+        aiokafka's own bootstrap logs why a server could not be used and drops the reason, although
+        "wrong password" and "no broker" need different remedies; and it leaves the connection to
+        close by itself, which with TLS can take longer than the loop lives. Later it queries only
+        the brokers that it knows, even if all have moved to other addresses.
 
         Also make a connection that broke a moment ago fail the request instead of aiokafka's
         background tasks, and apply the reconnect back-off to brokers that could not be reached.
         """
-        client.send = partial(_sent, client.send)
-        client._get_conn = partial(self._get_conn, client)
-        client.bootstrap = partial(self._bootstrap, client)
-        client._metadata_update = partial(self._metadata_update, client._metadata_update)
+        replace_connecting(
+            client,
+            bootstrap=partial(self._bootstrap, client),
+            get_connection=partial(self._get_connection, client),
+            find_metadata=self._find_metadata,
+        )
 
     async def _bootstrap(self, client: AIOKafkaClient) -> None:
         reasons: list[str] = []
-        for host, port in sorted(self._servers(), key=self._rest_s):
-            await asyncio.sleep(self._rest_s((host, port)))
+        for host, port in sorted(self._servers(), key=self._remaining_s):
+            await asyncio.sleep(self._remaining_s((host, port)))
             try:
-                answer = await self._first_answer(host, port)
+                answer = await self._request_metadata(host, port)
             except LogUnavailable as error:
                 reasons.append(str(error))
             else:
                 client.cluster.update_metadata(answer)
-                if client._sync_task is None:
-                    client._sync_task = asyncio.create_task(
-                        client._md_synchronizer(), name="kafka-metadata"
-                    )
+                start_metadata_refresh(client)
                 return
         raise LogUnavailable("; ".join(reasons))
 
-    async def _get_conn(
+    async def _get_connection(
         self,
         client: AIOKafkaClient,
         node_id: int,
@@ -137,32 +195,31 @@ class Connection:
         **_options: Any,
     ) -> AIOKafkaConnection | None:
         """Return the connection to a node; None if there can be none now."""
-        made = client._conns.get((node_id, group))
-        if made is not None and made.connected():
-            return made
+        connection = open_connection(client, (node_id, group))
+        if connection is not None:
+            return connection
         broker = client.cluster.broker_metadata(node_id)
-        if broker is None or self._rest_s((broker.host, broker.port)):
+        if broker is None or self._remaining_s((broker.host, broker.port)):
             # As after a failure: the request may be another node's by now.
             client.force_metadata_update()
             return None
-        return await self._connected(client, (broker.host, broker.port), (node_id, group))
+        return await self._connect(client, (broker.host, broker.port), (node_id, group))
 
-    async def _connected(
+    async def _connect(
         self, client: AIOKafkaClient, address: Address, key: tuple[int, int]
     ) -> AIOKafkaConnection | None:
         """Open a connection and register it as aiokafka's client does; return None on failure."""
-        async with client._get_conn_lock:
-            made = client._conns.get(key)
-            if made is not None and made.connected():
-                return made
-            if self._rest_s(address):  # another task has tried meanwhile
+        async with connecting_lock(client):
+            connection = open_connection(client, key)
+            if connection is not None:
+                return connection
+            if self._remaining_s(address):  # another task has tried meanwhile
                 return None
-            connection = DirectConnection(
-                *address,
+            connection = new_connection(
+                client,
+                address,
                 client_id=self.settings.client_id,
-                request_timeout_ms=client._request_timeout_ms,
-                on_close=client._on_connection_closed,
-                max_idle_ms=CONNECTIONS_MAX_IDLE_MS,
+                max_idle_ms=self._max_idle_ms,
                 **self._security,
             )
             try:
@@ -172,41 +229,33 @@ class Connection:
                 async with asyncio.timeout(self.request_timeout_s):
                     await connection.connect()
             except (OSError, KafkaError) as error:
-                # Log as aiokafka's own client does, which this replaces.
-                aiokafka_client.log.error("Unable connect to node with id %s: %s", key[0], error)
-                self._tried(address, reached=False)
+                log_connecting_failed(key[0], error)
+                self._record_attempt(address, reached=False)
                 client.force_metadata_update()
                 return None
-            self._tried(address, reached=True)
-            client._conns[key] = connection
+            self._record_attempt(address, reached=True)
+            add_connection(client, key, connection)
             return connection
 
     def _servers(self) -> list[Address]:
         return [(host, port) for host, port, _ in collect_hosts(self.settings.bootstrap_servers)]
 
-    def _rest_s(self, address: Address) -> float:
-        return self._backoff.left_s(address, time.monotonic())
+    def _remaining_s(self, address: Address) -> float:
+        return self._reconnect.remaining_s(address, time.monotonic())
 
-    def _tried(self, address: Address, reached: bool) -> None:
+    def _record_attempt(self, address: Address, reached: bool) -> None:
         if reached:
-            self._backoff.reached(address)
+            self._reconnect.succeeded(address)
         else:
-            self._backoff.failed(address, time.monotonic())
+            self._reconnect.failed(address, time.monotonic())
 
-    async def _metadata_update(
-        self,
-        ask_known_brokers: Callable[[ClusterMetadata, Collection[str]], Awaitable[bool]],
-        cluster: ClusterMetadata,
-        topics: Collection[str],
-    ) -> bool:
-        """Request metadata from the known brokers, or the bootstrap servers if none answers."""
-        if await ask_known_brokers(cluster, topics):
-            return True
+    async def _find_metadata(self, cluster: ClusterMetadata, topics: Collection[str]) -> bool:
+        """Request metadata from the bootstrap servers, since no known broker answers."""
         for host, port in self._servers():
-            if self._rest_s((host, port)):
+            if self._remaining_s((host, port)):
                 continue
             try:
-                answer = await self._first_answer(host, port, list(topics) or None)
+                answer = await self._request_metadata(host, port, list(topics) or None)
             except HeadraceError:
                 continue  # `refusal` finds the reason once the silence has lasted
             cluster.update_metadata(answer)
@@ -219,7 +268,7 @@ class Connection:
         """
         for host, port in self._servers():
             try:
-                await self._first_answer(host, port)
+                await self._request_metadata(host, port)
             except LogUnavailable:
                 continue
             except HeadraceError as error:
@@ -227,11 +276,13 @@ class Connection:
             return None
         return None
 
-    async def _first_answer(self, host: str, port: int, topics: Sequence[str] | None = ()) -> Any:
+    async def _request_metadata(
+        self, host: str, port: int, topics: Sequence[str] | None = ()
+    ) -> Any:
         """Return the metadata from one server over a connection of its own; None for `topics` is
         all.
         """
-        timeout_s = min(self.request_timeout_s, _FIRST_ANSWER_S)
+        timeout_s = min(self.request_timeout_s, self.tuning.bootstrap_timeout_s)
         connection = DirectConnection(
             host,
             port,
@@ -244,30 +295,30 @@ class Connection:
             answer = await connection.send(
                 MetadataRequest(None if topics is None else list(topics))
             )
-            self._tried((host, port), reached=True)
+            self._record_attempt((host, port), reached=True)
         except (OSError, KafkaError, ValueError) as error:
-            self._tried((host, port), reached=False)
-            raise self._explained(f"{host}:{port}", error) from error
+            self._record_attempt((host, port), reached=False)
+            raise self._connection_error(f"{host}:{port}", error) from error
         finally:
-            await hang_up(connection)
+            await close_connection(connection, self.tuning.close_timeout_s)
         if not answer.brokers:
-            raise self._brokerless(f"{host}:{port}")
+            raise self._no_brokers_error(f"{host}:{port}")
         return answer
 
-    def _brokerless(self, where: str) -> HeadraceError:
+    def _no_brokers_error(self, where: str) -> HeadraceError:
         """Return the error for a server whose answer names no broker, not even itself."""
         by_token = self.settings.sasl_mechanism == "OAUTHBEARER"
         if by_token and self.settings.security_protocol.startswith("SASL"):
             # A broker refuses a bearer token in a challenge (RFC 7628, 3.2.3) that aiokafka does
             # not read: the refusal then arrives instead of the first response.
-            return self._explained(where, kafka_errors.SaslAuthenticationFailed())
+            return self._connection_error(where, kafka_errors.SaslAuthenticationFailed())
         return LogUnavailable(f"{where}: it is starting, and knows of no broker yet")
 
-    def _explained(self, where: str, error: Exception) -> HeadraceError:
+    def _connection_error(self, where: str, error: Exception) -> HeadraceError:
         """Return an error of the right kind, with one line on why a connection failed."""
-        tls = tls_error(error)
+        tls = _find_tls_error(error)
         if tls is not None:
-            return LogAuthenticationFailed(f"{where}: {tls_reason(tls)}")
+            return LogAuthenticationFailed(f"{where}: {_explain_tls(tls)}")
         if isinstance(error, kafka_errors.SaslAuthenticationFailed):
             return LogAuthenticationFailed(f"{where}: {self._credentials()} refused")
         if isinstance(
@@ -282,9 +333,9 @@ class Connection:
             return ConfigurationError(f"kafka.oauth_token_file: {error.filename}: {error.strerror}")
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         hung_up = isinstance(error, ConnectionResetError | kafka_errors.KafkaConnectionError)
-        return LogUnavailable(f"{where}: {reason}{self._hint() if hung_up else ''}")
+        return LogUnavailable(f"{where}: {reason}{self._protocol_hint() if hung_up else ''}")
 
-    def _hint(self) -> str:
+    def _protocol_hint(self) -> str:
         """Return a hint on what to check when a listener disconnects without a message."""
         protocol = self.settings.security_protocol
         return f"; is this a listener for {protocol} (kafka.security_protocol)?"
@@ -297,18 +348,102 @@ class Connection:
         )
 
 
-async def _sent(
-    send: Callable[..., Awaitable[Any]], node_id: int, request: Any, **options: Any
-) -> Any:
-    """Call aiokafka's `send`, and raise its own error if the transport is closed already.
+# --- TLS and SASL ------------------------------------------------------------------------------
 
-    asyncio's transport ignores writes after it was closed, and the request fails with its
-    connection. uvloop's raises RuntimeError, which aiokafka does not expect and which would end its
-    background tasks.
-    """
+
+class TokenFile(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka publishes no types
+    """A bearer token that another program keeps fresh in a file; read for every connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def token(self) -> str:
+        """Return the token. Raises `OSError`, which aiokafka takes for a failed connection."""
+        return (await asyncio.to_thread(self._path.read_text, encoding="utf-8")).strip()
+
+
+def _security_options(settings: KafkaSettings) -> dict[str, Any]:
+    """Return the options for TLS and SASL, by aiokafka's names."""
+    protocol = settings.security_protocol
+    options: dict[str, Any] = {"security_protocol": protocol}
+    if protocol in ("SSL", "SASL_SSL"):
+        options["ssl_context"] = _tls_context(settings)
+    if protocol.startswith("SASL"):
+        options["sasl_mechanism"] = settings.sasl_mechanism
+        if settings.sasl_mechanism == "OAUTHBEARER":
+            assert settings.oauth_token_file is not None  # KafkaSettings checks it
+            _check_readable("oauth_token_file", settings.oauth_token_file)
+            options["sasl_oauth_token_provider"] = TokenFile(settings.oauth_token_file)
+        else:
+            options["sasl_plain_username"] = settings.sasl_username
+            options["sasl_plain_password"] = settings.sasl_password.get_secret_value()
+    return options
+
+
+def _tls_context(settings: KafkaSettings) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if settings.ssl_ca_file is not None:
+        _check_readable("ssl_ca_file", settings.ssl_ca_file)
+        # Trust only this authority, without the machine's own ones.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(cafile=settings.ssl_ca_file)
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"kafka.ssl_ca_file: {settings.ssl_ca_file}: expected certificates in PEM: "
+                f"{error.reason or error}"
+            ) from error
+    context.check_hostname = settings.ssl_check_hostname
+    if settings.ssl_cert_file is not None:
+        _load_own_certificate(context, settings, settings.ssl_cert_file)
+    elif settings.ssl_key_file is not None:
+        raise ConfigurationError("kafka.ssl_key_file: needs kafka.ssl_cert_file beside it")
+    return context
+
+
+def _load_own_certificate(
+    context: ssl.SSLContext, settings: KafkaSettings, cert_file: Path
+) -> None:
+    _check_readable("ssl_cert_file", cert_file)
+    if settings.ssl_key_file is not None:
+        _check_readable("ssl_key_file", settings.ssl_key_file)
     try:
-        return await send(node_id, request, **options)
-    except RuntimeError as error:
-        if "handler is closed" not in str(error):
-            raise
-        raise kafka_errors.KafkaConnectionError(f"node {node_id}: {error}") from error
+        # With any password, even an empty one, OpenSSL does not prompt for one on a terminal.
+        context.load_cert_chain(
+            cert_file, settings.ssl_key_file, settings.ssl_key_password.get_secret_value()
+        )
+    except ssl.SSLError as error:
+        raise ConfigurationError(
+            f"kafka.ssl_cert_file, ssl_key_file, ssl_key_password: {cert_file}: "
+            f"{error.reason or 'the key cannot be read with this password'}"
+        ) from error
+
+
+def _check_readable(setting: str, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        raise ConfigurationError(f"kafka.{setting}: {path}: {error.strerror}") from error
+
+
+def _find_tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """Return the TLS error in a chain of causes; with TLS 1.3 it may arrive with the first
+    response.
+    """
+    while error is not None:
+        if isinstance(error, ssl.SSLError):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _explain_tls(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return (
+            f"the broker's certificate is not trusted: {error.verify_message} "
+            "(kafka.ssl_ca_file, kafka.ssl_check_hostname)"
+        )
+    if error.reason == "WRONG_VERSION_NUMBER":
+        return "this listener does not speak TLS (kafka.security_protocol)"
+    return f"the TLS handshake failed: {error.reason or error} (kafka.ssl_cert_file)"

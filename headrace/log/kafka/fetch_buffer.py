@@ -2,7 +2,7 @@
 
 aiokafka parses record batches in C; what its fetcher then does in Python for each record takes
 longer than the parsing. This does the same for a batch at a time. aiokafka's own rules still decide
-which batches are read (`aiokafka.consumer.fetcher`, of 0.14, to which the version is pinned): its
+which batches are read: its
 `PartitionRecords` tracks aborted transactions, its `FetchResult` checks that the partition is still
 read from the offset that was fetched, and the position is aiokafka's.
 
@@ -13,15 +13,24 @@ start.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, dropwhile, islice
 from typing import Any, Final
 
 import aiokafka
-from aiokafka.consumer.fetcher import Fetcher, FetchError, FetchResult, PartitionRecords
+from aiokafka.consumer.fetcher import FetchResult, PartitionRecords
 
+from headrace.log.kafka._aiokafka import (
+    FetchBuffer,
+    fetch_error,
+    fetched_batches,
+    fetched_part,
+    is_visible,
+    partition_of,
+    replace_fetched_part,
+    update_position,
+)
 from headrace.log.kafka.record_batches import (
     DEFAULT_DECOMPRESSED_BYTES,
     CarefulRecord,
@@ -33,69 +42,70 @@ from headrace.log.kafka.record_batches import (
     read_head,
 )
 from headrace.log.port import MAX_POLL_BYTES, Gap, Record, TopicPartition
+from headrace.tuning import TUNING, KafkaTuning
 
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
-HEADER_OVERHEAD_BYTES: Final = 128
-"""Charged for each header against the bytes of a poll: as an object it is larger than its text."""
-_SMALL_BATCH_BYTES: Final = 512 * 1024
 _MAGIC_AT: Final = 16
-_MAX_GAPS: Final = 100
-"""A poll that has found this many gaps returns no more records, so that its report is bounded."""
 
 
-class Reading:
+class ReadState:
     """State of one consumer's reading, besides aiokafka's positions.
 
     Args:
         decompressed_bytes: the limit on the decompressed records of a batch.
+        tuning: the bounds of a poll.
 
     Attributes:
         gaps: the gaps that the last poll skipped.
     """
 
-    def __init__(self, decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES) -> None:
+    def __init__(
+        self,
+        decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES,
+        tuning: KafkaTuning = TUNING.kafka,
+    ) -> None:
         self.decompressed_bytes = decompressed_bytes
+        self.tuning = tuning
         self.gaps: list[Gap] = []
-        self._doubted: dict[TopicPartition, int] = {}
+        self._damaged: dict[TopicPartition, int] = {}
 
-    def is_doubted(self, partition: TopicPartition, offset: int) -> bool:
+    def is_damaged_again(self, partition: TopicPartition, offset: int) -> bool:
         """Return whether the batch at this offset was damaged before, or note that it is now."""
-        if self._doubted.pop(partition, None) == offset:
+        if self._damaged.pop(partition, None) == offset:
             return True
-        self._doubted[partition] = offset
+        self._damaged[partition] = offset
         return False
 
 
-class DamagedOnTheWay(Exception):
+class ChecksumError(Exception):
     """A batch whose checksum is wrong for the first time: it must be fetched again."""
 
 
-class Unread:
+class UnreadPart:
     """The unread rest of one partition's part of a fetch response.
 
     Args:
         fetched: the part, of which nothing has been read yet.
-        reading: the consumer's state.
+        state: the consumer's state.
 
     Attributes:
         next_fetch_offset: the next offset to read; `FetchResult` reads it.
         is_empty: True if nothing is left, or the rest has to be fetched again.
     """
 
-    def __init__(self, fetched: PartitionRecords, reading: Reading) -> None:
+    def __init__(self, fetched: PartitionRecords, state: ReadState) -> None:
         self.next_fetch_offset: int = fetched.next_fetch_offset
         self.is_empty = False
         self._fetched = fetched
-        # Break the reference cycle with its own iterator, which is not used here: it would keep the
-        # response in memory until the garbage collector runs.
-        fetched._records_iterator = None
-        self._partition = TopicPartition(*fetched._tp)
-        self._reading = reading
+        self._batches: RecordSet = fetched_batches(fetched)
+        self._partition = partition_of(fetched)
+        self._state = state
+        self._unmeasured_batch_bytes = state.tuning.unmeasured_batch_bytes
         self._batch: Any = None
         self._content = memoryview(b"")
         self._records: Iterator[Any] = iter(())
 
-    def take(self, most: int, most_bytes: int) -> tuple[list[Record], int]:
+    def read(self, most: int, most_bytes: int) -> tuple[list[Record], int]:
         """Return the next records, within both limits, and their approximate size in bytes.
 
         The last record may exceed the limit of bytes. Fewer records are returned if no more are
@@ -104,21 +114,21 @@ class Unread:
         found: list[Record] = []
         size_bytes = 0
         while len(found) < most and size_bytes < most_bytes and self._has_batch():
-            size_bytes += self._read(most - len(found), most_bytes - size_bytes, found)
+            size_bytes += self._read_batch(most - len(found), most_bytes - size_bytes, found)
         return found, size_bytes
 
     def _has_batch(self) -> bool:
         """Return whether there is a batch to read; open the next one if needed."""
-        batches: RecordSet = self._fetched._records
+        batches = self._batches
         while self._batch is None and batches.has_next():
-            if len(self._reading.gaps) >= _MAX_GAPS:
+            if len(self._state.gaps) >= self._state.tuning.max_gaps_per_poll:
                 return False
             try:
                 self._open(batches)
-            except DamagedOnTheWay:
+            except ChecksumError:
                 break
             except UnreadableBatch as error:
-                self._pass_over(batches, error)
+                self._skip_batch(batches, error)
         self.is_empty = self._batch is None
         return not self.is_empty
 
@@ -126,27 +136,27 @@ class Unread:
         """Make the next batch the current one, unless it is not visible to readers.
 
         Raises:
-            DamagedOnTheWay: its checksum is wrong.
+            ChecksumError: its checksum is wrong.
             UnreadableBatch: the checksum was wrong before as well, or the batch cannot be
                 decompressed.
         """
         batch = batches.next_batch()
         if not batch.validate_crc():
-            if self._reading.is_doubted(self._partition, self.next_fetch_offset):
+            if self._state.is_damaged_again(self._partition, self.next_fetch_offset):
                 raise UnreadableBatch("expected the checksum of the batch, got another one")
-            raise DamagedOnTheWay
-        if not self._is_for_readers(batch):
+            raise ChecksumError
+        if not is_visible(self._fetched, batch):
             self.next_fetch_offset = batch.next_offset
             return
         content = batches.content
         try:
-            batch, content = plain_batch(batch, content, self._reading.decompressed_bytes)
+            batch, content = plain_batch(batch, content, self._state.decompressed_bytes)
         except UnreadableBatch as error:
             self._add_gap(batch.next_offset, error)
             return
         # A batch can be iterated only once; a chain allows several slices.
         self._batch, self._content, self._records = batch, content, chain(batch)
-        if len(content) > _SMALL_BATCH_BYTES and content[_MAGIC_AT] >= 2:
+        if len(content) > self._unmeasured_batch_bytes and content[_MAGIC_AT] >= 2:
             self._records = guarded_records(self._records, content)
         if batch.base_offset < self.next_fetch_offset:
             # A batch arrives whole, even if it was fetched from its middle. The records before are
@@ -157,18 +167,7 @@ class Unread:
     def _is_passed(self, record: Any) -> bool:
         return bool(record.offset < self.next_fetch_offset)
 
-    def _is_for_readers(self, batch: Any) -> bool:
-        """Return whether the batch is neither a marker nor part of an aborted transaction."""
-        fetched = self._fetched
-        if batch.producer_id is not None:
-            fetched._consume_aborted_up_to(batch.base_offset)
-            if batch.is_control_batch and _is_abort_marker(fetched, batch):
-                fetched._aborted_producers.discard(batch.producer_id)
-            if batch.is_transactional and batch.producer_id in fetched._aborted_producers:
-                return False
-        return not batch.is_control_batch
-
-    def _pass_over(self, batches: RecordSet, error: UnreadableBatch) -> None:
+    def _skip_batch(self, batches: RecordSet, error: UnreadableBatch) -> None:
         """Skip a batch of which not even the header can be trusted.
 
         The next batch's base offset tells where it ends. Without a next batch its own header does,
@@ -184,10 +183,10 @@ class Unread:
         """Report offsets from the current position up to `end` (exclusive) as unreadable."""
         first = self.next_fetch_offset
         if end > first:
-            self._reading.gaps.append(Gap(self._partition, first, end, error.code, error.reason))
+            self._state.gaps.append(Gap(self._partition, first, end, error.code, error.reason))
             self.next_fetch_offset = end
 
-    def _read(self, most: int, most_bytes: int, found: list[Record]) -> int:
+    def _read_batch(self, most: int, most_bytes: int, found: list[Record]) -> int:
         """Move records of the current batch into `found`; return their approximate bytes."""
         topic, partition = self._partition
         size_bytes = len(self._content)
@@ -195,7 +194,7 @@ class Unread:
             records, is_over = self._next_records(most, most_bytes)
         except Exception:  # noqa: BLE001  # whatever the parser in C could not read
             # Start over, behind the records that were already taken from the batch.
-            self._records = self._careful_records()
+            self._records = self._reread_carefully()
             records, is_over = self._next_records(most, most_bytes)
         found += [
             _new(
@@ -217,18 +216,18 @@ class Unread:
     def _next_records(self, most: int, most_bytes: int) -> tuple[list[Any], bool]:
         """Return the next records of the current batch, and whether they are its last."""
         # The records of a small batch need not be measured.
-        if len(self._content) <= min(most_bytes, _SMALL_BATCH_BYTES):
+        if len(self._content) <= min(most_bytes, self._unmeasured_batch_bytes):
             records = list(islice(self._records, most))
             return records, len(records) < most
-        records = []
+        records, header_bytes = [], self._state.tuning.header_overhead_bytes
         for record in self._records:
             records.append(record)
-            most_bytes -= _size_bytes(record)
+            most_bytes -= _size_bytes(record, header_bytes)
             if len(records) >= most or most_bytes <= 0:
                 return records, False
         return records, True
 
-    def _careful_records(self) -> Iterator[CarefulRecord]:
+    def _reread_carefully(self) -> Iterator[CarefulRecord]:
         """Yield the readable records of the current batch; report the rest as a gap."""
         expected = self.next_fetch_offset
         try:
@@ -239,16 +238,9 @@ class Unread:
         except UnreadableBatch as error:
             end = self._batch.next_offset
             if expected < end:
-                self._reading.gaps.append(
+                self._state.gaps.append(
                     Gap(self._partition, expected, end, error.code, error.reason)
                 )
-
-
-def _is_abort_marker(fetched: PartitionRecords, batch: Any) -> bool:
-    try:
-        return bool(fetched._contains_abort_marker(batch))
-    except Exception:  # noqa: BLE001  # no marker that is known: it aborts nothing
-        return False
 
 
 def _announced_end(content: memoryview) -> int:
@@ -260,65 +252,53 @@ def _announced_end(content: memoryview) -> int:
     return head.base_offset + head.records if is_dense else -1
 
 
-def _size_bytes(record: Any) -> int:
+def _size_bytes(record: Any, header_overhead_bytes: int) -> int:
     """Return the bytes that a record is charged against the limit of a poll."""
     size = len(record.key or b"") + len(record.value or b"") + 1
     for name, value in record.headers:
-        size += len(name) + len(value or b"") + HEADER_OVERHEAD_BYTES
+        size += len(name) + len(value or b"") + header_overhead_bytes
     return size
 
 
-async def fetched_records(
-    fetcher: Fetcher,
+async def take_records(
+    buffer: FetchBuffer,
     timeout_s: float,
     most: int,
     most_bytes: int = MAX_POLL_BYTES,
-    reading: Reading | None = None,
+    state: ReadState | None = None,
 ) -> dict[TopicPartition, Sequence[Record]]:
     """Return the records fetched already, or else within the timeout.
 
     Raises:
-        KafkaError: the error with which a fetch ended; see `Fetcher.fetched_records`.
+        KafkaError: the error with which a fetch ended.
     """
-    reading = reading or Reading()
+    state = state or ReadState()
     while True:
-        subscriptions = fetcher._subscriptions
-        if subscriptions.reassignment_in_progress:
-            await subscriptions.wait_for_assignment()
+        await buffer.wait_for_assignment()
         began_s = time.monotonic()
-        found = _drain(fetcher, most, most_bytes, reading)
-        if found or reading.gaps or not timeout_s:
+        found = _drain(buffer, most, most_bytes, state)
+        if found or state.gaps or not timeout_s:
             return found
-        waiter = fetcher._create_fetch_waiter()
-        done, _ = await asyncio.wait([waiter], timeout=timeout_s)
-        if not done or fetcher._closed:
-            waiter.cancel()
+        if not await buffer.wait_for_records(timeout_s):
             return {}
-        waiter.result()  # raises if we are not authorized
         timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
 
 
 def _drain(
-    fetcher: Fetcher, most: int, most_bytes: int, reading: Reading
+    buffer: FetchBuffer, most: int, most_bytes: int, state: ReadState
 ) -> dict[TopicPartition, Sequence[Record]]:
     """Return the buffered records. An error that is not first is left to the next call."""
     found: dict[TopicPartition, Sequence[Record]] = {}
-    for partition in list(fetcher._records):
-        result = fetcher._records[partition]
-        failure = result._error if type(result) is FetchError else None
-        if failure is not None and found:
-            break
-        records, size_bytes, is_over = (
-            ([], 0, True)
-            if failure is not None
-            else _take(result, partition, most, most_bytes, reading)
-        )
-        if is_over:
-            # Allow the next fetch of the partition.
-            del fetcher._records[partition]
-            fetcher._notify(fetcher._wait_consume_future)
+    for partition, result in buffer.results():
+        failure = fetch_error(result)
         if failure is not None:
+            if found:
+                break
+            buffer.drop_result(partition)
             raise failure
+        records, size_bytes, is_over = _read_result(result, partition, most, most_bytes, state)
+        if is_over:
+            buffer.drop_result(partition)
         if records:
             found[TopicPartition(*partition)] = records
             most -= len(records)
@@ -328,19 +308,20 @@ def _drain(
     return found
 
 
-def _take(
+def _read_result(
     result: FetchResult,
     partition: aiokafka.TopicPartition,
     most: int,
     most_bytes: int,
-    reading: Reading,
+    state: ReadState,
 ) -> tuple[list[Record], int, bool]:
     """Return records, their approximate size in bytes, and whether the result is used up."""
     if not result.check_assignment(partition):
         return [], 0, True
-    unread = result._partition_records
-    if type(unread) is not Unread:
-        unread = result._partition_records = Unread(unread, reading)
-    records, size_bytes = unread.take(most, most_bytes)
-    result._update_position()
+    unread = fetched_part(result)
+    if type(unread) is not UnreadPart:
+        unread = UnreadPart(unread, state)
+        replace_fetched_part(result, unread)
+    records, size_bytes = unread.read(most, most_bytes)
+    update_position(result)
     return records, size_bytes, unread.is_empty

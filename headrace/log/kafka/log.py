@@ -1,8 +1,8 @@
 """The log on Kafka. Only the modules of this package import aiokafka.
 
 aiokafka's version is pinned: the adapter relies on the behaviour, and in places on the internals,
-of 0.14.0, where its public interface cannot keep the port's promises. Comments in those places say
-why; `tests/contract` and `tests/broker` check that they work.
+of 0.14.0, where its public interface cannot keep the port's promises. The internals are used in
+`headrace.log.kafka._aiokafka` alone; `tests/contract` and `tests/broker` check that they work.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from aiokafka.client import AIOKafkaClient
 
 from headrace.config import KafkaSettings
 from headrace.log.errors import LogUnavailable
-from headrace.log.kafka import requests
-from headrace.log.kafka.admin import KnownTopics
-from headrace.log.kafka.closing import close_client
+from headrace.log.kafka.admin import AdminClient
 from headrace.log.kafka.connection import Connection
-from headrace.log.kafka.consumer import KafkaReader
+from headrace.log.kafka.consumer import KafkaMember, KafkaReader
 from headrace.log.kafka.errors import answered
-from headrace.log.kafka.member import KafkaMember
 from headrace.log.kafka.producer import KafkaProducer
 from headrace.log.kafka.record_batches import DEFAULT_DECOMPRESSED_BYTES
+from headrace.log.kafka.topic_cache import TopicCache
 from headrace.log.kafka.transactions import KafkaTransactionalProducer
 from headrace.log.port import (
     Committed,
@@ -37,6 +35,7 @@ from headrace.log.port import (
     TopicPartition,
     TransactionalProducer,
 )
+from headrace.tuning import TUNING, KafkaTuning
 
 
 class KafkaLog:
@@ -48,32 +47,38 @@ class KafkaLog:
         settings: how to reach the brokers.
         decompressed_bytes: the limit on the decompressed records of one batch; a larger batch is
             skipped, see `Gap`.
+        tuning: times and sizes of all its clients.
 
     Raises:
         ConfigurationError: (on entering, or on the first use) such a file cannot be read.
     """
 
     def __init__(
-        self, settings: KafkaSettings, *, decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES
+        self,
+        settings: KafkaSettings,
+        *,
+        decompressed_bytes: int = DEFAULT_DECOMPRESSED_BYTES,
+        tuning: KafkaTuning = TUNING.kafka,
     ) -> None:
         self._settings = settings
         self._decompressed_bytes = decompressed_bytes
-        self._made: Connection | None = None
+        self._tuning = tuning
+        self._opened: Connection | None = None
         self._client: AIOKafkaClient | None = None
         self._connecting = asyncio.Lock()
-        self._topics = KnownTopics()  # shared by all transactional producers
+        self._topics = TopicCache(tuning)  # shared by all transactional producers
 
     def __repr__(self) -> str:
         return f"KafkaLog({self._settings.bootstrap_servers!r})"
 
     @property
     def _connection(self) -> Connection:
-        if self._made is None:
-            self._made = self._connect()
-        return self._made
+        if self._opened is None:
+            self._opened = self._new_connection()
+        return self._opened
 
-    def _connect(self) -> Connection:
-        return Connection(self._settings, self._decompressed_bytes)
+    def _new_connection(self) -> Connection:
+        return Connection(self._settings, self._decompressed_bytes, self._tuning)
 
     def member(
         self, group: str, topics: Sequence[str], listener: RebalanceListener, *, kind: str = ""
@@ -95,10 +100,10 @@ class KafkaLog:
 
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:
         """See the port. Raises `LogAuthenticationFailed` if we may not describe a topic."""
-        async with self._asking("describe topics") as client:
-            found = await requests.outlines(client, topics)
+        async with self._administer("describe topics") as admin:
+            found = await admin.describe_topics(topics)
             there = [name for name, topic in found.items() if topic is not None]
-            configs = await requests.topic_configs(client, there)
+            configs = await admin.topic_configs(there)
         return {
             name: None
             if topic is None
@@ -112,61 +117,61 @@ class KafkaLog:
         """See the port. Raises `LogRefused` if a topic cannot be created with these settings."""
         if not topics:
             return {}
-        async with self._asking("create topics") as client:
-            made = await requests.create(
-                client, topics, replication_factor, self._settings.request_timeout_ms
+        async with self._administer("create topics") as admin:
+            made = await admin.create_topics(
+                topics, replication_factor, self._settings.request_timeout_ms
             )
-            await requests.wait_until_known(client, [each.name for each in topics])
+            await admin.wait_until_known([each.name for each in topics])
         return made
 
     async def committed(
         self, group: str, partitions: Sequence[TopicPartition]
     ) -> Mapping[TopicPartition, Committed | None]:
         """See the port."""
-        async with self._asking(f"committed offsets of group {group}") as client:
-            return await requests.fetch_committed(client, group, partitions)
+        async with self._administer(f"committed offsets of group {group}") as admin:
+            return await admin.fetch_committed(group, partitions)
 
     async def commit(self, group: str, offsets: Mapping[TopicPartition, Committed]) -> None:
         """See the port."""
-        async with self._asking(f"commit for group {group}") as client:
-            await requests.commit_without_members(client, group, offsets)
+        async with self._administer(f"commit for group {group}") as admin:
+            await admin.commit_without_members(group, offsets)
 
     async def members(self, group: str) -> Sequence[GroupMember]:
         """See the port."""
-        async with self._asking(f"members of group {group}") as client:
-            return await requests.members(client, group)
+        async with self._administer(f"members of group {group}") as admin:
+            return await admin.members(group)
 
     async def remove_member(self, group: str, member_id: str) -> bool:
         """See the port."""
-        async with self._asking(f"member {member_id} of group {group}") as client:
-            return await requests.remove_member(client, group, member_id)
+        async with self._administer(f"member {member_id} of group {group}") as admin:
+            return await admin.remove_member(group, member_id)
 
     @asynccontextmanager
-    async def _asking(self, what: str) -> AsyncIterator[AIOKafkaClient]:
-        """Provide a connected client, and bound the body by the request deadline."""
+    async def _administer(self, what: str) -> AsyncIterator[AdminClient]:
+        """Connect for administration, and bound the body by the request deadline."""
         async with self._connecting:
             if self._client is None:
                 self._client = await self._connection.open_client()
             client = self._client
         try:
             async with answered(what, self._connection.request_timeout_s):
-                yield client
+                yield AdminClient(client, self._tuning.request_retry_s)
         except LogUnavailable:
             # All brokers may have new addresses, and only a new client goes back to the bootstrap
             # servers.
             if self._client is client:
                 self._client = None
-                await close_client(client)
+                await self._connection.close_client(client)
             raise
 
     async def close(self) -> None:
         """Release the connections used for administration."""
         client, self._client = self._client, None
         if client is not None:
-            await close_client(client)
+            await self._connection.close_client(client)
 
     async def __aenter__(self) -> Self:
-        self._made = self._connect()
+        self._opened = self._new_connection()
         return self
 
     async def __aexit__(

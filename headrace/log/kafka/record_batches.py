@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import cramjam
-from aiokafka.consumer import fetcher as aiokafka_fetcher
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBatch
 from aiokafka.record.legacy_records import LegacyRecordBatch
-from aiokafka.record.memory_records import MemoryRecords
 
 from headrace.errors import Code
+from headrace.log.kafka._aiokafka import replace_record_sets
 
 DEFAULT_DECOMPRESSED_BYTES: Final = 128 * 1024 * 1024
 """The limit on a decompressed batch if the settings give none."""
@@ -146,10 +145,8 @@ class RecordSet:
         )
 
 
-# aiokafka's fetcher creates one for each partition of a fetch response. For every other consumer in
-# the process it behaves as the class that it replaces.
-assert aiokafka_fetcher.MemoryRecords is MemoryRecords
-aiokafka_fetcher.MemoryRecords = RecordSet
+# aiokafka's fetcher creates one for each partition of a fetch response.
+replace_record_sets(RecordSet)
 
 
 def plain_batch(batch: Any, content: memoryview, most_bytes: int) -> tuple[Any, memoryview]:

@@ -13,7 +13,7 @@ from headrace.cli.doctor import HIDDEN, without_secrets
 from headrace.cli.findings import Finding, Health
 from headrace.cli.outcome import Exit
 from headrace.config import make_settings
-from headrace.log.kafka.broker_version import oldest_release
+from headrace.log.kafka.cluster import oldest_release
 from tests.support.command_line import Call
 from tests.support.fake_cupy import FakeCupy
 from tests.support.models import add_version, digits

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from aiokafka.client import AIOKafkaClient
 from aiokafka.errors import GroupAuthorizationFailedError
 
-from headrace.log.kafka import requests
+from headrace.log.kafka.admin import AdminClient
 from headrace.log.port import Committed, TopicPartition
 
 P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)
@@ -33,6 +34,11 @@ class Client:
         return self._answers.pop(0)
 
 
+def admin_of(client: Client) -> AdminClient:
+    """Repeats its requests to this client without a pause."""
+    return AdminClient(cast(AIOKafkaClient, client), retry_s=0.0)
+
+
 def fetched(*partitions: tuple[int, int, str, int], code: int = 0) -> SimpleNamespace:
     """An answer to OffsetFetch: number, offset, metadata and error of each partition."""
     return SimpleNamespace(error_code=code, topics=[("t", list(partitions))])
@@ -41,11 +47,6 @@ def fetched(*partitions: tuple[int, int, str, int], code: int = 0) -> SimpleName
 def beaten(code: int) -> SimpleNamespace:
     """An answer to a Heartbeat."""
     return SimpleNamespace(error_code=code)
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "RETRY_BACKOFF_S", 0.0)
 
 
 GOOD = fetched((0, 7, "v1", 0), (1, -1, "", 0))
@@ -67,7 +68,7 @@ async def test_committed_offsets_are_asked_for_until_the_coordinator_gives_them(
 ) -> None:
     """No error, and no answer that lacks a partition, is taken for "nothing committed"."""
     client = Client(first, GOOD)
-    found = await requests.fetch_committed(client, "g", [P0, P1])
+    found = await admin_of(client).fetch_committed("g", [P0, P1])
     assert found == {P0: Committed(7, "v1"), P1: None}
     assert client.asked == [1, 2]  # the coordinator was looked up anew
 
@@ -76,7 +77,7 @@ async def test_a_refusal_is_not_tried_again() -> None:
     """It would be refused again."""
     client = Client(SimpleNamespace(error_code=GROUP_FORBIDDEN, topics=[]))
     with pytest.raises(GroupAuthorizationFailedError):
-        await requests.fetch_committed(client, "g", [P0])
+        await admin_of(client).fetch_committed("g", [P0])
 
 
 @pytest.mark.parametrize(
@@ -86,5 +87,5 @@ async def test_a_refusal_is_not_tried_again() -> None:
 async def test_membership_is_what_the_coordinator_says(code: int, counted_in: bool) -> None:
     """Who is asked to join a rebalance is a member still; the coordinator is found again."""
     client = Client(beaten(NOT_COORDINATOR), beaten(code))
-    assert await requests.is_counted_in(client, "g", 3, "me") is counted_in
+    assert await admin_of(client).is_member("g", 3, "me") is counted_in
     assert client.asked == [1, 2]

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
+from uuid import UUID
 
 import pytest
 
 from headrace.log.errors import UnknownPartition
-from headrace.log.kafka import admin
-from headrace.log.kafka.admin import KnownTopics
+from headrace.log.kafka.admin import TopicsRequest
+from headrace.log.kafka.topic_cache import TopicCache
 from headrace.log.port import TopicPartition
+
+UNKNOWN_TOPIC = 3
 
 
 class Cluster:
     """The topics that brokers tell of, and a client that has heard of none of them yet."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **counts: int) -> None:
+    def __init__(self, **counts: int) -> None:
         self.counts = counts
         self.questions = 0
-        monkeypatch.setattr(admin, "partition_counts", self._answer)
 
-    async def _answer(self, client: object, topics: Sequence[str]) -> Mapping[str, int | None]:
+    async def _answer(self, node: int, request: TopicsRequest) -> SimpleNamespace:
+        """A broker's response to a metadata request."""
         self.questions += 1
-        return {topic: self.counts.get(topic) for topic in topics}
+        described = []
+        for name in request.names:
+            count = self.counts.get(name)
+            code = UNKNOWN_TOPIC if count is None else 0
+            described.append((code, name, UUID(int=1), False, [()] * (count or 0)))
+        return SimpleNamespace(topics=described)
 
     def new_client(self) -> SimpleNamespace:
         """A client as a new producer has it."""
@@ -35,25 +42,25 @@ class Cluster:
         return SimpleNamespace(
             cluster=SimpleNamespace(partitions_for_topic=heard.get),
             _topics=set(),
+            get_random_node=lambda: 1,
+            send=self._answer,
             add_topic=lambda topic: None,
             force_metadata_update=force_metadata_update,
         )
 
 
-async def test_a_topic_that_was_deleted_is_found_out_by_the_next_producer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_topic_that_was_deleted_is_found_out_by_the_next_producer() -> None:
     """What was remembered of it does not keep anybody waiting for its partitions."""
-    cluster, topics = Cluster(monkeypatch, t=4), KnownTopics()
+    cluster, topics = Cluster(t=4), TopicCache()
     assert await topics.partitions(cluster.new_client(), "t") == 4
     del cluster.counts["t"]
     with pytest.raises(UnknownPartition, match="no such topic"):
         await topics.check(cluster.new_client(), TopicPartition("t", 0))
 
 
-async def test_a_topic_that_has_grown_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_topic_that_has_grown_is_written_to() -> None:
     """Its new partition is known as soon as somebody asks for it."""
-    cluster, topics = Cluster(monkeypatch, t=1), KnownTopics()
+    cluster, topics = Cluster(t=1), TopicCache()
     assert await topics.partitions(cluster.new_client(), "t") == 1
     cluster.counts["t"] = 2
     client = cluster.new_client()
@@ -61,11 +68,9 @@ async def test_a_topic_that_has_grown_is_written_to(monkeypatch: pytest.MonkeyPa
     assert client.cluster.partitions_for_topic("t") == {0, 1}
 
 
-async def test_a_topic_that_is_not_there_is_not_asked_for_with_every_record(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_topic_that_is_not_there_is_not_asked_for_with_every_record() -> None:
     """Its absence is remembered for a moment."""
-    cluster, topics = Cluster(monkeypatch), KnownTopics()
+    cluster, topics = Cluster(), TopicCache()
     for _ in range(3):
         with pytest.raises(UnknownPartition):
             await topics.check(cluster.new_client(), TopicPartition("t", 0))

@@ -1,0 +1,23 @@
+"""What the adapter says of a release of aiokafka that lacks a name."""
+
+from __future__ import annotations
+
+import pytest
+from aiokafka.client import AIOKafkaClient
+
+from headrace.log.kafka._aiokafka import PRIVATE_NAMES, WRITTEN_FOR, check_names
+
+
+def test_pinned_release_has_every_private_name() -> None:
+    """Attributes count that methods set on objects."""
+    check_names(PRIVATE_NAMES, WRITTEN_FOR)
+
+
+def test_release_without_a_private_name_is_refused_with_its_name() -> None:
+    """The error names the attribute, the file and both releases."""
+    with pytest.raises(
+        ImportError,
+        match=r"aiokafka 0\.99 has no AIOKafkaClient\._gone, which "
+        r"headrace/log/kafka/_aiokafka\.py uses; Headrace was written for 0\.14\.0",
+    ):
+        check_names({AIOKafkaClient: ("_conns", "_gone")}, "0.99")
