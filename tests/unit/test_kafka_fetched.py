@@ -317,9 +317,7 @@ async def test_large_batch_is_read_from_its_middle() -> None:
     records = [RawRecord(bytes(300_000))] * 6
 
     fetcher = Fetcher(position=5, one=raw_batch(records))
-    polled = await take_records(
-        buffer_of(fetcher), 0, 100, 1_000_000, ReadState()
-    )
+    polled = await take_records(buffer_of(fetcher), 0, 100, 1_000_000, ReadState())
 
     assert [each.offset for each in polled[ONE]] == [5]
 
