@@ -21,7 +21,7 @@ SERVING = (
 FACTS = {
     # What a record is charged for, which the promise about memory is counted in.
     "headrace/delivery/inflight.py": {"RECORD_OVERHEAD_BYTES", "HEADER_OVERHEAD_BYTES"},
-    "headrace/log/kafka/fetch_buffer.py": {"HEADER_OVERHEAD_BYTES", "_MAGIC_AT"},
+    "headrace/log/kafka/fetch_buffer.py": {"_MAGIC_AT"},
     "headrace/log/port.py": {"MAX_POLL_BYTES"},
     # Formats: of records on Kafka, of commit metadata and crash markers, of DLPack and ONNX.
     "headrace/crash_isolation/markers.py": {"VERSION", "MOST_ATTEMPTS", "MOST_CHARACTERS"},
@@ -35,11 +35,12 @@ FACTS = {
     "headrace/protocol/trace_context.py": {"SAMPLED", "RANDOM", "_VERSION_00_BYTES"},
     "services/executor/buffers.py": {"_ALIGNMENT_BYTES"},
     # Codes and special values of Kafka's protocol, of ONNX Runtime, and of our own.
-    "headrace/log/kafka/admin.py": {"_NOBODY", "_FORBIDDEN"},
-    "headrace/log/kafka/broker_version.py": {"FETCH", "DESCRIBE_TRANSACTIONS"},
-    "headrace/log/kafka/cluster.py": {"_BROKER", "_UNKNOWN_RIGHTS"},
-    "headrace/log/kafka/requests.py": {"_TOPIC", "_NO_OFFSET"},
-    "headrace/log/kafka/transaction_protocol.py": {"_ALL_REPLICAS", "_SEQUENCES"},
+    "headrace/log/kafka/admin.py": {"_TOPIC", "_NO_OFFSET"},
+    "headrace/log/kafka/cluster.py": {
+        *("_BROKER", "_UNKNOWN_RIGHTS", "_FETCH", "_DESCRIBE_TRANSACTIONS"),
+    },
+    "headrace/log/kafka/topic_cache.py": {"_NO_LEADER", "_FORBIDDEN"},
+    "headrace/log/kafka/transactions.py": {"_ALL_REPLICAS", "_SEQUENCES"},
     "headrace/models/backends/onnx_runtime.py": {"_FATAL"},
     "headrace/models/inputs/binding.py": {"_BY_CONTENT"},
     "headrace/models/inputs/padding.py": {"_UNKNOWN"},
@@ -66,28 +67,9 @@ FACTS = {
 """Numbers that are not chosen, by module."""
 
 CHOSEN = {
-    "headrace/log/kafka/admin.py": {
-        *("QUESTION_S", "_ABSENT_FOR_S", "_COUNT_FOR_S", "_RULES_FOR_S", "_REMEMBERED"),
-    },
-    "headrace/log/kafka/batch.py": {"MAX_BATCH_BYTES"},
-    "headrace/log/kafka/closing.py": {"_POLITE_S", "_SWEEP_S"},
-    "headrace/log/kafka/connection.py": {
-        *("RETRY_BACKOFF_S", "METADATA_MAX_AGE_MS", "CONNECTIONS_MAX_IDLE_MS", "_FIRST_ANSWER_S"),
-    },
-    "headrace/log/kafka/consumer.py": {
-        *("REBALANCE_TIMEOUT_MS", "_JOIN_MARGIN_MS", "_FETCH_MAX_WAIT_MS", "_FETCH_MAX_BYTES"),
-        *("_PARTITION_FETCH_BYTES", "_SILENCE_S"),
-    },
-    "headrace/log/kafka/fetch_buffer.py": {"_SMALL_BATCH_BYTES", "_MAX_GAPS"},
-    "headrace/log/kafka/producer.py": {"_FLUSH_S"},
-    "headrace/log/kafka/reconnect.py": {"FIRST_S", "LONGEST_S", "JITTER"},
     "headrace/log/kafka/record_batches.py": {
         *("DEFAULT_DECOMPRESSED_BYTES", "_FIRST_GUESS_BYTES", "_GROWTH", "_MAX_GZIP_MEMBERS"),
     },
-    "headrace/log/kafka/sender.py": {
-        *("MAX_REQUEST_BYTES", "_RETIRE_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"),
-    },
-    "headrace/log/kafka/transaction_protocol.py": {"_MARKERS_S", "_MAX_MARKERS_S"},
     "headrace/log/memory/member.py": {"_CLOSE_TIMEOUT_S"},
     "headrace/log/memory/producer.py": {
         *("_BATCH_BYTES", "_METADATA_TIMEOUT_S", "_FLUSH_TIMEOUT_S"),
