@@ -60,7 +60,7 @@ lock: ## pin anew the newest versions that pyproject.toml allows, in requirement
 # --- the code ----------------------------------------------------------------------------------
 
 .PHONY: fmt
-fmt: setup ## format the code, and mend what ruff can mend
+fmt: setup ## format the code, and fix what ruff can fix
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 

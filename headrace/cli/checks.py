@@ -70,7 +70,7 @@ def _shows_password(kafka: KafkaSettings) -> bool:
 def unreadable_settings(error: ConfigurationError) -> Iterator[Finding]:
     """Yield the faults of settings that could not be read."""
     for line in str(error).splitlines():
-        yield Finding("configuration", Health.ERROR, line, "mend this; all else waits for it")
+        yield Finding("configuration", Health.ERROR, line, "fix this; all else waits for it")
 
 
 async def check_log(settings: Settings) -> list[Finding]:
@@ -100,7 +100,7 @@ async def check_log(settings: Settings) -> list[Finding]:
             )
         ]
     except ConfigurationError as error:
-        return [Finding("broker", Health.ERROR, str(error), "mend this setting")]
+        return [Finding("broker", Health.ERROR, str(error), "fix this setting")]
     except HeadraceError as error:
         return [_unreachable(settings.kafka, str(error))]
     return [
@@ -148,7 +148,7 @@ def check_topics(
     faults = compare(plan_topics(settings), existing, needed)
     for fault in faults:
         health = Health.ERROR if fault.blocking else Health.WARNING
-        yield Finding("topics", health, f"{fault.topic}: {fault.problem}", fault.mend)
+        yield Finding("topics", health, f"{fault.topic}: {fault.problem}", fault.fix)
     if not faults:
         yield Finding("topics", Health.OK, f"all {len(existing)} are as they should be")
 
@@ -178,8 +178,8 @@ def _check_model(model: FoundModel) -> Iterator[Finding]:
     from headrace.models.version import ModelVersion
 
     if model.config is None:
-        mend = f"see `headrace models check {model.name}`"
-        yield Finding("models", Health.ERROR, f"{model.name}: {model.fault}", mend)
+        fix = f"see `headrace models check {model.name}`"
+        yield Finding("models", Health.ERROR, f"{model.name}: {model.fault}", fix)
         return
     for found in model.versions:
         name = f"{model.name}/{found.version}"
@@ -187,7 +187,7 @@ def _check_model(model: FoundModel) -> Iterator[Finding]:
             signature = ModelVersion(model, found).signature
         except Exception as error:  # noqa: BLE001 - one surprising model must not hide the others
             fault = str(error) if isinstance(error, HeadraceError) else describe_error(error)
-            yield Finding("models", Health.ERROR, f"{name}: {fault}", f"mend {found.directory}")
+            yield Finding("models", Health.ERROR, f"{name}: {fault}", f"fix {found.directory}")
             continue
         inputs = ", ".join(
             f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in signature.inputs
@@ -200,8 +200,8 @@ def check_device(settings: Settings) -> list[Finding]:
     try:
         release, providers = find_runtime()
     except ImportError as error:
-        mend = 'install "headrace[cpu]" or "headrace[gpu]"'
-        return [Finding("device", Health.ERROR, f"onnxruntime: {error}", mend)]
+        fix = 'install "headrace[cpu]" or "headrace[gpu]"'
+        return [Finding("device", Health.ERROR, f"onnxruntime: {error}", fix)]
     found = f"onnxruntime {release} with {', '.join(providers)}"
     device = settings.executor.device
     if device != "cpu" and CUDA not in providers:
@@ -224,11 +224,11 @@ def _check_gpu(settings: Settings, found: str) -> list[Finding]:
 
     device = settings.executor.device
     if not settings.executor.experimental_cuda:
-        mend = 'set executor.experimental_cuda = true, or use the device "cpu"'
-        return [Finding("device", Health.ERROR, f"executor.device {device} is experimental", mend)]
+        fix = 'set executor.experimental_cuda = true, or use the device "cpu"'
+        return [Finding("device", Health.ERROR, f"executor.device {device} is experimental", fix)]
     try:
         memory = CudaDevice(int(device.removeprefix("cuda:"))).memory()
     except (ConfigurationError, Fatal) as error:
-        return [Finding("device", Health.ERROR, str(error), 'mend that, or use the device "cpu"')]
+        return [Finding("device", Health.ERROR, str(error), 'fix that, or use the device "cpu"')]
     free, total = (size >> 20 for size in (memory.free_bytes, memory.total_bytes))
     return [Finding("device", Health.OK, f"{device}: {free} of {total} MiB free, {found}")]

@@ -27,7 +27,7 @@ HIDDEN = "**********"
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 @pass_invocation
 def command(invocation: Invocation, as_json: bool) -> None:
-    """Find what is wrong, and say how to mend it.
+    """Find what is wrong, and say how to fix it.
 
     Looks at configuration, broker, topics, models and device. Exit code 1 when one of them is
     wrong; a warning is none.
@@ -64,12 +64,12 @@ def without_secrets(finding: Finding, kafka: KafkaSettings | None) -> Finding:
         value = secret.get_secret_value()
         if value:
             finding = finding._replace(
-                text=finding.text.replace(value, HIDDEN), mend=finding.mend.replace(value, HIDDEN)
+                text=finding.text.replace(value, HIDDEN), fix=finding.fix.replace(value, HIDDEN)
             )
     return finding
 
 
 def _line(finding: Finding) -> str:
-    mend = f" -> {finding.mend}" if finding.mend else ""
+    fix = f" -> {finding.fix}" if finding.fix else ""
     text = " ".join(finding.text.split())
-    return f"{finding.health:<7} {finding.subject:<13} {text}{mend}"
+    return f"{finding.health:<7} {finding.subject:<13} {text}{fix}"

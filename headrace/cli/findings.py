@@ -20,10 +20,10 @@ class Finding(NamedTuple):
     Attributes:
         subject: `configuration`, `broker`, `rights`, `topics`, `models` or `device`.
         text: what was found.
-        mend: the fix; empty if nothing is wrong.
+        fix: the fix; empty if nothing is wrong.
     """
 
     subject: str
     health: Health
     text: str
-    mend: str = ""
+    fix: str = ""

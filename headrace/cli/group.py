@@ -25,7 +25,7 @@ COMMANDS = {
     "replay": "Count, save or send recorded requests again; compare models, simulate limits.",
     "bench": "Put load on a model; show latency, and what binds.",
     "top": "Show what running processes do: rates, waits, batches, errors.",
-    "doctor": "Find what is wrong, and say how to mend it.",
+    "doctor": "Find what is wrong, and say how to fix it.",
 }
 """Help line of each command; the module of the same name has it as `command`."""
 

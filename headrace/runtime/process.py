@@ -216,7 +216,7 @@ async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
             if not serving.done():
                 yield pipeline
         finally:
-            stop.ask()
+            stop.request()
 
 
 async def run(

@@ -20,7 +20,7 @@ class Stop:
         self.requested = asyncio.Event()
         self.forced = asyncio.Event()
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Request a drain; on the second call request an immediate end."""
         if self.requested.is_set():
             self.forced.set()
@@ -29,7 +29,7 @@ class Stop:
 
 @contextmanager
 def stop_on_signals(stop: Stop) -> Iterator[None]:
-    """Call `stop.ask` on SIGTERM and SIGINT while the context lasts; restore the handlers after.
+    """Call `stop.request` on SIGTERM and SIGINT while the context lasts; then restore the handlers.
 
     Must be entered in the main thread, with the event loop running.
     """
@@ -37,7 +37,7 @@ def stop_on_signals(stop: Stop) -> Iterator[None]:
     signals = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.getsignal(number) for number in signals}
     for number in signals:
-        loop.add_signal_handler(number, stop.ask)
+        loop.add_signal_handler(number, stop.request)
     try:
         yield
     finally:

@@ -32,11 +32,11 @@ class Fault(NamedTuple):
 
     topic: str
     problem: str
-    mend: str
+    fix: str
     blocking: bool
 
     def __str__(self) -> str:
-        return f"{self.topic}: {self.problem}; {self.mend}"
+        return f"{self.topic}: {self.problem}; {self.fix}"
 
 
 def plan_topics(
@@ -132,14 +132,14 @@ def _partition_faults(
 ) -> Iterator[Fault]:
     if TOPICS[topic].like_requests and requests is not None:
         if found.partitions != requests.partitions:
-            mend = f"delete it while it is empty, and create it with {requests.partitions}"
+            fix = f"delete it while it is empty, and create it with {requests.partitions}"
             if found.partitions < requests.partitions:
-                mend = f"add partitions until it has {requests.partitions}"
+                fix = f"add partitions until it has {requests.partitions}"
             yield Fault(
                 planned.name,
                 f"expected the {requests.partitions} partitions of {requests.name}, "
                 f"got {found.partitions}",
-                mend,
+                fix,
                 True,
             )
     elif found.partitions != planned.partitions:

@@ -65,7 +65,7 @@ def test_create_leaves_topics_that_exist(call: Call, config: Path, unique_name: 
 
 
 def test_missing_topics_fail_the_check(call: Call, config: Path, unique_name: str) -> None:
-    """Before `create` the check ends with 1 and names each missing topic and the mend."""
+    """Before `create` the check ends with 1 and names each missing topic and the fix."""
     checked = call("--config", str(config), "topics", "check")
     assert checked.exit_code == Exit.FAILED
     assert (
@@ -132,7 +132,7 @@ def test_doctor_finds_nothing_wrong(call: Call, config: Path) -> None:
 
 
 def test_doctor_tells_missing_topics(call: Call, config: Path, unique_name: str) -> None:
-    """Each missing topic is a line with its mend."""
+    """Each missing topic is a line with its fix."""
     result = call("--config", str(config), "doctor")
     assert result.exit_code == Exit.FAILED
     assert (

@@ -119,15 +119,15 @@ def test_a_dry_run_and_a_transform_of_the_users(ack: Settle, call: Call, tmp_pat
     """The dry run sends nothing; the script's records are what is sent."""
     settings = ack(STRICT_BYTES)
     asyncio.run(_fail(settings, 2))
-    script = tmp_path / "mend.py"
-    script.write_text("def transform(record):\n    return record._replace(value=b'mended')\n")
+    script = tmp_path / "fix.py"
+    script.write_text("def transform(record):\n    return record._replace(value=b'fixed')\n")
 
     dry = _json(call("dlq", "redrive", "--dry-run", "--json"))
     unchanged = len(asyncio.run(_requests(settings)))
     wet = _json(call("dlq", "redrive", "--transform", str(script), "--rate", "100", "--json"))
 
     assert (dry["sent"], wet["sent"], unchanged) == (2, 2, 2)
-    assert [record.value for record in asyncio.run(_requests(settings))[2:]] == [b"mended"] * 2
+    assert [record.value for record in asyncio.run(_requests(settings))[2:]] == [b"fixed"] * 2
 
 
 def test_a_letter_that_is_not_there_is_told(ack: Settle, call: Call) -> None:

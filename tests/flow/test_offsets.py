@@ -55,7 +55,7 @@ async def test_offsets_are_read_with_what_the_partitions_hold(
 
 
 async def test_reading_offsets_needs_the_topic(settings: Settings) -> None:
-    """Without it there is nothing to show, and the mend is named."""
+    """Without it there is nothing to show, and the fix is named."""
     with pytest.raises(ConfigurationError, match="headrace topics create"):
         await read_offsets(MemoryLog(), settings)
 

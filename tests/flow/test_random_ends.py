@@ -104,7 +104,7 @@ async def run(seed: int, repository: Path) -> None:
         for _ in range(STRIKES):
             await strike(random, hosts, log, groups)
         await eventually(all_answered, recheck_s=0.05)
-        hosts.stop.ask()
+        hosts.stop.request()
     found = await outcomes(settings, log)
     assert [found[place] for place in culprits] == [{Code.MODEL_FAILED}] * len(culprits)
     # One that is innocent may have run alone at each of three strikes.

@@ -74,9 +74,9 @@ async def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     log.faults.hold_acknowledgements()
     await _produce_apart(caller, log)
     await eventually(caller.answered)
-    stop.ask()
+    stop.request()
     await asyncio.sleep(0)
-    stop.ask()
+    stop.request()
     await asyncio.wait_for(running, 5)
     log.faults.release_acknowledgements()
 
@@ -122,7 +122,7 @@ async def test_a_stop_does_not_wait_for_a_broker_that_hangs(tmp_path: Path) -> N
     log.faults.hold_commits()
     await caller.send(100)
     log.faults.take_down(hang=True)
-    stop.ask()
+    stop.request()
 
     loop = asyncio.get_running_loop()
     began_s = loop.time()

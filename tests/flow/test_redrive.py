@@ -140,7 +140,7 @@ async def test_a_transform_changes_what_is_sent_and_may_leave_a_letter(tmp_path:
     settings = serving(tmp_path, "headrace", 4096)
 
     def transform(record: NewRecord) -> NewRecord | None:
-        return None if record.value == b"v0" else record._replace(value=b"mended", headers=[])
+        return None if record.value == b"v0" else record._replace(value=b"fixed", headers=[])
 
     async with MemoryLog() as log:
         await _letters(log, tmp_path, *[letter_headers("headrace.requests", 0, 5)] * 2)
@@ -149,7 +149,7 @@ async def test_a_transform_changes_what_is_sent_and_may_leave_a_letter(tmp_path:
         sent = await records_of(log, "headrace.requests", 2)
 
     assert (tally.sent.total(), tally.left, rest.sent.total()) == (1, 1, 1)
-    assert [record.value for record in sent] == [b"mended", b"v0"]
+    assert [record.value for record in sent] == [b"fixed", b"v0"]
     assert dict(sent[0].headers)["x-replay-of"] == b"headrace.requests/0/5"
     assert dict(sent[0].headers)["x-replay-letter"] == b"headrace.dead-letters/1/1"
 

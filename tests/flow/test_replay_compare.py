@@ -225,7 +225,7 @@ def test_a_version_is_compared_with_the_one_that_requests_name(
 
 
 def test_the_version_that_is_served_is_no_candidate(call: Call, current: Path) -> None:
-    """It would be compared with itself; the mend is named."""
+    """It would be compared with itself; the fix is named."""
     recording = capture(current.parent / "few.capture", digit_requests(1))
     words = ("--file", str(recording), "--models", str(current), "--candidate-version", "1")
 

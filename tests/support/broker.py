@@ -2,7 +2,7 @@
 
 Tests share it, so each takes names of its own for topics and groups (`unique_name`), and none
 stops it; a test that breaks brokers starts a `LocalKafka` for itself. Where no broker can be had
-the tests are skipped, with the reason and the mend, except under CI, where they fail.
+the tests are skipped, with the reason and the fix, except under CI, where they fail.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ async def restart_until(
             await strike(lives)
         await eventually(done, deadline_s=40, recheck_s=0.05)
         for stop in stops:
-            stop.ask()
+            stop.request()
     return lives.restarts
 
 

@@ -59,12 +59,12 @@ def test_good_settings_are_not_worth_a_line() -> None:
     ],
 )
 def test_a_broker_setting_that_does_harm(name: str, value: str, health: Health) -> None:
-    """One line with the setting, what was expected, what is there, why, and the mend."""
+    """One line with the setting, what was expected, what is there, why, and the fix."""
     (finding,) = check_broker_settings(settings("exactly_once"), GOOD | {name: value})
     assert finding.health is health
     assert finding.text.startswith(f"{name}: expected ")
     assert f"got {value}: " in finding.text
-    assert finding.mend == f"set {name} on the brokers"
+    assert finding.fix == f"set {name} on the brokers"
 
 
 def test_transactions_do_not_matter_without_them() -> None:
@@ -77,7 +77,7 @@ def test_transactions_do_not_matter_without_them() -> None:
 def test_settings_that_may_not_be_read_are_said() -> None:
     """It is a warning that they were not checked, and how they can be."""
     (finding,) = check_broker_settings(settings(), None)
-    assert (finding.health, "DescribeConfigs" in finding.mend) == (Health.WARNING, True)
+    assert (finding.health, "DescribeConfigs" in finding.fix) == (Health.WARNING, True)
 
 
 def test_all_rights_are_not_worth_a_line() -> None:

@@ -26,7 +26,7 @@ def findings(call: Call, *arguments: str) -> dict[str, dict[str, str]]:
 
 
 def test_nothing_wrong_ends_with_0(call: Call, tmp_path: Path) -> None:
-    """With the embedded log and an empty repository there is nothing to mend but a warning."""
+    """With the embedded log and an empty repository there is nothing to fix but a warning."""
     (tmp_path / "models").mkdir()
     result = call("doctor")
     assert result.exit_code == Exit.DONE
@@ -50,7 +50,7 @@ def test_missing_repository_is_an_error_with_its_mend(call: Call) -> None:
     """A repository that is not there is told with what to do."""
     finding = findings(call)["models"]
     assert finding["health"] == "error"
-    assert finding["mend"] == "set models.repository, or make it"
+    assert finding["fix"] == "set models.repository, or make it"
 
 
 def test_broken_model_is_an_error(call: Call, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_broken_model_is_an_error(call: Call, tmp_path: Path) -> None:
 
 
 def test_missing_device_is_an_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA device without its execution provider is told with the mend."""
+    """A CUDA device without its execution provider is told with the fix."""
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
     monkeypatch.setenv("HEADRACE_EXECUTOR__DEVICE", "cuda:0")
     finding = findings(call)["device"]

@@ -266,7 +266,7 @@ async def test_answers_before_the_start_are_not_read(
 
 
 async def test_missing_topics_are_told_on_opening(settings: Settings) -> None:
-    """Without the topics there is nothing to open, and the mend is said."""
+    """Without the topics there is nothing to open, and the fix is said."""
     with pytest.raises(ConfigurationError, match=r"headrace\.requests: does not exist; run"):
         async with Client(log=MemoryLog(), settings=settings):
             pass

@@ -205,8 +205,8 @@ def test_a_transform_of_the_users_that_fails_is_named(
     tmp_path: Path, body: str, fault: str
 ) -> None:
     """Before anything wrong is sent."""
-    script = tmp_path / "mend.py"
+    script = tmp_path / "fix.py"
     script.write_text(f"def transform(record):\n    {body}\n")
 
-    with pytest.raises(ConfigurationError, match=f"mend.py: transform: {fault}"):
+    with pytest.raises(ConfigurationError, match=f"fix.py: transform: {fault}"):
         load_transform(script)(NewRecord(None, b"v"))

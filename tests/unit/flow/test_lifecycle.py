@@ -17,7 +17,7 @@ def test_the_first_ask_drains_and_the_second_ends() -> None:
     seen = []
     for _ in range(4):
         seen.append((stop.requested.is_set(), stop.forced.is_set()))
-        stop.ask()
+        stop.request()
 
     assert seen == [(False, False), (True, False), (True, True), (True, True)]
 

@@ -79,7 +79,7 @@ def test_request_without_a_model_is_refused(opened: Open) -> None:
 
 
 def test_broken_model_is_not_ready_with_its_fault(tmp_path: Path, opened: Open) -> None:
-    """It may be mended, so it is not unknown; no path of this machine is told."""
+    """It may be fixed, so it is not unknown; no path of this machine is told."""
     add_version(tmp_path, "digits", 1, digits(), "colour = 1\nshape = 2")
     error = refusal(opened(), "digits")
     assert (error.code, error.retry_after_ms) == (Code.MODEL_NOT_READY, None)

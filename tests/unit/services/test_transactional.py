@@ -244,7 +244,7 @@ async def test_an_answer_that_nothing_fits_is_given_up_and_committed() -> None:
 
 
 async def test_responses_that_refuse_for_good_end_the_process() -> None:
-    """A topic of ours that takes nothing is for a person to mend."""
+    """A topic of ours that takes nothing is for a person to fix."""
     with pytest.raises(ExceptionGroup) as ended:
         await answer_where_responses_are_forbidden()
     assert ended.group_contains(LogRefused)
