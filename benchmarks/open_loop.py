@@ -25,7 +25,7 @@ from headrace.log.kafka.log import KafkaLog
 from headrace.log.port import NewRecord, Record, Run, TopicPartition
 from headrace.protocol.headers import HeaderName
 from headrace.tools.bench.load import PoissonArrivals
-from headrace.tools.bench.measured import Histogram
+from headrace.tools.histogram import Histogram
 
 START_S = 30.0
 """For a process to start, and to connect."""

@@ -29,8 +29,9 @@ from headrace.runtime.process import Pipeline, running
 from headrace.telemetry.logs import configure_logging
 from headrace.tools.bench.advice import Facts, advise
 from headrace.tools.bench.load import Load, LoadPlan, Payload
-from headrace.tools.bench.measured import Histogram, Measured
+from headrace.tools.bench.measured import Measured
 from headrace.tools.bench.payloads import from_arrays, from_capture, from_file, made_up
+from headrace.tools.histogram import Histogram
 from headrace.tools.simulate.scenarios import latest_models
 from headrace.topics import Topic
 

@@ -21,7 +21,7 @@ from headrace.runtime.process import Pipeline, running
 from headrace.runtime.topic_plan import plan_topics
 from headrace.tools.demo.magika_model import MagikaModel, find_magika
 from headrace.tools.demo.questions import Questions, Sample, load_digits, load_samples
-from headrace.tools.demo.report import Reasons, View, closing_reasons, open_view
+from headrace.tools.demo.report import Reasons, closing_reasons, live_line
 from headrace.tools.demo.tally import Result, Tally
 from headrace.tools.demo.traffic import Due, Traffic, plan_load
 from headrace.tools.local_kafka import LocalKafka
@@ -106,16 +106,16 @@ async def ask_all(settings: Settings, load: Iterable[Due], file_labels: Sequence
         # The embedded log already has the topics.
         await log.create_topics(list(plan_topics(settings).values()), replication_factor=1)
         async with running(Pipeline(settings, log)) as pipeline:
-            with open_view() as view:
-                async with asyncio.TaskGroup() as tasks:
-                    showing = tasks.create_task(_show(view, tally), name="view")
-                    await Traffic(log, settings, tally, file_labels).run(load)
-                    showing.cancel()
+            async with asyncio.TaskGroup() as tasks:
+                showing = tasks.create_task(_show(tally), name="view")
+                await Traffic(log, settings, tally, file_labels).run(load)
+                showing.cancel()
             return Outcome(tally.result(), closing_reasons(pipeline.metrics.registry))
 
 
-async def _show(view: View, tally: Tally) -> None:
+async def _show(tally: Tally) -> None:
+    """Print a line each second."""
     started_s = time.monotonic()
     while True:
-        await asyncio.sleep(view.period_s)
-        view.show(tally.live_stats(time.monotonic(), started_s))
+        await asyncio.sleep(1.0)
+        print(live_line(tally.live_stats(time.monotonic(), started_s)), flush=True)  # noqa: T201

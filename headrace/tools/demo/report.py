@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TextIO
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -19,10 +15,6 @@ from headrace.tools.demo.tally import (
     Result,
     Trace,
 )
-
-if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.table import Table
 
 Reasons = Mapping[str, Mapping[str, int]]
 """Number of batches by model and closing reason."""
@@ -137,56 +129,12 @@ def _verdict(result: Result) -> list[str]:
 # --- the live view ----------------------------------------------------------------------------
 
 
-class View(Protocol):
-    """Shows the state every `period_s` seconds."""
-
-    @property
-    def period_s(self) -> float: ...
-
-    def show(self, stats: LiveStats) -> None: ...
+def live_line(stats: LiveStats) -> str:
+    """Return a line with the current figures."""
+    return "  ".join(f"{name} {value}" for name, value in _live_figures(stats))
 
 
-class Lines:
-    """Prints a line each second."""
-
-    period_s = 1.0
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-
-    def show(self, stats: LiveStats) -> None:
-        line = "  ".join(f"{name} {value}" for name, value in live_figures(stats))
-        print(line, file=self._out, flush=True)
-
-
-class Panel:
-    """Redraws a table in place."""
-
-    period_s = 0.25
-
-    def __init__(self, live: Live) -> None:
-        self._live = live
-
-    def show(self, stats: LiveStats) -> None:
-        self._live.update(_table(stats), refresh=True)
-
-
-@contextmanager
-def open_view(out: TextIO | None = None) -> Iterator[View]:
-    """Return the panel if `out` is a terminal and rich is installed; otherwise lines."""
-    out = out or sys.stdout
-    if not out.isatty() or importlib.util.find_spec("rich") is None:
-        yield Lines(out)
-        return
-    from rich.console import Console
-    from rich.live import Live
-
-    # No thread of rich's own: the demo measures itself, and draws only on request.
-    with Live(console=Console(file=out), auto_refresh=False) as live:
-        yield Panel(live)
-
-
-def live_figures(stats: LiveStats) -> list[tuple[str, str]]:
+def _live_figures(stats: LiveStats) -> list[tuple[str, str]]:
     """Return the displayed figures, by name."""
     return [
         ("time", f"{stats.elapsed_s:5.1f} s"),
@@ -200,15 +148,3 @@ def live_figures(stats: LiveStats) -> list[tuple[str, str]]:
         ("p50", f"{stats.p50_ms:6.2f} ms"),
         ("p99", f"{stats.p99_ms:6.2f} ms"),
     ]
-
-
-def _table(stats: LiveStats) -> Table:
-    from rich.table import Table
-
-    table = Table(title="headrace demo: the last second", title_justify="left")
-    values = []
-    for name, value in live_figures(stats):
-        table.add_column(name, justify="right")
-        values.append(value.strip())
-    table.add_row(*values)
-    return table

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from typing import NamedTuple, Protocol
 
 from headrace.log.port import Record, Run, TopicPartition
+from headrace.tools.histogram import Histogram
 from headrace.tools.replay.recording import Recording, identity, record_bytes
 from headrace.tools.replay.sinks import Sink
 
@@ -93,40 +94,6 @@ class Schedule:
 def due_until(dues: Sequence[float], start: int, now_s: float) -> int:
     """Return the index after the last due record, from `start` on."""
     return bisect_right(dues, now_s, lo=start)
-
-
-class Punctuality:
-    """Histogram, of bounded size, of the differences between due times and send times.
-
-    Its buckets grow by 5 % each, so percentiles are accurate to 2.5 %.
-    """
-
-    _GROWTH = math.log(1.05)
-
-    def __init__(self) -> None:
-        self._buckets: dict[int, int] = {}
-        self._count = 0
-        self.max_s = 0.0
-
-    def add(self, dues: Iterable[float], sent_s: float) -> None:
-        """Count records that were due at these times and sent at `sent_s`."""
-        for due_s in dues:
-            error_s = abs(sent_s - due_s)
-            self.max_s = max(self.max_s, error_s)
-            bucket = int(math.log1p(error_s * 1e6) / self._GROWTH)
-            self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-            self._count += 1
-
-    def percentile_s(self, percent: float) -> float:
-        """Return the error in seconds that `percent` of the records do not exceed; 0 without
-        records.
-        """
-        rank = math.ceil(self._count * percent / 100)
-        for bucket in sorted(self._buckets):
-            rank -= self._buckets[bucket]
-            if rank <= 0:
-                return min(math.expm1((bucket + 0.5) * self._GROWTH) / 1e6, self.max_s)
-        return 0.0
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -224,7 +191,7 @@ class Replay:
         self._ahead: asyncio.Queue[list[Record] | None] = asyncio.Queue(CHUNKS_AHEAD)
         self._turns: asyncio.Queue[_Turn | None] = asyncio.Queue(TURNS_UNACKNOWLEDGED)
         self._read_ahead = asyncio.Event()
-        self._punctuality = Punctuality()
+        self._spacing_errors = Histogram()
         self._started_s = self._ended_s = 0.0
         self._records = self._bytes = self._skipped = self._turn = 0
 
@@ -247,9 +214,9 @@ class Replay:
         if isinstance(self._pace, Unpaced) or not self._records:
             return outcome
         return outcome._replace(
-            spacing_p50_ms=self._punctuality.percentile_s(50) * 1000,
-            spacing_p99_ms=self._punctuality.percentile_s(99) * 1000,
-            spacing_max_ms=self._punctuality.max_s * 1000,
+            spacing_p50_ms=self._spacing_errors.percentile_s(50) * 1000,
+            spacing_p99_ms=self._spacing_errors.percentile_s(99) * 1000,
+            spacing_max_ms=self._spacing_errors.max_s * 1000,
         )
 
     async def _read(self) -> None:
@@ -290,7 +257,8 @@ class Replay:
             sent = [record for record in records if identity(record) not in self._skip]
             self._skipped += len(records) - len(sent)
         runs = await self._sink.send(sent) if sent else ()
-        self._punctuality.add(dues, self._clock())
+        now_s = self._clock()
+        self._spacing_errors.add([abs(now_s - due_s) for due_s in dues])
         size = sum(map(record_bytes, sent))
         self._records += len(sent)
         self._bytes += size

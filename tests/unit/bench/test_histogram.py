@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headrace.tools.bench.measured import HIGHEST_S, LOWEST_S, Histogram
+from headrace.tools.histogram import HIGHEST_S, LOWEST_S, Histogram
 
 
 def histogram(*times_s: float) -> Histogram:

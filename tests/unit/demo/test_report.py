@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
-
 from prometheus_client import CollectorRegistry, Counter
 
-from headrace.tools.demo.report import Lines, closing_reasons, open_view, report
+from headrace.tools.demo.report import closing_reasons, live_line, report
 from headrace.tools.demo.tally import LiveStats, Tally
 from tests.unit.demo.examples import answer, count, question, wrong_question
 
@@ -80,27 +78,9 @@ def test_reasons_are_read_from_the_metrics() -> None:
     assert closing_reasons(registry) == {"digits": {"full": 3}, "magika": {"idle": 1}}
 
 
-def test_output_without_a_terminal_is_a_line_each_second() -> None:
-    """Plain text, nothing drawn over."""
-    out = io.StringIO()
-    with open_view(out) as view:
-        assert isinstance(view, Lines)
-        view.show(STATS)
-    assert " ".join(out.getvalue().split()) == (
+def test_live_line_has_the_current_figures() -> None:
+    """Names and values in one line."""
+    assert " ".join(live_line(STATS).split()) == (
         "time 3.0 s asked 1,234 answered 1,230 in flight 4 answers/s 410 batch mean 5.2 max 32 "
         "queue 1.50 ms p50 2.25 ms p99 9.75 ms"
     )
-
-
-def test_on_a_terminal_the_table_is_drawn_in_place() -> None:
-    """Rich draws the same figures."""
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    out = Terminal()
-    with open_view(out) as view:
-        assert not isinstance(view, Lines)
-        view.show(STATS)
-    assert "1,234" in out.getvalue()

@@ -11,7 +11,6 @@ from headrace.tools.replay.replay import (
     FixedRate,
     OriginalSpacing,
     Pace,
-    Punctuality,
     Schedule,
     Unpaced,
     due_until,
@@ -64,17 +63,3 @@ def test_a_pace_is_a_positive_number(make: type[Pace], value: float) -> None:
     """Others are refused with the reason."""
     with pytest.raises(ValueError, match="expected a positive number"):
         make(value)  # type: ignore[call-arg]  # both take the number
-
-
-def test_percentiles_are_of_the_distance_from_the_due_time() -> None:
-    """Early or late alike, right within the width of a bucket."""
-    punctuality = Punctuality()
-    punctuality.add([number / 1000 for number in range(101)], 0.0)
-    assert punctuality.percentile_s(50) == pytest.approx(0.050, rel=0.03)
-    assert punctuality.percentile_s(99) == pytest.approx(0.099, rel=0.03)
-    assert punctuality.max_s == 0.1
-
-
-def test_no_records_have_no_error() -> None:
-    """A percentile of nothing is zero."""
-    assert Punctuality().percentile_s(50) == 0.0
