@@ -25,7 +25,7 @@ from headrace.models.signature import Signature, read_onnx_signature
 from headrace.protocol.messages import Envelope, Request
 from headrace.protocol.tensors import from_array
 from headrace.services.executor.buffers import scatter
-from headrace.services.executor.instance import Instance, Room
+from headrace.services.executor.instance import HostBlockSize, Instance
 
 ROWS = (1, 2, 8, 32)
 BATCHES = 500
@@ -75,7 +75,7 @@ def _instance(directory: Path, *, bound: bool) -> Instance:
         max_execution_s=10,
         max_load_s=60,
         may_inline=True,
-        room=Room(max(ROWS), config.max_batch_bytes) if bound else None,
+        block_size=HostBlockSize(max(ROWS), config.max_batch_bytes) if bound else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 A run that is quicker than the hand-off to the thread is made inline, on the event loop: the
 hand-off costs 20 to 60 microseconds, and more while the loop is busy, since the thread has to
-regain the interpreter lock. `Inline` decides by recent run times, so that a model whose runs
+regain the interpreter lock. `InlinePolicy` decides by recent run times, so that a model whose runs
 become slow returns to its thread.
 """
 
@@ -32,7 +32,7 @@ from headrace.tuning import TUNING, ExecutorTuning
 log = structlog.get_logger(__name__)
 
 
-class Inline:
+class InlinePolicy:
     """Decide whether a model's runs are short enough for the event loop.
 
     Of the last `window` runs (an even number) the median must be below the limit, and all but two
@@ -60,7 +60,7 @@ class Inline:
         )
 
 
-class Room(NamedTuple):
+class HostBlockSize(NamedTuple):
     """Memory for the inputs of a batch: enough for `rows`, and at most `limit_bytes`."""
 
     rows: int
@@ -102,7 +102,8 @@ class Instance:
         max_load_s: time limit to load and warm up.
         may_inline: True if the backend may also run on the event loop's thread.
         prepare: prepares the backend, on its thread.
-        room: size of the blocks that batches are gathered into; None: new memory for each batch.
+        block_size: size of the blocks that batches are gathered into; None: new memory for each
+            batch.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Instance:
         max_load_s: float,
         may_inline: bool,
         prepare: Callable[[Backend], None] = load_and_warm_up,
-        room: Room | None = None,
+        block_size: HostBlockSize | None = None,
         tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
         self._backend = backend
@@ -123,13 +124,13 @@ class Instance:
         self._max_execution_s = max_execution_s
         self._may_inline = may_inline
         self._prepare = prepare
-        self._room = room
+        self._block_size = block_size
         self._blocks: cycle[HostBlock | None] = cycle((None,))
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=serve_calls, args=(self._next_call,), name=name, daemon=True
         )
-        self._inline = Inline(tuning.inline_max_run_us, tuning.inline_window_runs)
+        self._inline = InlinePolicy(tuning.inline_max_run_us, tuning.inline_window_runs)
         self._inline_since_s = 0.0
         self._cut_off = False
         self._hangs = False
@@ -149,11 +150,11 @@ class Instance:
     async def __aenter__(self) -> Self:
         try:
             self._thread.start()
-            await self._loaded(self._call(lambda: self._prepare(self._backend)))
+            await self._wait_loaded(self._call(lambda: self._prepare(self._backend)))
             signature = self._backend.signature
-            if self._room is not None and HostBlock.fits(signature):
+            if self._block_size is not None and HostBlock.fits(signature):
                 # One holds the batch that runs; the next batch is gathered into the other.
-                blocks = [HostBlock(signature, *self._room, self._tuning) for _ in range(2)]
+                blocks = [HostBlock(signature, *self._block_size, self._tuning) for _ in range(2)]
                 self._blocks = cycle(blocks)
         except BaseException as error:
             await self._end()
@@ -162,7 +163,7 @@ class Instance:
             raise ConfigurationError(f"{self._thread.name}: {describe_error(error)}") from error
         return self
 
-    async def _loaded(self, call: Call) -> None:
+    async def _wait_loaded(self, call: Call) -> None:
         done, _ = await asyncio.wait([call.done], timeout=self._max_load_s)
         if not done:
             self._backend.cancel()
@@ -230,6 +231,8 @@ class Instance:
             return False
 
         def work() -> Arrays:
+            # Checked on the thread when its turn has come: the loop cannot know how long the run
+            # before it takes.
             if not wanted():
                 raise TooLate
             return self._backend.run(inputs)
@@ -266,16 +269,16 @@ class Instance:
     async def finish(self, call: Call) -> Arrays:
         """Wait for a queued run and return its outputs; see `run`."""
         try:
-            outputs = await self._bounded(call)
+            outputs = await self._wait_bounded(call)
         except TooLate:
             raise
         except BaseException:
-            self._learn(call)
+            self._record_duration(call)
             raise
-        self._learn(call)
+        self._record_duration(call)
         return outputs
 
-    def _learn(self, call: Call) -> None:
+    def _record_duration(self, call: Call) -> None:
         self.compute_us = call.compute_us
         self._inline.observe(call.compute_us)
 
@@ -294,13 +297,16 @@ class Instance:
             self._inline_since_s = 0.0
             self._cut_off = False
 
-    async def _bounded(self, call: Call) -> Arrays:
+    async def _wait_bounded(self, call: Call) -> Arrays:
         done, _ = await asyncio.wait([call.done], timeout=self._max_execution_s)
         if done:
             return call.done.result()  # type: ignore[no-any-return]  # a future of anything
+        # Cancelling works from another thread; whether the backend obeys shows only when the
+        # call ends. Until then the thread can take no other call.
         self._cancel(call)
         done, _ = await asyncio.wait([call.done], timeout=self._tuning.cancel_grace_s)
         if not done:
+            # A thread cannot be ended from outside: only a new process has an instance again.
             self._hangs = True
             raise Fatal(
                 f"{self._thread.name}: a run did not end {self._tuning.cancel_grace_s} s after it "

@@ -13,7 +13,7 @@ from headrace.models.loader import BackendLoader
 from headrace.models.repository import list_files
 from headrace.models.version import ModelVersion
 from headrace.services.executor.device.instance import DeviceInstance, DevicePlacement
-from headrace.services.executor.instance import Instance, Room
+from headrace.services.executor.instance import HostBlockSize, Instance
 from headrace.telemetry.logs import Event
 from headrace.tuning import TUNING, ExecutorTuning
 
@@ -47,17 +47,17 @@ def make_instance(
         max_load_s=config.max_load_s,
         may_inline=version.may_inline,
         prepare=loader.load,
-        room=_room_of(version),
+        block_size=_block_size_of(version),
         tuning=tuning,
     )
 
 
-def _room_of(version: ModelVersion) -> Room | None:
+def _block_size_of(version: ModelVersion) -> HostBlockSize | None:
     """Return the size of its host blocks; None for Python models, which may keep their inputs."""
     config = version.config
     if config.backend == "python" or not config.io_binding:
         return None
-    return Room(config.max_batch_size, config.max_batch_bytes)
+    return HostBlockSize(config.max_batch_size, config.max_batch_bytes)
 
 
 def _placement_of(version: ModelVersion) -> DevicePlacement:

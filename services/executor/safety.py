@@ -83,23 +83,23 @@ class Comparison:
             raise
         except Exception:  # noqa: BLE001 - one of them fails alone as well, and is answered so
             return Outcome.INCONCLUSIVE
-        if self._all_alike(alone):
+        if self._are_all_equal(alone):
             return Outcome.INCONCLUSIVE
         try:
-            reason = await self._compare(requests, alone, gather(requests), run)
+            reason = await self._find_difference(requests, alone, gather(requests), run)
         except Fatal:
             raise
         except Exception as error:  # noqa: BLE001 - a model may raise anything; it is reported
             reason = f"requests that succeed alone fail together: {describe_error(error)}"
-        return self._note(reason)
+        return self._record(reason)
 
-    async def _compare(
+    async def _find_difference(
         self, requests: Sequence[Request], alone: Sequence[Arrays], batch: Arrays, run: Run
     ) -> str:
         """Return why batching is unsafe, or an empty string."""
         together = await run(batch)
         staying = requests[0].rows
-        others = await run(_among_itself(batch, staying))
+        others = await run(_repeat_rows(batch, staying))
         for name in self._names:
             scale = max(output_scale(outputs[name]) for outputs in alone)
             begin = 0
@@ -119,7 +119,7 @@ class Comparison:
                     return f"rows leak: {name} of a request changes with what runs beside it"
         return ""
 
-    def _note(self, reason: str) -> Outcome:
+    def _record(self, reason: str) -> Outcome:
         seen_with = f"{self._agreed + 1} batches of requests"
         if reason:
             self.verdict = Verdict(
@@ -133,14 +133,14 @@ class Comparison:
             )
         return Outcome.AGREED
 
-    def _all_alike(self, alone: Sequence[Arrays]) -> bool:
+    def _are_all_equal(self, alone: Sequence[Arrays]) -> bool:
         """True if all answers are equal: they would show nothing about other batch members."""
         return all(
             is_identical(alone[0][name], outputs[name]) for outputs in alone for name in self._names
         )
 
 
-def _among_itself(batch: Arrays, rows: int) -> Arrays:
+def _repeat_rows(batch: Arrays, rows: int) -> Arrays:
     """Return a batch of the same size that repeats the first `rows` rows."""
     return {name: array[np.arange(len(array)) % rows] for name, array in batch.items()}
 

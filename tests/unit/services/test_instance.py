@@ -16,7 +16,7 @@ import structlog
 from headrace.errors import ConfigurationError
 from headrace.models.backends.port import Arrays, Backend, WarmUp
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.services.executor.instance import Inline, Instance, TooLate, load_and_warm_up
+from headrace.services.executor.instance import InlinePolicy, Instance, TooLate, load_and_warm_up
 from headrace.tuning import TUNING, ExecutorTuning
 from tests.support.conditions import eventually
 
@@ -102,7 +102,7 @@ async def test_outputs_are_freed_with_their_last_reference() -> None:
 
 def test_short_runs_are_allowed_inline_after_a_full_window() -> None:
     """A median under the limit over the whole window, and no more than two far above."""
-    inline = Inline(limit_us=200, window=16)
+    inline = InlinePolicy(limit_us=200, window=16)
     seen = []
     for compute_us in [100] * 16:
         inline.observe(compute_us)
@@ -118,7 +118,7 @@ def test_short_runs_are_allowed_inline_after_a_full_window() -> None:
 
 def test_slow_runs_return_to_the_thread() -> None:
     """When half of the window is over the limit."""
-    inline = Inline(limit_us=200, window=16)
+    inline = InlinePolicy(limit_us=200, window=16)
     for compute_us in [100] * 16 + [500] * 9:
         inline.observe(compute_us)
 
