@@ -11,8 +11,8 @@ orders of steps, which `headrace.crash_isolation.run_gate` keeps:
 Normally a partition costs one marker when it is assigned and one when it is released, and a record
 costs nothing. No partition is ever held back because of another.
 
-The source drives it: `assigned` and `revoked` come from the group, `look` from its reading, and
-`let_in` and `is_done` from the stage that receives records.
+The source calls it: `assigned` and `revoked` for the group, `forget_answered` while reading, and
+`admit` and `leave` when a stage receives records.
 """
 
 from __future__ import annotations
@@ -72,24 +72,24 @@ class QuarantineGate:
         self._settings = settings
         self._arrivals = arrivals
         self._member = ""
-        self._suspects = PoisonSearch(settings.max_attempts)
+        self._search = PoisonSearch(settings.max_attempts)
         self._partitions: set[TopicPartition] = set()
         self._parked: deque[Isolated] = deque()
         self._on_trial: Isolated | None = None
         self._reading: Entry | None = None
         self._reading_alone: Isolated | None = None
         self._outdated = asyncio.Event()
-        self._look_at_s = 0.0
+        self._next_search_s = 0.0
         self.gate = RunGate(self._write_until_kept)
 
     @property
     def is_active(self) -> bool:
-        """True if an unclean end is not yet resolved, so that `look` is needed."""
-        return self._suspects.is_active
+        """True if an unclean end is not yet resolved, so that `forget_answered` is needed."""
+        return self._search.is_active
 
     # --- the group ---------------------------------------------------------------------------
 
-    async def joining(self, topic: str) -> None:
+    async def remove_dead_members(self, topic: str) -> None:
         """Remove dead members before joining the group, so that they do not delay it."""
         if not self._settings.max_attempts:
             return
@@ -118,13 +118,14 @@ class QuarantineGate:
         ends = await consumer.end_offsets(unclean) if unclean else {}
         for partition, progress in progresses.items():
             mark, _ = found[partition]
-            self._suspects.restore(partition, mark, progress, ends.get(partition, 0))
+            self._search.restore(partition, mark, progress, ends.get(partition, 0))
             self._partitions.add(partition)
-        self._reckon()
+        # Mark the partitions as open before anything is read: an end from here on is noticed.
+        self._apply_search()
         await self._write()
         if self.is_active:
             names = [str(each) for each in unclean]
-            log.warning(Event.QUARANTINE_STARTED, partitions=names, offsets=self._suspects.count)
+            log.warning(Event.QUARANTINE_STARTED, partitions=names, offsets=self._search.count)
         self._metrics.isolated_crashes.inc(
             sum(mark.alone is not None for mark, _ in found.values())
         )
@@ -140,13 +141,13 @@ class QuarantineGate:
             return
         ours = [each for each in partitions if each in self._partitions]
         for partition in ours:
-            self._look_at(partition)
-        marks = {each: self._suspects.closing_marker(each) for each in ours}
+            self._forget_answered_of(partition)
+        marks = {each: self._search.closing_marker(each) for each in ours}
         for partition in ours:
             # Forget it before writing, so that the closing marker is the last one.
-            self._suspects.forget(partition)
+            self._search.forget(partition)
             self._partitions.discard(partition)
-        self._reckon()
+        self._apply_search()
         try:
             async with asyncio.timeout(self._tuning.closing_marker_timeout_s):
                 await self._marks.write(marks, Owner(self._member, process_name()))
@@ -155,22 +156,24 @@ class QuarantineGate:
 
     # --- reading -----------------------------------------------------------------------------
 
-    async def look(self, consumer: Consumer) -> None:
+    async def forget_answered(self, consumer: Consumer) -> None:
         """Forget offsets answered meanwhile; call before each poll while `is_active`."""
         now_s = asyncio.get_running_loop().time()
-        if now_s < self._look_at_s:
+        if now_s < self._next_search_s:
             return
-        self._look_at_s = now_s + self._tuning.search_interval_s
+        self._next_search_s = now_s + self._tuning.search_interval_s
         # After the last record of a partition there may be offsets without records.
         is_through = not self._arrivals and self._reading is None and self._reading_alone is None
         for partition in self._partitions:
             try:
-                self._look_at(partition, await consumer.position(partition) if is_through else 0)
+                self._forget_answered_of(
+                    partition, await consumer.position(partition) if is_through else 0
+                )
             except Retriable:
-                continue  # revoked this moment; the next look tells
-        self._reckon()
+                continue  # revoked this moment; the next call finds it
+        self._apply_search()
 
-    def _look_at(self, partition: TopicPartition, position: int = 0) -> None:
+    def _forget_answered_of(self, partition: TopicPartition, position: int = 0) -> None:
         assignment = self._tracker.get(partition)
         if assignment is None:
             return  # lost to another owner; the revocation follows
@@ -179,9 +182,9 @@ class QuarantineGate:
         passed = max(assignment.last_delivered + 1, position)
         parked = [*self._parked, self._on_trial]
         offsets = {each.record.offset for each in parked if each and each.assignment is assignment}
-        self._suspects.look(partition, progress, committed, passed, offsets)
+        self._search.forget_answered(partition, progress, committed, passed, offsets)
 
-    def divided(self, delivery: PolledRecords) -> Iterator[PolledRecords]:
+    def divide(self, delivery: PolledRecords) -> Iterator[PolledRecords]:
         """Yield parts of a delivery that are small enough to be marked, while careful."""
         if not self.gate.is_marking:
             yield delivery
@@ -192,7 +195,7 @@ class QuarantineGate:
             records = delivery.records[start : start + marked]
             yield PolledRecords(delivery.assignment, records, isolation)
 
-    async def let_in(self, delivery: PolledRecords) -> PolledRecords:
+    async def admit(self, delivery: PolledRecords) -> PolledRecords:
         """Return what the stage receives now, once it is marked as being read."""
         partition = delivery.assignment.partition
         isolation = delivery.isolation or self._isolation(partition)
@@ -209,7 +212,7 @@ class QuarantineGate:
         self._reading = await self.gate.enter([(partition, offset) for offset in offsets])
         return delivery._replace(isolation=isolation)
 
-    def is_done(self) -> None:
+    def leave(self) -> None:
         """Leave the gate: the stage has read its last delivery and passed it on."""
         if self._reading is not None:
             self.gate.leave(self._reading)
@@ -218,11 +221,11 @@ class QuarantineGate:
         if isolated is None:
             return
         if not isolated.open_places:
-            self._conclude(isolated)  # no model runs for it, here or at all
+            self._finish_trial(isolated)  # no model runs for it, here or at all
         self.gate.leave_alone()
 
     def _isolation(self, partition: TopicPartition) -> Isolation:
-        suspects = self._suspects
+        suspects = self._search
         return Isolation(
             suspects.poisoned(partition),
             suspects.accused(partition),
@@ -242,9 +245,9 @@ class QuarantineGate:
 
     def _park(self, isolated: Isolated) -> None:
         self._parked.append(isolated)
-        self._try_next()
+        self._deliver_next()
 
-    def _try_next(self) -> None:
+    def _deliver_next(self) -> None:
         """Deliver the next parked record again, unless another one is running alone."""
         while self._on_trial is None and self._parked:
             isolated = self._parked.popleft()
@@ -269,18 +272,19 @@ class QuarantineGate:
             request.ack_handle = ack_handle.record_ack
             ack_handle.isolated.open_places -= 1
             if not ack_handle.isolated.open_places:
-                self._conclude(ack_handle.isolated)
+                self._finish_trial(ack_handle.isolated)
 
-    def _conclude(self, isolated: Isolated) -> None:
+    def _finish_trial(self, isolated: Isolated) -> None:
         if isolated is not self._on_trial:
             return
         self._on_trial = None
         if not isolated.is_delivered:
             isolated.ack_handle.ack()  # it is revoked, and gives its bytes back
         elif not isolated.ack_handle.revoked:
-            self._suspects.survived(isolated.assignment.partition, isolated.record.offset)
-        self._reckon()
-        self._try_next()
+            self._search.survived(isolated.assignment.partition, isolated.record.offset)
+        self._apply_search()
+        # After the search was updated: the next lone run must see this one's result.
+        self._deliver_next()
 
     # --- marks -------------------------------------------------------------------------------
 
@@ -292,20 +296,20 @@ class QuarantineGate:
             await self._write_until_kept()
             # Only once the log holds no "alone" marker: an unclean end caused by an unmarked run
             # would otherwise count against that request.
-            if self.gate.is_marking and not self._suspects.is_careful:
+            if self.gate.is_marking and not self._search.is_careful:
                 self.gate.is_marking = False
                 log.info(Event.QUARANTINE_ENDED)
 
-    def _reckon(self) -> None:
+    def _apply_search(self) -> None:
         """Apply the current state of the search to gate, metrics and markers."""
-        self.gate.is_marking = self.gate.is_marking or self._suspects.is_careful
-        self._metrics.quarantined.set(self._suspects.count)
+        self.gate.is_marking = self.gate.is_marking or self._search.is_careful
+        self._metrics.quarantined.set(self._search.count)
         self._outdated.set()
 
     async def _write(self) -> None:
         gate = self.gate
         marks = {
-            each: self._suspects.mark(each, gate.running(each), gate.alone)
+            each: self._search.mark(each, gate.running(each), gate.alone)
             for each in self._partitions
         }
         await self._marks.write(marks, Owner(self._member, process_name()))

@@ -94,7 +94,7 @@ class RecordReader:
                 assignment = self._tracker.get(partition)
                 if assignment is None or not self.is_wanted(partition):
                     continue
-                for part in self._quarantine.divided(PolledRecords(assignment, records)):
+                for part in self._quarantine.divide(PolledRecords(assignment, records)):
                     self._enqueue(part)
             for gap in consumer.gaps():
                 self._pass_over(gap, polled.get(gap.partition, ()))
@@ -119,7 +119,7 @@ class RecordReader:
     async def _poll(self, consumer: Consumer) -> Mapping[TopicPartition, Sequence[Record]]:
         tuning = self._tuning
         if self._quarantine.is_active:
-            await self._quarantine.look(consumer)
+            await self._quarantine.forget_answered(consumer)
         if not self._backpressure.update(
             consumer, self._ready.waiting_bytes, stopping=self.is_stopping
         ):

@@ -149,7 +149,7 @@ class Source:
         self._consumer: Consumer
 
     async def __aenter__(self) -> Self:
-        await self.quarantine.joining(self._settings.topic)
+        await self.quarantine.remove_dead_members(self._settings.topic)
         settings = self._settings
         member = self._log.member(
             settings.group, [settings.topic], self._assignments, kind=settings.kind
@@ -213,15 +213,15 @@ class Source:
 
     async def receive(self) -> PolledRecords | None:
         """Return the next records of any partition; None once reading stopped and none are left."""
-        self.quarantine.is_done()
+        self.quarantine.leave()
         while (delivery := await self._ready.next()) is not None:
             is_isolated = delivery.isolation is not None and delivery.isolation.isolated is not None
             if delivery.assignment.revoked and not is_isolated:
                 continue
             if delivery.skipped is None and (is_isolated or self.quarantine.gate.is_marking):
-                delivery = await self.quarantine.let_in(delivery)
+                delivery = await self.quarantine.admit(delivery)
                 if delivery.assignment.revoked or not delivery.records:
-                    self.quarantine.is_done()
+                    self.quarantine.leave()
                     continue
             if delivery.skipped is None or self._reads_requests:
                 return delivery

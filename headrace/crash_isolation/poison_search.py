@@ -110,15 +110,19 @@ class PoisonSearch:
             history.stop = end
         else:
             history.ends, history.stop = mark.ends, min(mark.stop, end)
+        # Answered records did not end the process, so an end of which all are answered is resolved.
         if not progress.unanswered(history.stop):
             history.ends = history.stop = 0
+        # Attempts before the lone run below, which adds one to them.
         for unit, count in mark.attempts.items():
             if unit[0] < end and unit[0] not in progress:
                 history.attempts[unit] = count
+        # Nothing else ran when this marker was acknowledged: only such an end is an attempt.
         if mark.alone is not None and mark.running:
             unit = (mark.running[0][0], mark.alone)
             if unit[0] < end and unit[0] not in progress:
                 history.attempts[unit] = history.attempts.get(unit, 0) + 1
+        # After a clean end `running` is empty, so that a rebalance accuses nothing.
         suspects = progress.unanswered(end)
         for accused in (*mark.accused, *mark.running):
             history.accused.update(_offsets_within(accused, suspects))
@@ -165,7 +169,7 @@ class PoisonSearch:
             if history.attempts[unit] < self._max_attempts:
                 del history.attempts[unit]
 
-    def look(
+    def forget_answered(
         self,
         partition: TopicPartition,
         progress: AckedOffsets,
@@ -185,6 +189,7 @@ class PoisonSearch:
         history = self._histories.get(partition)
         if history is None:
             return
+        # An offset that was passed and is not parked holds no record: nothing would ever clear it.
         for offset in list(history.accused):
             if offset in progress or (offset < passed and offset not in parked):
                 history.accused.discard(offset)

@@ -86,6 +86,7 @@ class RunGate:
         finally:
             self._waiting -= 1
             self._tell()
+        # Count it before the marker is written: a lone run that comes now waits for it to leave.
         entry = Entry(tuple(places))
         self._inside += 1
         self._running.update(entry.places)
@@ -107,6 +108,7 @@ class RunGate:
         # Entries that waited for the previous lone run go first, so that each makes progress.
         while self._is_closed or self._waiting:
             await self._change()
+        # Close before waiting: otherwise new entries could keep the gate occupied forever.
         self._is_closed = True
         while self._inside:  # runs have a deadline, and what does not end ends the process
             self._emptied.clear()
@@ -118,12 +120,15 @@ class RunGate:
 
     def leave_alone(self) -> None:
         """Leave, and let the others continue."""
+        # The log still holds the "alone" marker: a process that ends now adds one attempt. No other
+        # run can add one, since `enter` writes a new marker before anything runs.
         self.alone = None
         self._is_closed = False
         self._tell()
 
     async def _mark(self) -> None:
         """Return once a marker written after this call is kept; callers share one write."""
+        # A write under way may have read the state before this change; the next one includes it.
         self._version += 1
         wanted = self._version
         async with self._keeping:

@@ -206,6 +206,8 @@ class AssignedPartition:
         """Track a record and charge its bytes. Offsets must rise, except those of deferred
         records.
         """
+        # Keep the offset delivered before, because a log has gaps (transaction markers, compacted
+        # records): acknowledging this record also covers the gap, so that the base can pass it.
         previous = self.last_delivered
         if offset > previous:
             self.last_delivered = offset
@@ -227,11 +229,14 @@ class AssignedPartition:
 
     def acked(self, previous: int, last: int, records: int, size_bytes: int) -> None:
         """Mark consecutive records as answered, from after `previous` up to `last`."""
+        # The bytes are free in any case, but only the current owner may mark offsets: the next one
+        # has read the commits, and does the work of a revoked record again.
         self.in_flight -= records
         self.budget.used_bytes -= size_bytes
         if not self.revoked:
             self.budget.acked += records
             self.progress.mark_acked(previous, last)
+        # Last, since the committer reads the offsets that are marked by now.
         self.notify()
 
     def skip(self, offset: int) -> None:
@@ -272,6 +277,8 @@ class InFlightAck(Struct, eq=False, gc=False):
 
     def defer(self, claim: Claim, rows: int, envelope: Envelope) -> Deferred:
         """Leave the record in the log, unanswered and no longer in flight."""
+        # No offset is marked, so that no commit passes the record: if this process ends now, the
+        # next owner reads it.
         assignment = self.assignment
         assignment.in_flight -= 1
         assignment.budget.used_bytes -= self.size_bytes
@@ -282,6 +289,7 @@ class InFlightAck(Struct, eq=False, gc=False):
 
     def ack(self) -> None:
         """Acknowledge one part; the last part acknowledges the record."""
+        # One commit stands for the whole record, so the last answer of its batch decides.
         self.parts -= 1
         if self.parts:
             return
@@ -336,6 +344,8 @@ class InFlightTracker:
 
     def assign(self, partition: TopicPartition, progress: AckedOffsets) -> AssignedPartition:
         """Begin a new epoch of a partition; an epoch still open is revoked first."""
+        # First revoke: ack handles of the last epoch must not mark offsets in the new one, where
+        # the same offset may hold another record.
         self.revoke(partition)
         self._epoch += 1
         assignment = AssignedPartition(
@@ -349,6 +359,7 @@ class InFlightTracker:
         assignment = self._assigned.pop(partition, None)
         if assignment is not None:
             assignment.revoked = True
+            # Deferred records have no ack handle that would return their bytes later.
             for deferred in assignment.deferred.values():
                 deferred.release()
             assignment.deferred.clear()

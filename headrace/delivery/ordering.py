@@ -53,6 +53,8 @@ class Order(Generic[T]):
         Returns:
             the items that may leave now, in order: none, or the item and all that waited for it.
         """
+        # The predecessor may have left here, or have been answered by a former owner, which only
+        # the committed offsets show.
         if predecessor is not None and not self._has_left(predecessor):
             self._held.setdefault(predecessor, []).append((offset, item))
             return []
@@ -77,6 +79,8 @@ class Order(Generic[T]):
         return offset in self._left or offset in self._answered
 
     def _leave(self, leaving: list[tuple[int, T]]) -> list[T]:
+        # Breadth first: all that wait for one record may leave with it, and those that wait for
+        # these follow, so that a caller never sees a record before its predecessor.
         items: list[T] = []
         while leaving:
             following: list[tuple[int, T]] = []
@@ -85,6 +89,7 @@ class Order(Generic[T]):
                 items.append(item)
                 following += self._held.pop(offset, ())
             leaving = following
+        # A record has left before it is answered, so its offset is kept until its answer counts.
         if len(self._left) >= self._prune_at:
             self._left = {each for each in self._left if each not in self._answered}
             self._prune_at = max(self._min_prune_at, 2 * len(self._left))
@@ -117,6 +122,7 @@ class KeyChains:
             return -1
         before = self._last.get(key, -1)
         self._last[key] = offset
+        # Only answered records may be forgotten: a later record with the key must wait for others.
         if len(self._last) >= self._prune_at:
             self._last = {
                 each: last for each, last in self._last.items() if not self._is_answered(last)

@@ -74,9 +74,11 @@ class _PartitionProducer:
         self.is_spent = True
         self.closed = False
 
-    def require_ours(self) -> None:
+    def require_assigned(self) -> None:
         if self.closed:
-            raise PartitionLost(f"source partition {self.number} is not ours any more")
+            raise PartitionLost(
+                f"source partition {self.number} is no longer assigned to this process"
+            )
 
 
 class PartitionTransactions:
@@ -114,6 +116,8 @@ class PartitionTransactions:
         Raises:
             Retriable: not all producers could be initialised.
         """
+        # Close the producers of the last assignment first: from here on its steps raise
+        # `PartitionLost`, instead of writing under the new assignment.
         await self.release(numbers)
         producers = [_PartitionProducer(number, consumer) for number in numbers]
         self._producers |= {owned.number: owned for owned in producers}
@@ -139,6 +143,8 @@ class PartitionTransactions:
         producers = [self._producers.pop(number) for number in leaving if number in self._producers]
         for owned in producers:
             owned.closed = True
+        # Without waiting for running transactions: what is not committed is aborted when the next
+        # owner initialises its producer.
         try:
             limit_s = self._tuning.producer_close_timeout_s
             async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
@@ -174,9 +180,10 @@ class PartitionTransactions:
         """
         owned = self._producers.get(number)
         if owned is None:
-            raise PartitionLost(f"source partition {number} is not ours")
+            raise PartitionLost(f"source partition {number} is not assigned to this process")
         async with owned.turn:
-            owned.require_ours()
+            # Check after the wait for the lock: a rebalance may have come meanwhile.
+            owned.require_assigned()
             if owned.is_spent:  # a former transaction was cancelled: its outcome is unknown
                 await self._reinit_producer(owned, None)
             # Only now, with the last outcome known, can duplicates be told from new answers.
@@ -186,6 +193,7 @@ class PartitionTransactions:
             fitting, source = self._offset_store.fit_commit_metadata(number, outgoing)
             if source is None or not fitting:
                 return
+            # The offsets say what is answered once these answers are: both become visible together.
             offsets = self._offset_store.offsets(number, source, fitting)
             # Bind no variable to the failure: its traceback would refer to this frame.
             await self._recover(
@@ -203,9 +211,9 @@ class PartitionTransactions:
         """
         owned = self._producers.get(number)
         if owned is None:
-            raise PartitionLost(f"source partition {number} is not ours")
+            raise PartitionLost(f"source partition {number} is not assigned to this process")
         async with owned.turn:
-            owned.require_ours()
+            owned.require_assigned()
             if owned.is_spent:
                 await self._reinit_producer(owned, None)
             offsets = self._offset_store.uncommitted(number)
@@ -257,12 +265,14 @@ class PartitionTransactions:
         except BaseException as error:
             if isinstance(error, NoLeader | Rejected) and producer.is_usable:
                 raise
+            # Mark it before anything else, also when cancelled: the transaction may still be
+            # committed, and nothing may be sent with this producer before that is known.
             owned.is_spent = True
             if not isinstance(error, Exception):
                 raise
             if owned.closed:
                 raise PartitionLost(
-                    f"source partition {owned.number} was given up meanwhile"
+                    f"source partition {owned.number} was released meanwhile"
                 ) from error
             if not isinstance(error, Rejected | Retriable):
                 raise
@@ -305,10 +315,13 @@ class PartitionTransactions:
         fenced = isinstance(error, Fenced)
         pauses = Pauses(self._backoff)
         while True:
-            owned.require_ours()
+            owned.require_assigned()
             try:
+                # Ask before a new producer is initialised: a process that lost its membership would
+                # fence the new owner with it, and both would fence each other forever. A member was
+                # fenced by the broker's own abort only, and continues.
                 if fenced and not await owned.consumer.is_member():
-                    owned.require_ours()  # a rebalance came first: the assignment is a new one
+                    owned.require_assigned()  # a rebalance came first: the assignment is a new one
                     self._on_fenced(owned)
                 # Initialise before reading: it ends the open transaction, so that the committed
                 # offsets are final.
@@ -325,11 +338,13 @@ class PartitionTransactions:
                 )
                 await pauses.sleep()
             else:
-                owned.require_ours()
+                # Merge only into the assignment that the offsets were read for.
+                owned.require_assigned()
                 self._offset_store.merge(owned.number, committed[source])
                 return
 
     async def _init_producer(self, owned: _PartitionProducer) -> None:
+        # Close the former one first: it has the same id, and the new one fences it.
         former, owned.producer = owned.producer, None
         if former is not None:
             await former.close()
@@ -337,9 +352,9 @@ class PartitionTransactions:
         transactional_id = f"{self._group}.{topic}.{owned.number}"
         producer = self._log.transactional_producer(transactional_id, self._group)
         await producer.__aenter__()
-        if owned.closed:
+        if owned.closed:  # released while it was initialised: nothing else would close it
             await producer.close()
-            owned.require_ours()
+            owned.require_assigned()
         owned.producer = producer
         owned.is_spent = False
 
@@ -352,4 +367,4 @@ class PartitionTransactions:
         for each in self._producers.values():
             each.closed = True
         self._on_lost()
-        owned.require_ours()
+        owned.require_assigned()

@@ -106,7 +106,7 @@ class World:
                 parked = {offset for each, offset in accused if each == partition}
                 passed = lowest_unread(partition, unread[partition], read)
                 base = self.committed[partition].base
-                suspects.look(partition, progress[partition], base, passed, parked)
+                suspects.forget_answered(partition, progress[partition], base, passed, parked)
         assert not suspects.is_active
 
     def _run(
