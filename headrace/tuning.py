@@ -304,6 +304,15 @@ class KafkaTuning:
 class MemoryTuning:
     """Tuning values of `headrace.log.memory`."""
 
+    max_batch_bytes: int = 256 * 1024
+    """As in the Kafka adapter, so that records are sent in several runs here as well."""
+    metadata_timeout_s: float = 1.0
+    """How long a producer waits for the number of a topic's partitions."""
+    flush_timeout_s: float = 3.0
+    """How long a closing producer waits for acknowledgements."""
+    listener_timeout_s: float = 3.0
+    """How long a closing member waits for a call of its listener that is in progress."""
+
 
 @dataclass(frozen=True)
 class ModelTuning:

@@ -30,7 +30,7 @@ def _adapter(settings: Settings, tuning: Tuning) -> Log:
     if settings.kafka is None:
         from headrace.log.memory import MemoryLog
 
-        return MemoryLog()
+        return MemoryLog(tuning=tuning.memory)
     from headrace.log.kafka.log import KafkaLog
 
     return KafkaLog(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.log.memory.partition import Partition, payload_bytes
+from headrace.log.memory.broker import Partition, payload_bytes
 from headrace.log.port import NewRecord, TopicPartition
 
 _STEPS = st.lists(

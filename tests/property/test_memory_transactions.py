@@ -7,7 +7,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.log.memory.partition import Partition
+from headrace.log.memory.broker import Partition
 from headrace.log.port import NewRecord, TopicPartition
 
 PLAIN = -1

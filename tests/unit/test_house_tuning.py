@@ -28,7 +28,7 @@ FACTS = {
     "headrace/delivery/producing.py": {"_RECORD_BYTES", "_HEADER_BYTES"},
     "headrace/log/kafka/record_batches.py": {"MAX_HEADERS", "_LEGACY_MIN_BYTES"},
     "headrace/log/memory/group.py": {"MAX_METADATA_CHARACTERS"},
-    "headrace/log/memory/partition.py": {"FRAMING_BYTES", "_OBJECT_BYTES"},
+    "headrace/log/memory/broker.py": {"FRAMING_BYTES", "_OBJECT_BYTES"},
     "headrace/log/partitioner.py": {"_SEED", "_M", "_R", "_MASK"},
     "headrace/models/config.py": {"_LARGEST_FP32", "MAX_THREADS"},
     "headrace/models/processing.py": {"OLDEST_OPSET"},
@@ -69,10 +69,6 @@ FACTS = {
 CHOSEN = {
     "headrace/log/kafka/record_batches.py": {
         *("DEFAULT_DECOMPRESSED_BYTES", "_FIRST_GUESS_BYTES", "_GROWTH", "_MAX_GZIP_MEMBERS"),
-    },
-    "headrace/log/memory/member.py": {"_CLOSE_TIMEOUT_S"},
-    "headrace/log/memory/producer.py": {
-        *("_BATCH_BYTES", "_METADATA_TIMEOUT_S", "_FLUSH_TIMEOUT_S"),
     },
     "headrace/runtime/stage_group.py": {"SILENT_AFTER_S"},
     "headrace/transport/channels.py": {"MAX_JOINED", "JOIN_S"},

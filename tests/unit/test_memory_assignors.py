@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.log.memory.assignors import Assignor, range_assignor, round_robin_assignor
+from headrace.log.memory.group import Assignor, range_assignor, round_robin_assignor
 from headrace.log.port import TopicPartition
 
 

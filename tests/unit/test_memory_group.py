@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.log.errors import Fenced
-from headrace.log.memory.assignors import range_assignor
-from headrace.log.memory.group import Group
+from headrace.log.memory.group import Group, range_assignor
 from headrace.log.port import Committed, TopicPartition
 
 P0, P1 = TopicPartition("t", 0), TopicPartition("t", 1)

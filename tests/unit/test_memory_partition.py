@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.log.memory.partition import Partition, payload_bytes
+from headrace.log.memory.broker import Partition, payload_bytes
 from headrace.log.port import NewRecord, TopicPartition
 
 NAME = TopicPartition("t", 0)

@@ -6,9 +6,9 @@ fenced by membership and generation, batches acknowledged one by one, transactio
 completely or not at all, with markers that take up offsets. Partitions are trimmed from the front
 by bytes, so memory stays bounded.
 
-- `partition`, `topics`, `assignors`, `group`, `transactions`: state and rules, synchronous, no I/O
+- `broker`, `group`, `transactions`: state and rules, synchronous, no I/O
 - `faults`: fault injection for tests
-- `reader`, `member`, `producer`, `sealing`, `log`: the asyncio implementations of the port
+- `consumer`, `producer`, `log`: the asyncio implementations of the port
 """
 
 from headrace.log.memory.faults import Faults, SealFault

@@ -9,8 +9,8 @@ from enum import Enum, auto
 
 from headrace.errors import Code
 from headrace.log.errors import LogUnavailable, NoLeader
+from headrace.log.memory.broker import Topics
 from headrace.log.memory.group import Group
-from headrace.log.memory.topics import Topics
 from headrace.log.memory.transactions import Transactions
 from headrace.log.port import TopicPartition
 

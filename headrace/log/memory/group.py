@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Literal, TypeAlias
 
 from headrace.log.errors import Fenced, LogRefused
-from headrace.log.memory.assignors import Assignor
 from headrace.log.port import Committed, TopicPartition
 
 MAX_METADATA_CHARACTERS = 4096  # Kafka's offset.metadata.max.bytes, which counts characters
+
+Shares: TypeAlias = dict[str, list[TopicPartition]]
+Assignor: TypeAlias = Callable[[Mapping[str, Sequence[str]], Mapping[str, int]], Shares]
+AssignorName: TypeAlias = Literal["range", "roundrobin"]
 
 
 @dataclass(slots=True)
@@ -212,3 +217,44 @@ def require_short_metadata(offsets: Mapping[TopicPartition, Committed]) -> None:
                 f"{partition}: metadata: expected up to {MAX_METADATA_CHARACTERS} "
                 f"characters, got {len(committed.metadata)}"
             )
+
+
+def range_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> Shares:
+    """Assign neighbouring partitions to each member, topic by topic.
+
+    Topics with the same number of partitions are assigned alike (`RangeAssignor` in Kafka).
+
+    Args:
+        members: the topics that each member subscribes to.
+        counts: the number of partitions of each topic.
+    """
+    shares: Shares = {member: [] for member in members}
+    for topic in sorted(counts):
+        takers = sorted(member for member, topics in members.items() if topic in topics)
+        if not takers:
+            continue
+        each, more = divmod(counts[topic], len(takers))  # the first members get one more
+        stop = 0
+        for index, member in enumerate(takers):
+            start, stop = stop, stop + each + (index < more)
+            shares[member] += [TopicPartition(topic, number) for number in range(start, stop)]
+    return shares
+
+
+def round_robin_assignor(members: Mapping[str, Sequence[str]], counts: Mapping[str, int]) -> Shares:
+    """Assign the partitions of all topics one by one (`RoundRobinAssignor` in Kafka)."""
+    shares: Shares = {member: [] for member in members}
+    turns = cycle(sorted(members))
+    for topic in sorted(counts):
+        if not any(topic in topics for topics in members.values()):
+            continue
+        for number in range(counts[topic]):
+            taker = next(member for member in turns if topic in members[member])
+            shares[taker].append(TopicPartition(topic, number))
+    return shares
+
+
+ASSIGNORS: dict[AssignorName, Assignor] = {
+    "range": range_assignor,
+    "roundrobin": round_robin_assignor,
+}

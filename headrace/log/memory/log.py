@@ -8,14 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from headrace.log.memory.assignors import ASSIGNORS, AssignorName
+from headrace.log.memory.broker import Topics
+from headrace.log.memory.consumer import MemoryMember, MemoryReader
 from headrace.log.memory.faults import Faults
-from headrace.log.memory.group import Group
-from headrace.log.memory.member import MemoryMember
-from headrace.log.memory.producer import MemoryProducer
-from headrace.log.memory.reader import MemoryReader
-from headrace.log.memory.sealing import MemoryTransactionalProducer
-from headrace.log.memory.topics import Topics
+from headrace.log.memory.group import ASSIGNORS, AssignorName, Group
+from headrace.log.memory.producer import MemoryProducer, MemoryTransactionalProducer
 from headrace.log.memory.transactions import Transactions
 from headrace.log.port import (
     Committed,
@@ -24,6 +21,7 @@ from headrace.log.port import (
     TopicInfo,
     TopicPartition,
 )
+from headrace.tuning import TUNING, MemoryTuning
 
 
 def wall_clock_ms() -> int:
@@ -42,6 +40,7 @@ class MemoryLog:
         request_timeout_s: how long requests hang when a fault makes them.
         assignor: how a group assigns its partitions.
         now_ms: the clock for records without a timestamp, in epoch milliseconds.
+        tuning: times and sizes of its consumers and producers.
 
     Attributes:
         faults: fault injection for tests.
@@ -56,25 +55,34 @@ class MemoryLog:
         request_timeout_s: float = 5.0,
         assignor: AssignorName = "range",
         now_ms: Callable[[], int] = wall_clock_ms,
+        tuning: MemoryTuning = TUNING.memory,
     ) -> None:
         self._topics = Topics(retention_bytes, auto_create_partitions, self._rebalance_for)
         self._groups: dict[str, Group] = {}
         self._rebalance_timeout_s = rebalance_timeout_s
         self._assignor = ASSIGNORS[assignor]
         self._now_ms = now_ms
+        self._tuning = tuning
         self._transactions = Transactions(self._group)
         self.faults = Faults(self._topics, self._groups, self._transactions, request_timeout_s)
 
     def member(
         self, group: str, topics: Sequence[str], listener: RebalanceListener, *, kind: str = ""
     ) -> MemoryMember:
-        return MemoryMember(self._topics, self.faults, self._group(group), (topics, kind), listener)
+        return MemoryMember(
+            self._topics,
+            self.faults,
+            self._group(group),
+            (topics, kind),
+            listener,
+            self._tuning,
+        )
 
     def reader(self, partitions: Sequence[TopicPartition]) -> MemoryReader:
         return MemoryReader(self._topics, self.faults, partitions)
 
     def producer(self) -> MemoryProducer:
-        return MemoryProducer(self._topics, self.faults, self._now_ms)
+        return MemoryProducer(self._topics, self.faults, self._now_ms, self._tuning)
 
     def transactional_producer(
         self, transactional_id: str, group: str
@@ -85,6 +93,7 @@ class MemoryLog:
             self._transactions,
             (transactional_id, group),
             self._now_ms,
+            self._tuning,
         )
 
     async def describe_topics(self, topics: Sequence[str]) -> Mapping[str, TopicInfo | None]:

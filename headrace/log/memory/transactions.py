@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from headrace.log.errors import Fenced
+from headrace.log.memory.broker import Partition
 from headrace.log.memory.group import Group, require_short_metadata
-from headrace.log.memory.partition import Partition
 from headrace.log.port import Committed, NewRecord, TopicPartition
 
 

@@ -13,7 +13,7 @@ from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.errors import LogAuthenticationFailed, LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.memory.reader import MemoryReader
+from headrace.log.memory.consumer import MemoryReader
 from headrace.log.port import NewRecord, Record, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.logs import write_to

@@ -19,7 +19,7 @@ from headrace.delivery.budget import Budget, FairQueue
 from headrace.delivery.inflight import Deferred, InFlightTracker
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.memory.reader import MemoryReader
+from headrace.log.memory.consumer import MemoryReader
 from headrace.log.port import TopicInfo, TopicPartition
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.telemetry.metrics import Metrics

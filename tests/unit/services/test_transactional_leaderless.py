@@ -11,7 +11,7 @@ import pytest
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.memory.sealing import MemoryTransactionalProducer
+from headrace.log.memory.producer import MemoryTransactionalProducer
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.services import counted

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.log.errors import LogUnavailable, OffsetOutOfRange
 from headrace.log.memory import MemoryLog
-from headrace.log.memory.reader import MemoryReader
+from headrace.log.memory.consumer import MemoryReader
 from headrace.log.port import NewRecord, Record, TopicInfo, TopicPartition
 from headrace.protocol.codec.events import encode_event
 from headrace.protocol.events import ExecutorEvent
