@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+MAX_ERROR_TEXT_CHARS = 2000
+"""Limit of an exception's text in an answer or a log line: user code may raise any text."""
+
 
 class Code(StrEnum):
     """Codes of an error answer (`error_details.code` and the header `x-status`)."""
@@ -98,3 +101,15 @@ def drop_tracebacks(error: BaseException) -> None:
     while found is not None:
         found.__traceback__ = None
         found = found.__cause__ or found.__context__
+
+
+def describe_error(error: BaseException, max_chars: int = MAX_ERROR_TEXT_CHARS) -> str:
+    """Describe an exception in one printable line: its class and its text, cut at `max_chars`."""
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001 - an error may even fail to say what it is
+        text = ""
+    if len(text) > max_chars:
+        text = f"{text[:max_chars]}..."
+    text = text.encode("utf-8", "replace").decode()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -399,8 +399,6 @@ class ModelTuning:
     """`retry-after` of a request that was refused because its model is loading."""
     listed_names: int = 20
     """Maximum number of names that an error text lists."""
-    max_error_text_chars: int = 2000
-    """Maximum length of the text of an exception that user code raised."""
     checksum_chunk_bytes: int = 1024 * 1024
     """Bytes that are read at once for a checksum."""
 

@@ -11,13 +11,12 @@ from headrace.cli.event_loop import run
 from headrace.cli.outcome import Unsuccessful
 from headrace.cli.settings import pass_settings
 from headrace.config import Settings
-from headrace.errors import ConfigurationError, HeadraceError
+from headrace.errors import ConfigurationError, HeadraceError, describe_error
 from headrace.models.loader import BackendLoader, Cores
 from headrace.models.profiling.batch_safety import Batching
 from headrace.models.registry import Models
 from headrace.models.repository import compute_checksum
 from headrace.models.signature import TensorSpec
-from headrace.models.user_code import describe_error
 from headrace.models.version import ModelVersion, State
 from headrace.services.executor.loading import make_instance
 

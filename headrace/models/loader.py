@@ -7,13 +7,12 @@ import threading
 import time
 from collections.abc import Iterable
 
-from headrace.errors import ConfigurationError, HeadraceError
+from headrace.errors import ConfigurationError, HeadraceError, describe_error
 from headrace.models.backends.port import Backend
 from headrace.models.backends.warmup import Inputs, NoMadeUpInputsError, make_sample_batches
 from headrace.models.profiling.batch_safety import Batching, Verdict
 from headrace.models.profiling.probe import probe
 from headrace.models.signature import Signature, without_batching
-from headrace.models.user_code import describe_error
 from headrace.models.version import ModelVersion
 
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.config import Settings
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, describe_error
 from headrace.models.backends.python import python_signature
 from headrace.models.config import ModelConfig, read_model_config
 from headrace.models.processing import plan_processing
 from headrace.models.signature import Signature, read_onnx_signature
-from headrace.models.user_code import describe_error
 from headrace.tuning import TUNING
 
 MODEL_FILES = {"onnx": "model.onnx", "python": "model.py"}

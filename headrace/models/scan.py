@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, describe_error
 from headrace.models.repository import FoundModel, Repository
-from headrace.models.user_code import StillImporting, describe_error
+from headrace.models.user_code import StillImporting
 from headrace.models.version import ModelVersion, State
 from headrace.tuning import TUNING, ModelTuning
 

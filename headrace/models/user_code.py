@@ -6,7 +6,6 @@ return. None of that may end the process, or block it for longer than the model 
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import importlib.util
 import re
@@ -16,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from headrace.errors import ConfigurationError, HeadraceError
-from headrace.tuning import TUNING
+from headrace.errors import ConfigurationError, HeadraceError, describe_error
+from headrace.primitives.worker_thread import WorkerThread
 
 T = TypeVar("T")
 
@@ -89,27 +88,12 @@ async def run_on_daemon_thread(work: Callable[[], T]) -> T:
 
     A thread of `asyncio.to_thread` would: the interpreter waits for it at exit.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def resolve(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():
-            set_outcome(outcome)
-
-    def run() -> None:
-        set_outcome: Callable[[Any], None] = done.set_result
-        outcome: Any
-        try:
-            outcome = work()
-        except BaseException as error:  # noqa: BLE001 - it is raised again where it is awaited
-            set_outcome, outcome = done.set_exception, error
-        try:
-            loop.call_soon_threadsafe(resolve, set_outcome, outcome)
-        except RuntimeError:  # the loop is closed, so there is no waiter any more
-            return
-
-    threading.Thread(target=run, name="models", daemon=True).start()
-    return await done
+    worker = WorkerThread("models")
+    worker.start()
+    call = worker.call(work)
+    worker.close()
+    result: T = await call.done
+    return result
 
 
 def load_module(path: Path) -> ModuleType:
@@ -145,20 +129,6 @@ def load_attribute(path: Path, name: str) -> Any:
     if not callable(found):
         raise ConfigurationError(f"{path}: expected {name}, got none")
     return found
-
-
-def describe_error(
-    error: BaseException, max_chars: int = TUNING.models.max_error_text_chars
-) -> str:
-    """Describe an exception in one printable line: its class and its text, cut at `max_chars`."""
-    try:
-        text = str(error)
-    except BaseException:  # noqa: BLE001 - an error may even fail to say what it is
-        text = ""
-    if len(text) > max_chars:
-        text = f"{text[:max_chars]}..."
-    text = text.encode("utf-8", "replace").decode()
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def first_line(text: str) -> str:

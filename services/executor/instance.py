@@ -9,8 +9,6 @@ become slow returns to its thread.
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 import time
 from bisect import bisect_left, insort
 from collections import deque
@@ -20,9 +18,10 @@ from typing import Any, NamedTuple, Self
 
 import structlog
 
-from headrace.errors import ConfigurationError, Fatal, HeadraceError
+from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
 from headrace.models.backends.port import Arrays, Backend
-from headrace.models.user_code import describe_error, interrupt
+from headrace.models.user_code import interrupt
+from headrace.primitives.worker_thread import Call, WorkerThread
 from headrace.protocol.messages import Request
 from headrace.services.executor.buffers import HostBlock, gather
 from headrace.telemetry.logs import Event
@@ -67,25 +66,6 @@ class HostBlockSize(NamedTuple):
     limit_bytes: int
 
 
-class Call:
-    """A call for the thread, made after the calls queued before it.
-
-    Attributes:
-        done: future of its result, on the loop.
-        compute_us: its duration once it is done, unless the call sets it itself.
-    """
-
-    __slots__ = ("compute_us", "done", "loop", "work")
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.work = work
-        self.loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[Any] = self.loop.create_future()
-        self.compute_us = 0
-        # Retrieve the exception, so that asyncio does not report a cancelled run's failure.
-        self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-
-
 def load_and_warm_up(backend: Backend) -> None:
     """Load a backend and warm it up, as needed before its first run."""
     backend.load()
@@ -126,9 +106,8 @@ class Instance:
         self._prepare = prepare
         self._block_size = block_size
         self._blocks: cycle[HostBlock | None] = cycle((None,))
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=serve_calls, args=(self._next_call,), name=name, daemon=True
+        self._worker = WorkerThread(
+            name, idle_timeout_s=self._idle_timeout_s, on_idle=self._cut_off_inline_run
         )
         self._inline = InlinePolicy(tuning.inline_max_run_us, tuning.inline_window_runs)
         self._inline_since_s = 0.0
@@ -141,7 +120,7 @@ class Instance:
     @property
     def name(self) -> str:
         """Name of the thread: model, version and number."""
-        return self._thread.name
+        return self._worker.name
 
     def device_memory(self) -> DeviceSnapshot | None:
         """Return the memory of the instance's device; None if that is the host."""
@@ -149,7 +128,7 @@ class Instance:
 
     async def __aenter__(self) -> Self:
         try:
-            self._thread.start()
+            self._worker.start()
             await self._wait_loaded(self._call(lambda: self._prepare(self._backend)))
             signature = self._backend.signature
             if self._block_size is not None and HostBlock.fits(signature):
@@ -160,7 +139,7 @@ class Instance:
             await self._end()
             if isinstance(error, HeadraceError) or not isinstance(error, Exception):
                 raise
-            raise ConfigurationError(f"{self._thread.name}: {describe_error(error)}") from error
+            raise ConfigurationError(f"{self._worker.name}: {describe_error(error)}") from error
         return self
 
     async def _wait_loaded(self, call: Call) -> None:
@@ -168,11 +147,11 @@ class Instance:
         if not done:
             self._backend.cancel()
             # Also interrupt Python code, which would otherwise keep using the interpreter lock.
-            interrupt(self._thread)
+            interrupt(self._worker.thread)
             done, _ = await asyncio.wait([call.done], timeout=self._tuning.cancel_grace_s)
             self._hangs = not done
             raise ConfigurationError(
-                f"{self._thread.name}: expected it to load and warm up within max_load_s = "
+                f"{self._worker.name}: expected it to load and warm up within max_load_s = "
                 f"{self._max_load_s:g} s, got no end"
             )
         call.done.result()
@@ -184,14 +163,14 @@ class Instance:
         """Cancel the current run, unload, and join the thread. The interpreter must not end
         before the thread: native code still running then would abort the process.
         """
-        if self._thread.ident is None:  # it could not even be started
+        if not self._worker.is_started:  # it could not even be started
             return
         # Cancel before `unload` is queued, since `unload` must not be cancelled.
         self._backend.cancel()
         self._call(self._unload).done.add_done_callback(self._log_unload)
-        self._calls.put(None)
+        self._worker.close()
         if not self._hangs:
-            await asyncio.to_thread(self._thread.join, self._tuning.cancel_grace_s)
+            await self._worker.join(self._tuning.cancel_grace_s)
 
     def _unload(self) -> None:
         """Unload the backend; the last call on the thread."""
@@ -201,7 +180,7 @@ class Instance:
         error = None if done.cancelled() else done.exception()
         if error is not None:
             log.warning(
-                Event.MODEL_UNLOAD_FAILED, instance=self._thread.name, reason=describe_error(error)
+                Event.MODEL_UNLOAD_FAILED, instance=self._worker.name, reason=describe_error(error)
             )
 
     @property
@@ -256,7 +235,7 @@ class Instance:
             try:
                 return self._on_the_loop(inputs)
             except _CutOffError:
-                log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._thread.name)
+                log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._worker.name)
                 self._may_inline = False
             finally:
                 self._inline.observe(self.compute_us)
@@ -309,7 +288,7 @@ class Instance:
             # A thread cannot be ended from outside: only a new process has an instance again.
             self._hangs = True
             raise Fatal(
-                f"{self._thread.name}: a run did not end {self._tuning.cancel_grace_s} s after it "
+                f"{self._worker.name}: a run did not end {self._tuning.cancel_grace_s} s after it "
                 "was cancelled"
             )
         raise TimeoutError(f"the run took longer than max_execution_s = {self._max_execution_s}")
@@ -324,44 +303,20 @@ class Instance:
             self._current = call
             return work()
 
-        call = Call(begin)
-        self._calls.put(call)
+        call = self._worker.call(begin)
         return call
 
-    def _next_call(self) -> Call | None:
-        if not self._may_inline:
-            return self._calls.get()
-        while True:
-            try:
-                return self._calls.get(timeout=self._tuning.inline_cut_off_s)
-            except queue.Empty:
-                since_s = self._inline_since_s
-                if since_s and time.monotonic() - since_s >= self._tuning.inline_cut_off_s:
-                    self._cut_off = True
-                    self._backend.cancel()
+    # --- on the thread ---------------------------------------------------------------------------
 
+    def _idle_timeout_s(self) -> float | None:
+        return self._tuning.inline_cut_off_s if self._may_inline else None
 
-def serve_calls(next_call: Callable[[], Call | None]) -> None:
-    """Make calls one after the other until `next_call` returns None; a thread's main function."""
-    while (call := next_call()) is not None:
-        result: Any = None
-        error: Exception | None = None
-        began = time.perf_counter_ns()
-        try:
-            result = call.work()
-        except StopIteration as raised:  # futures do not accept it
-            error = _as_error(raised)
-        except Exception as raised:  # noqa: BLE001 - it is raised again by who awaits
-            error = raised
-        except BaseException as raised:  # noqa: BLE001 - a model must not end the process
-            error = _as_error(raised)
-        # The work refers to its call, and so to the outputs: break the reference cycle.
-        call.work = _nothing
-        call.compute_us = call.compute_us or (time.perf_counter_ns() - began) // 1000
-        try:
-            call.loop.call_soon_threadsafe(_resolve, call.done, result, error)
-        except RuntimeError:  # the loop is closed, so no caller waits
-            return
+    def _cut_off_inline_run(self) -> None:
+        """Cancel a run on the event loop that takes too long; the idle thread checks that."""
+        since_s = self._inline_since_s
+        if since_s and time.monotonic() - since_s >= self._tuning.inline_cut_off_s:
+            self._cut_off = True
+            self._backend.cancel()
 
 
 class TooLate(Exception):
@@ -370,23 +325,3 @@ class TooLate(Exception):
 
 class _CutOffError(Exception):
     """A run on the event loop was cancelled because it took too long."""
-
-
-def _nothing() -> None:
-    """Do nothing: the work of a call that has been made."""
-
-
-def _as_error(raised: BaseException) -> RuntimeError:
-    """Return as a model's error what it raised to end a thread, a task or the process."""
-    error = RuntimeError(describe_error(raised))
-    error.__cause__ = raised
-    return error
-
-
-def _resolve(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if done.cancelled():
-        return
-    if error is None:
-        done.set_result(result)
-    else:
-        done.set_exception(error)

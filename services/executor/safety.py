@@ -15,7 +15,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import Code, Fatal
+from headrace.errors import Code, Fatal, describe_error
 from headrace.models.backends.port import Arrays
 from headrace.models.profiling.batch_safety import (
     Batching,
@@ -26,7 +26,6 @@ from headrace.models.profiling.batch_safety import (
     relative_difference,
 )
 from headrace.models.signature import Signature
-from headrace.models.user_code import describe_error
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Failure, Request
 from headrace.protocol.tensors import to_array

@@ -16,11 +16,10 @@ from functools import partial
 import structlog
 
 from headrace.delivery.failures import VOID, any_void, deadline_passed, rejection
-from headrace.errors import Code, ConfigurationError, Fatal, Rejected, Retriable
+from headrace.errors import Code, ConfigurationError, Fatal, Rejected, Retriable, describe_error
 from headrace.models.backends.port import Arrays
 from headrace.models.loader import BackendLoader, Cores
 from headrace.models.registry import Change, Models
-from headrace.models.user_code import describe_error
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.messages import Batch, Failure, Request
 from headrace.services.executor.buffers import scatter

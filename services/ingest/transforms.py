@@ -9,15 +9,14 @@ that ends its process.
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
-from headrace.errors import Code, Fatal, Rejected
-from headrace.models.user_code import Interrupted, describe_error, interrupt
+from headrace.errors import Code, Fatal, Rejected, describe_error
+from headrace.models.user_code import Interrupted, interrupt
 from headrace.models.version import ModelVersion
+from headrace.primitives.worker_thread import WorkerThread
 from headrace.protocol.messages import InputTensor, Request
 from headrace.tuning import TUNING, IngestTuning
 
@@ -59,8 +58,7 @@ class TransformThread:
 
     def __init__(self, tuning: IngestTuning = TUNING.ingest) -> None:
         self._tuning = tuning
-        self._chunks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._worker = WorkerThread("transforms")
         self._payload_lock = threading.Lock()
         self._current: Payload | None = None
         self._since_s = 0.0
@@ -71,21 +69,10 @@ class TransformThread:
         Raises:
             Fatal: a transform did not end when it was interrupted.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="transforms", daemon=True)
-            self._thread.start()
-        loop = asyncio.get_running_loop()
-        done = asyncio.Event()
-
-        def work() -> None:
-            for payload in payloads:
-                self._transform(payload)
-            # If the loop has been closed meanwhile, no caller waits.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(done.set)
-
-        self._chunks.put(work)
-        while not await _is_set_within(done, self._left_s()):
+        if not self._worker.is_started:
+            self._worker.start()
+        done = self._worker.call(lambda: self._transform_all(payloads)).done
+        while not (await asyncio.wait([done], timeout=max(0.001, self._left_s())))[0]:
             payload = self._current
             if payload is None or self._left_s() > 0 or payload.is_done:
                 continue
@@ -96,10 +83,11 @@ class TransformThread:
                     "interrupted"
                 )
             self._interrupt(payload)
+        done.result()
 
     def close(self) -> None:
         """End the thread after the payloads it was given."""
-        self._chunks.put(None)
+        self._worker.close()
 
     def _left_s(self) -> float:
         """Return the time until the current payload must be interrupted or the process ended."""
@@ -112,18 +100,17 @@ class TransformThread:
         return self._since_s + limit_s - now_s
 
     def _interrupt(self, payload: Payload) -> None:
-        assert self._thread is not None
         with self._payload_lock:
             if payload.is_done:
                 return
             payload.is_interrupted = True
-            interrupt(self._thread)
+            interrupt(self._worker.thread)
 
     # --- on the thread ---------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        while (work := self._chunks.get()) is not None:
-            work()
+    def _transform_all(self, payloads: Sequence[Payload]) -> None:
+        for payload in payloads:
+            self._transform(payload)
 
     def _transform(self, payload: Payload) -> None:
         self._since_s = time.monotonic()
@@ -156,12 +143,3 @@ def _apply(payload: Payload) -> None:
         raise
     except BaseException as error:  # noqa: BLE001 - a user's code must not end the thread
         payload.error = Rejected(Code.INVALID_REQUEST, f"transform: {describe_error(error)}")
-
-
-async def _is_set_within(event: asyncio.Event, within_s: float) -> bool:
-    try:
-        async with asyncio.timeout(max(0.001, within_s)):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True

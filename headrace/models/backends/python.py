@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from headrace.config import describe_fault
-from headrace.errors import ConfigurationError, Fatal, HeadraceError
+from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
 from headrace.models.backends.port import (
     Arrays,
     ModelFailed,
@@ -35,7 +35,7 @@ from headrace.models.backends.port import (
 from headrace.models.backends.warmup import warm_up
 from headrace.models.config import DeclaredTensor, ModelConfig
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.models.user_code import describe_error, is_of_user_code, load_attribute, run_bounded
+from headrace.models.user_code import is_of_user_code, load_attribute, run_bounded
 from headrace.tuning import TUNING, ModelTuning
 
 

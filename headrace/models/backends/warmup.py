@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import ConfigurationError, Fatal, HeadraceError
+from headrace.errors import ConfigurationError, Fatal, HeadraceError, describe_error
 from headrace.models.backends.port import Arrays, WarmUp
 from headrace.models.config import ModelConfig
 from headrace.models.inputs.ranges import clip_range
 from headrace.models.signature import Signature, TensorSpec
-from headrace.models.user_code import describe_error, first_line, is_of_user_code
+from headrace.models.user_code import first_line, is_of_user_code
 from headrace.protocol.tensors import DATATYPES
 from headrace.tuning import TUNING, ModelTuning
 

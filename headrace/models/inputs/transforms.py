@@ -9,10 +9,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from headrace.errors import Code, ConfigurationError, Rejected
+from headrace.errors import Code, ConfigurationError, Rejected, describe_error
 from headrace.models.config import ModelConfig
 from headrace.models.signature import Signature, TensorSpec
-from headrace.models.user_code import describe_error, load_attribute, run_bounded
+from headrace.models.user_code import load_attribute, run_bounded
 from headrace.protocol.messages import InputTensor
 from headrace.protocol.tensors import from_array
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, describe_error
 from headrace.models.backends.port import Arrays, RowsMismatch
 from headrace.models.backends.warmup import (
     Inputs,
@@ -39,7 +39,7 @@ from headrace.models.profiling.batch_safety import (
     relative_difference,
 )
 from headrace.models.signature import Signature
-from headrace.models.user_code import describe_error, first_line, is_of_user_code
+from headrace.models.user_code import first_line, is_of_user_code
 from headrace.tuning import TUNING, ModelTuning
 
 Run = Callable[[Arrays], Arrays]

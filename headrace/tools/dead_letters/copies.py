@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from headrace.errors import ConfigurationError
+from headrace.errors import ConfigurationError, describe_error
 from headrace.log.port import NewRecord
-from headrace.models.user_code import describe_error, load_attribute
+from headrace.models.user_code import load_attribute
 from headrace.protocol.headers import HeaderName
 from headrace.tools.dead_letters.dead_letter import DeadLetter
 

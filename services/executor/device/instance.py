@@ -11,8 +11,6 @@ failed batch, all batches of a model with dynamic shapes) run as in `Instance`.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
@@ -24,15 +22,14 @@ from numpy.typing import NDArray
 from headrace.device.port import Device, Memory, require_memory
 from headrace.errors import ConfigurationError, Fatal
 from headrace.models.backends.port import Arrays, Backend, ReusedInputs, StreamBackend
+from headrace.primitives.worker_thread import Call, WorkerThread
 from headrace.protocol.messages import Request
 from headrace.protocol.tensors import DATATYPES
 from headrace.services.executor.buffers import copy_rows
 from headrace.services.executor.device.ring import Ring, RingPlan, Slot, buckets, plan_ring
 from headrace.services.executor.instance import (
-    Call,
     Instance,
     load_and_warm_up,
-    serve_calls,
 )
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
@@ -224,13 +221,7 @@ class DeviceInstance(Instance):
         )
         self._stream_backend = backend
         self._placement = placement
-        self._completions: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._completion_thread = threading.Thread(
-            target=serve_calls,
-            args=(self._completions.get,),
-            name=f"{name}-completion",
-            daemon=True,
-        )
+        self._completion_thread = WorkerThread(f"{name}-completion")
         self._ring: BoundRing | None = None
         self._device: Device | None = None
         self._ready_ns = 0
@@ -279,7 +270,7 @@ class DeviceInstance(Instance):
             completion.work = lambda: _raise(error)
         else:
             completion.work = lambda: self._complete(ring, batch, completion, submitted_ns)
-        self._completions.put(completion)
+        self._completion_thread.put(completion)
         self._read_memory()
 
     def _read_memory(self) -> None:
@@ -323,13 +314,13 @@ class DeviceInstance(Instance):
         try:
             return await super().__aenter__()
         except BaseException:
-            self._completions.put(None)
+            self._completion_thread.close()
             raise
 
     async def __aexit__(self, *_: object) -> None:
         # The dispatcher ends first: its last runs still need the completion thread.
         await self._end()
-        self._completions.put(None)
+        self._completion_thread.close()
 
     def gather(self, requests: Sequence[Request], *, fresh: bool = True) -> Arrays:
         """See `Instance.gather`; a `fresh` batch takes a slot, so it must be run."""

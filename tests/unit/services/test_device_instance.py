@@ -286,8 +286,8 @@ async def test_missing_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="expected a GPU"):
         async with instance:
             pass
-    instance._completion_thread.join(5)
-    assert not instance._completion_thread.is_alive()
+    await instance._completion_thread.join(5)
+    assert not instance._completion_thread.thread.is_alive()
 
 
 async def test_failing_bound_run_prevents_readiness(

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace.errors import Code
+from headrace.errors import MAX_ERROR_TEXT_CHARS, Code
 from headrace.models.version import State
 from headrace.protocol.tensors import to_array
-from headrace.tuning import TUNING
 from tests.support import python_models
 from tests.support.conditions import eventually
 from tests.support.executor_bench import POISON, ExecutorHarness, outcome, requests_of, running
@@ -109,7 +108,7 @@ async def test_a_long_error_is_cut(tmp_path: Path) -> None:
         (request,) = await bench.answered(1)
 
     assert request.failure is not None
-    assert len(request.failure.message) < TUNING.models.max_error_text_chars + 100
+    assert len(request.failure.message) < MAX_ERROR_TEXT_CHARS + 100
 
 
 async def test_what_is_late_or_void_does_not_run(tmp_path: Path) -> None:

@@ -170,5 +170,5 @@ async def test_tensors_need_no_thread(repository: Path) -> None:
     )
     await service.run()
 
-    assert service._transforms._thread is None
+    assert not service._transforms._worker.is_started
     assert len(items.requests) == 1
