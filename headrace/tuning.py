@@ -434,6 +434,19 @@ class IngestTuning:
     interrupt_arrival_s: float = 0.001
     """A requested interruption is raised within the next few instructions of its thread."""
 
+    far_ahead_requests: int = 4096
+    far_ahead_pause_s: float = 40e-6
+    """With more than `far_ahead_requests` of a partition in flight, pause `far_ahead_pause_s` for
+    each request read. Reading ahead still helps to refuse late requests early and to share fairly,
+    but must not take time from the requests read before."""
+
+    hold_loop_s: float = 0.01
+    """Longest time to read without yielding; images or large JSON take milliseconds each."""
+    double_records_for_s: float = 0.001
+    """For this long, double the number of records read between two looks at the clock."""
+    max_records_at_once: int = 128
+    """Most records read between two looks at the clock."""
+
 
 @dataclass(frozen=True)
 class BatcherTuning:
@@ -519,6 +532,10 @@ class ExecutorTuning:
     ring_step_rows: int = 4
     """Above `ring_exact_rows`, runs of a ring are prepared in steps of this many rows. Growing
     steps, such as powers of two, waste more of the device than they save of its memory."""
+    max_held_answers: int = 512
+    """Most finished requests that an instance with quick runs holds back, to send them together."""
+    hold_answers_s: float = 0.002
+    """Longest time that quick runs may follow each other without yielding the event loop."""
     device_memory_period_s: float = 1.0
     """Least time between two readings of a device's free memory."""
 
@@ -526,6 +543,9 @@ class ExecutorTuning:
 @dataclass(frozen=True)
 class ResponderTuning:
     """Tuning values of `services.responder`."""
+
+    charged_from_bytes: int = 1024
+    """Smaller outputs are covered by the fixed overhead charged for each request."""
 
     reply_topic_cache_s: float = 60.0
     """How long the partition count of a reply topic is cached."""
@@ -591,6 +611,11 @@ class ResponderTuning:
 @dataclass(frozen=True)
 class RuntimeTuning:
     """Tuning values of `headrace.runtime` and `headrace.telemetry`."""
+
+    silent_after_s: float = 10.0
+    """Silence after which an executor counts as dead on the embedded log, which has no session
+    timeout.
+    """
 
     unload_check_interval_s: float = 1.0
     """Interval between two searches for replaced model versions that are no longer used."""

@@ -23,6 +23,7 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Protocol
 
 from headrace.config import Settings
@@ -46,7 +47,7 @@ from headrace.telemetry.snapshots import DeviceSnapshot, QueueSnapshot
 from headrace.telemetry.watchdog import Activity
 from headrace.topics import Stage, Topic
 from headrace.transport.batch_io import BatchReceiver, BatchWriter
-from headrace.transport.channels import BatchQueue, Channel, Inlet, Outlet, join_lists
+from headrace.transport.channels import BatchQueue, Outlet, pump
 from headrace.transport.dispatcher import BatchDispatcher
 from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, Identity
@@ -66,17 +67,12 @@ _INPUT = {
     Stage.RESPONDER: Topic.RESULTS,
 }
 
-SILENT_AFTER_S = 10.0
-"""Silence after which an executor counts as dead on the embedded log, which has no session
-timeout.
-"""
-
 Chunk = list[Request]
 Run = Callable[[], Coroutine[Any, Any, None]]
 
 
-class _Edge(Protocol):
-    """A channel or a topic with writers."""
+class _Stage(Protocol):
+    """A stage or a topic with writers."""
 
     def writer(self) -> Outlet[Chunk]: ...
 
@@ -210,13 +206,16 @@ class StageGroup:
 
     async def _wire(self, producer: Producer) -> None:
         answers = await self._wire_responder(producer)
-        items: Inlet[Chunk] | None = None
-        if Stage.INGEST in self._stages:
-            items = self._wire_ingest(producer, answers)
         pulls: BatchQueue[ModelKey, Batch] | None = None
         if Stage.BATCHER in self._stages:
-            items = items or item_receiver(self.source, answers.writer())
-            pulls = self._wire_batcher(items, answers)
+            self._batcher = self._make_batcher(answers)
+            self._runs["batcher"] = self._batcher.run
+            pulls = self._batcher.pulls
+        if Stage.INGEST in self._stages:
+            self._wire_ingest(producer, answers)
+        elif self._batcher is not None:
+            items = item_receiver(self.source, answers.writer())
+            self._runs["read-items"] = partial(pump, items, self._batcher)
         if Stage.EXECUTOR in self._stages:
             events = None if pulls is not None else await self._sized(Topic.EVENTS)
             self._wire_executor(pulls, answers, producer, events)
@@ -229,26 +228,26 @@ class StageGroup:
             dispatcher = BatchDispatcher(pulls, writer, self._models, reader, self._metrics, tuning)
             self._runs["write-batches"] = dispatcher.run
 
-    def _wire_ingest(self, producer: Producer, answers: _Edge) -> Channel[Chunk]:
-        channel: Channel[Chunk] = Channel()
-        items: _Edge = channel
-        if Stage.BATCHER not in self._stages:
+    def _wire_ingest(self, producer: Producer, answers: _Stage) -> None:
+        items: Outlet[Chunk]
+        if self._batcher is not None:
+            items = self._batcher
+        else:
             topic = self._settings.topic(Topic.ITEMS)
-            outlet = item_sender(
+            sender = item_sender(
                 producer, topic, answers.writer(), self._metrics, self._tuning.transport
             )
-            self._runs["write-items"] = outlet.run
-            items = outlet
+            self._runs["write-items"] = sender.run
+            items = sender.writer()
         ingest = IngestService(
             self.source,
-            items.writer(),
+            items,
             answers.writer(),
             self._ingest_rules(),
             self._instruments,
             self._tuning.ingest,
         )
         self._runs["ingest"] = ingest.run
-        return channel
 
     def _ingest_rules(self) -> IngestRules:
         """Return the rules of ingest; a batcher in this process refuses what would be too late."""
@@ -274,10 +273,9 @@ class StageGroup:
         assert self._batcher is not None
         return self._batcher.refusal(envelope, rows)
 
-    def _wire_batcher(self, items: Inlet[Chunk], answers: _Edge) -> BatchQueue[ModelKey, Batch]:
+    def _make_batcher(self, answers: _Stage) -> BatcherService:
         prefix = f"{os.getpid()}-{secrets.token_hex(4)}"  # unique among processes
-        batcher = BatcherService(
-            items,
+        return BatcherService(
             answers.writer(),
             self._models.catalog.lookup_bound,
             prefix,
@@ -286,14 +284,11 @@ class StageGroup:
             self.source.quarantine.has_run,
             self._tuning.batcher,
         )
-        self._runs["batcher"] = batcher.run
-        self._batcher = batcher
-        return batcher.pulls
 
     def _wire_executor(
         self,
         pulls: BatchQueue[ModelKey, Batch] | None,
-        answers: _Edge,
+        answers: _Stage,
         producer: Producer,
         events: TopicPartition | None,
     ) -> None:
@@ -325,7 +320,9 @@ class StageGroup:
 
     def _announcer(self, producer: Producer, events: TopicPartition) -> ExecutorHeartbeat:
         kafka = self._settings.kafka
-        silent_after_s = SILENT_AFTER_S if kafka is None else kafka.session_timeout_ms / 1000
+        silent_after_s = self._tuning.runtime.silent_after_s
+        if kafka is not None:
+            silent_after_s = kafka.session_timeout_ms / 1000
         return ExecutorHeartbeat(
             producer,
             events,
@@ -341,9 +338,8 @@ class StageGroup:
             return self._tuning.responder.transaction_timeout_s
         return kafka.transaction_timeout_ms / 1000
 
-    async def _wire_responder(self, producer: Producer) -> _Edge:
-        """Wire the responder; return the channel or topic to which others send ended requests."""
-        channel: Channel[Chunk] = Channel(join_lists)
+    async def _wire_responder(self, producer: Producer) -> _Stage:
+        """Wire the responder; return it, or the topic to which others send ended requests."""
         if Stage.RESPONDER not in self._stages:
             outlet = result_sender(
                 producer, self._settings.topic(Topic.RESULTS), self._metrics, self._tuning.transport
@@ -352,7 +348,6 @@ class StageGroup:
             return outlet
         responses = await self._sized(Topic.RESPONSES)
         responder = ResponderService(
-            channel if self._source_offsets is None else result_receiver(self.source),
             producer,
             Routes(self._settings, responses, await self._sized(Topic.DEAD_LETTERS)),
             Delivery(
@@ -367,7 +362,10 @@ class StageGroup:
         )
         self._responder = responder
         self._runs["responder"] = responder.run
-        return channel
+        if self._source_offsets is not None:
+            results = result_receiver(self.source)
+            self._runs["read-results"] = partial(pump, results, responder.writer())
+        return responder
 
     async def _sized(self, topic: Topic) -> TopicPartition:
         """Return a topic's name and number of partitions."""

@@ -1,14 +1,15 @@
-"""Memory channels between two stages of one process.
+"""Streams of chunks between stages, and the queue from which executor instances pull batches.
 
-A `Channel` holds at most one chunk, which may grow; the byte budget of the source, not the
-channels, bounds the work in a process. A `BatchQueue` is driven by its consumer: a free executor
-instance requests the next batch, so no batch closes before an instance can run it.
+A stage that shares its process with the one before it is called directly: its `Outlet` works on a
+chunk in the sender's turn of the event loop, and makes the sender wait while it is behind. Nothing
+is queued between the two; the byte budget of the source bounds the work in a process. A
+`BatchQueue` is driven by its consumer: a free executor instance requests the next batch, so no
+batch closes before an instance can run it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -30,6 +31,14 @@ class Inlet(Protocol[T_co]):
 class Outlet(Protocol[T_contra]):
     """Stream to which a stage sends its chunks."""
 
+    def is_full(self) -> bool:
+        """Return True while `send` would wait."""
+        ...
+
+    def send_nowait(self, chunk: T_contra) -> None:
+        """Send a chunk without waiting; call it only while the stream is not full."""
+        ...
+
     async def send(self, chunk: T_contra) -> None:
         """Send a chunk; wait while the receiver is behind."""
         ...
@@ -39,92 +48,58 @@ class Outlet(Protocol[T_contra]):
         ...
 
 
-MAX_JOINED = 512
-JOIN_S = 0.002
-"""Longest time that a writer that never waits otherwise may hold the event loop."""
+class Receiver(Protocol[T_contra]):
+    """Stage that several writers send to."""
+
+    def is_full(self) -> bool: ...
+    def send_nowait(self, chunk: T_contra) -> None: ...
+    async def send(self, chunk: T_contra) -> None: ...
 
 
-def join_lists(waiting: list[T], chunk: list[T]) -> bool:
-    """Append a chunk to the waiting one; return False if the result would be too long."""
-    if len(waiting) + len(chunk) > MAX_JOINED:
-        return False
-    waiting += chunk
-    return True
+class Writers(Generic[T]):
+    """The writers that send to one stage. Its input ends when all of them are closed."""
+
+    def __init__(self, receiver: Receiver[T]) -> None:
+        self._receiver = receiver
+        self._open = 0
+        self._closed = asyncio.Event()
+
+    def writer(self) -> Writer[T]:
+        """Return a new writer."""
+        self._open += 1
+        return Writer(self._receiver, self._writer_closed)
+
+    async def closed(self) -> None:
+        """Wait until all writers are closed."""
+        await self._closed.wait()
+
+    def _writer_closed(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self._closed.set()
 
 
-class Channel(Generic[T]):
-    """Connect any number of writers to one reader, one chunk at a time.
+class Writer(Generic[T]):
+    """One of the writers that send to a stage; see `Outlet`."""
 
-    Args:
-        join: appends a chunk to the waiting one, and returns False if that would be too long. It
-            saves the reader's cost per chunk, because small models have small batches. None:
-            chunks are never joined.
-    """
-
-    def __init__(self, join: Callable[[T, T], bool] | None = None) -> None:
-        self._join = join
-        self._put_s = 0.0
-        self._chunk: T | None = None
-        self._writers = 0
-        self._filled = asyncio.Event()
-        self._emptied = asyncio.Event()
-        self._emptied.set()
-
-    def writer(self) -> ChannelWriter[T]:
-        """Return a new writer. The stream ends when all writers are closed."""
-        self._writers += 1
-        return ChannelWriter(self)
-
-    async def receive(self) -> T | None:
-        """See `Inlet`."""
-        while self._chunk is None:
-            if not self._writers:
-                return None
-            self._filled.clear()
-            await self._filled.wait()
-        chunk, self._chunk = self._chunk, None
-        self._emptied.set()
-        return chunk
-
-    async def put(self, chunk: T) -> None:
-        """Called by writers."""
-        while self._chunk is not None:
-            if self._joined(self._chunk, chunk):
-                return
-            self._emptied.clear()
-            await self._emptied.wait()
-        self._chunk = chunk
-        self._filled.set()
-        if self._join is not None:
-            self._put_s = time.perf_counter()
-
-    def _joined(self, waiting: T, chunk: T) -> bool:
-        return (
-            self._join is not None
-            and time.perf_counter() - self._put_s < JOIN_S
-            and self._join(waiting, chunk)
-        )
-
-    def writer_closed(self) -> None:
-        """Called by writers, once each."""
-        self._writers -= 1
-        self._filled.set()
-
-
-class ChannelWriter(Generic[T]):
-    """One writer's end of a `Channel`; see `Outlet`."""
-
-    def __init__(self, channel: Channel[T]) -> None:
-        self._channel: Channel[T] | None = channel
-
-    async def send(self, chunk: T) -> None:
-        assert self._channel is not None, "sent after close"
-        await self._channel.put(chunk)
+    def __init__(self, receiver: Receiver[T], on_close: Callable[[], None]) -> None:
+        self.is_full = receiver.is_full
+        self.send_nowait = receiver.send_nowait
+        self.send = receiver.send
+        self._on_close: Callable[[], None] | None = on_close
 
     def close(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.writer_closed()
+        """Close this writer; closing it again does nothing."""
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+
+async def pump(inlet: Inlet[T], outlet: Outlet[T]) -> None:
+    """Send everything that an inlet receives, and close the outlet at the end of the stream."""
+    while (chunk := await inlet.receive()) is not None:
+        await outlet.send(chunk)
+    outlet.close()
 
 
 class Ask(NamedTuple):
@@ -157,7 +132,7 @@ class BatchQueue(Generic[K, T]):
     def __init__(self, supply: Supply[K, T]) -> None:
         self._supply = supply
         self._first: dict[K, deque[T]] = {}
-        self._waiting: deque[tuple[BatchConsumer[K, T], asyncio.Future[T | None]]] = deque()
+        self._waiting: deque[_Waiting[K, T]] = deque()
         self._closed = asyncio.Event()
 
     def puller(self, key: K | None) -> BatchConsumer[K, T]:
@@ -181,36 +156,42 @@ class BatchQueue(Generic[K, T]):
             return piece
         return self._supply(key, ask)
 
-    async def wait(self, puller: BatchConsumer[K, T]) -> T | None:
+    async def wait(
+        self, puller: BatchConsumer[K, T], run_now: Callable[[T], bool] | None = None
+    ) -> T | None:
         """Wait for the next piece; called by consumers."""
         if self._closed.is_set():
             return None
         waiter: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((puller, waiter))
+        self._waiting.append(_Waiting(puller, waiter, run_now))
         return await waiter
 
     def due_us(self, now_us: int) -> int | None:
         """Return the earliest `close_at_us` of a waiting consumer after `now_us`, or None."""
         moments = [
             puller.ask.close_at_us
-            for puller, waiter in self._waiting
+            for puller, waiter, _ in self._waiting
             if puller.ask.close_at_us > now_us and not waiter.done()
         ]
         return min(moments, default=None)
 
     def kick(self) -> None:
         """Serve the waiting consumers, longest waiting first, while the supply has pieces."""
-        left: deque[tuple[BatchConsumer[K, T], asyncio.Future[T | None]]] = deque()
+        left: deque[_Waiting[K, T]] = deque()
         empty: set[tuple[K | None, Ask]] = set()
-        for puller, waiter in self._waiting:
+        for waiting in self._waiting:
+            puller, waiter, run_now = waiting
             if waiter.done():  # its consumer was cancelled
                 continue
             asked = (puller.key, puller.ask)
             piece = None if asked in empty else self._next(*asked)
+            # One piece at most is run in this turn, so that it does not become a long one.
+            if piece is not None and run_now is not None and run_now(piece):
+                piece = self._next(*asked)
             if piece is None:
                 empty.add(asked)
             if piece is None and not self._closed.is_set() and not puller.ask.at_once:
-                left.append((puller, waiter))
+                left.append(waiting)
             else:
                 waiter.set_result(piece)
         self._waiting = left
@@ -223,6 +204,14 @@ class BatchQueue(Generic[K, T]):
     async def ended(self) -> None:
         """Wait until the queue is closed."""
         await self._closed.wait()
+
+
+class _Waiting(NamedTuple, Generic[K, T]):
+    """A consumer that waits for a piece."""
+
+    consumer: BatchConsumer[K, T]
+    waiter: asyncio.Future[T | None]
+    run_now: Callable[[T], bool] | None
 
 
 class BatchConsumer(Generic[K, T]):
@@ -249,6 +238,16 @@ class BatchConsumer(Generic[K, T]):
         if piece is not None or self.ask.at_once:
             return piece
         return await self._channel.wait(self)
+
+    async def wait(self, run_now: Callable[[T], bool] | None = None) -> T | None:
+        """Wait for the next piece, directly after `take` has found none; see `pull`.
+
+        Args:
+            run_now: called with a piece, by whoever supplies it, while this waits. If it returns
+                True, it has worked on the piece, and this goes on waiting; if False, the piece is
+                returned here.
+        """
+        return None if self.ask.at_once else await self._channel.wait(self, run_now)
 
     def hurry(self) -> None:
         """Withdraw `close_at_us`: the consumer is idle now, so a pending `pull` returns at once if

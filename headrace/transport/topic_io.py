@@ -28,6 +28,7 @@ from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Code, Rejected
 from headrace.log.errors import LogRefused
 from headrace.log.port import NewRecord, Producer, Record, TopicPartition
+from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.codec import decode_item, decode_result, encode_item, encode_result
 from headrace.protocol.headers import HeaderName
 from headrace.protocol.messages import Failure, Request
@@ -35,7 +36,7 @@ from headrace.telemetry.logs import Event
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
 from headrace.transport.burst_limiter import BurstLimiter
-from headrace.transport.channels import Channel, ChannelWriter, Outlet, join_lists
+from headrace.transport.channels import Outlet, Writer, Writers
 from headrace.tuning import TUNING, TransportTuning
 
 log = structlog.get_logger(__name__)
@@ -195,33 +196,45 @@ class TopicSender:
         self._stage = stage
         self._refused = refused
         self._metrics = metrics
-        # Batches are small compared to what a produce request can hold.
-        self._channel: Channel[list[Request]] = Channel(join_lists)
+        self._writers: Writers[list[Request]] = Writers(self)
+        self._tasks = StageTasks()
         self._limiter = BurstLimiter(tuning)
         self._max_waiting = tuning.max_waiting_requests
         self._waiting: dict[int, list[Request]] = {}
+        self._waiting_count = 0
         self._partitions_in_write: set[int] = set()
         self._taken = asyncio.Event()
 
     async def run(self) -> None:
         """Write until all writers are closed and all records are acknowledged."""
-        async with asyncio.TaskGroup() as tasks:
-            while (chunk := await self._channel.receive()) is not None:
-                for request in chunk:
-                    self._waiting.setdefault(request.partition, []).append(request)
-                for partition in self._waiting.keys() - self._partitions_in_write:
-                    self._partitions_in_write.add(partition)
-                    name = f"write-{self._topic}-{partition}"
-                    tasks.create_task(self._write_waiting(partition), name=name)
-                while sum(map(len, self._waiting.values())) > self._max_waiting:
-                    self._taken.clear()
-                    await self._taken.wait()
+        async with self._tasks:
+            await self._writers.closed()
         if self._refused is not None:
             self._refused.close()
 
-    def writer(self) -> ChannelWriter[list[Request]]:
+    def writer(self) -> Writer[list[Request]]:
         """Return a new writer."""
-        return self._channel.writer()
+        return self._writers.writer()
+
+    def is_full(self) -> bool:
+        """Return True while too many requests wait to be written."""
+        return self._waiting_count > self._max_waiting
+
+    def send_nowait(self, chunk: list[Request]) -> None:
+        """See `Outlet`. What arrives while a write is in flight is written together after it."""
+        for request in chunk:
+            self._waiting.setdefault(request.partition, []).append(request)
+        self._waiting_count += len(chunk)
+        for partition in self._waiting.keys() - self._partitions_in_write:
+            self._partitions_in_write.add(partition)
+            self._tasks.start(self._write_waiting(partition), f"write-{self._topic}-{partition}")
+
+    async def send(self, chunk: list[Request]) -> None:
+        """See `Outlet`."""
+        while self.is_full():
+            self._taken.clear()
+            await self._taken.wait()
+        self.send_nowait(chunk)
 
     async def _write_waiting(self, partition: int) -> None:
         """Write to a partition, one write after the other, until no request waits for it."""
@@ -230,6 +243,7 @@ class TopicSender:
             if delay_s := self._limiter.delay_s(time.monotonic()):
                 await asyncio.sleep(delay_s)
             waiting = self._waiting.pop(partition)
+            self._waiting_count -= len(waiting)
             self._limiter.record_write(len(waiting), time.monotonic())
             self._taken.set()
             requests: list[Request] = []

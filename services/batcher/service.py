@@ -1,7 +1,7 @@
 """The batcher stage: requests → waiting groups → batches, pulled by free executor instances.
 
-The path of a request: `_collect` receives it and adds it to the `DynamicBatcher`; `_supply`
-returns the next batch to a consumer of `pulls`; `_tidy` answers requests that end while waiting.
+The path of a request: `collect` adds it to the `DynamicBatcher`; `_supply` returns the next batch
+to a consumer of `pulls`, often within `collect`; `_expire` answers requests that end while waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.services.batcher.fair_queue import BatchLimits
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import QueueSnapshot
 from headrace.topics import Stage
-from headrace.transport.channels import Ask, BatchQueue, Inlet, Outlet
+from headrace.transport.channels import Ask, BatchQueue, Outlet
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.tuning import TUNING, BatcherTuning
 
@@ -24,8 +24,9 @@ from headrace.tuning import TUNING, BatcherTuning
 class BatcherService:
     """Collect requests and supply batches to the consumers of `pulls`.
 
+    It is the `Outlet` of the stage before it, which sends requests that can run.
+
     Args:
-        inlet: supplies requests that can run.
         answers: receives requests that ended here: expired, or their model was unloaded.
         limits: returns the limits of a model version; raises `Rejected` if it is not served.
         prefix: prefix of batch ids; differs between processes.
@@ -35,7 +36,6 @@ class BatcherService:
 
     def __init__(
         self,
-        inlet: Inlet[list[Request]],
         answers: Outlet[list[Request]],
         limits: Callable[[str, str], BatchLimits],
         prefix: str,
@@ -45,7 +45,6 @@ class BatcherService:
         tuning: BatcherTuning = TUNING.batcher,
     ) -> None:
         self._has_run = has_run
-        self._inlet = inlet
         self._answers = answers
         self._metrics, self._tracing, self._clock, self._steady = instruments
         self._forming = DynamicBatcher(limits, prefix, rebind, tuning)
@@ -66,15 +65,45 @@ class BatcherService:
         """
         return self._forming.refusal(envelope, self._now_us(), Stage.INGEST, rows)
 
+    # --- input -------------------------------------------------------------------------------
+
+    def is_full(self) -> bool:
+        """Return False: what waits is bounded by the source's budget."""
+        return False
+
+    async def send(self, chunk: list[Request]) -> None:
+        """See `Outlet`; it never waits."""
+        self.collect(chunk)
+
+    def send_nowait(self, chunk: list[Request]) -> None:
+        """See `Outlet`."""
+        self.collect(chunk)
+
+    def close(self) -> None:
+        """End the input: from now on partial batches close at once."""
+        # Set `draining` before waking consumers, so that they get partial batches at once.
+        self._forming.draining = True
+        self.pulls.kick()
+        self._changed.set()
+
+    def collect(self, chunk: list[Request]) -> None:
+        """Add requests to those that wait, and hand batches to the consumers that wait."""
+        forming = self._forming
+        now_us = self._now_us()
+        if chunk and is_isolated(chunk[0]):
+            self._form_alone(chunk[0], now_us)
+            return
+        forming.add_all(chunk, now_us)
+        if forming.cancellations:
+            self._cancel()
+        self.pulls.kick()
+        self._wake(now_us)
+
+    # --- batches -----------------------------------------------------------------------------
+
     async def run(self) -> None:
-        """Run until the inlet ends and each waiting request has been pulled or has ended."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._tidy(), name="batcher-tidy")
-            await self._collect()
-            # Set `draining` before waking consumers, so that they get partial batches at once.
-            self._forming.draining = True
-            self.pulls.kick()
-            self._changed.set()
+        """Run until the input ends and each waiting request has been pulled or has ended."""
+        await self._expire()
         self.pulls.close()
         self._answers.close()
 
@@ -84,24 +113,11 @@ class BatcherService:
         self._forming.wall_ahead_us = self._clock() - now_us
         return now_us
 
-    async def _collect(self) -> None:
-        forming = self._forming
-        while (chunk := await self._inlet.receive()) is not None:
-            now_us = self._now_us()
-            if chunk and is_isolated(chunk[0]):
-                self._form_alone(chunk[0], now_us)
-                continue
-            forming.add_all(chunk, now_us)
-            if forming.cancellations:
-                self._cancel()
-            self.pulls.kick()
-            self._rouse(now_us)
-
     def _form_alone(self, request: Request, now_us: int) -> None:
         """Supply an isolated request ahead of all waiting requests, so that it does not queue."""
         if not self._forming.is_served(request):
             self._has_run([request])
-            self._rouse(now_us)
+            self._wake(now_us)
             return
         request.formed_us = now_us
         batch_id = f"{self._prefix}-alone-{request.partition}-{request.offset}"
@@ -125,11 +141,11 @@ class BatcherService:
             self._metrics.formed(batch)
             if self._tracing is not None:
                 self._tracing.formed(batch, batch.requests[0].formed_us)
-        self._rouse(now_us, ask.close_at_us if batch is None else 0)
+        self._wake(now_us, ask.close_at_us if batch is None else 0)
         return batch
 
-    def _rouse(self, now_us: int, wanted_us: int = 0) -> None:
-        """Wake `_tidy` if it has work, or if its next event is earlier than its timer.
+    def _wake(self, now_us: int, wanted_us: int = 0) -> None:
+        """Wake `_expire` if it has work, or if its next event is earlier than its timer.
 
         `wanted_us` is when a busy instance wants its next batch; 0 if none does.
         """
@@ -143,10 +159,10 @@ class BatcherService:
         if next_us is not None and (self._alarm_us is None or next_us < self._alarm_us):
             self._changed.set()
 
-    async def _tidy(self) -> None:
+    async def _expire(self) -> None:
         """Answer requests that ended while waiting, and wake consumers when a queue delay ends.
 
-        Return once the inlet has ended and nothing waits.
+        Return once the input has ended and nothing waits.
         """
         now_us = 0
         while True:

@@ -233,13 +233,26 @@ class Instance:
             return await self.finish(call)
         if self.is_quick:
             try:
-                return self._on_the_loop(inputs)
-            except _CutOffError:
-                log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._worker.name)
-                self._may_inline = False
-            finally:
-                self._inline.observe(self.compute_us)
+                return self.run_now(inputs)
+            except CutOffError:
+                pass
         return await self.finish(self.begin(inputs))
+
+    def run_now(self, inputs: Arrays) -> Arrays:
+        """Run on the event loop; call it only while `is_quick`.
+
+        Raises:
+            CutOffError: the run took too long and was cancelled; later ones use the thread.
+            Exception: any exception of the backend.
+        """
+        try:
+            return self._on_the_loop(inputs)
+        except CutOffError:
+            log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._worker.name)
+            self._may_inline = False
+            raise
+        finally:
+            self._inline.observe(self.compute_us)
 
     def begin(self, inputs: Arrays) -> Call:
         """Queue a run on the thread, behind earlier calls."""
@@ -269,7 +282,7 @@ class Instance:
             return self._backend.run(inputs)
         except Exception as error:
             if self._cut_off:
-                raise _CutOffError from error
+                raise CutOffError from error
             raise
         finally:
             self.compute_us = (time.perf_counter_ns() - began) // 1000
@@ -323,5 +336,5 @@ class TooLate(Exception):
     """Raised for a run that was started ahead, but is no longer wanted when it would begin."""
 
 
-class _CutOffError(Exception):
+class CutOffError(Exception):
     """A run on the event loop was cancelled because it took too long."""

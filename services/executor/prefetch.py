@@ -69,6 +69,7 @@ class Prefetch:
         puller: consumer of fresh batches.
         gather: gathers a batch ahead of its run.
         tasks: the instance's task group, in which batches are pulled ahead.
+        run_now: runs a fresh batch while `wait` waits for one; see `BatchConsumer.wait`.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class Prefetch:
         puller: BatchConsumer[tuple[str, str], Batch],
         gather: Callable[[Batch], PreparedBatch],
         tasks: asyncio.TaskGroup,
+        run_now: Callable[[Batch], bool] | None = None,
         tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
         self._min_run_us = tuning.prefetch_min_run_us
         self._lead_us = tuning.prefetch_lead_us
         self._puller = puller
+        self._run_now = run_now
         self._gather = gather
         self._tasks = tasks
         self._parts: deque[Batch] = deque()
@@ -99,18 +102,24 @@ class Prefetch:
         at_s = asyncio.get_running_loop().time() + pause_s
         heappush(self._later, _Later(at_s, next(self._numbers), batch, attempts))
 
-    async def next(self) -> PreparedBatch | None:
-        """Return the next batch; None when there will be no more."""
+    def take(self) -> PreparedBatch | None:
+        """Return the next batch; None if there is none now."""
         # Order: a started run (it holds the thread), a due retry, then parts and fresh batches.
         begun = self._begun()
         if begun is not None:
             return begun
         if self._later and self._wait_s() <= 0:
             return self._due()
-        if self._parts:
-            taken = self._fresh_now() if self._fresh_turn else None
-            self._fresh_turn = not self._fresh_turn
-            return taken or _of(self._parts.popleft(), fresh=False)
+        if not self._parts:
+            return self._fresh_now()
+        taken = self._fresh_now() if self._fresh_turn else None
+        self._fresh_turn = not self._fresh_turn
+        return taken or _of(self._parts.popleft(), fresh=False)
+
+    async def wait(self) -> PreparedBatch | None:
+        """Wait for the next batch, directly after `take` has found none; None when there will be
+        no more.
+        """
         return await (self._fresh_or_due() if self._later else self._fresh())
 
     def _begun(self) -> PreparedBatch | None:
@@ -176,7 +185,8 @@ class Prefetch:
             if not pulling.done():  # the run ended earlier than predicted
                 self._puller.hurry()
             return await pulling
-        return await self._pull()
+        batch = await self._puller.wait(self._run_now)
+        return None if batch is None else _of(batch)
 
     async def _pull(self) -> PreparedBatch | None:
         batch = await self._puller.pull()

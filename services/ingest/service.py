@@ -33,18 +33,6 @@ from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Outlet
 from headrace.tuning import TUNING, IngestTuning
 
-FAR_AHEAD = 4096
-PAUSE_S = 40e-6
-"""With more than `FAR_AHEAD` requests of a partition in flight, pause `PAUSE_S` for each request
-read. Reading ahead still helps to refuse late requests early and to share fairly, but must not
-take time from the requests read before."""
-
-HOLD_LOOP_S = 0.01
-"""Longest time to read without yielding; images or large JSON take milliseconds each."""
-QUICK_S = 0.001
-"""For this long, double the number of records read between two looks at the clock."""
-MAX_AT_ONCE = 128
-
 
 class IngestService:
     """Read request records and pass on the requests that can run.
@@ -63,6 +51,7 @@ class IngestService:
         instruments: Instruments,
         tuning: IngestTuning = TUNING.ingest,
     ) -> None:
+        self._tuning = tuning
         self._source = source
         self._items = items
         self._answers = answers
@@ -88,8 +77,9 @@ class IngestService:
                 if not (able or ended):
                     break
                 await self._pass_on(delivery, able, ended)
-                far_ahead = assignment.in_flight > FAR_AHEAD
-                await asyncio.sleep((len(able) + len(ended)) * PAUSE_S if far_ahead else 0)
+                far_ahead = assignment.in_flight > self._tuning.far_ahead_requests
+                pause_s = self._tuning.far_ahead_pause_s if far_ahead else 0.0
+                await asyncio.sleep((len(able) + len(ended)) * pause_s)
         self._transforms.close()
         self._items.close()
         self._answers.close()
@@ -132,12 +122,13 @@ class IngestService:
     def _read(
         self, delivery: PolledRecords, records: Iterator[Record]
     ) -> tuple[list[Request], list[Request]]:
-        """Admit and check records for about `HOLD_LOOP_S`; return (able, ended).
+        """Admit and check records for about `hold_loop_s`; return (able, ended).
 
         Both lists are empty when no records are left. Records answered before this assignment
         are skipped.
         """
         assignment, isolation = delivery.assignment, delivery.isolation
+        tuning = self._tuning
         now_us = self._clock()
         began_s = time.perf_counter()
         read: list[Request] = []
@@ -152,10 +143,10 @@ class IngestService:
             else:
                 read += decode_records(some, assignment, self._rules, now_us)
             elapsed_s = time.perf_counter() - began_s
-            if read and elapsed_s >= HOLD_LOOP_S:
+            if read and elapsed_s >= tuning.hold_loop_s:
                 break
-            if elapsed_s < QUICK_S:
-                at_once = min(2 * at_once, MAX_AT_ONCE)
+            if elapsed_s < tuning.double_records_for_s:
+                at_once = min(2 * at_once, tuning.max_records_at_once)
         if assignment.chains is not None and (isolation is None or isolation.isolated is None):
             _chain(read, assignment.chains)
         able = [one for one in read if one.failure is None]

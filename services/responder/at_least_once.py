@@ -19,7 +19,7 @@ from headrace.delivery.offset_store import OffsetStore
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
 from headrace.log.port import NewRecord, Producer, TopicPartition
-from headrace.primitives.byte_semaphore import ByteSemaphore
+from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.messages import Request
 from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
 from headrace.telemetry.logs import Event
@@ -33,22 +33,30 @@ RefusedAnswer = tuple[Request, TopicPartition, Rejected, bool]
 """A request, the target that refused its answer, the error, and whether the answer was minimal."""
 
 
-class _ChunkPermit:
-    """A chunk's permit and bytes, released once: when it is answered or when it stalls."""
+class _Unacknowledged:
+    """Chunks that are being answered, and the bytes of their outputs."""
 
-    def __init__(
-        self, permits: asyncio.Semaphore, free_bytes: ByteSemaphore, size_bytes: int
-    ) -> None:
-        self._permits = permits
-        self._free_bytes = free_bytes
+    def __init__(self) -> None:
+        self.chunks = self.size_bytes = 0
+        self.released = asyncio.Event()
+
+
+class _ChunkPermit:
+    """A chunk's part of the limits, released once: when it is answered or when it stalls."""
+
+    def __init__(self, held: _Unacknowledged, size_bytes: int) -> None:
+        self._all = held
         self._size_bytes = size_bytes
         self._held = True
+        held.chunks += 1
+        held.size_bytes += size_bytes
 
     def release(self) -> None:
         if self._held:
             self._held = False
-            self._permits.release()
-            self._free_bytes.release(self._size_bytes)
+            self._all.chunks -= 1
+            self._all.size_bytes -= self._size_bytes
+            self._all.released.set()
 
 
 class AtLeastOnce:
@@ -67,9 +75,10 @@ class AtLeastOnce:
         self._offset_store = offset_store
         self._metrics = metrics
         self._stalled_after_s = tuning.target_stalled_after_s
-        self._permits = asyncio.Semaphore(tuning.max_unacknowledged_chunks)
-        self._free_bytes = ByteSemaphore(tuning.max_unacknowledged_bytes)
-        self._tasks = asyncio.TaskGroup()
+        self._max_chunks = tuning.max_unacknowledged_chunks
+        self._max_bytes = tuning.max_unacknowledged_bytes
+        self._unacknowledged = _Unacknowledged()
+        self._tasks = StageTasks()
         self._stalled: dict[TopicPartition, list[Request]] = {}
 
     async def __aenter__(self) -> Self:
@@ -84,17 +93,25 @@ class AtLeastOnce:
     ) -> None:
         await self._tasks.__aexit__(kind, error, trace)
 
-    async def submit(self, addressed: RequestsByTarget) -> None:
-        """Start to answer a chunk once a permit and bytes are free."""
+    def has_room(self) -> bool:
+        """Return True if another chunk may be submitted."""
+        held = self._unacknowledged
+        return held.chunks < self._max_chunks and held.size_bytes < self._max_bytes
+
+    async def wait_for_room(self) -> None:
+        """Wait until `has_room`."""
+        while not self.has_room():
+            self._unacknowledged.released.clear()
+            await self._unacknowledged.released.wait()
+
+    def submit(self, addressed: RequestsByTarget) -> None:
+        """Start to answer a chunk; call it only while there is room."""
         for target in addressed.keys() & self._stalled.keys():
             self._stalled[target] += addressed.pop(target)
         if not addressed:
             return
-        size_bytes = sum(map(output_bytes, addressed.values()))
-        await self._free_bytes.acquire(size_bytes)
-        await self._permits.acquire()
-        permit = _ChunkPermit(self._permits, self._free_bytes, size_bytes)
-        self._tasks.create_task(self._answer(addressed, permit), name="responder-answer")
+        permit = _ChunkPermit(self._unacknowledged, sum(map(output_bytes, addressed.values())))
+        self._tasks.start(self._answer(addressed, permit), "responder-answer")
 
     def drop_revoked(self) -> None:
         """Drop stalled requests whose ack handles have been revoked."""

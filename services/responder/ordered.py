@@ -21,6 +21,7 @@ from headrace.errors import Rejected
 from headrace.log.port import Producer, TopicPartition
 from headrace.primitives.auto_reset_event import AutoResetEvent
 from headrace.primitives.byte_semaphore import ByteSemaphore
+from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.messages import Request
 from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
 from headrace.telemetry.metrics import Metrics
@@ -76,7 +77,7 @@ class PartitionSequencer:
         # Answers that wait for an earlier one are not counted: they could fill the limit, and the
         # earlier one would then never be queued.
         self._queued_bytes = ByteSemaphore(tuning.max_queued_answer_bytes)
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = StageTasks()
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -90,8 +91,16 @@ class PartitionSequencer:
     ) -> None:
         await self._tasks.__aexit__(kind, error, trace)
 
-    async def submit(self, addressed: RequestsByTarget) -> None:
-        """Queue a chunk; wait while more than `max_queued_answer_bytes` are queued."""
+    def has_room(self) -> bool:
+        """Return False while more than `max_queued_answer_bytes` are queued."""
+        return self._queued_bytes.used_bytes <= self._tuning.max_queued_answer_bytes
+
+    async def wait_for_room(self) -> None:
+        """Wait until `has_room`."""
+        await self._queued_bytes.wait_within_limit()
+
+    def submit(self, addressed: RequestsByTarget) -> None:
+        """Queue a chunk, and start the steps of its partitions."""
         queues: dict[int, _PartitionQueue | None] = {}
         ready: dict[int, list[PendingAnswer]] = {}
         for target, requests in addressed.items():
@@ -110,7 +119,6 @@ class PartitionSequencer:
             if queue is not None:
                 self._enqueue(queue, ready[number])
                 self._start(queue)
-        await self._queued_bytes.wait_within_limit()
 
     def drop_revoked(self) -> None:
         """Drop answers of revoked partitions, so that their bytes are freed."""
@@ -151,9 +159,7 @@ class PartitionSequencer:
     def _start(self, queue: _PartitionQueue) -> None:
         queue.changed.set()
         if queue.queue and queue.task is None:
-            queue.task = self._tasks.create_task(
-                self._run_steps(queue), name=f"answer-{queue.number}"
-            )
+            queue.task = self._tasks.start(self._run_steps(queue), f"answer-{queue.number}")
 
     async def _run_steps(self, queue: _PartitionQueue) -> None:
         """Run steps until no answer is left; retry waiting answers at an interval, or with the

@@ -17,6 +17,7 @@ from headrace.errors import Code, Retriable
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer, TopicPartition
 from headrace.primitives.bounded_cache import BoundedCache
+from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.messages import Envelope, Failure, Request
 from headrace.telemetry.logs import Event
 from headrace.topics import Stage, Topic
@@ -131,14 +132,14 @@ class ReplyTopics:
             return None
         return entry[0]
 
-    def look_up(self, topic: str, request: Request, tasks: asyncio.TaskGroup) -> None:
+    def look_up(self, topic: str, request: Request, tasks: StageTasks) -> None:
         """Look up the topic, then continue with the request through `on_resolved`."""
         waiting = self._waiting.get(topic)
         if waiting is not None:
             waiting.append(request)
             return
         self._waiting[topic] = [request]
-        tasks.create_task(self._look_up(topic), name="responder-lookup")
+        tasks.start(self._look_up(topic), "responder-lookup")
 
     async def _look_up(self, topic: str) -> None:
         async with self._permits:

@@ -1,14 +1,14 @@
 """The responder stage: ended requests → reply partitions → answers written → acknowledged.
 
-Every request of the process comes through here, however it ended: `_ours` drops revoked and
-repeated requests, `_address` finds each answer's partition, and `submit` writes and acknowledges
-the answers. Chunks overlap (`at_least_once`) unless answers are committed in transactions or kept
-in order; then each source partition runs one step at a time (`ordered`).
+Every request of the process comes through here, however it ended. The path of a chunk: `_select`
+drops requests of revoked partitions, `_address` finds each answer's partition, and `_answer` starts
+to write the answers, which are acknowledged in the background. Chunks overlap (`at_least_once`)
+unless answers are committed in transactions or kept in order; then each source partition runs one
+step at a time (`ordered`).
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
@@ -18,6 +18,7 @@ from headrace.delivery.source_offsets import SourceOffsets
 from headrace.delivery.transactions import PartitionTransactions
 from headrace.log.errors import TopicForbidden
 from headrace.log.port import Producer
+from headrace.primitives.stage_tasks import StageTasks
 from headrace.protocol.messages import Head, Request
 from headrace.services.responder.at_least_once import AtLeastOnce
 from headrace.services.responder.encoder import AnswerEncoder, RequestsByTarget, output_bytes
@@ -25,11 +26,8 @@ from headrace.services.responder.ordered import OrderBy, OrderedStep, PartitionS
 from headrace.services.responder.routing import ReplyTopics, Routes, choose_partition
 from headrace.services.responder.transactional import TransactionalStep
 from headrace.telemetry.instruments import Instruments
-from headrace.transport.channels import Inlet
+from headrace.transport.channels import Writer, Writers
 from headrace.tuning import TUNING, ResponderTuning
-
-CHARGED_FROM_BYTES = 1024
-"""Smaller outputs are covered by the fixed overhead charged for each request."""
 
 _Wish: TypeAlias = tuple[str | None, int | None, int]
 """The requested reply topic and partition (None if not given), and the source partition."""
@@ -56,13 +54,11 @@ class Delivery(NamedTuple):
 class ResponderService:
     """Answer each request once, and write dead letters.
 
-    Args:
-        inlet: supplies requests that have ended, with outputs or a failure.
+    Its writers send it requests that have ended, with outputs or a failure.
     """
 
     def __init__(
         self,
-        inlet: Inlet[list[Request]],
         producer: Producer,
         routes: Routes,
         delivery: Delivery,
@@ -70,7 +66,8 @@ class ResponderService:
         tuning: ResponderTuning = TUNING.responder,
     ) -> None:
         self._tuning = tuning
-        self._inlet = inlet
+        self._writers: Writers[list[Request]] = Writers(self)
+        self._lookups = StageTasks()
         self._routes = routes
         self._offset_store = delivery.offset_store
         self._source_offsets = delivery.source_offsets
@@ -108,39 +105,52 @@ class ResponderService:
         )
         return self._sequencer
 
-    async def run(self) -> None:
-        """Run until the inlet ends and every request is acknowledged."""
-        async with self._answers, asyncio.TaskGroup() as lookups:
-            while (chunk := await self._inlet.receive()) is not None:
-                addressed = self._address(await self._ours(chunk), lookups)
-                if addressed:
-                    await self._answers.submit(addressed)
+    # --- input -------------------------------------------------------------------------------
 
-    def revoked(self) -> None:
-        """Drop waiting requests whose ack handles have been revoked."""
-        self._answers.drop_revoked()
+    def writer(self) -> Writer[list[Request]]:
+        """Return a new writer of ended requests."""
+        return self._writers.writer()
 
-    async def _ours(self, chunk: list[Request]) -> list[Request]:
-        """Drop requests of revoked partitions and those answered already; return the others."""
-        ours, repeated = self._sort_out(chunk)
+    def is_full(self) -> bool:
+        """Return True while too many answers are not acknowledged."""
+        return not self._answers.has_room()
+
+    def send_nowait(self, chunk: list[Request]) -> None:
+        """See `headrace.transport.channels.Outlet`."""
+        self._answer(*self._select(chunk))
+
+    async def send(self, chunk: list[Request]) -> None:
+        """See `headrace.transport.channels.Outlet`."""
+        if self.is_full():
+            await self._answers.wait_for_room()
+        wanted, repeated = self._select(chunk)
         if (
             repeated
             and self._source_offsets is not None
             and await self._source_offsets.has_other_records()
         ):
-            others, repeated = self._sort_out(repeated)
-            ours += others
-        for request in repeated:
-            self._metrics.duplicates.inc()
-            request.ack_handle.ack()
-        return ours
+            others, repeated = self._select(repeated)
+            wanted += others
+        self._answer(wanted, repeated)
 
-    def _sort_out(self, chunk: list[Request]) -> tuple[list[Request], list[Request]]:
+    async def run(self) -> None:
+        """Run until all writers are closed and every request is acknowledged."""
+        async with self._answers, self._lookups:
+            await self._writers.closed()
+
+    def revoked(self) -> None:
+        """Drop waiting requests whose ack handles have been revoked."""
+        self._answers.drop_revoked()
+
+    # --- a chunk -----------------------------------------------------------------------------
+
+    def _select(self, chunk: list[Request]) -> tuple[list[Request], list[Request]]:
         """Split into (to be answered, apparently answered already); drop revoked requests."""
-        ours: list[Request] = []
+        wanted: list[Request] = []
         repeated: list[Request] = []
         heads: tuple[Head, ...] | None = None
         size_bytes = 0
+        charged_from_bytes = self._tuning.charged_from_bytes
         for request in chunk:
             ack_handle = request.ack_handle
             if ack_handle.assignment.revoked:
@@ -149,20 +159,28 @@ class ResponderService:
             elif request.contents is None and request.skipped and self._sequencer is None:
                 self._offset_store.ack([request])
             elif self._source_offsets is None:
-                ours.append(request)
+                wanted.append(request)
                 if request.heads is not heads:
                     heads, size_bytes = request.heads, output_bytes([request])
-                if size_bytes > CHARGED_FROM_BYTES and isinstance(ack_handle, InFlightAck):
+                if size_bytes > charged_from_bytes and isinstance(ack_handle, InFlightAck):
                     ack_handle.resize(ack_handle.size_bytes + size_bytes)
             elif self._source_offsets.is_first_delivery(request.partition, request.offset):
-                ours.append(request)
+                wanted.append(request)
             elif request.skipped:  # the range's end is answered; offsets before it may not be
                 self._offset_store.ack([request])
             else:
                 repeated.append(request)
-        return ours, repeated
+        return wanted, repeated
 
-    def _address(self, requests: Iterable[Request], lookups: asyncio.TaskGroup) -> RequestsByTarget:
+    def _answer(self, wanted: list[Request], repeated: list[Request]) -> None:
+        """Start to write the answers, and ack the requests that were answered already."""
+        if addressed := self._address(wanted):
+            self._answers.submit(addressed)
+        for request in repeated:
+            self._metrics.duplicates.inc()
+            request.ack_handle.ack()
+
+    def _address(self, requests: Iterable[Request]) -> RequestsByTarget:
         """Group requests by target partition; leave out those whose topic is being looked up."""
         addressed: RequestsByTarget = {}
         alike: dict[_Wish, list[Request]] = {}
@@ -185,7 +203,7 @@ class ResponderService:
             if topic is None and number is None:
                 addressed.setdefault(self._routes.default_target(some[0]), []).extend(some)
             else:
-                self._address_wish(addressed, topic or self._routes.responses, some, lookups)
+                self._address_wish(addressed, topic or self._routes.responses, some)
         return addressed
 
     def _address_wish(
@@ -193,7 +211,6 @@ class ResponderService:
         addressed: RequestsByTarget,
         topic: str,
         alike: list[Request],
-        lookups: asyncio.TaskGroup,
     ) -> None:
         """Address requests that name the same reply topic and partition."""
         refusal = self._routes.refusal(topic)
@@ -209,7 +226,7 @@ class ResponderService:
         )
         for request in alike:
             if partitions is None:
-                self._reply_topics.look_up(topic, request, lookups)
+                self._reply_topics.look_up(topic, request, self._lookups)
             else:
                 self._add(addressed, request, partitions)
 
@@ -226,6 +243,7 @@ class ResponderService:
     async def _resolved(
         self, requests: list[Request], partitions: int | TopicForbidden | None
     ) -> None:
+        await self._answers.wait_for_room()
         addressed: RequestsByTarget = {}
         for request in requests:
             if request.ack_handle.revoked:  # during the lookup
@@ -233,4 +251,5 @@ class ResponderService:
                 request.ack_handle.ack()
             else:
                 self._add(addressed, request, partitions)
-        await self._answers.submit(addressed)
+        if addressed:
+            self._answers.submit(addressed)

@@ -19,6 +19,7 @@ from headrace.protocol.messages import Request
 from headrace.protocol.tensors import to_array
 from headrace.services.batcher.service import BatcherService
 from headrace.services.executor.service import ExecutorService
+from headrace.transport.channels import pump
 from tests.support.models import add_version, embedding, settings_for
 from tests.support.python_models import add_python_model
 from tests.support.services import StillClock, make_instruments
@@ -81,12 +82,13 @@ async def answered(repository: Path, chunks: list[list[Request]]) -> list[Reques
     models = Models(settings_for(repository), executes=True)
     models.open()
     early, ran = Tray(), Tray()
-    batcher = BatcherService(Arrivals(chunks), early, models.catalog.lookup, "b", instruments)
+    batcher = BatcherService(early, models.catalog.lookup, "b", instruments)
     executor = ExecutorService(batcher.pulls, ran, models, instruments)
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         tasks.create_task(executor.run())
         await executor.loaded.wait()
         tasks.create_task(batcher.run())
+        tasks.create_task(pump(Arrivals(chunks), batcher))
     return early.requests + ran.requests
 
 

@@ -22,7 +22,7 @@ from headrace.protocol.messages import Failure, Request
 from headrace.services.responder.ordered import OrderBy
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
-from headrace.transport.channels import Channel, ChannelWriter
+from headrace.transport.channels import Writer
 from headrace.tuning import TUNING, ResponderTuning
 from tests.support.conditions import eventually
 from tests.support.logs import read
@@ -59,11 +59,10 @@ def failed(code: Code = Code.MODEL_FAILED, **headers: bytes) -> Request:
 class ResponderHarness:
     """A running responder on an embedded log."""
 
-    def __init__(
-        self, log: MemoryLog, inlet: ChannelWriter[list[Request]], clock: StillClock
-    ) -> None:
+    inlet: Writer[list[Request]]
+
+    def __init__(self, log: MemoryLog, clock: StillClock) -> None:
         self.log = log
-        self.inlet = inlet
         self.clock = clock
         self.instruments = make_instruments(clock)
 
@@ -110,8 +109,7 @@ async def running(
         ],
         replication_factor=1,
     )
-    inlet: Channel[list[Request]] = Channel()
-    bench = ResponderHarness(log, inlet.writer(), StillClock())
+    bench = ResponderHarness(log, StillClock())
     routes = Routes(make_settings({}), RESPONSES, DEAD_LETTERS)
     async with log.producer() as producer, asyncio.TaskGroup() as tasks:
         tracker = tracker or InFlightTracker(Budget(1), lambda: None)
@@ -119,8 +117,10 @@ async def running(
             tracker, source_offsets, "headrace.requests", "headrace.requests"
         )
         delivery = Delivery(offset_store, source_offsets, order_by=order_by)
-        responder = ResponderService(inlet, producer, routes, delivery, bench.instruments, tuning)
+        responder = ResponderService(producer, routes, delivery, bench.instruments, tuning)
+        bench.inlet = responder.writer()
         tasks.create_task(responder.run())
+        await asyncio.sleep(0)
         yield bench
         bench.inlet.close()
 

@@ -79,10 +79,17 @@ class Tray:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.closed = False
+        self.full = False
 
-    async def send(self, chunk: list[Request]) -> None:
+    def is_full(self) -> bool:
+        return self.full
+
+    def send_nowait(self, chunk: list[Request]) -> None:
         assert not self.closed
         self.requests += chunk
+
+    async def send(self, chunk: list[Request]) -> None:
+        self.send_nowait(chunk)
 
     def close(self) -> None:
         self.closed = True

@@ -70,13 +70,7 @@ CHOSEN = {
     "headrace/log/kafka/record_batches.py": {
         *("DEFAULT_DECOMPRESSED_BYTES", "_FIRST_GUESS_BYTES", "_GROWTH", "_MAX_GZIP_MEMBERS"),
     },
-    "headrace/runtime/stage_group.py": {"SILENT_AFTER_S"},
-    "headrace/transport/channels.py": {"MAX_JOINED", "JOIN_S"},
     "services/executor/device/instance.py": {"GRAPH_RUNS"},
-    "services/ingest/service.py": {
-        *("FAR_AHEAD", "PAUSE_S", "HOLD_LOOP_S", "QUICK_S", "MAX_AT_ONCE"),
-    },
-    "services/responder/service.py": {"CHARGED_FROM_BYTES"},
 }
 """Chosen numbers that are still constants of their modules. None is to be added."""
 

@@ -35,6 +35,13 @@ def test_every_service_is_on_the_path(path: str) -> None:
     assert runs <= {name for file, name in NAMED if file == path}
 
 
+def test_path_of_an_ordinary_request_names_at_most_fifteen_files() -> None:
+    """The first section is the fused form: what a reader opens to follow one request."""
+    path = PAGE.split("\n## ")[1]
+
+    assert len({file for file, _ in STEP.findall(path)}) <= 15
+
+
 def test_every_step_is_in_the_form_that_is_checked() -> None:
     """Each dot on the page stands between a file and a name: a slip in the form hides nothing."""
     assert PAGE.count("·") == len(STEP.findall(PAGE))

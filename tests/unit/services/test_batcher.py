@@ -13,7 +13,6 @@ from headrace.errors import Code, Rejected
 from headrace.protocol.headers import BY_CORRELATION
 from headrace.protocol.messages import Envelope, Request
 from headrace.services.batcher.service import BatcherService
-from headrace.transport.channels import Channel, ChannelWriter
 from tests.support.conditions import eventually
 from tests.support.services import StillClock, counted, make_instruments
 from tests.support.work import NOW_US, Limits, Tray, make_request, receipt_of
@@ -30,9 +29,7 @@ class BatcherHarness:
         self.clock = clock or StillClock()
         self.instruments = make_instruments(self.clock, steady)
         self.answers = Tray()
-        self._inlet: Channel[list[Request]] = Channel()
-        self.items: ChannelWriter[list[Request]] = self._inlet.writer()
-        self.batcher = BatcherService(self._inlet, self.answers, limits, "test", self.instruments)
+        self.batcher = self.items = BatcherService(self.answers, limits, "test", self.instruments)
         self.pulls = self.batcher.pulls
 
     def waiting(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from headrace.delivery.ordering import KeyChains
 from headrace.errors import Code
 from headrace.models.registry import Models
 from headrace.protocol.messages import Envelope, Failure, Request
-from headrace.services.ingest import service
 from headrace.services.ingest.decode import Admission, IngestRules
 from headrace.services.ingest.service import IngestService
+from headrace.tuning import TUNING, IngestTuning
 from tests.support.services import (
     RecordSource,
     StillClock,
@@ -38,7 +39,10 @@ def models(tmp_path: Path) -> Models:
 
 
 async def ingest(
-    models: Models, *deliveries: PolledRecords, admission: Admission | None = None
+    models: Models,
+    *deliveries: PolledRecords,
+    admission: Admission | None = None,
+    tuning: IngestTuning = TUNING.ingest,
 ) -> tuple[list[Request], list[Request]]:
     """Those that can run, and those that have ended."""
     items, answers = Tray(), Tray()
@@ -50,6 +54,7 @@ async def ingest(
         answers,
         IngestRules(models.catalog, LimitSettings(), admission),
         instruments,
+        tuning,
     ).run()
     assert items.closed
     assert answers.closed
@@ -129,11 +134,9 @@ async def test_versions_that_are_not_there_are_not_remembered(models: Models) ->
     assert ended[0].version == ""
 
 
-async def test_slow_records_do_not_hold_the_loop(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_records_do_not_hold_the_loop(models: Models) -> None:
     """Between records that take long, others run: a delivery may hold hundreds."""
-    monkeypatch.setattr(service, "HOLD_LOOP_S", 0.0)
+    tuning = replace(TUNING.ingest, hold_loop_s=0.0)
     turns = 0
 
     async def count_turns() -> None:
@@ -143,7 +146,7 @@ async def test_slow_records_do_not_hold_the_loop(
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count_turns())
-    able, _ = await ingest(models, delivery(*[digits_value()] * 50))
+    able, _ = await ingest(models, delivery(*[digits_value()] * 50), tuning=tuning)
     counting.cancel()
 
     assert len(able) == 50
@@ -255,9 +258,9 @@ async def test_reading_far_ahead_leaves_time_for_what_was_read(models: Models) -
     assignment = make_assignment()
     values = [digits_value()] * 500
     ahead = delivery(*values, assignment=assignment)
-    assignment.in_flight = service.FAR_AHEAD
+    assignment.in_flight = TUNING.ingest.far_ahead_requests
     began_s = time.monotonic()
     able, _ = await ingest(models, ahead)
 
     assert len(able) == 500
-    assert time.monotonic() - began_s >= 500 * service.PAUSE_S
+    assert time.monotonic() - began_s >= 500 * TUNING.ingest.far_ahead_pause_s

@@ -42,7 +42,7 @@ class PrefetchHarness:
     async def next_id(self) -> str:
         """The batch that comes next."""
         async with asyncio.timeout(5):
-            taken = await self.intake.next()
+            taken = self.intake.take() or await self.intake.wait()
         return taken.batch.batch_id if taken else "none"
 
 

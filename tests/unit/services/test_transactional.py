@@ -26,7 +26,7 @@ from headrace.protocol.messages import Failure, Request
 from headrace.services.responder.ordered import OrderBy
 from headrace.services.responder.routing import Routes
 from headrace.services.responder.service import Delivery, ResponderService
-from headrace.transport.channels import Channel, ChannelWriter
+from headrace.transport.channels import Writer
 from headrace.tuning import DeliveryTuning, ResponderTuning
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener
@@ -48,12 +48,11 @@ class TransactionalHarness:
     partition.
     """
 
-    def __init__(
-        self, log: MemoryLog, tracker: InFlightTracker, inlet: ChannelWriter[list[Request]]
-    ) -> None:
+    inlet: Writer[list[Request]]
+
+    def __init__(self, log: MemoryLog, tracker: InFlightTracker) -> None:
         self.log = log
         self.tracker = tracker
-        self.inlet = inlet
         self.instruments = make_instruments(StillClock())
         self._assignment = tracker.assign(SOURCE, AckedOffsets(0))
 
@@ -111,9 +110,8 @@ async def running(
         ],
         replication_factor=1,
     )
-    channel: Channel[list[Request]] = Channel()
     tracker = InFlightTracker(Budget(1_000_000), lambda: None)
-    bench = TransactionalHarness(log, tracker, channel.writer())
+    bench = TransactionalHarness(log, tracker)
     offset_store = OffsetStore(tracker, None, SOURCE.topic, SOURCE.topic, offsets_tuning)
     metrics = bench.instruments.metrics
     seals = PartitionTransactions(
@@ -125,9 +123,11 @@ async def running(
         await eventually(lambda: listener.held)
         await seals.fence(member, [0])
         delivery = Delivery(offset_store, None, seals if exactly_once else None, order_by)
-        responder = ResponderService(channel, plain, routes, delivery, bench.instruments, tuning)
+        responder = ResponderService(plain, routes, delivery, bench.instruments, tuning)
+        bench.inlet = responder.writer()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(responder.run())
+            await asyncio.sleep(0)
             yield bench
             bench.inlet.close()
         await seals.release()

@@ -1,12 +1,10 @@
-"""Memory channels: one chunk at a time, ends that are noticed, pieces that are pulled."""
+"""Streams between stages: ends that are noticed, and pieces that are pulled."""
 
 from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from headrace.transport.channels import JOIN_S, MAX_JOINED, Ask, BatchQueue, Channel, join_lists
+from headrace.transport.channels import Ask, BatchQueue, Writers, pump
 
 
 async def ack() -> None:
@@ -15,97 +13,62 @@ async def ack() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_channel_holds_one_chunk() -> None:
-    """A writer waits while the reader is behind by one."""
-    channel: Channel[int] = Channel()
-    writer = channel.writer()
+class Stage:
+    """A stage that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def is_full(self) -> bool:
+        return len(self.received) >= 2
+
+    def send_nowait(self, chunk: int) -> None:
+        self.received.append(chunk)
+
+    async def send(self, chunk: int) -> None:
+        self.send_nowait(chunk)
+
+
+async def test_chunk_sent_is_received_in_the_same_turn() -> None:
+    """A writer calls its stage."""
+    stage = Stage()
+    writer = Writers(stage).writer()
     await writer.send(1)
-    second = asyncio.create_task(writer.send(2))
-    await ack()
+    assert not writer.is_full()
+    writer.send_nowait(2)
 
-    assert not second.done()
-    assert await channel.receive() == 1
-    await second
-    assert await channel.receive() == 2
+    assert stage.received == [1, 2]
+    assert writer.is_full()
 
 
-async def test_chunks_of_many_writers_all_arrive() -> None:
-    """However many wait for their turn, each chunk comes once."""
-    channel: Channel[int] = Channel()
-    writers = [channel.writer() for _ in range(10)]
-    received = []
-    async with asyncio.TaskGroup() as tasks:
-        for number, writer in enumerate(writers):
-            tasks.create_task(writer.send(number))
-        for _ in writers:
-            received += [await channel.receive()]
-
-    assert sorted(received, key=str) == list(range(10))
-
-
-async def test_the_reader_comes_to_the_end_when_all_writers_are_closed() -> None:
-    """What was written before is read first; a reader that waits is woken."""
-    channel: Channel[int] = Channel()
-    first, second = channel.writer(), channel.writer()
-    await first.send(1)
+async def test_input_ends_when_all_writers_are_closed() -> None:
+    """Closing one twice does not close another."""
+    writers: Writers[int] = Writers(Stage())
+    first, second = writers.writer(), writers.writer()
+    closed = asyncio.create_task(writers.closed())
     first.close()
-    first.close()  # once more does nothing
-    assert await channel.receive() == 1
-    reading = asyncio.create_task(channel.receive())
+    first.close()
     await ack()
-    assert not reading.done()
+    assert not closed.done()
 
     second.close()
-
-    assert await reading is None
-
-
-async def test_a_writer_that_gives_up_loses_no_other_chunk() -> None:
-    """A send that is cancelled while it waits leaves the channel as it was."""
-    channel: Channel[int] = Channel()
-    writer = channel.writer()
-    await writer.send(1)
-    given_up = asyncio.create_task(writer.send(2))
-    kept = asyncio.create_task(writer.send(3))
-    await ack()
-    given_up.cancel()
-
-    assert await channel.receive() == 1
-    assert await channel.receive() == 3
-    await kept
-    with pytest.raises(asyncio.CancelledError):
-        await given_up
+    await closed
 
 
-async def test_small_chunks_join_while_they_wait() -> None:
-    """A reader that is behind gets what was written meanwhile as one chunk, up to the bound."""
-    channel: Channel[list[int]] = Channel(join_lists)
-    writer = channel.writer()
-    await writer.send([1])
-    await writer.send([2, 3])
-    too_many = asyncio.create_task(writer.send([4] * MAX_JOINED))
-    await ack()
+async def test_pump_sends_everything_and_closes_the_outlet() -> None:
+    """In order, up to the end of the inlet."""
+    chunks: list[int | None] = [1, 2, None]
 
-    assert not too_many.done()
-    assert await channel.receive() == [1, 2, 3]
-    await too_many
-    assert await channel.receive() == [4] * MAX_JOINED
+    class Inlet:
+        async def receive(self) -> int | None:
+            return chunks.pop(0)
 
+    stage = Stage()
+    writers = Writers(stage)
+    await pump(Inlet(), writers.writer())
 
-async def test_a_chunk_joins_no_more_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that is always served at once has to let the reader run now and then."""
-    now_s = 0.0
-    monkeypatch.setattr("headrace.transport.channels.time.perf_counter", lambda: now_s)
-    channel: Channel[list[int]] = Channel(join_lists)
-    writer = channel.writer()
-    await writer.send([1])
-    now_s += JOIN_S
-    later = asyncio.create_task(writer.send([2]))
-    await ack()
-
-    assert not later.done()
-    assert await channel.receive() == [1]
-    await later
+    await writers.closed()
+    assert stage.received == [1, 2]
 
 
 class Shelf:
@@ -239,3 +202,56 @@ async def test_an_instance_that_is_free_early_hurries() -> None:
     puller.hurry()
 
     assert await waiting == "one"
+
+
+async def test_piece_run_at_once_leaves_the_consumer_waiting() -> None:
+    """The first piece is run by the supplier; the consumer gets the next one."""
+    shelf = Shelf()
+    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    ran: list[str] = []
+
+    def run_now(piece: str) -> bool:
+        ran.append(piece)
+        return True
+
+    waiting = asyncio.create_task(pulls.puller("a").wait(run_now))
+    await ack()
+    shelf.pieces["a"] = ["first"]
+    pulls.kick()
+    assert ran == ["first"]
+    await ack()
+    assert not waiting.done()
+
+    shelf.pieces["a"] = ["second", "third", "fourth"]
+    pulls.kick()
+
+    assert ran == ["first", "second"]
+    assert await waiting == "third"
+    assert shelf.pieces["a"] == ["fourth"]
+
+
+async def test_piece_that_cannot_be_run_at_once_goes_to_the_consumer() -> None:
+    """No other piece is offered before it."""
+    shelf = Shelf()
+    pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
+    waiting = asyncio.create_task(pulls.puller("a").wait(lambda _: False))
+    await ack()
+    shelf.pieces["a"] = ["first", "second"]
+    pulls.kick()
+
+    assert await waiting == "first"
+
+
+async def test_consumer_waits_for_nothing_when_released_or_closed() -> None:
+    """Whether it was released before or while it waits."""
+    pulls: BatchQueue[str, str] = BatchQueue(Shelf().supply)
+    puller = pulls.puller("a")
+    waiting = asyncio.create_task(puller.wait(lambda _: True))
+    await ack()
+    puller.release()
+    assert await waiting is None
+    assert await puller.wait() is None
+
+    other = pulls.puller("a")
+    pulls.close()
+    assert await other.wait() is None

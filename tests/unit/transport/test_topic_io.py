@@ -63,6 +63,7 @@ async def written(log: MemoryLog, make_outlet: Callable[..., Any], *requests: Re
     async with log.producer() as producer, asyncio.TaskGroup() as tasks:
         outlet = make_outlet(producer, TOPIC)
         tasks.create_task(outlet.run())
+        await asyncio.sleep(0)
         writer = outlet.writer()
         await writer.send(list(requests))
         writer.close()
@@ -232,6 +233,7 @@ async def test_what_comes_while_a_run_is_under_way_leaves_together() -> None:
     other.partition = 1
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(outlet.run())
+        await asyncio.sleep(0)
         await writer.send([make_request()])
         await eventually(lambda: producer.runs == [(0, 1)])
         await writer.send([make_request(), make_request()])

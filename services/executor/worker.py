@@ -1,0 +1,412 @@
+"""One instance's loop: pull a batch → gather → run → scatter its outputs → send its answers.
+
+The path of a batch: `_next` takes it, `_run` drops expired requests, `_compute` gathers, runs and
+scatters, `_finish_run` notes the run. When a run fails, the batch is halved, and halves alternate
+with fresh batches until the faulty request runs alone: only that request fails.
+
+A batch for an idle instance whose runs are quick does not wait for the loop: `run_now` takes the
+same steps in the turn in which the batcher has closed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from headrace.crash_isolation.isolation import is_isolated
+from headrace.delivery.failures import VOID, any_void, deadline_passed, rejection
+from headrace.errors import Code, Fatal, Rejected, Retriable, describe_error
+from headrace.models.backends.port import Arrays
+from headrace.models.registry import Models
+from headrace.models.version import ModelVersion
+from headrace.protocol.messages import Batch, Failure, Request
+from headrace.services.executor.buffers import scatter
+from headrace.services.executor.entering import Isolating, enter_and_run
+from headrace.services.executor.instance import Instance, TooLate
+from headrace.services.executor.prefetch import Prefetch, PreparedBatch, apart, divide, pause_after
+from headrace.services.executor.safety import Comparison, refuse_nonfinite
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.logs import Event
+from headrace.telemetry.snapshots import DeviceSnapshot
+from headrace.telemetry.span_attributes import Run
+from headrace.telemetry.watchdog import Activity
+from headrace.topics import Stage
+from headrace.transport.channels import BatchConsumer, Outlet
+from headrace.transport.heartbeat import ExecutorHeartbeat
+from headrace.tuning import TUNING, ExecutorTuning
+
+log = structlog.get_logger(__name__)
+
+ModelKey = tuple[str, str]
+
+
+class Worker:
+    """Run the batches of one instance of a model version.
+
+    Args:
+        consumer: supplies batches.
+        answers: receives requests with their outputs or failures.
+        isolating: decides how runs begin, and is notified of requests that ran alone.
+        comparison: returns what decides whether the version can be batched, if that is open.
+        announcer: notified of ended requests if the batcher is in another process.
+
+    Attributes:
+        activity: the current run.
+    """
+
+    def __init__(
+        self,
+        version: ModelVersion,
+        instance: Instance,
+        consumer: BatchConsumer[ModelKey, Batch],
+        answers: Outlet[list[Request]],
+        models: Models,
+        instruments: Instruments,
+        isolating: Isolating,
+        comparison: Callable[[], Comparison],
+        announcer: ExecutorHeartbeat | None = None,
+        tuning: ExecutorTuning = TUNING.executor,
+    ) -> None:
+        self._version = version
+        self._instance = instance
+        self._consumer = consumer
+        self._answers = answers
+        self._models = models
+        self._isolating = isolating
+        self._gate = isolating.gate
+        self._announcer = announcer
+        self._comparison = comparison
+        self._metrics, self._tracing = instruments.metrics, instruments.tracing
+        self._clock, self._steady = instruments.clock, instruments.steady
+        self._anchored = instruments.anchored
+        self._tuning = tuning
+        self._held: list[Request] = []
+        self._held_since_s = 0.0
+        self._max_held_answers = tuning.max_held_answers
+        self._hold_answers_s = tuning.hold_answers_s
+        limit_s = version.config.max_execution_s + tuning.watchdog_grace_s
+        self.activity = Activity(f"executor {instance.name}", limit_s)
+
+    def device_memory(self) -> DeviceSnapshot | None:
+        """Return the memory of the instance's device; None if that is the host."""
+        return self._instance.device_memory()
+
+    async def run(self) -> None:
+        """Run until there are no more batches; parts of failed ones alternate with fresh ones."""
+        async with asyncio.TaskGroup() as tasks:
+            intake = Prefetch(self._consumer, self._gather_ahead, tasks, self.run_now, self._tuning)
+            while (taken := await self._next(intake)) is not None:
+                run = partial(self._run, intake, taken)
+                finished, halves = await enter_and_run(self._isolating, taken, run)
+                intake.put_aside(halves)
+                if finished:
+                    await self._send(taken.batch, finished)
+
+    # --- the ends of a batch -----------------------------------------------------------------
+
+    async def _next(self, intake: Prefetch) -> PreparedBatch | None:
+        """Return the next batch; None when there will be no more.
+
+        Answers that are held back leave before this waits. They also leave, and other tasks get a
+        turn, before quick runs that follow each other hold the event loop for too long.
+        """
+        taken = intake.take()
+        if not self._held:
+            return taken or await intake.wait()
+        while taken is None:
+            if not self._answers.is_full():
+                # No batch can have come since `take`: there is no await between the two.
+                self._answers.send_nowait(self._take_held())
+                return await intake.wait()
+            await self._answers.send(self._take_held())
+            taken = intake.take()
+            if not self._held:
+                return taken or await intake.wait()
+        if (
+            len(self._held) >= self._max_held_answers
+            or time.perf_counter() - self._held_since_s >= self._hold_answers_s
+        ):
+            await self._answers.send(self._take_held())
+            await asyncio.sleep(0)
+        return taken
+
+    async def _send(self, batch: Batch, finished: list[Request]) -> None:
+        """Send finished requests to the responder, those of quick runs a few batches at a time:
+        a chunk costs the responder about as much as dozens of small requests.
+        """
+        self._note_finished(batch, finished)
+        if not self._instance.is_quick:
+            await self._answers.send(self._take_held() + finished)
+            return
+        if not self._held:
+            self._held_since_s = time.perf_counter()
+        self._held += finished
+
+    def _take_held(self) -> list[Request]:
+        held, self._held = self._held, []
+        return held
+
+    def _note_finished(self, batch: Batch, finished: list[Request]) -> None:
+        if self._tracing is not None:
+            self._tracing.executed(batch.batch_id, finished, self._clock())
+        if self._announcer is not None:
+            self._announcer.finished(batch.batch_id, finished)
+
+    # --- a run -------------------------------------------------------------------------------
+
+    def run_now(self, batch: Batch) -> bool:
+        """Run a batch and send its answers in the caller's turn of the event loop.
+
+        Called while `run` waits for a batch. Return False if the batch is left to it: because
+        something would have to wait, or because the run failed. That run is then repeated there,
+        where retries, halves and the run gate are seen to; quick models have no side effects.
+        """
+        instance, version = self._instance, self._version
+        if (
+            not instance.is_quick
+            or self._gate.is_marking
+            or is_isolated(batch.requests[0])
+            or (version.batching_off and len(batch.requests) > 1)
+            or self._answers.is_full()
+        ):
+            return False
+        entry = self._gate.begin()
+        finished, wanted = self._drop_expired(batch.requests)
+        if wanted:
+            clock = self._anchored()
+            run = Run(batch, wanted, clock(), clock=clock, attempts=1)
+            self.activity.begin()
+            try:
+                arrays = instance.gather(wanted)
+                run.gathered_us = clock()
+                self._scatter(run, instance.run_now(arrays))
+            except Fatal:
+                raise
+            except Exception:  # noqa: BLE001 - it is raised and reported again by the repeated run
+                self._gate.leave(entry)
+                return False
+            finally:
+                self.activity.end()
+            run.compute_us = instance.compute_us
+            finished = finished + self._finish_run(run)[0]
+        self._gate.leave(entry)
+        self._note_finished(batch, finished)
+        self._answers.send_nowait(finished)
+        return True
+
+    async def _run(
+        self, intake: Prefetch, taken: PreparedBatch
+    ) -> tuple[list[Request], list[Batch]]:
+        """Run requests together; return the finished ones and the batches still to run."""
+        version, batch = self._version, taken.batch
+        # A run that has been started checks deadlines itself.
+        ended, wanted = (
+            ([], taken.requests) if taken.started else self._drop_expired(taken.requests)
+        )
+        if taken.ended:
+            ended = taken.ended + ended
+        if not wanted:
+            return ended, []
+        if version.batching_off and len(wanted) > 1 and not taken.started:
+            if version.is_undecided:
+                await self._try_together(wanted)
+            return ended, apart(batch, wanted)
+        if len(wanted) != len(taken.requests):
+            taken = taken._replace(requests=wanted, arrays=None)
+        clock = taken.clock or self._anchored()
+        run = Run(batch, wanted, taken.began_us or clock(), taken.gathered_us, clock=clock)
+        run.attempts = taken.attempts + 1
+        try:
+            run.failure = await self._compute(intake, run, taken)
+        except TooLate:
+            # Another run may have been started meanwhile; it goes first.
+            return ended, [Batch(batch.batch_id, wanted, batch.reason)]
+        except Retriable as error:
+            run.failure = Failure(Code.INTERNAL, describe_error(error), Stage.EXECUTOR)
+            late = self._retry_later(intake, run, run.failure)
+            if late is not None:
+                return ended + late, []
+        run.compute_us = self._instance.compute_us
+        done, parts = self._finish_run(run)
+        return ended + done, parts
+
+    async def _compute(self, intake: Prefetch, run: Run, taken: PreparedBatch) -> Failure | None:
+        """Gather, run and scatter; return the failure of the whole run, or None."""
+        version, instance = self._version, self._instance
+        try:
+            arrays = taken.arrays
+            if arrays is None:
+                arrays = instance.gather(run.requests, fresh=taken.fresh)
+                run.gathered_us = run.clock()
+            # With several instances there is no look-ahead: a batch would wait behind this run
+            # while another instance could take it.
+            if version.config.instances == 1 and not instance.is_quick:
+                predicted_us = version.latency.predict_us(
+                    run.requests[0].shape_class, sum([request.rows for request in run.requests])
+                )
+                intake.look_ahead(self._steady(), predicted_us)
+            self._scatter(run, await self._run_watched(arrays))
+        except (Fatal, Retriable, TooLate):
+            raise
+        except Rejected as error:
+            return rejection(error, Stage.EXECUTOR)
+        except Exception as error:  # noqa: BLE001 - a model may raise anything; it ends as an answer
+            return Failure(
+                Code.MODEL_FAILED,
+                f"model {version.name} version {version.version}: {describe_error(error)}",
+                Stage.EXECUTOR,
+            )
+        return None
+
+    def _scatter(self, run: Run, outputs: Arrays) -> None:
+        """Give each request its rows of the outputs."""
+        version = self._version
+        scatter(run.requests, version.signature, outputs)
+        if version.config.finite_outputs:
+            refuse_nonfinite(
+                run.requests, version.signature, outputs, self._tuning.max_rows_in_error
+            )
+
+    def _finish_run(self, run: Run) -> tuple[list[Request], list[Batch]]:
+        """Finish a run; return its finished requests, or the halves of a failed batch to run."""
+        batch, wanted, failure = run.batch, run.requests, run.failure
+        run.ended_us, run.ended_steady_us = run.clock(), self._steady()
+        if self._tracing is not None:
+            self._tracing.ran(run)
+        if failure is None:
+            self._note(run)
+            return wanted, []
+        if len(wanted) == 1:
+            wanted[0].fail(failure)
+            return wanted, []
+        self._metrics.bisections.inc()
+        middle = len(wanted) // 2
+        halves = (wanted[:middle], wanted[middle:])
+        return [], [
+            Batch(f"{batch.batch_id}.{place}", half, "bisected")
+            for place, half in enumerate(halves)
+        ]
+
+    def _note(self, run: Run) -> None:
+        version = self._version
+        rows = sum([request.rows for request in run.requests])
+        for request in run.requests:
+            request.compute_us = run.compute_us
+            request.batch_rows = rows
+        version.latency.observe(run.requests[0].shape_class, rows, run.compute_us)
+        self._models.catalog.note_use(version.name, version.version)
+        if run.batch.end_us:
+            version.latency.observe_lateness(run.ended_steady_us - run.batch.end_us)
+        self._metrics.ran(
+            (version.name, version.version),
+            rows,
+            wait_us=max(0, run.began_us - run.requests[0].formed_us),
+            copy_us=run.gathered_us - run.began_us,
+            compute_us=run.compute_us,
+        )
+
+    async def _run_watched(self, arrays: Arrays) -> Arrays:
+        self.activity.begin()
+        try:
+            return await self._instance.run(arrays)
+        finally:
+            self.activity.end()
+
+    def _drop_expired(self, requests: list[Request]) -> tuple[list[Request], list[Request]]:
+        """Split into (ended, wanted): expired requests and those of revoked partitions end."""
+        now_us = self._clock()
+        deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
+        in_time = not deadlines or now_us < min(deadlines) * 1000
+        if in_time and not any_void(requests):
+            return [], requests
+        ended: list[Request] = []
+        wanted: list[Request] = []
+        for request in requests:
+            failure = VOID if request.ack_handle.revoked else None
+            if request.envelope.deadline_ms:
+                failure = failure or deadline_passed(request, now_us, Stage.EXECUTOR)
+            if failure is None:
+                wanted.append(request)
+            else:
+                request.fail(failure)
+                ended.append(request)
+        return ended, wanted
+
+    # --- before, after and beside a run ------------------------------------------------------
+
+    def _gather_ahead(self, batch: Batch) -> PreparedBatch:
+        """Gather a batch while another one computes, and start it when that one ends."""
+        version, instance = self._version, self._instance
+        clock = self._anchored()
+        began_us = clock()
+        ended, wanted = self._drop_expired(batch.requests)
+        together = len(wanted) == 1 or (bool(wanted) and not version.batching_off)
+        arrays: Arrays | None = None
+        try:
+            arrays = instance.gather(wanted) if together else None
+        except Exception:  # noqa: BLE001 - it is raised and reported again in the batch's own run
+            arrays = None
+        # A run that needs a crash marker, or that must be alone, is not queued behind another.
+        started = (
+            arrays is not None
+            and not self._gate.is_marking
+            and instance.start_ahead(arrays, self._while_in_time(wanted))
+        )
+        entry = self._gate.begin() if started else None
+        return PreparedBatch(
+            batch, ended, wanted, arrays, began_us, clock(), clock=clock, entry=entry
+        )
+
+    def _while_in_time(self, requests: list[Request]) -> Callable[[], bool]:
+        """Return a thread-safe check that none of the requests' deadlines has passed."""
+        deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
+        if not deadlines:
+            return lambda: True
+        earliest_us = min(deadlines) * 1000
+        return lambda: self._clock() < earliest_us
+
+    def _retry_later(self, intake: Prefetch, run: Run, failure: Failure) -> list[Request] | None:
+        """Schedule a retry after a transient error, for requests whose deadlines allow it.
+
+        Returns:
+            The requests that would be late, failed; None if there are no attempts left.
+        """
+        pause_s = pause_after(run.attempts, run.batch, self._tuning)
+        if pause_s is None:
+            return None
+        self._metrics.retried("run")
+        model, version = run.requests[0].model, run.requests[0].version
+        log.warning(Event.RUN_RETRIED, model=model, version=version, code=str(failure.code))
+        # A model's error text may quote a caller's input, so it is logged at debug level only.
+        log.debug(Event.RUN_RETRIED, model=model, version=version, reason=failure.message)
+        wanted, late = divide(run.requests, self._clock() + int(pause_s * 1e6))
+        for request in late:
+            request.fail(failure)
+        if wanted:
+            again = Batch(run.batch.batch_id, wanted, run.batch.reason)
+            intake.put_off(again, pause_s, run.attempts)
+        return late
+
+    async def _try_together(self, requests: list[Request]) -> None:
+        """Use these requests to test whether a model without a verdict can be batched."""
+        comparison, version = self._comparison(), self._version
+        if not comparison.takes():
+            return
+        outcome = await comparison.hold(
+            requests,
+            lambda some: self._instance.gather(some, fresh=False),
+            self._run_watched,
+        )
+        self._metrics.tried_together(version.name, outcome)
+        if comparison.verdict is not None and version.is_undecided:
+            version.apply_verdict(comparison.verdict)
+            log.info(
+                Event.MODEL_BATCHING_DECIDED,
+                model=version.name,
+                version=version.version,
+                batching=comparison.verdict.description,
+            )
