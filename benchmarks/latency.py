@@ -138,14 +138,14 @@ class LatencyRun:
             raise ProgramFailed(f"no answer in {START_WAIT_S:g} s: {running.last_words()}")
 
     def _load(self, seconds: float, skip_s: float = 0.0, wait_s: float = LAST_ANSWERS_S) -> Load:
-        course = LoadPlan(
+        plan = LoadPlan(
             TopicPartition(self._place.requests, PARTITIONS),
             TopicPartition(self._place.responses, PARTITIONS),
             seconds,
             wait_s,
             skip_s,
         )
-        return Load(self._cluster.log, course, [Payload(one) for one in self._subject.values])
+        return Load(self._cluster.log, plan, [Payload(one) for one in self._subject.values])
 
 
 class _OneAtATime:

@@ -49,13 +49,13 @@ async def soak(minutes: float, per_s: float) -> tuple[list[tuple[float, float]],
         await prepare(cluster, FUSED_CONTESTANT, subject, place)
 
         def load(seconds: float) -> Load:
-            course = LoadPlan(
+            plan = LoadPlan(
                 TopicPartition(place.requests, PARTITIONS),
                 TopicPartition(place.responses, PARTITIONS),
                 seconds,
                 START_WAIT_S,
             )
-            return Load(cluster.log, course, [Payload(value) for value in subject.values])
+            return Load(cluster.log, plan, [Payload(value) for value in subject.values])
 
         with Running(FUSED_CONTESTANT.programs(subject, place)) as running:
             await load(WARM_UP_S).closed_loop(PARTITIONS)

@@ -79,11 +79,11 @@ async def measure(settings: Settings, asked: Asked, shown: Progress) -> tuple[Fa
         if settings.kafka is None:
             configure_logging("warning")
             await stack.enter_async_context(running(Pipeline(settings, log)))
-        course = await _course(settings, log, asked)
+        plan = await _plan_load(settings, log, asked)
         cores = _Cores(asked.url)
         await cores.begin()
-        load = Load(log, course, payloads)
-        showing = asyncio.create_task(_show(shown, load.measured, course.seconds), name="progress")
+        load = Load(log, plan, payloads)
+        showing = asyncio.create_task(_show(shown, load.measured, plan.seconds), name="progress")
         try:
             if asked.rate is None:
                 measured = await load.closed_loop(asked.in_flight)
@@ -92,7 +92,7 @@ async def measure(settings: Settings, asked: Asked, shown: Progress) -> tuple[Fa
         finally:
             showing.cancel()
         kept_busy = await cores.end()
-    offered_per_s = measured.counted / (course.seconds - course.skip_s)
+    offered_per_s = measured.counted / (plan.seconds - plan.skip_s)
     facts = _facts(asked, measured, known, payloads)
     if asked.rate is not None:  # the rate actually reached by so short a process
         facts = facts._replace(offered_per_s=offered_per_s)
@@ -123,7 +123,7 @@ async def _payloads(asked: Asked, known: ModelVersion | None) -> Sequence[Payloa
     return [made_up(known, asked.version, as_json=asked.as_json)]
 
 
-async def _course(settings: Settings, log: Log, asked: Asked) -> LoadPlan:
+async def _plan_load(settings: Settings, log: Log, asked: Asked) -> LoadPlan:
     names = [settings.topic(topic) for topic in (Topic.REQUESTS, Topic.RESPONSES)]
     found = await log.describe_topics(names)
     sized: list[TopicPartition] = []
