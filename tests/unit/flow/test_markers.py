@@ -6,7 +6,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.crash_isolation.markers import NOBODY, CrashMarkers, Owner, decode_mark, encode_mark
@@ -40,6 +40,7 @@ async def made() -> MemoryLog:
     return log
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(MARKS, st.builds(Owner, st.text(max_size=20), st.text(max_size=20)))
 def test_a_mark_is_read_as_it_was_written(mark: CrashMarker, owner: Owner) -> None:
     """All of it, and who wrote it."""
