@@ -184,7 +184,7 @@ class Instance:
             )
 
     @property
-    def is_quick(self) -> bool:
+    def runs_inline(self) -> bool:
         """True if the next run is made on the loop, where it cannot overlap with other work."""
         return self._may_inline and self._inline.allowed and self._ahead is None
 
@@ -199,21 +199,21 @@ class Instance:
         block = next(self._blocks) if fresh else None
         return gather(requests, self._backend.signature, block)
 
-    def start_ahead(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
+    def submit_next(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
         """Queue a run behind the current one; `run` then waits for it. False if not possible.
 
         Args:
             inputs: the result of `gather`.
-            wanted: called on the thread before the run; if False, `run` raises `TooLate`.
+            wanted: called on the thread before the run; if False, `run` raises `DeadlinePassed`.
         """
-        if self.is_quick:
+        if self.runs_inline:
             return False
 
         def work() -> Arrays:
             # Checked on the thread when its turn has come: the loop cannot know how long the run
             # before it takes.
             if not wanted():
-                raise TooLate
+                raise DeadlinePassed
             return self._backend.run(inputs)
 
         self._ahead = (inputs, self._call(work))
@@ -230,23 +230,23 @@ class Instance:
         """
         if self._ahead is not None and self._ahead[0] is inputs:
             (_, call), self._ahead = self._ahead, None
-            return await self.finish(call)
-        if self.is_quick:
+            return await self.wait(call)
+        if self.runs_inline:
             try:
                 return self.run_now(inputs)
             except CutOffError:
                 pass
-        return await self.finish(self.begin(inputs))
+        return await self.wait(self.submit(inputs))
 
     def run_now(self, inputs: Arrays) -> Arrays:
-        """Run on the event loop; call it only while `is_quick`.
+        """Run on the event loop; call it only while `runs_inline`.
 
         Raises:
             CutOffError: the run took too long and was cancelled; later ones use the thread.
             Exception: any exception of the backend.
         """
         try:
-            return self._on_the_loop(inputs)
+            return self._run_inline(inputs)
         except CutOffError:
             log.warning(Event.INLINE_RUN_CUT_OFF, instance=self._worker.name)
             self._may_inline = False
@@ -254,15 +254,15 @@ class Instance:
         finally:
             self._inline.observe(self.compute_us)
 
-    def begin(self, inputs: Arrays) -> Call:
+    def submit(self, inputs: Arrays) -> Call:
         """Queue a run on the thread, behind earlier calls."""
         return self._call(lambda: self._backend.run(inputs))
 
-    async def finish(self, call: Call) -> Arrays:
+    async def wait(self, call: Call) -> Arrays:
         """Wait for a queued run and return its outputs; see `run`."""
         try:
             outputs = await self._wait_bounded(call)
-        except TooLate:
+        except DeadlinePassed:
             raise
         except BaseException:
             self._record_duration(call)
@@ -274,7 +274,7 @@ class Instance:
         self.compute_us = call.compute_us
         self._inline.observe(call.compute_us)
 
-    def _on_the_loop(self, inputs: Arrays) -> Arrays:
+    def _run_inline(self, inputs: Arrays) -> Arrays:
         """Run on the loop; the idle thread meanwhile cancels the run if it takes too long."""
         self._inline_since_s = time.monotonic()
         began = time.perf_counter_ns()
@@ -332,7 +332,7 @@ class Instance:
             self._backend.cancel()
 
 
-class TooLate(Exception):
+class DeadlinePassed(Exception):
     """Raised for a run that was started ahead, but is no longer wanted when it would begin."""
 
 

@@ -87,7 +87,7 @@ def open_device(name: str) -> Device:
     return CudaDevice(int(name.removeprefix("cuda:")))
 
 
-def tell_ready(version: ModelVersion) -> None:
+def log_ready(version: ModelVersion) -> None:
     """Log that a version is ready, and the findings about it."""
     log.info(
         Event.MODEL_READY,

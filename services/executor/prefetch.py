@@ -53,7 +53,7 @@ class PreparedBatch(NamedTuple):
         return self.entry is not None
 
 
-class _Later(NamedTuple):
+class _Retry(NamedTuple):
     """A batch to retry at a time of the loop's clock; the earliest sorts first."""
 
     at_s: float
@@ -86,43 +86,43 @@ class Prefetch:
         self._run_now = run_now
         self._gather = gather
         self._tasks = tasks
-        self._parts: deque[Batch] = deque()
-        self._later: list[_Later] = []
+        self._halves: deque[Batch] = deque()
+        self._retries: list[_Retry] = []
         self._numbers = count()
         self._fresh_turn = False
         self._pulling: asyncio.Task[PreparedBatch | None] | None = None
         self._gathering_us = 0
 
-    def put_aside(self, parts: Iterable[Batch]) -> None:
+    def requeue_halves(self, parts: Iterable[Batch]) -> None:
         """Queue the parts of a failed batch; they alternate with fresh batches."""
-        self._parts.extend(parts)
+        self._halves.extend(parts)
 
-    def put_off(self, batch: Batch, pause_s: float, attempts: int) -> None:
+    def retry_later(self, batch: Batch, pause_s: float, attempts: int) -> None:
         """Schedule a batch to be retried after a pause."""
         at_s = asyncio.get_running_loop().time() + pause_s
-        heappush(self._later, _Later(at_s, next(self._numbers), batch, attempts))
+        heappush(self._retries, _Retry(at_s, next(self._numbers), batch, attempts))
 
     def take(self) -> PreparedBatch | None:
         """Return the next batch; None if there is none now."""
         # Order: a started run (it holds the thread), a due retry, then parts and fresh batches.
-        begun = self._begun()
+        begun = self._take_started()
         if begun is not None:
             return begun
-        if self._later and self._wait_s() <= 0:
-            return self._due()
-        if not self._parts:
-            return self._fresh_now()
-        taken = self._fresh_now() if self._fresh_turn else None
+        if self._retries and self._retry_wait_s() <= 0:
+            return self._take_due_retry()
+        if not self._halves:
+            return self._take_fresh()
+        taken = self._take_fresh() if self._fresh_turn else None
         self._fresh_turn = not self._fresh_turn
-        return taken or _of(self._parts.popleft(), fresh=False)
+        return taken or _unprepared(self._halves.popleft(), fresh=False)
 
     async def wait(self) -> PreparedBatch | None:
         """Wait for the next batch, directly after `take` has found none; None when there will be
         no more.
         """
-        return await (self._fresh_or_due() if self._later else self._fresh())
+        return await (self._wait_fresh_or_due() if self._retries else self._wait_fresh())
 
-    def _begun(self) -> PreparedBatch | None:
+    def _take_started(self) -> PreparedBatch | None:
         """Return the batch whose run was started ahead, or None. Another run started now would
         queue behind it on the thread, where deadlines and run time are not checked.
         """
@@ -133,42 +133,42 @@ class Prefetch:
         self._pulling, self._fresh_turn = None, False
         return taken
 
-    def _wait_s(self) -> float:
-        return self._later[0].at_s - asyncio.get_running_loop().time()
+    def _retry_wait_s(self) -> float:
+        return self._retries[0].at_s - asyncio.get_running_loop().time()
 
-    def _due(self) -> PreparedBatch:
-        _, _, batch, attempts = heappop(self._later)
-        return _of(batch, fresh=False)._replace(attempts=attempts)
+    def _take_due_retry(self) -> PreparedBatch:
+        _, _, batch, attempts = heappop(self._retries)
+        return _unprepared(batch, fresh=False)._replace(attempts=attempts)
 
-    async def _fresh_or_due(self) -> PreparedBatch | None:
+    async def _wait_fresh_or_due(self) -> PreparedBatch | None:
         """Return a fresh batch or a due retry, whichever is first. The pull is never cancelled:
         its batch would be lost.
         """
         if self._pulling is None:
             self._pulling = self._tasks.create_task(self._pull(), name="executor-pull")
         self._puller.hurry()
-        await asyncio.wait([self._pulling], timeout=self._wait_s())
+        await asyncio.wait([self._pulling], timeout=self._retry_wait_s())
         if self._pulling.done():
-            taken = await self._fresh()
+            taken = await self._wait_fresh()
             if taken is not None:
                 return taken
-            await asyncio.sleep(self._wait_s())
-        return self._due()
+            await asyncio.sleep(self._retry_wait_s())
+        return self._take_due_retry()
 
-    def look_ahead(self, now_us: int, run_us: int | None) -> None:
+    def start_prefetch(self, now_us: int, run_us: int | None) -> None:
         """Prefetch the next batch so that it is ready at the predicted end of the starting run."""
         if run_us is None or run_us < self._min_run_us:
             return
-        if self._parts or self._pulling is not None:
+        if self._halves or self._pulling is not None:
             return
-        if self._later and self._wait_s() <= 0:
+        if self._retries and self._retry_wait_s() <= 0:
             return  # a retry is due next
         close_at_us = now_us + run_us - self._lead_us - 2 * self._gathering_us
         self._pulling = self._tasks.create_task(
-            self._pull_ahead(max(now_us, close_at_us)), name="executor-pull-ahead"
+            self._prefetch(max(now_us, close_at_us)), name="executor-pull-ahead"
         )
 
-    async def _pull_ahead(self, close_at_us: int) -> PreparedBatch | None:
+    async def _prefetch(self, close_at_us: int) -> PreparedBatch | None:
         batch = await self._puller.pull(close_at_us)
         if batch is None:
             return None
@@ -179,35 +179,35 @@ class Prefetch:
         )
         return taken
 
-    async def _fresh(self) -> PreparedBatch | None:
+    async def _wait_fresh(self) -> PreparedBatch | None:
         pulling, self._pulling = self._pulling, None
         if pulling is not None:
             if not pulling.done():  # the run ended earlier than predicted
                 self._puller.hurry()
             return await pulling
         batch = await self._puller.wait(self._run_now)
-        return None if batch is None else _of(batch)
+        return None if batch is None else _unprepared(batch)
 
     async def _pull(self) -> PreparedBatch | None:
         batch = await self._puller.pull()
-        return None if batch is None else _of(batch)
+        return None if batch is None else _unprepared(batch)
 
-    def _fresh_now(self) -> PreparedBatch | None:
+    def _take_fresh(self) -> PreparedBatch | None:
         """Return a fresh batch if one is available now, or None."""
         if self._pulling is None:
             batch = self._puller.take()
-            return None if batch is None else _of(batch)
+            return None if batch is None else _unprepared(batch)
         if not self._pulling.done():
             return None
         pulling, self._pulling = self._pulling, None
         return pulling.result()
 
 
-def _of(batch: Batch, *, fresh: bool = True) -> PreparedBatch:
+def _unprepared(batch: Batch, *, fresh: bool = True) -> PreparedBatch:
     return PreparedBatch(batch, [], batch.requests, fresh=fresh)
 
 
-def pause_after(attempts: int, batch: Batch, tuning: ExecutorTuning) -> float | None:
+def retry_pause_s(attempts: int, batch: Batch, tuning: ExecutorTuning) -> float | None:
     """Return the seconds until the next attempt, doubled each time; None if there is none left.
 
     Args:
@@ -222,13 +222,13 @@ def pause_after(attempts: int, batch: Batch, tuning: ExecutorTuning) -> float | 
     return tuning.run_backoff.pause_s(attempts - 1)
 
 
-def divide(requests: Sequence[Request], at_us: int) -> tuple[list[Request], list[Request]]:
+def split_expired(requests: Sequence[Request], at_us: int) -> tuple[list[Request], list[Request]]:
     """Split requests into (still in time, expired) at `at_us`, in epoch microseconds."""
     late = [one for one in requests if 0 < one.envelope.deadline_ms * 1000 <= at_us]
     return [one for one in requests if one not in late] if late else list(requests), late
 
 
-def apart(batch: Batch, requests: Sequence[Request]) -> list[Batch]:
+def split_into_singles(batch: Batch, requests: Sequence[Request]) -> list[Batch]:
     """Return a batch for each request."""
     return [
         Batch(f"{batch.batch_id}.{place}", [request], "apart")

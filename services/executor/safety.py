@@ -44,7 +44,7 @@ class Outcome(StrEnum):
     INCONCLUSIVE = "inconclusive"
 
 
-class Comparison:
+class BatchSafetySampler:
     """Comparison of one version's runs until there is a verdict.
 
     Attributes:
@@ -61,7 +61,7 @@ class Comparison:
         self._rounding = 0.0
         self.verdict: Verdict | None = None
 
-    def takes(self) -> bool:
+    def should_compare(self) -> bool:
         """Count a batch; return True if it should be compared."""
         self._offered += 1
         tuning = self._tuning
@@ -70,7 +70,7 @@ class Comparison:
             or self._offered % tuning.comparison_every_batches == 0
         )
 
-    async def hold(self, requests: Sequence[Request], gather: Gather, run: Run) -> Outcome:
+    async def compare(self, requests: Sequence[Request], gather: Gather, run: Run) -> Outcome:
         """Run requests alone and together, and return what the comparison shows.
 
         Raises:

@@ -19,11 +19,10 @@ from headrace.models.loader import BackendLoader, Cores
 from headrace.models.registry import Change, Models
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.messages import Batch, Request
-from headrace.services.executor.entering import Isolating, NotIsolating
 from headrace.services.executor.instance import Instance
-from headrace.services.executor.loading import make_instance, tell_ready
-from headrace.services.executor.safety import Comparison
-from headrace.services.executor.worker import ModelKey, Worker
+from headrace.services.executor.loading import log_ready, make_instance
+from headrace.services.executor.safety import BatchSafetySampler
+from headrace.services.executor.worker import Isolating, ModelKey, NotIsolating, Worker
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
@@ -125,10 +124,10 @@ class ExecutorService:
                     for number in range(len(pullers))
                 ]
                 self._models.mark_ready(version, loader.verdict)
-                tell_ready(version)
+                log_ready(version)
                 self._note_loaded(version)
                 # Shared by the workers, and made when the first of them needs it.
-                comparison = cache(partial(Comparison, version, self._tuning))
+                comparison = cache(partial(BatchSafetySampler, version, self._tuning))
                 async with asyncio.TaskGroup() as tasks:
                     for instance, puller in zip(instances, pullers, strict=True):
                         worker = self._make_worker(version, instance, puller, comparison)
@@ -151,7 +150,7 @@ class ExecutorService:
         version: ModelVersion,
         instance: Instance,
         puller: BatchConsumer[ModelKey, Batch],
-        comparison: Callable[[], Comparison],
+        comparison: Callable[[], BatchSafetySampler],
     ) -> Worker:
         return Worker(
             version,

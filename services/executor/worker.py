@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Protocol, TypeAlias
 
 import structlog
 
-from headrace.crash_isolation.isolation import is_isolated
+from headrace.crash_isolation.isolation import alone_of, is_isolated, places_of
+from headrace.crash_isolation.run_gate import RunGate
 from headrace.delivery.failures import VOID, any_void, deadline_passed, rejection
 from headrace.errors import Code, Fatal, Rejected, Retriable, describe_error
 from headrace.models.backends.port import Arrays
@@ -25,10 +27,15 @@ from headrace.models.registry import Models
 from headrace.models.version import ModelVersion
 from headrace.protocol.messages import Batch, Failure, Request
 from headrace.services.executor.buffers import scatter
-from headrace.services.executor.entering import Isolating, enter_and_run
-from headrace.services.executor.instance import Instance, TooLate
-from headrace.services.executor.prefetch import Prefetch, PreparedBatch, apart, divide, pause_after
-from headrace.services.executor.safety import Comparison, refuse_nonfinite
+from headrace.services.executor.instance import DeadlinePassed, Instance
+from headrace.services.executor.prefetch import (
+    Prefetch,
+    PreparedBatch,
+    retry_pause_s,
+    split_expired,
+    split_into_singles,
+)
+from headrace.services.executor.safety import BatchSafetySampler, refuse_nonfinite
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event
 from headrace.telemetry.snapshots import DeviceSnapshot
@@ -42,6 +49,33 @@ from headrace.tuning import TUNING, ExecutorTuning
 log = structlog.get_logger(__name__)
 
 ModelKey = tuple[str, str]
+
+
+Outcome: TypeAlias = tuple[list[Request], list[Batch]]
+"""Finished requests, and batches still to run."""
+
+
+class Isolating(Protocol):
+    """The part of `headrace.consumer.quarantine.QuarantineGate` that is needed here."""
+
+    @property
+    def gate(self) -> RunGate:
+        """Gate that every run enters."""
+        ...
+
+    def has_run(self, requests: Sequence[Request]) -> None:
+        """Clear isolated requests of suspicion once they have ended."""
+        ...
+
+
+class NotIsolating:
+    """For an executor whose requests are never accused."""
+
+    def __init__(self) -> None:
+        self.gate = RunGate()
+
+    def has_run(self, requests: Sequence[Request]) -> None:
+        """Do nothing."""
 
 
 class Worker:
@@ -67,7 +101,7 @@ class Worker:
         models: Models,
         instruments: Instruments,
         isolating: Isolating,
-        comparison: Callable[[], Comparison],
+        comparison: Callable[[], BatchSafetySampler],
         announcer: ExecutorHeartbeat | None = None,
         tuning: ExecutorTuning = TUNING.executor,
     ) -> None:
@@ -98,34 +132,36 @@ class Worker:
     async def run(self) -> None:
         """Run until there are no more batches; parts of failed ones alternate with fresh ones."""
         async with asyncio.TaskGroup() as tasks:
-            intake = Prefetch(self._consumer, self._gather_ahead, tasks, self.run_now, self._tuning)
-            while (taken := await self._next(intake)) is not None:
-                run = partial(self._run, intake, taken)
+            prefetch = Prefetch(
+                self._consumer, self._gather_ahead, tasks, self.run_now, self._tuning
+            )
+            while (taken := await self._next(prefetch)) is not None:
+                run = partial(self._run, prefetch, taken)
                 finished, halves = await enter_and_run(self._isolating, taken, run)
-                intake.put_aside(halves)
+                prefetch.requeue_halves(halves)
                 if finished:
                     await self._send(taken.batch, finished)
 
     # --- the ends of a batch -----------------------------------------------------------------
 
-    async def _next(self, intake: Prefetch) -> PreparedBatch | None:
+    async def _next(self, prefetch: Prefetch) -> PreparedBatch | None:
         """Return the next batch; None when there will be no more.
 
         Answers that are held back leave before this waits. They also leave, and other tasks get a
         turn, before quick runs that follow each other hold the event loop for too long.
         """
-        taken = intake.take()
+        taken = prefetch.take()
         if not self._held:
-            return taken or await intake.wait()
+            return taken or await prefetch.wait()
         while taken is None:
             if not self._answers.is_full():
                 # No batch can have come since `take`: there is no await between the two.
                 self._answers.send_nowait(self._take_held())
-                return await intake.wait()
+                return await prefetch.wait()
             await self._answers.send(self._take_held())
-            taken = intake.take()
+            taken = prefetch.take()
             if not self._held:
-                return taken or await intake.wait()
+                return taken or await prefetch.wait()
         if (
             len(self._held) >= self._max_held_answers
             or time.perf_counter() - self._held_since_s >= self._hold_answers_s
@@ -139,7 +175,7 @@ class Worker:
         a chunk costs the responder about as much as dozens of small requests.
         """
         self._note_finished(batch, finished)
-        if not self._instance.is_quick:
+        if not self._instance.runs_inline:
             await self._answers.send(self._take_held() + finished)
             return
         if not self._held:
@@ -167,7 +203,7 @@ class Worker:
         """
         instance, version = self._instance, self._version
         if (
-            not instance.is_quick
+            not instance.runs_inline
             or self._gate.is_marking
             or is_isolated(batch.requests[0])
             or (version.batching_off and len(batch.requests) > 1)
@@ -199,7 +235,7 @@ class Worker:
         return True
 
     async def _run(
-        self, intake: Prefetch, taken: PreparedBatch
+        self, prefetch: Prefetch, taken: PreparedBatch
     ) -> tuple[list[Request], list[Batch]]:
         """Run requests together; return the finished ones and the batches still to run."""
         version, batch = self._version, taken.batch
@@ -214,27 +250,27 @@ class Worker:
         if version.batching_off and len(wanted) > 1 and not taken.started:
             if version.is_undecided:
                 await self._try_together(wanted)
-            return ended, apart(batch, wanted)
+            return ended, split_into_singles(batch, wanted)
         if len(wanted) != len(taken.requests):
             taken = taken._replace(requests=wanted, arrays=None)
         clock = taken.clock or self._anchored()
         run = Run(batch, wanted, taken.began_us or clock(), taken.gathered_us, clock=clock)
         run.attempts = taken.attempts + 1
         try:
-            run.failure = await self._compute(intake, run, taken)
-        except TooLate:
+            run.failure = await self._compute(prefetch, run, taken)
+        except DeadlinePassed:
             # Another run may have been started meanwhile; it goes first.
             return ended, [Batch(batch.batch_id, wanted, batch.reason)]
         except Retriable as error:
             run.failure = Failure(Code.INTERNAL, describe_error(error), Stage.EXECUTOR)
-            late = self._retry_later(intake, run, run.failure)
+            late = self._retry_later(prefetch, run, run.failure)
             if late is not None:
                 return ended + late, []
         run.compute_us = self._instance.compute_us
         done, parts = self._finish_run(run)
         return ended + done, parts
 
-    async def _compute(self, intake: Prefetch, run: Run, taken: PreparedBatch) -> Failure | None:
+    async def _compute(self, prefetch: Prefetch, run: Run, taken: PreparedBatch) -> Failure | None:
         """Gather, run and scatter; return the failure of the whole run, or None."""
         version, instance = self._version, self._instance
         try:
@@ -244,13 +280,13 @@ class Worker:
                 run.gathered_us = run.clock()
             # With several instances there is no look-ahead: a batch would wait behind this run
             # while another instance could take it.
-            if version.config.instances == 1 and not instance.is_quick:
+            if version.config.instances == 1 and not instance.runs_inline:
                 predicted_us = version.latency.predict_us(
                     run.requests[0].shape_class, sum([request.rows for request in run.requests])
                 )
-                intake.look_ahead(self._steady(), predicted_us)
+                prefetch.start_prefetch(self._steady(), predicted_us)
             self._scatter(run, await self._run_watched(arrays))
-        except (Fatal, Retriable, TooLate):
+        except (Fatal, Retriable, DeadlinePassed):
             raise
         except Rejected as error:
             return rejection(error, Stage.EXECUTOR)
@@ -354,7 +390,7 @@ class Worker:
         started = (
             arrays is not None
             and not self._gate.is_marking
-            and instance.start_ahead(arrays, self._while_in_time(wanted))
+            and instance.submit_next(arrays, self._while_in_time(wanted))
         )
         entry = self._gate.begin() if started else None
         return PreparedBatch(
@@ -369,13 +405,13 @@ class Worker:
         earliest_us = min(deadlines) * 1000
         return lambda: self._clock() < earliest_us
 
-    def _retry_later(self, intake: Prefetch, run: Run, failure: Failure) -> list[Request] | None:
+    def _retry_later(self, prefetch: Prefetch, run: Run, failure: Failure) -> list[Request] | None:
         """Schedule a retry after a transient error, for requests whose deadlines allow it.
 
         Returns:
             The requests that would be late, failed; None if there are no attempts left.
         """
-        pause_s = pause_after(run.attempts, run.batch, self._tuning)
+        pause_s = retry_pause_s(run.attempts, run.batch, self._tuning)
         if pause_s is None:
             return None
         self._metrics.retried("run")
@@ -383,20 +419,20 @@ class Worker:
         log.warning(Event.RUN_RETRIED, model=model, version=version, code=str(failure.code))
         # A model's error text may quote a caller's input, so it is logged at debug level only.
         log.debug(Event.RUN_RETRIED, model=model, version=version, reason=failure.message)
-        wanted, late = divide(run.requests, self._clock() + int(pause_s * 1e6))
+        wanted, late = split_expired(run.requests, self._clock() + int(pause_s * 1e6))
         for request in late:
             request.fail(failure)
         if wanted:
             again = Batch(run.batch.batch_id, wanted, run.batch.reason)
-            intake.put_off(again, pause_s, run.attempts)
+            prefetch.retry_later(again, pause_s, run.attempts)
         return late
 
     async def _try_together(self, requests: list[Request]) -> None:
         """Use these requests to test whether a model without a verdict can be batched."""
         comparison, version = self._comparison(), self._version
-        if not comparison.takes():
+        if not comparison.should_compare():
             return
-        outcome = await comparison.hold(
+        outcome = await comparison.compare(
             requests,
             lambda some: self._instance.gather(some, fresh=False),
             self._run_watched,
@@ -410,3 +446,24 @@ class Worker:
                 version=version.version,
                 batching=comparison.verdict.description,
             )
+
+
+async def enter_and_run(
+    isolating: Isolating, taken: PreparedBatch, run: Callable[[], Awaitable[Outcome]]
+) -> Outcome:
+    """Enter the gate, run, and leave it; a run that is cancelled or raises does not leave it."""
+    gate, requests = isolating.gate, taken.batch.requests
+    if is_isolated(requests[0]):
+        await gate.enter_alone(alone_of(requests[0]))
+        done = await run()
+        gate.leave_alone()
+        # Clear it before any other run enters: there is no await since it left the gate.
+        isolating.has_run(done[0])
+        return done
+    entry = taken.entry
+    if entry is None:
+        entry = await gate.enter(places_of(requests)) if gate.is_marking else gate.begin()
+    done = await run()
+    # Not in a `finally`: after a failed run the next one would seem to have run alone.
+    gate.leave(entry)
+    return done

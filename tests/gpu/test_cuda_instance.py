@@ -80,10 +80,10 @@ async def test_batches_overlap_without_touching_each_other(instance: DeviceInsta
     async with instance:
         ahead = instance.gather(photos([0, 1]))
         for value in range(1, 200):
-            call = instance.begin(ahead)
+            call = instance.submit(ahead)
             ahead = instance.gather(photos([value % 100, value % 50]))
-            instance.start_ahead(ahead, lambda: True)
-            outputs = await instance.finish(call)
+            instance.submit_next(ahead, lambda: True)
+            outputs = await instance.wait(call)
             before = value - 1
             wanted = [before % 100, before % 50] if before else [0, 1]
             np.testing.assert_array_equal(outputs["scores"], scores(wanted))

@@ -330,20 +330,20 @@ class DeviceInstance(Instance):
             return super().gather(requests, fresh=False)
         return ring.gather(requests, rows)
 
-    def start_ahead(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
-        """Enqueue a batch behind the running one; see `Instance.start_ahead`."""
+    def submit_next(self, inputs: Arrays, wanted: Callable[[], bool]) -> bool:
+        """Enqueue a batch behind the running one; see `Instance.submit_next`."""
         if not isinstance(inputs, RingBatch):
-            return super().start_ahead(inputs, wanted)
-        self.begin(inputs)
+            return super().submit_next(inputs, wanted)
+        self.submit(inputs)
         return True
 
     def _cancel(self, call: Call) -> None:
         """Cancel a run; this works on the CPU only, not for work enqueued on a device."""
         self._stream_backend.cancel()
 
-    def begin(self, inputs: Arrays) -> Call:
+    def submit(self, inputs: Arrays) -> Call:
         if not isinstance(inputs, RingBatch):
-            return super().begin(inputs)
+            return super().submit(inputs)
         if inputs.call is None:
             ring, batch = self._ring, inputs
             assert ring is not None

@@ -129,9 +129,9 @@ async def test_batch_starts_behind_the_one_that_computes(tmp_path: Path) -> None
         current = instance.gather(digits(0))
         for value in range(1, 12):
             ahead = instance.gather(digits(value))
-            first = instance.begin(current)
-            assert instance.start_ahead(ahead, lambda: True)
-            outputs = await instance.finish(first)
+            first = instance.submit(current)
+            assert instance.submit_next(ahead, lambda: True)
+            outputs = await instance.wait(first)
             assert outputs["scores"][0, 1] == 64 * (value - 1)
             current = ahead
         assert (await instance.run(current))["scores"][0, 1] == 64 * 11

@@ -16,7 +16,12 @@ import structlog
 from headrace.errors import ConfigurationError
 from headrace.models.backends.port import Arrays, Backend, WarmUp
 from headrace.models.signature import Signature, TensorSpec, make_signature
-from headrace.services.executor.instance import InlinePolicy, Instance, TooLate, load_and_warm_up
+from headrace.services.executor.instance import (
+    DeadlinePassed,
+    InlinePolicy,
+    Instance,
+    load_and_warm_up,
+)
 from headrace.tuning import TUNING, ExecutorTuning
 from tests.support.conditions import eventually
 
@@ -200,10 +205,10 @@ async def test_run_started_ahead_follows_without_the_loop() -> None:
     """It does not wait for the loop to take the answers of the one before."""
     backend = Sleeper()
     async with make(backend) as instance:
-        first = instance.begin(INPUTS)
-        assert instance.start_ahead(OTHERS, lambda: True)
+        first = instance.submit(INPUTS)
+        assert instance.submit_next(OTHERS, lambda: True)
         await eventually(lambda: len(backend.threads) == 2)
-        assert await instance.finish(first) is INPUTS
+        assert await instance.wait(first) is INPUTS
         assert await instance.run(OTHERS) is OTHERS
     assert len(backend.threads) == 2
 
@@ -214,10 +219,10 @@ async def test_expired_run_started_ahead_is_skipped() -> None:
     async with make(backend) as instance:
         for _ in range(15):
             await instance.run(INPUTS)
-        first = instance.begin(INPUTS)
-        instance.start_ahead(OTHERS, lambda: False)
-        await instance.finish(first)
-        with pytest.raises(TooLate):
+        first = instance.submit(INPUTS)
+        instance.submit_next(OTHERS, lambda: False)
+        await instance.wait(first)
+        with pytest.raises(DeadlinePassed):
             await instance.run(OTHERS)
         assert await instance.run(OTHERS) is OTHERS
     assert len(backend.threads) == 17
@@ -229,7 +234,7 @@ async def test_inline_runs_are_not_started_ahead() -> None:
     async with make(backend) as instance:
         for _ in range(16):
             await instance.run(INPUTS)
-        assert not instance.start_ahead(OTHERS, lambda: True)
+        assert not instance.submit_next(OTHERS, lambda: True)
 
 
 async def test_cancelling_a_hung_run_spares_the_next_one() -> None:
@@ -241,10 +246,10 @@ async def test_cancelling_a_hung_run_spares_the_next_one() -> None:
             return super().run(inputs)
 
     async with make(Slow(), max_execution_s=0.05, may_inline=False) as instance:
-        first = instance.begin(INPUTS)
-        instance.start_ahead(OTHERS, lambda: True)
+        first = instance.submit(INPUTS)
+        instance.submit_next(OTHERS, lambda: True)
         with pytest.raises(TimeoutError, match="longer than max_execution_s"):
-            await instance.finish(first)
+            await instance.wait(first)
         assert await instance.run(OTHERS) is OTHERS
 
 

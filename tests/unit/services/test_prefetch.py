@@ -28,7 +28,7 @@ class PrefetchHarness:
         self.gathering_us = 0
         self.pulls: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
         self.puller = self.pulls.puller(("model", "1"))
-        self.intake = Prefetch(self.puller, self._gather, tasks)
+        self.prefetch = Prefetch(self.puller, self._gather, tasks)
 
     def _supply(self, _: object, ask: Ask) -> Batch | None:
         self.asks.append(ask)
@@ -42,7 +42,7 @@ class PrefetchHarness:
     async def next_id(self) -> str:
         """The batch that comes next."""
         async with asyncio.timeout(5):
-            taken = self.intake.take() or await self.intake.wait()
+            taken = self.prefetch.take() or await self.prefetch.wait()
         return taken.batch.batch_id if taken else "none"
 
 
@@ -64,7 +64,7 @@ async def test_batch_is_gathered_while_another_one_runs() -> None:
     """As soon as the batcher lets it go."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
-        bench.intake.look_ahead(NOW_US, LONG_US)
+        bench.prefetch.start_prefetch(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
         bench.puller.hurry()
@@ -79,7 +79,7 @@ async def test_slow_gathering_closes_the_next_batch_earlier() -> None:
         bench = PrefetchHarness(tasks)
         bench.gathering_us = 3000
         for name in ("a", "b"):
-            bench.intake.look_ahead(NOW_US, LONG_US)
+            bench.prefetch.start_prefetch(NOW_US, LONG_US)
             await asyncio.sleep(0)
             bench.waiting.append(batch(name))
             assert await bench.next_id() == name
@@ -91,7 +91,7 @@ async def test_run_that_ends_early_takes_a_partial_batch() -> None:
     """The pull that waited for its end does not wait any longer."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
-        bench.intake.look_ahead(NOW_US, LONG_US)
+        bench.prefetch.start_prefetch(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
         assert await bench.next_id() == "a"
@@ -102,7 +102,7 @@ async def test_short_or_unknown_run_starts_no_prefetch(run_us: int | None) -> No
     """The timers of the loop are too coarse for them."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
-        bench.intake.look_ahead(NOW_US, run_us)
+        bench.prefetch.start_prefetch(NOW_US, run_us)
         await asyncio.sleep(0)
     assert bench.asks == []
 
@@ -112,7 +112,7 @@ async def test_halves_and_fresh_batches_alternate() -> None:
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
         bench.waiting.extend(batch(name) for name in ("a", "b"))
-        bench.intake.put_aside([batch("x"), batch("y"), batch("z")])
+        bench.prefetch.requeue_halves([batch("x"), batch("y"), batch("z")])
         assert [await bench.next_id() for _ in range(5)] == ["x", "a", "y", "b", "z"]
 
 
@@ -120,12 +120,12 @@ async def test_prefetched_batch_alternates_with_halves() -> None:
     """Between the halves of the one that failed meanwhile."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
-        bench.intake.look_ahead(NOW_US, LONG_US)
+        bench.prefetch.start_prefetch(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
         bench.puller.hurry()
         await eventually(lambda: bench.gathered)
-        bench.intake.put_aside([batch("x"), batch("y")])
+        bench.prefetch.requeue_halves([batch("x"), batch("y")])
         assert [await bench.next_id() for _ in range(3)] == ["x", "a", "y"]
 
 
@@ -133,8 +133,8 @@ async def test_halves_are_run_before_the_end() -> None:
     """Also when the pull ahead has learned already that nothing more comes."""
     async with asyncio.TaskGroup() as tasks:
         bench = PrefetchHarness(tasks)
-        bench.intake.look_ahead(NOW_US, LONG_US)
+        bench.prefetch.start_prefetch(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
-        bench.intake.put_aside([batch("x"), batch("y")])
+        bench.prefetch.requeue_halves([batch("x"), batch("y")])
         bench.pulls.close()
         assert [await bench.next_id() for _ in range(3)] == ["x", "y", "none"]
