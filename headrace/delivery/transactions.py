@@ -261,7 +261,7 @@ class PartitionTransactions:
         assert producer is not None
         try:
             with self._metrics.commit():
-                await producer.seal(records, offsets)
+                await producer.commit_transaction(records, offsets)
         except BaseException as error:
             if isinstance(error, NoLeader | Rejected) and producer.is_usable:
                 raise

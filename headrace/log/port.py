@@ -322,7 +322,7 @@ class TransactionalProducer(Entered, Protocol):
         """Return whether it was entered, and has neither failed nor been closed since."""
         ...
 
-    async def seal(
+    async def commit_transaction(
         self,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],

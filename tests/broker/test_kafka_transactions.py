@@ -119,10 +119,12 @@ async def test_a_record_that_the_broker_refuses_hides_all(
     async with log.reader([answers, source]) as reader:
         async with log.transactional_producer(unique_name, unique_name) as producer:
             with pytest.raises(RecordTooLarge):
-                await producer.seal({source: [small], answers: [large]}, {source: Committed(7)})
+                await producer.commit_transaction(
+                    {source: [small], answers: [large]}, {source: Committed(7)}
+                )
         async with log.transactional_producer(unique_name, unique_name) as successor:
             assert (await log.committed(unique_name, [source]))[source] is None
-            await successor.seal({answers: [NewRecord(None, b"after")]}, {})
+            await successor.commit_transaction({answers: [NewRecord(None, b"after")]}, {})
         assert values(await read(reader, 1)) == [b"after"]
 
 
@@ -142,14 +144,18 @@ async def test_a_seal_without_an_answer_has_an_unknown_outcome(
             reader = log.reader([answers])
             former = log.transactional_producer(unique_name, unique_name)
             async with reader, former:
-                await former.seal({answers: [NewRecord(None, b"a")]}, {source: Committed(1)})
+                await former.commit_transaction(
+                    {answers: [NewRecord(None, b"a")]}, {source: Committed(1)}
+                )
                 cluster.pause_node()
                 with pytest.raises(TransactionTimedOut):
-                    await former.seal({answers: [NewRecord(None, b"b")]}, {source: Committed(2)})
+                    await former.commit_transaction(
+                        {answers: [NewRecord(None, b"b")]}, {source: Committed(2)}
+                    )
                 cluster.resume_node()
                 async with log.transactional_producer(unique_name, unique_name) as successor:
                     at = (await log.committed(unique_name, [source]))[source]
-                    await successor.seal({answers: [NewRecord(None, b"c")]}, {})
+                    await successor.commit_transaction({answers: [NewRecord(None, b"c")]}, {})
                 expected = [b"a", b"c"] if at == Committed(1) else [b"a", b"b", b"c"]
                 assert values(await read(reader, len(expected))) == expected
 
@@ -176,11 +182,11 @@ async def test_what_access_rules_forbid_is_said(guarded: KafkaLog) -> None:
         await guarded.transactional_producer("closed", "open").__aenter__()
     async with guarded.transactional_producer("open", "closed") as producer:
         with pytest.raises(LogRefused, match="GroupAuthorizationFailed"):
-            await producer.seal({open_topic: record}, {open_topic: Committed(1)})
+            await producer.commit_transaction({open_topic: record}, {open_topic: Committed(1)})
     async with guarded.transactional_producer("open", "open") as producer:
         with pytest.raises(TopicForbidden, match="readable"):
-            await producer.seal({readable: record, open_topic: record}, {})
+            await producer.commit_transaction({readable: record, open_topic: record}, {})
     async with guarded.reader([open_topic]) as reader:
         async with guarded.transactional_producer("open", "open") as producer:
-            await producer.seal({open_topic: record}, {})
+            await producer.commit_transaction({open_topic: record}, {})
         assert values(await read(reader, 1)) == [b"v"]

@@ -13,7 +13,9 @@ async def test_a_position_passes_a_marker_at_the_end(
     """All that the log holds has been read, though its last offset holds no record."""
     (partition,) = await make_topic()
     async with log.transactional_producer(unique_name, unique_name) as producer:
-        await producer.seal({partition: [NewRecord(None, b"a"), NewRecord(None, b"b")]}, {})
+        await producer.commit_transaction(
+            {partition: [NewRecord(None, b"a"), NewRecord(None, b"b")]}, {}
+        )
     async with log.reader([partition]) as reader:
         reader.seek(partition, 0)
         end = (await reader.end_offsets([partition]))[partition]

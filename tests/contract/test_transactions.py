@@ -58,7 +58,9 @@ async def test_records_and_offsets_are_sealed(
         log.reader([answers]) as reader,
         log.transactional_producer(unique_name, unique_name) as producer,
     ):
-        await producer.seal({answers: _news(b"a", b"b")}, {source: Committed(7, "v1")})
+        await producer.commit_transaction(
+            {answers: _news(b"a", b"b")}, {source: Committed(7, "v1")}
+        )
         assert values(await read(reader, 2)) == [b"a", b"b"]
     assert await _after_a_successor(log, unique_name, source) == Committed(7, "v1")
 
@@ -72,7 +74,7 @@ async def test_seals_follow_each_other(log: Log, make_topic: MakeTopic, unique_n
     ):
         for number in range(20):
             content = str(number).encode()
-            await producer.seal(
+            await producer.commit_transaction(
                 {each: _news(content) for each in partitions}, {partitions[0]: Committed(number)}
             )
         found = await read(reader, 60)
@@ -91,10 +93,10 @@ async def test_records_alone_and_offsets_alone_are_sealed(
         log.reader([answers]) as reader,
         log.transactional_producer(unique_name, unique_name) as producer,
     ):
-        await producer.seal({}, {})
-        await producer.seal({}, {source: Committed(3)})
-        await producer.seal({answers: _news(b"a")}, {})
-        await producer.seal({answers: []}, {source: Committed(4)})
+        await producer.commit_transaction({}, {})
+        await producer.commit_transaction({}, {source: Committed(3)})
+        await producer.commit_transaction({answers: _news(b"a")}, {})
+        await producer.commit_transaction({answers: []}, {source: Committed(4)})
         assert values(await read(reader, 1)) == [b"a"]
     assert await _after_a_successor(log, unique_name, source) == Committed(4)
 
@@ -106,8 +108,8 @@ async def test_a_marker_takes_an_offset(log: Log, make_topic: MakeTopic, unique_
         log.reader([answers]) as reader,
         log.transactional_producer(unique_name, unique_name) as producer,
     ):
-        await producer.seal({answers: _news(b"a", b"b")}, {})
-        await producer.seal({answers: _news(b"c")}, {})
+        await producer.commit_transaction({answers: _news(b"a", b"b")}, {})
+        await producer.commit_transaction({answers: _news(b"c")}, {})
         assert [record.offset for record in await read(reader, 3)] == [0, 1, 3]
         ends = await reader.end_offsets([answers])
     assert ends == {answers: 5}
@@ -121,7 +123,7 @@ async def test_offsets_of_two_topics_go_in_one_seal(
     other = TopicPartition(f"{unique_name}-other", 0)
     await log.create_topics([TopicInfo(other.topic, 1, {})], replication_factor=1)
     async with log.transactional_producer(unique_name, unique_name) as producer:
-        await producer.seal({}, {source: Committed(5, "v1"), other: Committed(9)})
+        await producer.commit_transaction({}, {source: Committed(5, "v1"), other: Committed(9)})
     await _after_a_successor(log, unique_name, source)
     assert await log.committed(unique_name, [source, other]) == {
         source: Committed(5, "v1"),
@@ -138,8 +140,8 @@ async def test_a_successor_fences(log: Log, make_topic: MakeTopic, unique_name: 
         log.transactional_producer(unique_name, unique_name) as successor,
     ):
         with pytest.raises(Fenced):
-            await former.seal({answers: _news(b"zombie")}, {source: Committed(99)})
-        await successor.seal({answers: _news(b"mine")}, {source: Committed(1)})
+            await former.commit_transaction({answers: _news(b"zombie")}, {source: Committed(99)})
+        await successor.commit_transaction({answers: _news(b"mine")}, {source: Committed(1)})
         assert values(await read(reader, 1)) == [b"mine"]
     assert await _after_a_successor(log, unique_name, source) == Committed(1)
 
@@ -154,7 +156,7 @@ async def test_a_fenced_producer_seals_no_offsets_either(
         log.transactional_producer(unique_name, unique_name),
     ):
         with pytest.raises(Fenced):
-            await former.seal({}, {source: Committed(99)})
+            await former.commit_transaction({}, {source: Committed(99)})
     assert await _committed(log, unique_name, source) is None
 
 
@@ -167,9 +169,9 @@ async def test_other_ids_are_not_fenced(log: Log, make_topic: MakeTopic, unique_
         log.transactional_producer(f"{unique_name}-2", unique_name) as two,
     ):
         await asyncio.gather(
-            *(each.seal({answers: _news(b"v")}, {}) for each in (one, two)),
+            *(each.commit_transaction({answers: _news(b"v")}, {}) for each in (one, two)),
         )
-        await one.seal({answers: _news(b"v")}, {})
+        await one.commit_transaction({answers: _news(b"v")}, {})
         assert len(await read(reader, 3)) == 3
 
 
@@ -182,7 +184,7 @@ async def test_entering_shows_what_was_sealed_last(
     for number in range(1, 101):
         async with log.transactional_producer(unique_name, unique_name) as producer:
             seen.append(await _committed(log, unique_name, source))
-            await producer.seal({}, {source: Committed(number)})
+            await producer.commit_transaction({}, {source: Committed(number)})
     assert seen == [None, *map(Committed, range(1, 100))]
 
 
@@ -197,11 +199,11 @@ async def test_records_that_are_too_large_are_refused_before_the_transaction_beg
         log.transactional_producer(unique_name, unique_name) as producer,
     ):
         with pytest.raises(RecordsRefused) as refusal:
-            await producer.seal({answers: sent}, {source: Committed(7)})
+            await producer.commit_transaction({answers: sent}, {source: Committed(7)})
         assert list(refusal.value.refused) == [answers]
         assert list(refusal.value.refused[answers]) == [0, 2]
         assert producer.is_usable
-        await producer.seal({answers: sent[1:2]}, {source: Committed(1)})
+        await producer.commit_transaction({answers: sent[1:2]}, {source: Committed(1)})
         assert values(await read(reader, 1)) == [b"small"]
     assert await _after_a_successor(log, unique_name, source) == Committed(1)
 
@@ -216,7 +218,7 @@ async def test_many_small_records_keep_within_the_topics_limit(
         log.reader([answers]) as reader,
         log.transactional_producer(unique_name, unique_name) as producer,
     ):
-        await producer.seal({answers: _news(*contents)}, {})
+        await producer.commit_transaction({answers: _news(*contents)}, {})
         assert values(await read(reader, 50)) == contents
 
 
@@ -228,7 +230,7 @@ async def test_a_partition_that_is_not_there_is_refused(
     stranger = TopicPartition(f"{unique_name}-missing", 0)
     async with log.transactional_producer(unique_name, unique_name) as producer:
         with pytest.raises(UnknownPartition, match=str(stranger)):
-            await producer.seal({stranger: _news(b"a")}, {answers: Committed(7)})
+            await producer.commit_transaction({stranger: _news(b"a")}, {answers: Committed(7)})
     assert await _after_a_successor(log, unique_name, answers) is None
 
 
@@ -240,9 +242,13 @@ async def test_metadata_that_is_too_long_is_refused(
     async with log.reader([answers]) as reader:
         async with log.transactional_producer(unique_name, unique_name) as producer:
             with pytest.raises(LogRefused):
-                await producer.seal({answers: _news(b"hidden")}, {source: Committed(7, "x" * 4097)})
+                await producer.commit_transaction(
+                    {answers: _news(b"hidden")}, {source: Committed(7, "x" * 4097)}
+                )
         async with log.transactional_producer(unique_name, unique_name) as successor:
-            await successor.seal({answers: _news(b"seen")}, {source: Committed(8, "x" * 4096)})
+            await successor.commit_transaction(
+                {answers: _news(b"seen")}, {source: Committed(8, "x" * 4096)}
+            )
         assert values(await read(reader, 1)) == [b"seen"]
     assert await _after_a_successor(log, unique_name, source) == Committed(8, "x" * 4096)
 
@@ -254,10 +260,10 @@ async def test_a_failed_producer_is_of_no_more_use(
     (answers,) = await make_topic()
     async with log.transactional_producer(unique_name, unique_name) as producer:
         with pytest.raises(LogRefused):
-            await producer.seal({}, {answers: Committed(7, "x" * 4097)})
+            await producer.commit_transaction({}, {answers: Committed(7, "x" * 4097)})
         assert not producer.is_usable
         with pytest.raises(RuntimeError):
-            await producer.seal({answers: _news(b"small")}, {})
+            await producer.commit_transaction({answers: _news(b"small")}, {})
 
 
 async def test_an_unfinished_seal_is_ended_by_a_successor(
@@ -271,10 +277,10 @@ async def test_an_unfinished_seal_is_ended_by_a_successor(
                 at = await _committed(log, unique_name, source)
                 done = 0 if at is None else at.offset
                 sealing = asyncio.create_task(
-                    producer.seal(
+                    producer.commit_transaction(
                         {answers: _news(str(done).encode())}, {source: Committed(done + 1)}
                     ),
-                    name="seal",
+                    name="transaction",
                 )
                 await asyncio.wait([sealing], timeout=0.0005 * number)
                 sealing.cancel()
@@ -296,8 +302,10 @@ async def test_a_seal_that_meets_a_successor_counts_whole_or_not_at_all(
         for number in range(1, 11):
             async with log.transactional_producer(unique_name, unique_name) as former:
                 sealing = asyncio.create_task(
-                    former.seal({answers: _news(b"%d" % number)}, {source: Committed(number)}),
-                    name="seal",
+                    former.commit_transaction(
+                        {answers: _news(b"%d" % number)}, {source: Committed(number)}
+                    ),
+                    name="transaction",
                 )
                 async with log.transactional_producer(unique_name, unique_name):
                     at = await _committed(log, unique_name, source)
@@ -332,7 +340,7 @@ async def test_many_producers_enter_side_by_side(
 
     producers = await asyncio.gather(*map(enter, partitions))
     for partition, producer in zip(partitions, producers, strict=True):
-        await producer.seal({}, {partition: Committed(1)})
+        await producer.commit_transaction({}, {partition: Committed(1)})
     await asyncio.gather(*(each.close() for each in producers))
 
     committed = await log.committed(unique_name, partitions)
@@ -363,7 +371,7 @@ async def test_a_fence_leaves_membership_alone(
             log.transactional_producer(unique_name, unique_name),
         ):
             with pytest.raises(Fenced):
-                await former.seal({partition: _news(b"a")}, {})
+                await former.commit_transaction({partition: _news(b"a")}, {})
             assert await member.is_member()
 
 
@@ -381,7 +389,7 @@ async def test_sealed_offsets_are_where_a_group_goes_on(
     (partition,) = await make_topic()
     await write_to(log, partition, *(str(number).encode() for number in range(10)))
     async with log.transactional_producer(unique_name, unique_name) as producer:
-        await producer.seal({}, {partition: Committed(8)})
+        await producer.commit_transaction({}, {partition: Committed(8)})
     await _is_committed(log, unique_name, partition, 8)
     async with log.member(unique_name, [unique_name], RecordingListener()) as member:
         assert values(await read(member, 2)) == [b"8", b"9"]

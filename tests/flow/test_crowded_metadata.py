@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import make_settings
-from headrace.log.memory.faults import SealFault
+from headrace.log.memory.faults import TransactionFault
 from headrace.topics import STAGES, Stage
 from tests.support.mixed import Mixed
 from tests.support.models import add_version, embedding
@@ -47,7 +47,9 @@ async def test_answers_that_overtake_are_given_once_all_the_same(
     caller = Mixed(settings, log)
     async with serving(settings, log, form, CROWDED):
         await caller.send(600)
-        log.faults.spoil_seals(*[SealFault.UNKNOWN_BUT_COMMITTED, SealFault.UNKNOWN_AND_OPEN] * 2)
+        log.faults.fail_transactions(
+            *[TransactionFault.UNKNOWN_BUT_COMMITTED, TransactionFault.UNKNOWN_AND_OPEN] * 2
+        )
         log.faults.force_rebalance("headrace")
         await caller.send(600)
         await caller.all_answered()

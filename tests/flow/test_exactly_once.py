@@ -12,7 +12,7 @@ from headrace.config import Settings
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
-from headrace.log.memory.faults import SealFault
+from headrace.log.memory.faults import TransactionFault
 from headrace.log.port import TopicPartition
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
@@ -78,16 +78,16 @@ async def test_each_request_has_one_visible_answer(settings: Settings, form: Gro
 
 
 @FORMS
-@pytest.mark.parametrize("fault", list(SealFault))
+@pytest.mark.parametrize("fault", list(TransactionFault))
 async def test_an_unknown_outcome_is_found_out(
-    settings: Settings, form: Grouping, fault: SealFault
+    settings: Settings, form: Grouping, fault: TransactionFault
 ) -> None:
     """Whether the transaction was sealed or not: its successor learns it, and doubles nothing."""
     log = await log_for(settings)
     caller = Caller(settings, log)
     async with serving(settings, log, form, QUICK):
         for _ in range(5):
-            log.faults.spoil_seals(fault, fault)
+            log.faults.fail_transactions(fault, fault)
             await caller.send(40)
             await all_visible(log, settings, caller.sent)
 
@@ -104,7 +104,7 @@ async def test_offsets_that_show_late_double_nothing(settings: Settings, form: G
         await caller.send(100)
         await all_visible(log, settings, 100)
         log.faults.force_rebalance("headrace")
-        log.faults.spoil_seals(*[SealFault.UNKNOWN_BUT_COMMITTED] * 4)
+        log.faults.fail_transactions(*[TransactionFault.UNKNOWN_BUT_COMMITTED] * 4)
         await caller.send(100)
         await all_visible(log, settings, 200)
 
@@ -118,12 +118,12 @@ async def test_a_zombie_shows_nothing(settings: Settings, form: Grouping) -> Non
     caller = Caller(settings, log)
     async with serving(settings, log, form, QUICK):
         (zombie,) = log.faults.members("headrace")
-        log.faults.hold_seals()
+        log.faults.hold_transactions()
         await caller.send(200)
         await eventually(lambda: is_open(log))
         log.faults.expire_session("headrace", zombie, noticed=False)
         async with serving(settings, log, form, QUICK):
-            log.faults.release_seals()
+            log.faults.release_transactions()
             await caller.send(200)
             await all_visible(log, settings, 400)
 
@@ -215,11 +215,11 @@ async def test_an_outage_is_waited_for(settings: Settings) -> None:
     log = await log_for(settings)
     caller = Caller(settings, log)
     async with serving(settings, log, FUSED, QUICK) as [pipeline]:
-        log.faults.hold_seals()
+        log.faults.hold_transactions()
         await caller.send(200)
         await eventually(lambda: is_open(log))
         log.faults.take_down()
-        log.faults.release_seals()
+        log.faults.release_transactions()
         await eventually(lambda: failures(pipeline) == PARTITIONS)
         log.faults.bring_back()
         await caller.send(200)

@@ -132,5 +132,5 @@ async def test_a_reset_fences_a_producer_that_was_left_behind(log: MemoryLog) ->
     async with zombie:
         await reset(log, settings, Target(edge=Edge.EARLIEST))
         with pytest.raises(Fenced):
-            await zombie.seal({}, {FIRST: Committed(10)})
+            await zombie.commit_transaction({}, {FIRST: Committed(10)})
     assert (await committed(log))[FIRST] == AckedOffsets(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Settings, make_settings
-from headrace.log.memory.faults import SealFault
+from headrace.log.memory.faults import TransactionFault
 from headrace.runtime.process import Pipeline
 from headrace.runtime.shutdown import Stop
 from headrace.topics import STAGES, Stage
@@ -93,7 +93,9 @@ async def test_nor_when_sealing_or_sending_fails(settings: Settings, form: Group
     caller = Mixed(settings, log)
     async with serving(settings, log, form, QUICK):
         await caller.send(100)
-        log.faults.spoil_seals(*[SealFault.UNKNOWN_AND_OPEN, SealFault.UNKNOWN_BUT_COMMITTED] * 3)
+        log.faults.fail_transactions(
+            *[TransactionFault.UNKNOWN_AND_OPEN, TransactionFault.UNKNOWN_BUT_COMMITTED] * 3
+        )
         await caller.send(100)
         log.faults.take_down()
         await asyncio.sleep(0)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from headrace.delivery.acked_offsets import AckedOffsets
 from headrace.delivery.transactions import PartitionLost
-from headrace.log.memory.faults import SealFault
+from headrace.log.memory.faults import TransactionFault
 from tests.support.transactions import SOURCE, Owner, answers, log_with_topics
 
-Fault = SealFault | None
+Fault = TransactionFault | None
 Step = tuple[list[int], Fault, bool]
 """Offsets that end, what becomes of the seal, and whether another owner comes afterwards."""
 
@@ -25,7 +25,7 @@ def steps(draw: st.DrawFn) -> list[Step]:
     offsets = draw(st.permutations(range(24)))
     cut = draw(st.lists(st.integers(0, 24), max_size=6).map(sorted))
     parts = [offsets[start:stop] for start, stop in zip([0, *cut], [*cut, 24], strict=True)]
-    faults = st.one_of(st.none(), st.sampled_from(SealFault))
+    faults = st.one_of(st.none(), st.sampled_from(TransactionFault))
     return [(part, draw(faults), draw(st.booleans())) for part in parts]
 
 
@@ -37,8 +37,8 @@ async def play(play_steps: list[Step]) -> None:
     done: set[int] = set()
     for offsets, fault, changes in play_steps:
         if fault is not None:
-            log.faults.spoil_seals(fault)
-        await owner.seal(list(offsets))
+            log.faults.fail_transactions(fault)
+        await owner.commit_transaction(list(offsets))
         done.update(offsets)
         assert await answers(log) == Counter(done)
         committed = (await log.committed("group", [SOURCE]))[SOURCE]
@@ -50,8 +50,8 @@ async def play(play_steps: list[Step]) -> None:
             with pytest.raises(PartitionLost):
                 await zombie_seals(former)
             assert await answers(log) == Counter(done)
-    log.faults.spoil_seals()
-    await owner.seal(list(range(24)))
+    log.faults.fail_transactions()
+    await owner.commit_transaction(list(range(24)))
     assert await answers(log) == Counter(range(24))
 
 
@@ -60,7 +60,7 @@ async def zombie_seals(former: Owner) -> None:
     former.member.counted_in = False
     if not former.requests:
         raise PartitionLost("nothing was left that it could try")
-    await former.seal(list(former.requests))
+    await former.commit_transaction(list(former.requests))
 
 
 @settings(max_examples=60, deadline=None)

@@ -114,7 +114,7 @@ class Owner:
         self.losses += 1
         self._tracker.revoke(SOURCE)
 
-    async def seal(self, offsets: list[int]) -> None:
+    async def commit_transaction(self, offsets: list[int]) -> None:
         """Answer these, as far as they are not answered, until that is done."""
         outgoing = [(self.requests.pop(each), ANSWERS) for each in offsets if each in self.requests]
         while outgoing:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace.log.errors import Fenced, LogUnavailable, TopicForbidden
-from headrace.log.memory import MemoryLog, SealFault
+from headrace.log.memory import MemoryLog, TransactionFault
 from headrace.log.port import Committed, NewRecord, TopicInfo, TopicPartition
 from tests.support.conditions import eventually
 from tests.support.logs import RecordingListener, polling, read, values, write_to
@@ -34,13 +34,13 @@ async def log() -> MemoryLog:
 async def held_seal(log: MemoryLog) -> AsyncIterator[asyncio.Task[None]]:
     """A seal that has written everything and not ended yet; it is let go at the end."""
     async with log.transactional_producer(ID, "group") as producer:
-        log.faults.hold_seals()
-        sealing = asyncio.create_task(producer.seal(ONE, AT_ONE), name="seal")
+        log.faults.hold_transactions()
+        sealing = asyncio.create_task(producer.commit_transaction(ONE, AT_ONE), name="transaction")
         await asyncio.sleep(0)
         try:
             yield sealing
         finally:
-            log.faults.release_seals()
+            log.faults.release_transactions()
             await asyncio.wait([sealing])
 
 
@@ -74,7 +74,7 @@ async def test_an_open_transaction_is_not_found_by_time(log: MemoryLog) -> None:
 async def test_a_reader_that_enters_meanwhile_sees_the_end_of_it(log: MemoryLog) -> None:
     """It starts at the last stable offset, so that what the transaction holds is read."""
     async with held_seal(log) as sealing, log.reader([ANSWERS]) as reader:
-        log.faults.release_seals()
+        log.faults.release_transactions()
         await sealing
         assert values(await read(reader, 1)) == [b"one"]
 
@@ -87,10 +87,10 @@ async def test_a_successor_aborts_what_is_open(log: MemoryLog) -> None:
             log.transactional_producer(ID, "group") as successor,
         ):
             assert await committed(log) is None
-            log.faults.release_seals()
+            log.faults.release_transactions()
             with pytest.raises(Fenced):
                 await sealing
-            await successor.seal({ANSWERS: [NewRecord(b"k", b"two")]}, AT_ONE)
+            await successor.commit_transaction({ANSWERS: [NewRecord(b"k", b"two")]}, AT_ONE)
         (record,) = await read(reader, 1)
     assert (record.value, record.offset) == (b"two", 2)  # after the aborted record and its marker
 
@@ -112,7 +112,7 @@ async def test_a_transaction_that_takes_too_long_is_aborted(log: MemoryLog) -> N
         await eventually(lambda: listener.held)
         async with held_seal(log) as sealing:
             log.faults.time_out_transaction(ID)
-            log.faults.release_seals()
+            log.faults.release_transactions()
             with pytest.raises(Fenced):
                 await sealing
         assert await member.is_member()
@@ -129,31 +129,31 @@ async def test_only_an_open_transaction_can_time_out(log: MemoryLog) -> None:
 @pytest.mark.parametrize(
     ("fault", "error", "after"),
     [
-        (SealFault.UNKNOWN_BUT_COMMITTED, LogUnavailable, Committed(1)),
-        (SealFault.UNKNOWN_AND_OPEN, LogUnavailable, None),
-        (SealFault.TIMED_OUT, Fenced, None),
+        (TransactionFault.UNKNOWN_BUT_COMMITTED, LogUnavailable, Committed(1)),
+        (TransactionFault.UNKNOWN_AND_OPEN, LogUnavailable, None),
+        (TransactionFault.TIMED_OUT, Fenced, None),
     ],
 )
 async def test_a_spoilt_seal(
-    log: MemoryLog, fault: SealFault, error: type[Exception], after: Committed | None
+    log: MemoryLog, fault: TransactionFault, error: type[Exception], after: Committed | None
 ) -> None:
     """What its caller hears, and what a successor finds committed."""
-    log.faults.spoil_seals(fault)
+    log.faults.fail_transactions(fault)
     async with log.transactional_producer(ID, "group") as producer:
         with pytest.raises(error):
-            await producer.seal(ONE, AT_ONE)
+            await producer.commit_transaction(ONE, AT_ONE)
     async with log.transactional_producer(ID, "group"):
         assert await committed(log) == after
 
 
 async def test_seals_after_the_spoilt_ones_end_well(log: MemoryLog) -> None:
     """A fault is used up by one seal."""
-    log.faults.spoil_seals(SealFault.UNKNOWN_AND_OPEN)
+    log.faults.fail_transactions(TransactionFault.UNKNOWN_AND_OPEN)
     async with log.transactional_producer(ID, "group") as producer:
         with pytest.raises(LogUnavailable):
-            await producer.seal(ONE, AT_ONE)
+            await producer.commit_transaction(ONE, AT_ONE)
     async with log.transactional_producer(ID, "group") as producer:
-        await producer.seal(ONE, AT_ONE)
+        await producer.commit_transaction(ONE, AT_ONE)
     assert await committed(log) == Committed(1)
 
 
@@ -161,7 +161,7 @@ async def test_committed_offsets_may_lag_until_a_successor_enters(log: MemoryLog
     """Who reads them before entering reads an old value, as may happen on Kafka."""
     log.faults.let_offsets_lag()
     async with log.transactional_producer(ID, "group") as producer:
-        await producer.seal(ONE, AT_ONE)
+        await producer.commit_transaction(ONE, AT_ONE)
     assert await committed(log) is None
     async with log.transactional_producer(ID, "group"):
         assert await committed(log) == Committed(1)
@@ -171,7 +171,7 @@ async def test_lagging_offsets_catch_up(log: MemoryLog) -> None:
     """Without a successor they are seen once the fault is over."""
     log.faults.let_offsets_lag()
     async with log.transactional_producer(ID, "group") as producer:
-        await producer.seal(ONE, AT_ONE)
+        await producer.commit_transaction(ONE, AT_ONE)
     log.faults.let_offsets_catch_up()
     assert await committed(log) == Committed(1)
 
@@ -181,7 +181,7 @@ async def test_a_seal_without_a_broker_has_an_unknown_outcome(log: MemoryLog) ->
     async with log.transactional_producer(ID, "group") as producer:
         log.faults.take_down()
         with pytest.raises(LogUnavailable):
-            await producer.seal(ONE, AT_ONE)
+            await producer.commit_transaction(ONE, AT_ONE)
     log.faults.bring_back()
     async with log.reader([ANSWERS]) as reader:
         assert await reader.end_offsets([ANSWERS]) == {ANSWERS: 0}
@@ -192,7 +192,7 @@ async def test_a_forbidden_topic_hides_the_whole_seal(log: MemoryLog) -> None:
     log.faults.forbid(ANSWERS.topic)
     async with log.transactional_producer(ID, "group") as producer:
         with pytest.raises(TopicForbidden, match=ANSWERS.topic):
-            await producer.seal(ONE, AT_ONE)
+            await producer.commit_transaction(ONE, AT_ONE)
     async with log.transactional_producer(ID, "group"):
         assert await committed(log) is None
 

@@ -134,7 +134,7 @@ class KafkaTransactionalProducer:
         """See the port."""
         return self._epoch is not None
 
-    async def seal(
+    async def commit_transaction(
         self,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
@@ -203,7 +203,7 @@ class KafkaTransactionalProducer:
     @asynccontextmanager
     async def _translating_errors(self) -> AsyncIterator[None]:
         """Bound a commit in time, and translate its failures into the port's errors."""
-        what = f"seal of {self._id}"
+        what = f"transaction of {self._id}"
         try:
             async with asyncio.timeout(self._deadline_s):
                 yield

@@ -11,7 +11,7 @@ by bytes, so memory stays bounded.
 - `consumer`, `producer`, `log`: the asyncio implementations of the port
 """
 
-from headrace.log.memory.faults import Faults, SealFault
+from headrace.log.memory.faults import Faults, TransactionFault
 from headrace.log.memory.log import MemoryLog
 
-__all__ = ["Faults", "MemoryLog", "SealFault"]
+__all__ = ["Faults", "MemoryLog", "TransactionFault"]

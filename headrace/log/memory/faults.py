@@ -15,7 +15,7 @@ from headrace.log.memory.transactions import Transactions
 from headrace.log.port import TopicPartition
 
 
-class SealFault(Enum):
+class TransactionFault(Enum):
     """The outcome of one transaction, after its records and offsets were written."""
 
     UNKNOWN_BUT_COMMITTED = auto()
@@ -55,9 +55,9 @@ class Faults:
         self._postponed: dict[asyncio.Future[None], Callable[[], None]] = {}
         self._commits_flow = asyncio.Event()
         self._commits_flow.set()
-        self._seals_flow = asyncio.Event()
-        self._seals_flow.set()
-        self._seal_faults: deque[SealFault] = deque()
+        self._transactions_allowed = asyncio.Event()
+        self._transactions_allowed.set()
+        self._transaction_faults: deque[TransactionFault] = deque()
         self._held: list[asyncio.Future[None]] | None = None
         self._acknowledgements_to_lose = 0
         self._forbidden: dict[str, bool] = {}
@@ -129,16 +129,16 @@ class Faults:
     def release_commits(self) -> None:
         self._commits_flow.set()
 
-    def spoil_seals(self, *faults: SealFault) -> None:
+    def fail_transactions(self, *faults: TransactionFault) -> None:
         """Give the next transactions these outcomes, in order; later ones succeed."""
-        self._seal_faults.extend(faults)
+        self._transaction_faults.extend(faults)
 
-    def hold_seals(self) -> None:
-        """Keep transactions open, with all records written, until `release_seals`."""
-        self._seals_flow.clear()
+    def hold_transactions(self) -> None:
+        """Keep transactions open, with all records written, until `release_transactions`."""
+        self._transactions_allowed.clear()
 
-    def release_seals(self) -> None:
-        self._seals_flow.set()
+    def release_transactions(self) -> None:
+        self._transactions_allowed.set()
 
     def slow_down_transactions(self, limit_bytes: int | None) -> None:
         """Make transactions that write more bytes than this time out, as a producer quota does.
@@ -297,13 +297,13 @@ class Faults:
         await _passed(self._commits_flow, self._request_timeout_s)
         await self.answered()
 
-    async def seals_flow(self) -> None:
+    async def transactions_allowed(self) -> None:
         """Wait while transactions are held, up to the request timeout."""
-        await _passed(self._seals_flow, self._request_timeout_s)
+        await _passed(self._transactions_allowed, self._request_timeout_s)
 
-    def next_seal_fault(self) -> SealFault | None:
+    def next_transaction_fault(self) -> TransactionFault | None:
         """Return the fault, if any, of the transaction that is about to commit."""
-        return self._seal_faults.popleft() if self._seal_faults else None
+        return self._transaction_faults.popleft() if self._transaction_faults else None
 
     def postpone(self, write: Callable[[], None]) -> asyncio.Future[None]:
         """Return the acknowledgement of a run that was sent while no broker answers."""

@@ -18,7 +18,7 @@ from headrace.log.errors import (
     TransactionTimedOut,
 )
 from headrace.log.memory.broker import FRAMING_BYTES, Topic, Topics, payload_bytes
-from headrace.log.memory.faults import Faults, SealFault
+from headrace.log.memory.faults import Faults, TransactionFault
 from headrace.log.memory.transactions import Transaction, Transactions
 from headrace.log.port import Committed, NewRecord, Run, TopicPartition
 from headrace.tuning import TUNING, MemoryTuning
@@ -164,7 +164,7 @@ class MemoryTransactionalProducer:
         """See the port."""
         return self._epoch is not None
 
-    async def seal(
+    async def commit_transaction(
         self,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
         offsets: Mapping[TopicPartition, Committed],
@@ -177,7 +177,7 @@ class MemoryTransactionalProducer:
         # Any failure below leaves the producer unusable: it is set again only on success.
         self._epoch = None
         if any(records.values()) or offsets:
-            await self._seal(epoch, records, offsets)
+            await self._run_transaction(epoch, records, offsets)
         self._epoch = epoch
 
     def _require_acceptable(self, records: Mapping[TopicPartition, Sequence[NewRecord]]) -> None:
@@ -199,7 +199,7 @@ class MemoryTransactionalProducer:
         for partition in records:
             self._faults.require_leader(partition)
 
-    async def _seal(
+    async def _run_transaction(
         self,
         epoch: int,
         records: Mapping[TopicPartition, Sequence[NewRecord]],
@@ -209,14 +209,14 @@ class MemoryTransactionalProducer:
         transaction = self._transactions.begin(self._id, epoch)
         written_bytes = self._write(transaction, records)
         transaction.stage(offsets)
-        await self._faults.seals_flow()
+        await self._faults.transactions_allowed()
         await self._faults.answered()
         if self._faults.is_too_slow(written_bytes):
             raise TransactionTimedOut(f"transaction of {self._id}: {written_bytes} bytes in it")
-        fault = self._faults.next_seal_fault()
-        if fault is SealFault.TIMED_OUT:
+        fault = self._faults.next_transaction_fault()
+        if fault is TransactionFault.TIMED_OUT:
             self._transactions.time_out(self._id)
-        if fault is not SealFault.UNKNOWN_AND_OPEN:
+        if fault is not TransactionFault.UNKNOWN_AND_OPEN:
             self._transactions.commit(self._id, epoch, self._group)
         if fault is not None:
             raise LogUnavailable(f"end of the transaction of {self._id}: the answer was lost")

@@ -133,7 +133,7 @@ async def _reset_sealed(
         transactional_id = f"{group}.{partition.topic}.{partition.partition}"
         async with log.transactional_producer(transactional_id, group) as producer:
             planned = await _planned(log, settings, target, reader, [partition])
-            await producer.seal({}, _offsets([partition], planned))
+            await producer.commit_transaction({}, _offsets([partition], planned))
         # Committed offsets are only guaranteed to be visible once the producer has a successor, so
         # a second producer is initialized before the result is reported.
         async with log.transactional_producer(transactional_id, group):

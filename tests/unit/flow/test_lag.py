@@ -157,7 +157,7 @@ async def test_end_that_is_no_record_is_not_waited_for() -> None:
     log = MemoryLog()
     async with reading(log) as source:
         async with log.transactional_producer("writer", "group of a caller") as producer:
-            await producer.seal({FIRST: [NewRecord(None, b"1")]}, {})
+            await producer.commit_transaction({FIRST: [NewRecord(None, b"1")]}, {})
         delivery = await source.receive()
         assert delivery is not None
         delivery.assignment.admit(delivery.records[0].offset, 1).ack()

@@ -9,7 +9,7 @@ import pytest
 from headrace.delivery.transactions import PartitionLost
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
-from headrace.log.memory.faults import SealFault
+from headrace.log.memory.faults import TransactionFault
 from headrace.log.port import TransactionalProducer
 from tests.support.conditions import eventually
 from tests.support.transactions import Owner, answers, compose, log_with_topics, outgoing_of
@@ -39,21 +39,21 @@ async def test_a_fence_that_fails_leaves_no_seat_taken(log: MemoryLog) -> None:
 
     log.faults.bring_back()
     await owner.assign(10)
-    await owner.seal([0])
+    await owner.commit_transaction([0])
     assert await answers(log) == {0: 1}
 
 
 async def test_the_partition_goes_on_after_a_seal_that_was_cancelled(log: MemoryLog) -> None:
     """The producer of the one that was under way is not used again."""
     owner = await owner_of(log)
-    log.faults.hold_seals()
+    log.faults.hold_transactions()
     sealing_first = asyncio.create_task(
         owner.transactions.commit_transaction(0, outgoing_of(owner, 0), compose)
     )
     await eventually(lambda: log._transactions._open)
     sealing_first.cancel()
     await asyncio.wait([sealing_first])
-    log.faults.release_seals()
+    log.faults.release_transactions()
 
     await owner.transactions.commit_transaction(0, outgoing_of(owner, 0, 1), compose)
     assert await answers(log) == {0: 1, 1: 1}
@@ -62,28 +62,28 @@ async def test_the_partition_goes_on_after_a_seal_that_was_cancelled(log: Memory
 async def test_a_seal_under_way_is_lost_with_its_seat(log: MemoryLog) -> None:
     """Whatever the producer says when it is closed: the answers are the next owner's."""
     owner = await owner_of(log)
-    log.faults.hold_seals()
-    under_way = asyncio.create_task(owner.seal([0]))
+    log.faults.hold_transactions()
+    under_way = asyncio.create_task(owner.commit_transaction([0]))
     await eventually(lambda: log._transactions._open)
     await owner.transactions.release([0])
     successor = await owner_of(log)
-    log.faults.release_seals()
+    log.faults.release_transactions()
     with pytest.raises(PartitionLost):
         await under_way
 
-    await successor.seal([0])
+    await successor.commit_transaction([0])
     assert await answers(log) == {0: 1}
 
 
 async def test_the_group_is_asked_until_it_answers(log: MemoryLog) -> None:
     """A fenced producer has no successor before it is known whether the partition is ours."""
     owner = await owner_of(log)
-    log.faults.hold_seals()
-    under_way = asyncio.create_task(owner.seal([0]))
+    log.faults.hold_transactions()
+    under_way = asyncio.create_task(owner.commit_transaction([0]))
     await eventually(lambda: log._transactions._open)
     log.faults.time_out_transaction("group.requests.0")
     log.faults.take_down()
-    log.faults.release_seals()
+    log.faults.release_transactions()
     for _ in range(20):
         await asyncio.sleep(0)
     assert not under_way.done()
@@ -98,9 +98,9 @@ async def test_one_who_is_not_counted_in_loses_everything(log: MemoryLog) -> Non
     await owner_of(log)
     owner.member.counted_in = False
     with pytest.raises(PartitionLost):
-        await owner.seal([0])
+        await owner.commit_transaction([0])
     with pytest.raises(PartitionLost):
-        await owner.seal([1])
+        await owner.commit_transaction([1])
 
     assert owner.losses == 1
     assert await answers(log) == {}
@@ -109,7 +109,7 @@ async def test_one_who_is_not_counted_in_loses_everything(log: MemoryLog) -> Non
 async def test_what_turns_out_to_be_sealed_counts_as_sealed(log: MemoryLog) -> None:
     """The caller tells of these answers as of any others; they are no duplicates."""
     owner = await owner_of(log)
-    log.faults.spoil_seals(SealFault.UNKNOWN_BUT_COMMITTED)
+    log.faults.fail_transactions(TransactionFault.UNKNOWN_BUT_COMMITTED)
     outgoing = outgoing_of(owner, 0, 1)
     await owner.transactions.commit_transaction(0, outgoing, compose)
 
@@ -121,9 +121,9 @@ async def test_a_successor_knows_what_another_owner_has_answered(log: MemoryLog)
     """An owner that comes back finds these answered, and gives the others."""
     owner = await owner_of(log)
     between = await owner_of(log)
-    await between.seal([0, 2])
+    await between.commit_transaction([0, 2])
 
-    await owner.seal([0, 1, 2, 3])
+    await owner.commit_transaction([0, 1, 2, 3])
     assert await answers(log) == dict.fromkeys(range(4), 1)
 
 
@@ -140,7 +140,7 @@ async def test_leftovers_are_committed_without_answers(log: MemoryLog) -> None:
 async def test_what_is_committed_is_renewed(log: MemoryLog) -> None:
     """A broker forgets it otherwise; nothing is written as long as nothing is to be renewed."""
     owner = await owner_of(log)
-    await owner.seal([0])
+    await owner.commit_transaction([0])
     log.faults.forget_commits("group")
     await owner.transactions.commit_remaining(0)
     assert (await log.committed("group", [owner.source]))[owner.source] is None
@@ -198,7 +198,7 @@ async def test_a_group_that_answers_too_late_voids_nothing_of_the_next_assignmen
     await owner_of(log)
     owner.member.counted_in = False
     owner.member.answers.clear()
-    under_way = asyncio.create_task(owner.seal([0]))
+    under_way = asyncio.create_task(owner.commit_transaction([0]))
     await eventually(lambda: owner.member.asked)
     owner.revoke()
     await owner.transactions.release([0])
@@ -208,5 +208,5 @@ async def test_a_group_that_answers_too_late_voids_nothing_of_the_next_assignmen
         await under_way
 
     assert owner.losses == 0
-    await owner.seal([1])
+    await owner.commit_transaction([1])
     assert await answers(log) == {1: 1}

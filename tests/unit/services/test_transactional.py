@@ -19,7 +19,7 @@ from headrace.delivery.transactions import PartitionTransactions
 from headrace.errors import Code
 from headrace.log.errors import LogRefused
 from headrace.log.memory import MemoryLog
-from headrace.log.memory.faults import SealFault
+from headrace.log.memory.faults import TransactionFault
 from headrace.log.port import Committed, TopicInfo, TopicPartition
 from headrace.protocol.headers import parse_envelope
 from headrace.protocol.messages import Failure, Request
@@ -221,7 +221,7 @@ async def test_a_failed_transaction_takes_nothing_from_an_answer_whose_letter_do
         request = bench.request(kafka_replyTopic=b"headrace.mine", kafka_correlationId=b"c-1")
         request.outputs, request.value = None, b"x" * LIMIT_BYTES
         request.fail(Failure(Code.MODEL_FAILED, "no", "executor"))
-        bench.log.faults.spoil_seals(SealFault.UNKNOWN_AND_OPEN)
+        bench.log.faults.fail_transactions(TransactionFault.UNKNOWN_AND_OPEN)
         await bench.inlet.send([request])
         await bench.acked()
         (record,) = await visible(bench.log, "headrace.mine")
@@ -280,7 +280,7 @@ async def test_answers_whose_offsets_have_no_room_wait() -> None:
 async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
     """What waited for its turn is revoked, and charged no more."""
     async with running() as bench:
-        bench.log.faults.hold_seals()
+        bench.log.faults.hold_transactions()
         await bench.inlet.send([bench.request() for _ in range(10)])
         await eventually(lambda: bench.log._transactions._open)
         await bench.inlet.send([bench.request() for _ in range(10)])
@@ -289,7 +289,7 @@ async def test_a_lost_partition_shows_nothing_and_frees_its_bytes() -> None:
         await bench.log.transactional_producer(
             "headrace.headrace.requests.0", "headrace"
         ).__aenter__()
-        bench.log.faults.release_seals()
+        bench.log.faults.release_transactions()
         await eventually(lambda: not bench.tracker.budget.used_bytes)
         assert await bench.statuses() == {}
         assert counted(bench.instruments, "revoked_requests_total") == 20
@@ -316,11 +316,11 @@ async def test_in_order_of_the_partition_nothing_overtakes(exactly_once: bool) -
 async def test_a_step_takes_no_more_than_is_encoded_in_one_go() -> None:
     """What is left goes with the next one, and the offsets tell how far it has come."""
     async with running(tuning=replace(QUICK.responder, max_step_answers=5)) as bench:
-        bench.log.faults.hold_seals()
+        bench.log.faults.hold_transactions()
         await bench.inlet.send([bench.request() for _ in range(12)])
         await eventually(lambda: bench.log._transactions._open)
         (transaction,) = bench.log._transactions._open.values()
         assert transaction._offsets == {SOURCE: Committed(5)}
-        bench.log.faults.release_seals()
+        bench.log.faults.release_transactions()
         await bench.acked()
         assert await bench.statuses() == dict.fromkeys(range(12), "ok")

@@ -34,7 +34,7 @@ class LeaderlessLog(MemoryLog):
         self, transactional_id: str, group: str
     ) -> MemoryTransactionalProducer:
         producer = super().transactional_producer(transactional_id, group)
-        seal = producer.seal
+        commit_transaction = producer.commit_transaction
 
         async def fail(
             records: Mapping[TopicPartition, Sequence[NewRecord]],
@@ -42,9 +42,9 @@ class LeaderlessLog(MemoryLog):
         ) -> None:
             if any(partition.topic == self.leaderless for partition in records):
                 raise LogUnavailable("the records were not acknowledged in time")
-            await seal(records, offsets)
+            await commit_transaction(records, offsets)
 
-        producer.seal = fail  # type: ignore[method-assign]  # a fault of this topic's alone
+        producer.commit_transaction = fail  # type: ignore[method-assign]  # a fault of this topic's alone
         return producer
 
 
