@@ -7,6 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any-machine")
 
 pytest_plugins = ["tests.support.broker", "tests.support.command_line", "tests.support.go_tools"]
 
