@@ -316,7 +316,9 @@ class Instance:
             self._current = call
             return work()
 
-        call = self._worker.call(begin)
+        # `begin` needs `call`, so it is assigned before the thread can take it.
+        call = Call(begin)
+        self._worker.put(call)
         return call
 
     # --- on the thread ---------------------------------------------------------------------------
