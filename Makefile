@@ -5,9 +5,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.complete
 LOCK  := requirements.lock
 NODES ?= 1
-# Most of the time of a test on a real Kafka is waiting. A file's tests stay in one process, and the
-# files keep their order: those with few and long tests, on a Kafka, come first and not last, where
-# other processes would have nothing left to do beside them.
+# Most of the time of a test on a real Kafka is waiting. A file's tests stay in one process.
 WORKERS ?= 2
 
 # The first of these that is Python 3.11 or newer makes the environment.
@@ -90,7 +88,7 @@ deploy-check: setup ## hold deploy/compose.yaml against the Compose specificatio
 
 .PHONY: test
 test: setup ## every test, those on a real Kafka included
-	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(CI),--durations=20)
+	@$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile $(if $(CI),--durations=20)
 
 .PHONY: test-tools
 test-tools: setup ## build what some tests hold files and traces against: promtool and Jaeger; needs Go
