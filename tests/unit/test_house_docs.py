@@ -31,14 +31,16 @@ def test_decisions_are_numbered_without_a_gap() -> None:
 
 
 @pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
-def test_decision_has_the_three_parts(path: Path) -> None:
-    """A decision says what the situation was, what was decided, and what follows."""
+def test_decision_has_its_parts(path: Path) -> None:
+    """A decision says whether it holds, and has its context, consequences and end condition."""
     text = (ROOT / path).read_text(encoding="utf-8")
 
-    assert re.findall(r"^## (.+)$", text, flags=re.MULTILINE) == [
-        "Context",
-        "Decision",
-        "Consequences",
+    assert re.findall(r"^(Status: holds|## .+$)", text, flags=re.MULTILINE) == [
+        "Status: holds",
+        "## Context",
+        "## Decision",
+        "## Consequences",
+        "## Undo if",
     ]
 
 
