@@ -259,6 +259,8 @@ class KafkaTuning:
     header_overhead_bytes: int = 128
     """Charged for each header against the bytes of a poll: as an object it is larger than its
     text."""
+    few_records: int = 16
+    """After a poll of no more records, the next fetch is sent by the next poll, not at once."""
     unmeasured_batch_bytes: int = 512 * 1024
     """The records of a batch up to this size are not measured one by one for the bytes of a
     poll."""

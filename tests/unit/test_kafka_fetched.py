@@ -20,6 +20,7 @@ from headrace.log.kafka._aiokafka import FetchBuffer
 from headrace.log.kafka.fetch_buffer import ReadState, take_records
 from headrace.log.kafka.record_batches import RecordSet
 from headrace.log.port import MAX_POLL_BYTES, Gap, Record
+from headrace.tuning import TUNING
 from tests.support.raw_records import (
     CODECS,
     GZIP,
@@ -94,7 +95,7 @@ def buffer_of(fetcher: Fetcher) -> FetchBuffer:
 
 async def take(fetcher: Fetcher, most: int = 100) -> dict[TopicPartition, list[int]]:
     """The offsets that are returned."""
-    found = await take_records(buffer_of(fetcher), 0, most)
+    found = await take_records(buffer_of(fetcher), 0, most, MAX_POLL_BYTES, ReadState())
     return {partition: [one.offset for one in records] for partition, records in found.items()}
 
 
@@ -109,13 +110,45 @@ async def test_an_error_behind_records_is_left_for_the_next_call() -> None:
 
 
 async def test_a_poll_has_a_bound_over_all_partitions() -> None:
-    """What is left comes with the next one; a result that is used up lets more be fetched."""
+    """What is left comes with the next one."""
     fetcher = Fetcher(one=batch(0, 3), two=batch(0, 3))
 
     assert await take(fetcher, 4) == {ONE: [0, 1, 2], TWO: [0]}
-    assert fetcher.notified == 1
     assert await take(fetcher, 4) == {TWO: [1, 2]}
-    assert fetcher.notified == 2
+
+
+FEW = TUNING.kafka.few_records
+
+
+@pytest.mark.parametrize(("count", "sent"), [(FEW, 0), (FEW + 1, 1)], ids=["few", "many"])
+async def test_poll_sends_the_next_fetch_at_once_only_after_many_records(
+    count: int, sent: int
+) -> None:
+    """The caller answers few records sooner than a fetch is encoded and sent."""
+    fetcher = Fetcher(one=batch(0, count))
+    await take_records(buffer_of(fetcher), 0, 100, MAX_POLL_BYTES, ReadState())
+
+    assert fetcher.notified == sent
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.01])
+async def test_poll_after_few_records_sends_the_next_fetch(timeout_s: float) -> None:
+    """Also if it does not wait for what is fetched."""
+    fetcher, state = Fetcher(one=batch(0, 1)), ReadState()
+    buffer = buffer_of(fetcher)
+    await take_records(buffer, timeout_s, 100, MAX_POLL_BYTES, state)
+    await take_records(buffer, timeout_s, 100, MAX_POLL_BYTES, state)
+
+    assert fetcher.notified == 1
+
+
+async def test_outdated_result_is_fetched_again_in_the_same_poll() -> None:
+    """No record was returned, so that no other poll need follow."""
+    fetcher = Fetcher(one=batch(0, 3))
+    fetcher.states[ONE].position = 7
+    await take_records(buffer_of(fetcher), 0.01, 100, MAX_POLL_BYTES, ReadState())
+
+    assert fetcher.notified == 1
 
 
 @pytest.mark.parametrize("change", ["paused", "position"])
@@ -131,7 +164,7 @@ async def test_what_is_out_of_date_is_dropped(change: str) -> None:
 
 async def test_a_poll_ends_with_its_timeout() -> None:
     """Nobody waits longer than that for something to be fetched."""
-    assert await take_records(buffer_of(Fetcher()), 0.01, 1) == {}
+    assert await take_records(buffer_of(Fetcher()), 0.01, 1, MAX_POLL_BYTES, ReadState()) == {}
 
 
 async def test_a_response_is_let_go_of_when_it_is_read() -> None:

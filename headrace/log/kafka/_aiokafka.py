@@ -484,8 +484,11 @@ class FetchBuffer:
         return list(self._fetcher._records.items())
 
     def drop_result(self, partition: aiokafka.TopicPartition) -> None:
-        """Drop a result, which allows the next fetch of its partition."""
+        """Drop a result; its partition is fetched again after `fetch_again`."""
         del self._fetcher._records[partition]
+
+    def fetch_again(self) -> None:
+        """Send the next fetches, of the partitions without a result."""
         self._fetcher._notify(self._fetcher._wait_consume_future)
 
 

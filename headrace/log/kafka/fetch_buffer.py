@@ -41,7 +41,7 @@ from headrace.log.kafka.record_batches import (
     plain_batch,
     read_head,
 )
-from headrace.log.port import MAX_POLL_BYTES, Gap, Record, TopicPartition
+from headrace.log.port import Gap, Record, TopicPartition
 from headrace.tuning import TUNING, KafkaTuning
 
 _new = tuple.__new__  # half the cost of calling a NamedTuple's class
@@ -57,6 +57,7 @@ class ReadState:
 
     Attributes:
         gaps: the gaps that the last poll skipped.
+        is_fetch_due: True if the next poll has to send the next fetch.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ReadState:
         self.decompressed_bytes = decompressed_bytes
         self.tuning = tuning
         self.gaps: list[Gap] = []
+        self.is_fetch_due = False
         self._damaged: dict[TopicPartition, int] = {}
 
     def is_damaged_again(self, partition: TopicPartition, offset: int) -> bool:
@@ -264,24 +266,34 @@ async def take_records(
     buffer: FetchBuffer,
     timeout_s: float,
     most: int,
-    most_bytes: int = MAX_POLL_BYTES,
-    state: ReadState | None = None,
+    most_bytes: int,
+    state: ReadState,
 ) -> dict[TopicPartition, Sequence[Record]]:
     """Return the records fetched already, or else within the timeout.
+
+    With few records, the next fetch is sent by the next call. To encode and send it takes about as
+    long as to answer a request, which would wait for it (docs/decisions/0020).
 
     Raises:
         KafkaError: the error with which a fetch ended.
     """
-    state = state or ReadState()
+    _send_due_fetch(buffer, state)
     while True:
         await buffer.wait_for_assignment()
         began_s = time.monotonic()
         found = _drain(buffer, most, most_bytes, state)
         if found or state.gaps or not timeout_s:
             return found
+        _send_due_fetch(buffer, state)
         if not await buffer.wait_for_records(timeout_s):
             return {}
         timeout_s = max(0.0, timeout_s - (time.monotonic() - began_s))
+
+
+def _send_due_fetch(buffer: FetchBuffer, state: ReadState) -> None:
+    if state.is_fetch_due:
+        state.is_fetch_due = False
+        buffer.fetch_again()
 
 
 def _drain(
@@ -295,16 +307,20 @@ def _drain(
             if found:
                 break
             buffer.drop_result(partition)
+            buffer.fetch_again()
             raise failure
         records, size_bytes, is_over = _read_result(result, partition, most, most_bytes, state)
         if is_over:
             buffer.drop_result(partition)
+            state.is_fetch_due = True
         if records:
             found[TopicPartition(*partition)] = records
             most -= len(records)
             most_bytes -= size_bytes
         if not most or most_bytes <= 0:
             break
+    if sum(map(len, found.values())) > state.tuning.few_records:
+        _send_due_fetch(buffer, state)
     return found
 
 
