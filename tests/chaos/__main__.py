@@ -16,6 +16,7 @@ from typing import get_args
 import click
 from aiokafka.errors import KafkaError
 
+from headrace.log.errors import LogUnavailable
 from headrace.tools.local_kafka import BrokerFailed
 from tests.chaos.checker import Guarantee, Order, duplicates
 from tests.chaos.cluster import running_cluster
@@ -23,7 +24,7 @@ from tests.chaos.deployment import FORMS
 from tests.chaos.story import tell
 from tests.chaos.trial import GUARANTEES, Outcome, Trial, draw_trial, run_trial
 
-BROKER_TROUBLE = (BrokerFailed, KafkaError, TimeoutError)
+BROKER_TROUBLE = (BrokerFailed, KafkaError, LogUnavailable, TimeoutError)
 """What the harness itself meets where a broker does not come back: it says nothing of Headrace."""
 SEEDS_PER_BROKER = 10
 """Killed, it looks through every partition of every seed before it is there again."""
