@@ -23,7 +23,7 @@ EXACTLY_ONCE = "Headrace, exactly once"
 
 
 class Budget(NamedTuple):
-    """One line of the budgets: what was asked, what was found; `limit` is what holds it."""
+    """One line of the budgets: the goal, the measured value, and the limit of the verdict."""
 
     name: str
     asked: str
@@ -32,7 +32,7 @@ class Budget(NamedTuple):
     at_most: bool = False
 
     def row(self) -> str:
-        """As a row of the table."""
+        """Return the row of the table."""
         if self.found is None:
             return f"| {self.name} | {self.asked} | not measured | |"
         holds = self.found <= self.limit if self.at_most else self.found >= self.limit
@@ -41,7 +41,7 @@ class Budget(NamedTuple):
 
 
 def render(results: Results) -> str:
-    """Everything between the marks of the page."""
+    """Return the text between the marks of the page."""
     parts = [*_machine(results), "", *_budgets(results)]
     for subject in results.subjects:
         parts += ["", *_subject(subject)]
@@ -67,7 +67,7 @@ def _machine(results: Results) -> Iterator[str]:
 def _budgets(results: Results) -> Iterator[str]:
     yield "## Budgets"
     yield ""
-    yield "| budget | asked | found | |"
+    yield "| budget | goal | measured | |"
     yield "|---|---|---:|---|"
     for subject in results.subjects:
         for budget in budgets(subject, results.machine["cores"]):
@@ -75,7 +75,7 @@ def _budgets(results: Results) -> Iterator[str]:
 
 
 def budgets(subject: SubjectResults, cores: int) -> list[Budget]:
-    """The budgets that a model's results speak of, on a machine of so many cores."""
+    """Return the budgets of a model's results, on a machine with this many cores."""
     name = subject.name
     found: list[Budget] = []
     if name == "digits":
@@ -93,7 +93,7 @@ def budgets(subject: SubjectResults, cores: int) -> list[Budget]:
 
 
 def _overhead(subject: SubjectResults) -> Iterator[Budget]:
-    """Of a model that computes next to nothing, against loops that do next to nothing else."""
+    """Yield the budgets of a model with almost no computation, compared with minimal loops."""
     what = f"{subject.name}: throughput against the overlapped bulk loop"
     yield Budget(what, "0.50, aim 0.70", ratio(subject, FUSED, OVERLAPPED), 0.5)
     yield Budget(f"{what}, traced at 1 %", "0.50", ratio(subject, TRACED, OVERLAPPED), 0.5)
@@ -106,7 +106,7 @@ def _overhead(subject: SubjectResults) -> Iterator[Budget]:
 
 
 def _computing(subject: SubjectResults, cores: int) -> Iterator[Budget]:
-    """Of a model that computes most of the time, against the bare one with as many threads."""
+    """Yield the budgets of a model that mostly computes, against the bare one."""
     name, threads = subject.name, _threads(subject.threads)
     against = "throughput against the bare model"
     what = f"{name}: {against}, batches of {subject.batch}, {threads} each"
@@ -117,14 +117,14 @@ def _computing(subject: SubjectResults, cores: int) -> Iterator[Budget]:
     if served is not None and served.runs:
         broker = median(run.broker_us * run.per_s for run in served.runs) / 1e6 / cores
         what = (
-            f"{name}: likewise with all {cores} cores for both, of which the broker, that the bare "
-            f"model has none of, takes {broker:.1%}"
+            f"{name}: the same with all {cores} cores for both; the broker, which the bare model "
+            f"does not need, takes {broker:.1%}"
         )
         yield Budget(what, "0.97", ratio(subject, FUSED + ALL_CORES, BARE + ALL_CORES), 0.97)
 
 
 def ratio(subject: SubjectResults, name: str, to: str, what: str = "per_s") -> float | None:
-    """The throughput of one contestant in that of another: the median over the rounds."""
+    """Return the ratio of two contestants' values: the median over the rounds."""
     ours, theirs = subject.contest(name), subject.contest(to)
     if ours is None or theirs is None or not ours.runs or not theirs.runs:
         return None
@@ -141,8 +141,9 @@ def _subject(subject: SubjectResults) -> Iterator[str]:
     if subject.sweep:
         sizes = ", ".join(f"{size}: {per_s:,.1f}/s" for size, per_s in subject.sweep.items())
         yield (
-            f"The bare model by batch size, {_threads(subject.threads)} for a run: {sizes}. All "
-            f"below ran batches of {subject.batch} on as many threads, unless they say otherwise."
+            f"The bare model by batch size, {_threads(subject.threads)} for a run: {sizes}. The "
+            f"rows below ran batches of {subject.batch} on as many threads, unless stated "
+            "otherwise."
         )
         yield ""
     yield from _throughput(subject)
@@ -153,7 +154,7 @@ def _subject(subject: SubjectResults) -> Iterator[str]:
 
 
 def reference(subject: SubjectResults) -> str:
-    """Who the others of a model are compared with."""
+    """Return the contestant that the others of a model are compared with."""
     return OVERLAPPED if subject.name == "digits" else BARE
 
 
@@ -162,10 +163,7 @@ def _throughput(subject: SubjectResults) -> Iterator[str]:
         return
     against = reference(subject)
     alike = " with as many threads" if subject.threads else ""
-    yield (
-        "Records that were there before, as fast as they can be answered; 1.00 is "
-        f"*{against}*{alike}."
-    )
+    yield (f"A backlog, answered as fast as possible; a ratio of 1.00 is *{against}*{alike}.")
     yield ""
     yield f"![Throughput of {subject.name}](images/performance-{subject.name}.svg)"
     yield ""
@@ -197,9 +195,9 @@ def _latency(subject: SubjectResults) -> Iterator[str]:
     if subject.latencies:
         yield ""
         yield (
-            f"Latency from when a request was due until its answer was read, Poisson arrivals, "
-            f"load from the same machine, which can have {subject.capacity_per_s:,.0f} answered "
-            "per second:"
+            "Latency from a request's due time until its answer was read: Poisson arrivals, load "
+            f"from the same machine, with a capacity of {subject.capacity_per_s:,.0f} answers per "
+            "second:"
         )
         yield ""
         yield "| load | requests/s | p50 ms | p99 ms | p99.9 ms | sent late, p99 ms | unanswered |"
@@ -222,22 +220,21 @@ def _latency(subject: SubjectResults) -> Iterator[str]:
         )
         if unloaded.headrace_cpu_us:
             yield (
-                f"As Headrace timed it, with a rest before each, the run took "
-                f"{unloaded.computing_ms:.2f} ms. Each request cost "
-                f"{unloaded.headrace_cpu_us:,.0f} µs of Headrace's processor time, all threads and "
-                f"commits included, and "
-                f"{unloaded.two_hops_cpu_us:,.0f} µs of that of what only copies."
+                f"By Headrace's own timing, with a pause before each request, the run took "
+                f"{unloaded.computing_ms:.2f} ms. A request cost Headrace "
+                f"{unloaded.headrace_cpu_us:,.0f} µs of processor time, all threads and commits "
+                f"included, and the loop that only copies {unloaded.two_hops_cpu_us:,.0f} µs."
             )
 
 
 def _parts(latencies: list[Latency]) -> Iterator[str]:
-    """Where the time of the same requests went, and who kept the cores busy."""
+    """Yield where the time of the same requests went, and which processes kept the cores busy."""
     if not any(each.stages and each.cores for each in latencies):
         return
     yield ""
     yield (
-        "Where the time of the same requests went, in mean milliseconds, by Headrace's own "
-        "metrics; and how many cores each process kept busy:"
+        "Where the time of the same requests went, in mean milliseconds by Headrace's own "
+        "metrics, and how many cores each process kept busy:"
     )
     yield ""
     yield (
