@@ -13,6 +13,7 @@ from tests.support.tree import ROOT, files
 DECISIONS = sorted(path for path in files("docs/decisions") if path.suffix == ".md")
 DOCUMENTS = sorted(path for path in files() if path.suffix == ".md")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+SECTION_LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)")
 PATH_IN_CODE = re.compile(
     r"`((?:headrace|services|tests|docs|deploy|schemas|benchmarks|tools)/[\w./-]*)`"
 )
@@ -61,3 +62,23 @@ def test_document_names_only_what_is_there(path: Path) -> None:
     named = [ROOT / target for target in PATH_IN_CODE.findall(text)]
 
     assert [str(target) for target in linked + named if not target.exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+def test_link_to_a_section_leads_to_a_heading(path: Path) -> None:
+    """Every `page.md#section` names a heading, in the form in which GitHub links to it."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    broken = [
+        f"{page}#{section}"
+        for page, section in SECTION_LINK.findall(text)
+        if section not in sections(ROOT / path.parent / page if page else ROOT / path)
+    ]
+
+    assert broken == []
+
+
+def sections(path: Path) -> set[str]:
+    """The names of a page's headings in links: lower case, with hyphens for spaces."""
+    prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
