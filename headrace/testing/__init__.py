@@ -1,4 +1,4 @@
-"""What users' own tests need: models served inside the test's process, without a broker.
+"""Helpers for users' own tests: models served inside the test's process, without a broker.
 
 ```python
 async with serving("models") as client:

@@ -53,7 +53,7 @@ class DescribedTopic(NamedTuple):
 
 
 class ClusterInfo(NamedTuple):
-    """What `survey` found.
+    """The result of `survey`.
 
     Attributes:
         release: the oldest release that the brokers can be, major and minor.

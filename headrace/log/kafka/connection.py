@@ -43,7 +43,7 @@ Address: TypeAlias = tuple[str, int]
 
 
 class ReconnectTimes:
-    """When each address that could not be reached may be tried again.
+    """Keeps the time at which each unreachable address may be tried again.
 
     aiokafka has no back-off: each of a process's clients retries whenever one of its tasks needs
     the broker, hundreds of times a second in all while a broker is down, which costs a tenth of a
@@ -109,7 +109,7 @@ class Connection:
 
     @property
     def request_timeout_s(self) -> float:
-        """How long to wait for one response."""
+        """The time limit of one response."""
         return self.settings.request_timeout_ms / 1000
 
     @property

@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from aiokafka import AIOKafkaProducer
@@ -75,12 +74,7 @@ class KafkaProducer:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -25,7 +25,7 @@ from headrace.log.port import TopicPartition
 from headrace.tuning import TUNING, KafkaTuning
 
 _NO_LEADER: Final = -1
-"""What metadata has instead of the leader of a partition without one."""
+"""Stands in metadata for the leader of a partition that has none."""
 
 _FORBIDDEN: Final = -1
 """Stands for the number of partitions of a topic that the broker may not describe to us."""

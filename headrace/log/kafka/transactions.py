@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import count, zip_longest
-from types import TracebackType
 from typing import Any, Final, Self
 
 import aiokafka.errors as kafka_errors
@@ -102,12 +101,7 @@ class KafkaTransactionalProducer:
         self._epoch = epoch
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

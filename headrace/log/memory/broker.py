@@ -18,9 +18,9 @@ _LEGAL_NAME = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")
 # policy is reported (Kafka does not promise when it compacts; here it never does).
 _DEFAULTS = {"max.message.bytes": "1048588", "cleanup.policy": "delete"}
 
-# What a record takes besides its key, value and headers: in Kafka's format at most 61 bytes of
-# batch header and 21 of its own (https://kafka.apache.org/documentation/#messageformat), here the
-# Python objects that hold it.
+# A record takes more than its key, value and headers: in Kafka's format at most 61 bytes of batch
+# header and 21 of its own (https://kafka.apache.org/documentation/#messageformat), here the Python
+# objects that hold it.
 FRAMING_BYTES = 82
 _OBJECT_BYTES = 256
 

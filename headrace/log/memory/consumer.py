@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from headrace.log.errors import Fenced, LogRefused, OffsetOutOfRange
@@ -145,12 +144,7 @@ class MemoryReader:
         self._gate_is_open = True
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _take_up(self, positions: Mapping[TopicPartition, int]) -> None:

@@ -11,7 +11,6 @@ import socket
 import tempfile
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from aiokafka.admin import AIOKafkaAdminClient
@@ -150,13 +149,13 @@ class LocalKafka:
 
     @property
     def bootstrap_servers(self) -> str:
-        """Where clients connect: the listener with TLS and SASL if there is one."""
+        """Addresses for clients: of the listener with TLS and SASL if there is one."""
         secure = self._security is not None
         return self._addresses([each.secure if secure else each.plaintext for each in self._ports])
 
     @property
     def plaintext_bootstrap_servers(self) -> str:
-        """The listener without security, which always exists."""
+        """Addresses of the listener without security, which always exists."""
         return self._addresses([each.plaintext for each in self._ports])
 
     @staticmethod
@@ -196,12 +195,7 @@ class LocalKafka:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self) -> None:

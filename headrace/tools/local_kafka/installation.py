@@ -1,4 +1,4 @@
-"""What a broker is run from: Java, and Kafka's jar files, fetched once into this user's cache.
+"""Installs what runs a broker: Java, and Kafka's jar files, fetched once into this user's cache.
 
 The jars are listed in `jars.lock`. A jar enters the cache only after its SHA-256 was compared with
 the lock, and by an atomic rename, so a jar in the cache is complete. Later starts compare only

@@ -51,7 +51,7 @@ class JvmProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process exists, paused or not."""
+        """True while the process exists, paused or not."""
         return self.pid is not None
 
     @property
