@@ -207,6 +207,26 @@ class ExecutorSettings(_Group):
     """Of ONNX Runtime's arena, for each instance on a GPU; 0 leaves it to the device."""
 
 
+class GatewaySettings(_Group):
+    """The doors for clients that do not speak Kafka (docs/http.md)."""
+
+    http_host: str = "127.0.0.1"
+    http_port: Port = 8000
+    """0 picks a free one, and prints it."""
+    timeout_ms: Annotated[int, Field(ge=1, le=_DAY_S * 1000), NOT_BOOL] = 30_000
+    """For callers that give none."""
+    max_in_flight: Annotated[int, Field(ge=1, le=1_000_000), NOT_BOOL] = 1024
+    """Requests under way at once; further ones are refused."""
+    max_in_flight_bytes: Annotated[int, Field(ge=1024 * 1024, le=2**40), NOT_BOOL] = (
+        256 * 1024 * 1024
+    )
+    """Of the bodies of the requests under way, decompressed; further ones are refused."""
+    max_body_bytes: Annotated[int, Field(ge=1024, le=_KAFKA_INT), NOT_BOOL] = 16 * 1024 * 1024
+    """Of one body, decompressed. JSON takes several times the bytes of its tensors."""
+    drain_notice_s: Annotated[Real, Field(ge=0, le=_DAY_S), NOT_BOOL] = 0.0
+    """Time for balancers to see that a gateway is no longer ready, before it stops listening."""
+
+
 class TelemetrySettings(_Group):
     """What can be seen from outside."""
 
@@ -242,6 +262,7 @@ class Settings(BaseSettings):
     models: ModelSettings = ModelSettings()
     batching: BatchingSettings = BatchingSettings()
     executor: ExecutorSettings = ExecutorSettings()
+    gateway: GatewaySettings = GatewaySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
     @classmethod

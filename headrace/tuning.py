@@ -708,6 +708,30 @@ class RuntimeTuning:
 
 
 @dataclass(frozen=True)
+class GatewayTuning:
+    """Tuning values of `headrace.gateway`."""
+
+    max_connections: int = 4096
+    """Beside `gateway.max_in_flight`; a further connection replaces the one that has waited for a
+    request longest.
+    """
+    head_timeout_s: float = 10.0
+    """Time from a connection to the end of its first request's head."""
+    idle_timeout_s: float = 75.0
+    """Time from an answer to the end of the next request's head."""
+    body_timeout_s: float = 30.0
+    """Time from a request's head to the end of its body."""
+    compressed_from_bytes: int = 1024
+    """Smaller answers are not compressed for callers that accept that."""
+    retry_after_s: int = 1
+    """What callers are told if the time to wait is not known."""
+    drain_silence_s: float = 0.2
+    """Without a request for so long, a gateway that drains closes the idle connections."""
+    stop_timeout_s: float = 1.0
+    """Time for what is under way when the drain's own time is over."""
+
+
+@dataclass(frozen=True)
 class Tuning:
     """Tuning values of a process, by package."""
 
@@ -723,6 +747,7 @@ class Tuning:
     executor: ExecutorTuning = ExecutorTuning()
     responder: ResponderTuning = ResponderTuning()
     runtime: RuntimeTuning = RuntimeTuning()
+    gateway: GatewayTuning = GatewayTuning()
 
 
 TUNING = Tuning()

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import structlog
@@ -18,6 +19,9 @@ from headrace.config import Option, Settings
 from headrace.telemetry.logs import Event, configure_logging
 from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING, RuntimeTuning
+
+if TYPE_CHECKING:
+    from headrace.runtime.process import OpenDoors
 
 log = structlog.get_logger(__name__)
 
@@ -45,6 +49,12 @@ def _stages(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Sta
 @click.option(
     "--http-port", type=int, metavar="N", help="Setting telemetry.http_port; 0 takes a free one."
 )
+@click.option(
+    "--gateway", is_flag=True, help="Open a gateway as well, in this process (docs/http.md)."
+)
+@click.option(
+    "--gateway-port", type=int, metavar="N", help="Setting gateway.http_port; 0 takes a free one."
+)
 @pass_invocation
 def command(
     invocation: Invocation,
@@ -52,6 +62,8 @@ def command(
     models: Path | None,
     bootstrap_servers: str | None,
     http_port: int | None,
+    gateway: bool,
+    gateway_port: int | None,
 ) -> None:
     """Serve until SIGTERM or SIGINT: run all four stages in this process, or those named.
 
@@ -65,27 +77,43 @@ def command(
 
     The options go over the settings' file and the environment; a file is not needed.
     """
-    from headrace.cli.event_loop import run
-    from headrace.runtime import process as pipeline
-
     options = [
         Option("--models", ("models", "repository"), models),
         Option("--bootstrap-servers", ("kafka", "bootstrap_servers"), bootstrap_servers),
         Option("--http-port", ("telemetry", "http_port"), http_port),
+        Option("--gateway-port", ("gateway", "http_port"), gateway_port),
     ]
     settings = invocation.settings_with([each for each in options if each.value is not None])
+    serve(invocation, settings, stages, gateway=gateway)
+
+
+def serve(
+    invocation: Invocation, settings: Settings, stages: tuple[Stage, ...], *, gateway: bool
+) -> NoReturn:
+    """Serve until a signal; without stages, as a gateway alone."""
+    from headrace.cli.event_loop import run
+    from headrace.runtime import process as pipeline
+
     log_rate_limiter = configure_logging(
         "debug" if invocation.debug else settings.telemetry.log_level
     )
     tune_interpreter()
     if settings.kafka is None:
+        way_in = "its gateway is the only way in" if gateway else "no producer can reach it"
         log.warning(
             Event.NO_BROKER,
             reason="no broker is configured (kafka.bootstrap_servers): the log is in this "
-            "process's memory, and no producer outside of it can reach it",
+            f"process's memory, and {way_in}",
         )
+    open_doors: OpenDoors | None = None
+    if gateway:
+        from headrace.gateway import open_gateway
+
+        open_doors = open_gateway
     announce = partial(_announce, settings) if on_terminal() else None
-    raise click.exceptions.Exit(run(pipeline.run(settings, stages, log_rate_limiter, announce)))
+    raise click.exceptions.Exit(
+        run(pipeline.run(settings, stages, log_rate_limiter, announce, open_doors=open_doors))
+    )
 
 
 def on_terminal() -> bool:
@@ -93,20 +121,23 @@ def on_terminal() -> bool:
     return sys.stderr.isatty()
 
 
-def _announce(settings: Settings, http_port: int) -> None:
+def _announce(settings: Settings, http_port: int, gateway_port: int | None) -> None:
     """Print on a terminal where requests come from, the models, and the HTTP addresses."""
     broker = settings.kafka.bootstrap_servers if settings.kafka else "none, a log in memory"
     repository = settings.models.repository
     models = ""
     if repository.is_dir():  # otherwise the pipeline ends, and reports it
         models = ", ".join(sorted(each.name for each in repository.glob("[!.]*/")))
-    host = settings.telemetry.http_host
-    if host in ANY_ADDRESS:
-        host = "localhost"
     say(f"headrace: broker     {broker}", err=True)
     say(f"headrace: namespace  {settings.namespace}", err=True)
     say(f"headrace: models     {models or 'none'} ({repository.absolute()})", err=True)
-    say(f"headrace: page       http://{host}:{http_port}/", err=True)
+    say(f"headrace: page       {_url(settings.telemetry.http_host, http_port)}", err=True)
+    if gateway_port is not None:
+        say(f"headrace: gateway    {_url(settings.gateway.http_host, gateway_port)}v2", err=True)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{'localhost' if host in ANY_ADDRESS else host}:{port}/"
 
 
 def tune_interpreter(tuning: RuntimeTuning = TUNING.runtime) -> None:

@@ -132,6 +132,10 @@ class Client:
         """Number of answers to other clients on this client's reply partition."""
         return self._rpc.foreign if self._rpc else 0
 
+    def fault(self) -> str:
+        """Return why answers can no longer be read; empty if they can."""
+        return self._rpc.fault() if self._rpc else ""
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             log = self._log

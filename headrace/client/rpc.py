@@ -95,6 +95,10 @@ class ReplyReader:
         """Number of requests without a reply."""
         return len(self._waiting)
 
+    def fault(self) -> str:
+        """Return why replies can no longer be read; empty if they can."""
+        return "" if self._failure is None else f"answers can no longer be read: {self._failure}"
+
     async def __aenter__(self) -> Self:
         """Start reading; after this returns, no reply to a later request can be missed."""
         async with AsyncExitStack() as stack:
@@ -129,7 +133,7 @@ class ReplyReader:
         if self._stopping:
             raise ClientClosed("the client is closed")
         if self._failure is not None:
-            raise ClientClosed(f"answers can no longer be read: {self._failure}") from self._failure
+            raise ClientClosed(self.fault()) from self._failure
         if correlation_id is None:
             self._count += 1
             correlation_id = b"%s%d" % (self._prefix, self._count)
@@ -204,7 +208,7 @@ class ReplyReader:
     def _fail(self, error: BaseException) -> None:
         self._failure = error
         self._arrived.set()
-        self._fail_futures(f"answers can no longer be read: {error}")
+        self._fail_futures(self.fault())
 
     def _fail_futures(self, reason: str) -> None:
         for future in self._futures.values():
@@ -265,6 +269,10 @@ class RpcClient:
     def foreign(self) -> int:
         """Number of answers to other clients on this client's reply partition."""
         return self._replies.foreign if self._replies else 0
+
+    def fault(self) -> str:
+        """Return why answers can no longer be read; empty if they can."""
+        return self._replies.fault() if self._replies else ""
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:

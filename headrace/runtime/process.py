@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from headrace.config import Settings
 from headrace.errors import ConfigurationError
 from headrace.log.port import Log
+from headrace.models.catalog import ModelCatalog
 from headrace.models.registry import Models
 from headrace.models.user_code import run_on_daemon_thread
 from headrace.runtime.heap import trimming
@@ -28,7 +30,7 @@ from headrace.telemetry.http import HttpServer
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.logs import Event, LogRateLimiter
 from headrace.telemetry.metrics import Metrics
-from headrace.telemetry.snapshots import QueueSnapshot
+from headrace.telemetry.snapshots import GatewaySnapshot, QueueSnapshot
 from headrace.telemetry.status import (
     ProcessIdentity,
     ProcessState,
@@ -48,6 +50,7 @@ class Pipeline:
     Attributes:
         ready: set when models are loaded and partitions assigned.
         tuning: tuning values of its objects.
+        drain_first: awaited after a stop is requested, before the stages stop reading.
     """
 
     def __init__(
@@ -73,9 +76,11 @@ class Pipeline:
         )
         self.health = Health()
         self.ready = asyncio.Event()
+        self.drain_first: Callable[[], Awaitable[None]] | None = None
         self._groups = [
             StageGroup(settings, log_, part, self.models, instruments, tuning)
             for part in segments(stages)
+            if part
         ]
         limit_s = settings.limits.max_unanswered_s
         self.state = ProcessState(
@@ -133,11 +138,13 @@ class Pipeline:
         def joined() -> None:
             nonlocal joining
             joining -= 1
-            if not joining:
+            if joining <= 0:
                 self.health.enter(Phase.READY)
                 self.ready.set()
                 log.info(Event.READY, stages=list(self._stages))
 
+        if not self._groups:
+            joined()  # a gateway alone
         async with asyncio.TaskGroup() as tasks:
             running = [
                 tasks.create_task(group.run(joined), name="stage-group") for group in self._groups
@@ -147,6 +154,8 @@ class Pipeline:
             await asyncio.wait((*running, stopping), return_when=asyncio.FIRST_COMPLETED)
             self.health.enter(Phase.DRAINING, "answering what is in flight")
             log.info(Event.DRAINING)
+            if stopping.done() and self.drain_first is not None:
+                await self.drain_first()
             await self._drain(running)
             stopping.cancel()
             unloading.cancel()
@@ -166,6 +175,8 @@ class Pipeline:
             return
         for group in self._groups:
             group.source.stop_reading()
+        if not running:
+            return
         _, late = await asyncio.wait(running, timeout=self._settings.limits.drain_timeout_s)
         if late:
             try:
@@ -219,20 +230,40 @@ async def running(pipeline: Pipeline) -> AsyncIterator[Pipeline]:
             stop.request()
 
 
+class Doors(Protocol):
+    """An open gateway; implemented by `headrace.gateway.http.HttpDoor`."""
+
+    @property
+    def port(self) -> int: ...
+    def snapshot(self) -> GatewaySnapshot: ...
+    async def drain(self) -> None: ...
+
+
+class OpenDoors(Protocol):
+    """Opens a gateway while its context lasts: `headrace.gateway.open_gateway`."""
+
+    def __call__(
+        self, settings: Settings, log: Log, models: ModelCatalog, health: Health, metrics: Metrics
+    ) -> AbstractAsyncContextManager[Doors]: ...
+
+
 async def run(
     settings: Settings,
     stages: Sequence[Stage],
     log_rate_limiter: LogRateLimiter,
-    announce: Callable[[int], None] | None = None,
+    announce: Callable[[int, int | None], None] | None = None,
     tuning: Tuning = TUNING,
+    open_doors: OpenDoors | None = None,
 ) -> int:
     """Run `headrace run`: serve until SIGTERM or SIGINT, and return the exit code.
 
     Args:
         settings: settings of the process.
-        stages: adjacent stages.
+        stages: adjacent stages; none for a gateway alone.
         log_rate_limiter: from `configure_logging`.
-        announce: called with the HTTP port once it is bound.
+        announce: called with the ports of `telemetry` and, if there is one, of the gateway, once
+            they are bound.
+        open_doors: opens the gateway; None for a process without one.
         tuning: tuning values of the process.
     """
     stop = Stop()
@@ -261,8 +292,15 @@ async def run(
         )
         await stack.enter_async_context(server)
         log.info(Event.STARTING, stages=list(stages), http_port=server.port)
+        doors: Doors | None = None
+        if open_doors is not None:
+            doors = await stack.enter_async_context(
+                open_doors(settings, log_, pipeline.models.catalog, pipeline.health, metrics)
+            )
+            pipeline.state.gateway = doors.snapshot
+            pipeline.drain_first = doors.drain
         if announce is not None:
-            announce(server.port)
+            announce(server.port, None if doors is None else doors.port)
         await stack.enter_async_context(_reloading(pipeline))
         in_flight_bytes = partial(_in_flight_bytes, pipeline.state)
         await stack.enter_async_context(trimming(in_flight_bytes, metrics, tuning.runtime))

@@ -30,13 +30,12 @@ from prometheus_client.exposition import choose_encoder
 
 from headrace import __version__
 from headrace.errors import Code, Fatal, Rejected
-from headrace.models.signature import TensorSpec
+from headrace.models.metadata import describe_model
 from headrace.models.version import ModelVersion, State
 from headrace.protocol.codec.faults import DECODE_ERRORS
 from headrace.telemetry.health import Health
 from headrace.tuning import TUNING, RuntimeTuning
 
-_PLATFORMS = {"onnx": "onnxruntime_onnx", "python": "headrace_python"}
 _HTTP_STATUS = {
     Code.INVALID_REQUEST: 400,
     Code.UNKNOWN_MODEL: 404,
@@ -88,7 +87,9 @@ class HttpServer:
         self._metrics = metrics
         self._status = status
         self._tuning = tuning
-        self._connections = Connections(tuning)
+        self._connections = Connections(
+            tuning.http_max_connections, tuning.http_head_timeout_s, tuning.http_idle_timeout_s
+        )
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
 
@@ -142,8 +143,8 @@ class HttpServer:
             client_max_size=self._tuning.http_body_bytes,
             middlewares=[self._limit_time, _format_errors],
         )
-        if _is_loopback(self._host):
-            application.middlewares.append(_refuse_other_hosts)
+        if is_loopback(self._host):
+            application.middlewares.append(refuse_other_hosts)
         router = application.router
         for prefix in ("/health", "/v2/health"):
             router.add_get(f"{prefix}/live", self._show_live)
@@ -204,19 +205,8 @@ class HttpServer:
 
     async def _show_model(self, request: web.Request) -> web.Response:
         version = self._find_version(request)
-        ready = [
-            each.version for each in self._models.versions(State.READY) if each.name == version.name
-        ]
-        return web.json_response(
-            {
-                "name": version.name,
-                "versions": ready,
-                "platform": _PLATFORMS[version.config.backend],
-                "inputs": [_tensor_metadata(spec) for spec in version.signature.inputs],
-                "outputs": [_tensor_metadata(spec) for spec in version.signature.outputs],
-                "batching": _batching_metadata(version),
-            }
-        )
+        ready = self._models.versions(State.READY)
+        return web.json_response(describe_model(version, ready))
 
     async def _show_model_ready(self, request: web.Request) -> web.Response:
         version = self._find_version(request)
@@ -256,9 +246,9 @@ async def _format_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 @web.middleware
-async def _refuse_other_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def refuse_other_hosts(request: web.Request, handler: Handler) -> web.StreamResponse:
     host = request.headers.get("Host")
-    if host is None or _is_loopback(_host_name(host)):
+    if host is None or is_loopback(_host_name(host)):
         return await handler(request)
     error = f"header Host: expected a loopback name or address, got {host!r}"
     return web.json_response({"error": error}, status=421)
@@ -272,7 +262,7 @@ def _host_name(host: str) -> str:
         return ""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -296,16 +286,6 @@ async def _wants_only_ready(request: web.Request) -> bool:
         ) from error
 
 
-def _batching_metadata(version: ModelVersion) -> dict[str, Any]:
-    """Return batch limits and batch-safety results, which the protocol does not have."""
-    found = version.verdict.to_dict() if version.verdict else {}
-    return {"max_batch_size": version.max_batch_size, **found}
-
-
-def _tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
-
-
 # --- limits on connections -----------------------------------------------------------------------
 #
 # aiohttp waits for a request's head without limit, and accepts any number of connections, so that
@@ -313,10 +293,18 @@ def _tensor_metadata(spec: TensorSpec) -> dict[str, Any]:
 
 
 class Connections:
-    """The open connections of a server."""
+    """The open connections of a server.
 
-    def __init__(self, tuning: RuntimeTuning) -> None:
-        self._tuning = tuning
+    Args:
+        max_connections: a further one replaces the one that has waited for a request longest.
+        head_timeout_s: from a connection to the end of its first request's head.
+        idle_timeout_s: from an answer to the end of the next request's head.
+    """
+
+    def __init__(self, max_connections: int, head_timeout_s: float, idle_timeout_s: float) -> None:
+        self._max_connections = max_connections
+        self._head_timeout_s = head_timeout_s
+        self._idle_timeout_s = idle_timeout_s
         self._open: dict[asyncio.BaseTransport, asyncio.Transport] = {}
         self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
         """Timers of the connections that wait for a request, longest-waiting first."""
@@ -327,14 +315,14 @@ class Connections:
 
     def opened(self, transport: asyncio.Transport) -> bool:
         """Count a new connection; False if there were too many, and it was closed."""
-        if len(self._open) >= self._tuning.http_max_connections:
+        if len(self._open) >= self._max_connections:
             longest_waiting = next(iter(self._timers), None)
             if longest_waiting is None:
                 transport.abort()
                 return False
             self._close(longest_waiting)
         self._open[transport] = transport
-        self._wait(transport, self._tuning.http_head_timeout_s)
+        self._wait(transport, self._head_timeout_s)
         return True
 
     def closed(self, transport: asyncio.BaseTransport) -> None:
@@ -359,7 +347,7 @@ class Connections:
             yield
         finally:
             if transport in self._open:
-                self._wait(transport, self._tuning.http_idle_timeout_s)
+                self._wait(transport, self._idle_timeout_s)
 
     def _wait(self, transport: asyncio.BaseTransport, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()

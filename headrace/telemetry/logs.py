@@ -40,6 +40,8 @@ class Event(StrEnum):
     STUCK = "process.stuck"
     HEAP_TRIMMED = "heap.trimmed"
     DRAIN_INCOMPLETE = "drain.incomplete"
+    GATEWAY_LISTENING = "gateway.listening"
+    GATEWAY_FAILED = "gateway.request_failed"
 
     REQUEST = "request"
     REQUEST_EXPIRED = "request.expired"

@@ -434,9 +434,40 @@ PROCESS = (
     ),
 )
 
+GATEWAY = (
+    MetricSpec(
+        "headrace_gateway_requests",
+        "counter",
+        ("door", "status"),
+        "Inference requests that a gateway ended, by door and by the status that it answered; "
+        "499: the caller had gone.",
+    ),
+    MetricSpec(
+        "headrace_gateway_duration_seconds",
+        "histogram",
+        ("door",),
+        "From the head of an inference request until its answer was ready to be sent.",
+    ),
+    MetricSpec(
+        "headrace_gateway_in_flight_requests",
+        "gauge",
+        (),
+        "Inference requests that a gateway has taken and not answered.",
+    ),
+    MetricSpec(
+        "headrace_gateway_in_flight_bytes", "gauge", (), "The bytes of their bodies, decompressed."
+    ),
+    MetricSpec(
+        "headrace_gateway_late_answers",
+        "counter",
+        (),
+        "Answers that a gateway dropped: nobody waited for them any more.",
+    ),
+)
+
 METRIC_SPECS: dict[str, MetricSpec] = {
     spec.name: spec
-    for part in (REQUESTS, RUNS, ENDS, READING, COMMITS, PARTITIONS, TRACES, PROCESS)
+    for part in (REQUESTS, RUNS, ENDS, READING, COMMITS, PARTITIONS, TRACES, PROCESS, GATEWAY)
     for spec in part
 }
 """All of Headrace's own metrics, by family name."""

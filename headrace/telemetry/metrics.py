@@ -79,6 +79,8 @@ class Metrics:
         self._batch_rows = self._bulk("batch_rows", ROWS)
         self._commit = self._bulk("commit_duration_seconds", SECONDS)
         self.loop_lag = self._bulk("event_loop_lag_seconds", SECONDS)
+        self._gateway_requests = self._bulk_counter("gateway_requests")
+        self._gateway_duration = self._bulk("gateway_duration_seconds", SECONDS)
         self._register_rare()
 
     def _register_rare(self) -> None:
@@ -131,6 +133,12 @@ class Metrics:
     def passed_over(self, gap: Gap) -> None:
         """Count a gap in the log that cannot be read."""
         self._unreadable.labels(gap.code).inc(gap.end - gap.first)
+
+    def ended_at_door(self, door: str, status: str, duration_s: float) -> None:
+        """Count a request that a gateway ended, with the status that its caller got."""
+        counts, labels = self._gateway_requests.counts, (door, status)
+        counts[labels] = counts.get(labels, 0) + 1
+        self._gateway_duration.observe((door,), duration_s)
 
     # --- requests and batches -------------------------------------------------------------------
 

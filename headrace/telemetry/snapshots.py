@@ -121,3 +121,16 @@ class QueueSnapshot(NamedTuple):
 
     requests: int
     deadline_slack_s: float | None
+
+
+class GatewaySnapshot(NamedTuple):
+    """State of the gateway of a process.
+
+    Attributes:
+        requests: taken and not answered; `size_bytes` is the size of their bodies.
+        late_answers: answers that were dropped since nobody waited for them any more.
+    """
+
+    requests: int
+    size_bytes: int
+    late_answers: int

@@ -30,6 +30,7 @@ from headrace.telemetry.metric_specs import METRIC_SPECS
 from headrace.telemetry.metrics import Metrics
 from headrace.telemetry.snapshots import (
     DeviceSnapshot,
+    GatewaySnapshot,
     PartitionSnapshot,
     QueueSnapshot,
     SourceSnapshot,
@@ -62,8 +63,8 @@ class ProcessState:
         models: the entries of its models, see `headrace.models.catalog.ModelCatalog.status`.
 
     Attributes:
-        sources, activities, devices, queue: called for a snapshot of their state; the composition
-            root adds them.
+        sources, activities, devices, queue, gateway: called for a snapshot of their state; the
+            composition root adds them.
         identity: of the process; the composition root sets it.
         log_lines_suppressed: by kind, see `headrace.telemetry.logs.LogRateLimiter`.
     """
@@ -85,6 +86,7 @@ class ProcessState:
         self.activities: list[Callable[[], Sequence[Activity]]] = []
         self.devices: list[Callable[[], Sequence[DeviceSnapshot]]] = []
         self.queue: Callable[[], QueueSnapshot | None] = lambda: None
+        self.gateway: Callable[[], GatewaySnapshot | None] = lambda: None
         self.recent_errors = RecentErrors(tuning)
         self.loop_lag = LoopLag(metrics.loop_lag, tuning.loop_lag_interval_s)
         self.identity = ProcessIdentity()
@@ -238,6 +240,14 @@ class StateGauges(Collector):
         yield self._device_gauge()
         yield self._model_gauge()
         yield self._suppressed_counter()
+        gateway = self._state.gateway()
+        if gateway is not None:
+            yield _gauge("gateway_in_flight_requests", [((), gateway.requests)])
+            yield _gauge("gateway_in_flight_bytes", [((), gateway.size_bytes)])
+            spec = METRIC_SPECS["headrace_gateway_late_answers"]
+            late = CounterMetricFamily(spec.name, spec.meaning, labels=spec.labels)
+            late.add_metric((), gateway.late_answers)
+            yield late
 
     def _process_gauges(self) -> Iterator[GaugeMetricFamily]:
         state = self._state

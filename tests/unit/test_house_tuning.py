@@ -14,7 +14,16 @@ import pytest
 from tests.support.tree import Module, modules
 
 SERVING = (
-    *("consumer", "crash_isolation", "delivery", "device", "log", "models", "primitives"),
+    *(
+        "consumer",
+        "crash_isolation",
+        "delivery",
+        "device",
+        "gateway",
+        "log",
+        "models",
+        "primitives",
+    ),
     *("protocol", "runtime", "telemetry", "transport"),
 )
 """The packages of `headrace` that a serving process consists of, besides the services."""
@@ -47,6 +56,7 @@ FACTS = {
     "headrace/telemetry/watchdog.py": {"_STDERR"},
     # The contract with callers: limits of a request, and what an error text may quote of it.
     "headrace/protocol/codec/faults.py": {"_MAX_SHOWN"},
+    "headrace/gateway/http.py": {"MAX_TIMEOUT_MS", "CALLER_GONE"},
     "headrace/protocol/codec/responses.py": {"_FIXED_MAP"},
     "headrace/protocol/headers.py": {
         *("MAX_PRIORITY", "MAX_HEADER_BYTES", "MAX_SHOWN_NAME", "_LOOKED_AT_BYTES"),

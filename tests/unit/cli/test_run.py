@@ -11,6 +11,7 @@ import pytest
 from headrace.cli.outcome import Exit
 from headrace.cli.stages import parse_stages
 from headrace.config import Settings
+from headrace.runtime.process import OpenDoors
 from headrace.telemetry.logs import LogRateLimiter
 from headrace.topics import STAGES, Stage
 from headrace.tuning import TUNING
@@ -21,6 +22,7 @@ class Started(list[tuple[Stage, ...]]):
     """The stages with which the services were started, and the last settings."""
 
     settings: Settings
+    with_gateway: bool
 
 
 @pytest.fixture
@@ -32,12 +34,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
         settings: Settings,
         stages: tuple[Stage, ...],
         log_rate_limiter: LogRateLimiter,
-        announce: Callable[[int], None] | None,
+        announce: Callable[[int, int | None], None] | None,
+        open_doors: OpenDoors | None,
     ) -> int:
         calls.append(tuple(stages))
+        calls.with_gateway = open_doors is not None
         calls.settings = settings
         if announce is not None:
-            announce(8123)
+            announce(8123, None if open_doors is None else 8124)
         return 0 if settings.namespace == "headrace" else 1
 
     monkeypatch.setattr("headrace.runtime.process.run", run)
@@ -74,6 +78,27 @@ def test_wrong_stages_are_wrong_usage(call: Call) -> None:
     result = call("run", "ingest,executor")
     assert result.exit_code == Exit.USAGE
     assert "in the order of ingest, batcher, executor, responder" in " ".join(result.stderr.split())
+
+
+def test_gateway_runs_beside_the_stages(call: Call, started: Started) -> None:
+    """`headrace run --gateway` opens one, at the port that is given."""
+    assert call("run", "--gateway", "--gateway-port", "0").exit_code == Exit.DONE
+    assert (started[0], started.with_gateway) == (STAGES, True)
+    assert started.settings.gateway.http_port == 0
+
+
+def test_gateway_alone_runs_no_stage(call: Call, started: Started) -> None:
+    """`headrace gateway` is a process without stages, in front of a broker."""
+    assert call("gateway", "--bootstrap-servers", "127.0.0.1:9092").exit_code == Exit.DONE
+    assert (started[0], started.with_gateway) == ((), True)
+
+
+def test_gateway_alone_needs_a_broker(call: Call, started: Started) -> None:
+    """Without one nothing could answer, so that it is wrong usage; the remedy is told."""
+    result = call("gateway")
+    assert result.exit_code == Exit.USAGE
+    assert "headrace run --gateway" in " ".join(result.stderr.split())
+    assert not started
 
 
 def test_all_stages_run_when_none_is_named(call: Call, started: Started) -> None:

@@ -1,0 +1,11 @@
+"""The gateway: front doors to the models for clients that do not speak Kafka.
+
+A gateway is a client of the log, `headrace.client.Client`, behind a server of the Open Inference
+Protocol. It keeps nothing between requests, so any number of gateways may run. `gateway.py` has
+what the doors share, `http.py` the door for HTTP with a request's whole way through it, and
+`codec.py` the protocol's bodies. docs/http.md is the page for callers.
+"""
+
+from headrace.gateway.http import open_gateway
+
+__all__ = ["open_gateway"]

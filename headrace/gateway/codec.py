@@ -1,0 +1,282 @@
+"""Bodies of the Open Inference Protocol over HTTP: JSON, with tensors in it or after it.
+
+Sources: the Open Inference Protocol, REST (https://github.com/kserve/open-inference-protocol), and
+Triton's binary tensor data extension
+(https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md).
+With the extension the JSON is followed by the raw bytes of those tensors whose parameters have
+`binary_data_size`, in the order of the JSON.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType
+from numpy.typing import NDArray
+
+from headrace.client import Response
+from headrace.errors import Code, Rejected
+from headrace.models.signature import Signature
+from headrace.protocol.codec import faults
+from headrace.protocol.codec.faults import DECODE_ERRORS, shown
+from headrace.protocol.codec.json_data import ENCODING, bytes_to_data, data_to_bytes
+from headrace.protocol.messages import (
+    MAX_INPUTS,
+    MAX_OUTPUTS,
+    Name,
+    Parameter,
+    Parameters,
+    RequestedOutput,
+    Shape,
+    Tensor,
+    Text,
+)
+from headrace.protocol.tensors import DATATYPES, check_tensor, from_array, to_array
+
+BINARY_SIZE = "binary_data_size"
+BINARY = "binary_data"
+BINARY_OUTPUT = "binary_data_output"
+TIMEOUT = "timeout"
+
+_UNSUPPORTED = {
+    "shared_memory_region": "none: tensors are in the body",
+    "shared_memory_offset": "none: tensors are in the body",
+    "shared_memory_byte_size": "none: tensors are in the body",
+    "classification": "none; postprocess in the model's model.toml does it",
+}
+
+
+class InferCall(NamedTuple):
+    """An inference request as a caller sent it.
+
+    Attributes:
+        inputs: arrays by name.
+        outputs: names of the requested outputs; None for all.
+        parameters: those that the gateway has no use for.
+        timeout_us: time that the caller gives in the parameter `timeout`; 0 if it gives none.
+        binary: by output, whether its tensor is to follow the JSON.
+        binary_by_default: the same for outputs that `binary` does not name.
+    """
+
+    id: str | None
+    inputs: dict[str, NDArray[Any]]
+    outputs: list[str] | None
+    parameters: dict[str, Parameter]
+    timeout_us: int
+    binary: dict[str, bool]
+    binary_by_default: bool
+
+
+class EncodedAnswer(NamedTuple):
+    """The body of an answer; `json_bytes` is the size of its JSON if tensors follow it."""
+
+    body: bytes
+    json_bytes: int | None
+
+
+class _Input(Struct, kw_only=True):
+    name: Name
+    datatype: Text
+    shape: Shape
+    data: Any = UNSET
+    parameters: Parameters | None = None
+
+
+class _InferBody(Struct, kw_only=True):
+    id: Text | None = None
+    parameters: Parameters | None = None
+    inputs: Annotated[list[_Input], Meta(max_length=MAX_INPUTS)]
+    outputs: Annotated[list[RequestedOutput], Meta(max_length=MAX_OUTPUTS)] | None = None
+
+
+class _Output(Struct, kw_only=True, omit_defaults=True):
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[Any] | UnsetType = UNSET
+    parameters: Mapping[str, Parameter] | None = None
+
+
+class _AnswerBody(Struct, kw_only=True, omit_defaults=True):
+    model_name: str
+    model_version: str
+    id: str | None = None
+    parameters: dict[str, Parameter] = {}
+    outputs: list[_Output]
+
+
+_decode = msgspec.json.Decoder(_InferBody).decode
+_encode = msgspec.json.Encoder().encode
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+def decode_call(body: bytes, json_bytes: int | None = None) -> InferCall:
+    """Decode the body of an inference request.
+
+    Args:
+        body: JSON, and the tensors after it.
+        json_bytes: the size of the JSON (`Inference-Header-Content-Length`); None if it is all of
+            the body.
+
+    Raises:
+        Rejected: `INVALID_REQUEST` or `INVALID_TENSOR`, with the place in the body.
+    """
+    if json_bytes is not None and json_bytes > len(body):
+        _refuse("Inference-Header-Content-Length", f"at most the body's {len(body)}", json_bytes)
+    head = body if json_bytes is None else memoryview(body)[:json_bytes]
+    try:
+        request = _decode(head)
+    except DECODE_ERRORS as error:
+        raise faults.refusal(error, bytes(head), faults.JSON) from error
+    tail = memoryview(body)[len(head) :]
+    inputs: dict[str, NDArray[Any]] = {}
+    for number, tensor in enumerate(request.inputs):
+        where = f"inputs[{number}]"
+        if tensor.name in inputs:
+            _refuse(f"{where}.name", "each name once", f"{shown(tensor.name)} again")
+        content, tail = _content(tensor, tail, where)
+        check_tensor(tensor.datatype, tensor.shape, content, where)
+        inputs[tensor.name] = to_array(
+            Tensor(tensor.name, tensor.datatype, tuple(tensor.shape), content)
+        )
+    if len(tail):
+        _refuse("body", "no bytes after those of the tensors", f"{len(tail)} more")
+    parameters = dict(request.parameters or {})
+    timeout_us = parameters.pop(TIMEOUT, 0)
+    if type(timeout_us) is not int or timeout_us < 0:
+        _refuse("parameters.timeout", "microseconds, 0 or more", shown(timeout_us))
+    return InferCall(
+        id=request.id,
+        inputs=inputs,
+        outputs=[output.name for output in request.outputs] if request.outputs else None,
+        parameters=parameters,
+        timeout_us=timeout_us,
+        binary=_requested_forms(request.outputs or ()),
+        binary_by_default=_flag(parameters, BINARY_OUTPUT, "parameters") or False,
+    )
+
+
+def _content(tensor: _Input, tail: memoryview, where: str) -> tuple[bytes | memoryview, memoryview]:
+    """Return the raw bytes of an input, and what is left of the bytes after the JSON."""
+    parameters = tensor.parameters or {}
+    _refuse_unsupported(parameters, where)
+    size = parameters.get(BINARY_SIZE)
+    if size is None:
+        if tensor.data is UNSET:
+            _refuse(where, f"data, or parameters.{BINARY_SIZE}", "neither")
+        encoding = parameters.get(ENCODING)
+        content = data_to_bytes(tensor.datatype, tensor.shape, tensor.data, encoding, where)
+        return content, tail
+    if tensor.data is not UNSET:
+        _refuse(where, f"data or parameters.{BINARY_SIZE}", "both")
+    if type(size) is not int or not 0 <= size <= len(tail):
+        expected = f"an integer, at most the {len(tail)} bytes that are left of the body"
+        _refuse(f"{where}.parameters.{BINARY_SIZE}", expected, shown(size))
+    return tail[:size], tail[size:]
+
+
+def _requested_forms(outputs: Sequence[RequestedOutput]) -> dict[str, bool]:
+    binary: dict[str, bool] = {}
+    for number, output in enumerate(outputs):
+        where = f"outputs[{number}]"
+        parameters = dict(output.parameters or {})
+        _refuse_unsupported(parameters, where)
+        wanted = _flag(parameters, BINARY, f"{where}.parameters")
+        if wanted is not None:
+            binary[output.name] = wanted
+    return binary
+
+
+def _flag(parameters: dict[str, Parameter], name: str, where: str) -> bool | None:
+    value = parameters.pop(name, None)
+    if value is not None and type(value) is not bool:
+        _refuse(f"{where}.{name}", "true or false", shown(value))
+    return value
+
+
+def _refuse_unsupported(parameters: Mapping[str, Parameter], where: str) -> None:
+    for name in parameters.keys() & _UNSUPPORTED.keys():
+        if parameters[name]:
+            _refuse(f"{where}.parameters.{name}", _UNSUPPORTED[name], shown(parameters[name]))
+
+
+def decode_raw(body: bytes, signature: Signature) -> InferCall:
+    """Return the request whose body is nothing but the one input of its model.
+
+    The extension calls this a raw binary request: the JSON has 0 bytes. The batch dimension, if
+    there is one, is 1; one other dimension may be free, and follows from the size. The body for an
+    input of BYTES is its one element, without its length.
+
+    Raises:
+        Rejected: `INVALID_REQUEST`: the model does not have one input, or its shape has several
+            free dimensions; `INVALID_TENSOR`: the size does not fit.
+    """
+    if len(signature.inputs) != 1:
+        _refuse("body", "JSON, since the model has several inputs", "a bare tensor")
+    (spec,) = signature.inputs
+    shape = [1, *spec.shape[1:]] if signature.batched else list(spec.shape)
+    if shape.count(-1) > 1:
+        _refuse("body", f"JSON, since the shape {list(spec.shape)} is open", "a bare tensor")
+    if spec.datatype == "BYTES":
+        shape = [1 if size == -1 else size for size in shape]
+        if math.prod(shape) != 1:
+            _refuse("body", f"JSON, since {spec.name} has several elements", "a bare tensor")
+        array = np.empty(1, dtype=object)
+        array[0] = body
+    else:
+        itemsize = DATATYPES[spec.datatype].itemsize
+        row_bytes = itemsize * math.prod(size for size in shape if size != -1)
+        shape = [len(body) // max(row_bytes, 1) if size == -1 else size for size in shape]
+        check_tensor(spec.datatype, shape, body, "body")
+        array = to_array(Tensor(spec.name, spec.datatype, tuple(shape), body))
+    return InferCall(None, {spec.name: array.reshape(shape)}, None, {}, 0, {}, True)
+
+
+def _refuse(where: str, expected: str, got: object) -> NoReturn:
+    raise Rejected.mismatch(Code.INVALID_REQUEST, where, expected=expected, got=str(got))
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+def encode_answer(answer: Response, call: InferCall | None = None) -> EncodedAnswer:
+    """Encode an answer in the forms that the call asks for; without a call, all in JSON."""
+    outputs: list[_Output] = []
+    tensors: list[bytes | memoryview] = []
+    for name, array in answer.outputs.items():
+        tensor = from_array(name, array)
+        binary = call is not None and call.binary.get(name, call.binary_by_default)
+        data: list[Any] | UnsetType = UNSET
+        parameters: Mapping[str, Parameter] | None
+        if binary:
+            parameters = {BINARY_SIZE: len(tensor.data)}
+            tensors.append(tensor.data)
+        else:
+            data, parameters = bytes_to_data(tensor)
+        outputs.append(
+            _Output(
+                name=name,
+                datatype=tensor.datatype,
+                shape=list(tensor.shape),
+                data=data,
+                parameters=parameters,
+            )
+        )
+    head = _encode(
+        _AnswerBody(
+            model_name=answer.model_name,
+            model_version=answer.model_version,
+            id=answer.id,
+            parameters=answer.parameters,
+            outputs=outputs,
+        )
+    )
+    if not tensors:
+        return EncodedAnswer(head, None)
+    return EncodedAnswer(b"".join([head, *tensors]), len(head))

@@ -1,0 +1,233 @@
+"""What the doors of a gateway share: the client of the log, limits, errors, and the drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
+
+import structlog
+
+from headrace.client import Client, ClientClosed, InferenceError, InferenceTimeout, Response
+from headrace.config import GatewaySettings, Settings
+from headrace.errors import Code, Rejected, Retriable
+from headrace.gateway.codec import InferCall
+from headrace.log.port import Log
+from headrace.models.version import ModelVersion, State
+from headrace.telemetry.health import Health
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import GatewaySnapshot
+from headrace.tuning import TUNING, GatewayTuning
+
+log = structlog.get_logger(__name__)
+
+UNAVAILABLE = "UNAVAILABLE"
+"""Code of the gateway's own errors: its limits are reached, or it cannot reach the broker."""
+
+
+class Unavailable(Retriable):
+    """The gateway cannot take the request now."""
+
+
+class ServedModels(Protocol):
+    """The models to describe; implemented by `headrace.models.catalog.ModelCatalog`."""
+
+    def lookup(self, name: str, version: str | None = None) -> ModelVersion: ...
+    def versions(self, state: State | None = None) -> list[ModelVersion]: ...
+
+
+class Failure(NamedTuple):
+    """An error as callers see it; `code` is a `headrace.errors.Code`, a newer one, or
+    `UNAVAILABLE`.
+    """
+
+    code: str
+    message: str
+    retriable: bool
+    retry_after_ms: int | None = None
+
+
+class Urgency(NamedTuple):
+    """How soon a caller needs the answer: a time, and a priority among others (`x-priority`)."""
+
+    timeout_s: float
+    priority: int = 0
+
+
+class Held:
+    """A request under way, and the bytes of its body that are held for it."""
+
+    def __init__(self, under_way: UnderWay) -> None:
+        self._under_way = under_way
+        self.size_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        """Hold more bytes. Raises `Unavailable` if all requests together hold too many."""
+        self._under_way.take(size_bytes)
+        self.size_bytes += size_bytes
+
+
+class UnderWay:
+    """The requests that the doors have taken and not answered, and the bytes of their bodies.
+
+    Args:
+        max_requests: a further one is refused.
+        max_bytes: of the bodies of all of them.
+    """
+
+    def __init__(self, max_requests: int, max_bytes: int) -> None:
+        self.requests = 0
+        self.size_bytes = 0
+        self.taken = 0
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._none = asyncio.Event()
+        self._none.set()
+
+    @contextmanager
+    def taking(self) -> Iterator[Held]:
+        """Count a request while the context lasts. Raises `Unavailable` if there are too many."""
+        if self.requests >= self._max_requests:
+            raise Unavailable(f"gateway: {self.requests} requests are under way, as many as may be")
+        held = Held(self)
+        self.requests += 1
+        self.taken += 1
+        self._none.clear()
+        try:
+            yield held
+        finally:
+            self.requests -= 1
+            self.size_bytes -= held.size_bytes
+            if not self.requests:
+                self._none.set()
+
+    def take(self, size_bytes: int) -> None:
+        """Count bytes of a request; see `Held.add`."""
+        if self.size_bytes + size_bytes > self._max_bytes:
+            raise Unavailable(
+                f"gateway: the bodies of {self.requests} requests have {self._max_bytes} bytes, as "
+                "many as may be held"
+            )
+        self.size_bytes += size_bytes
+
+    async def wait_for_silence(self, silence_s: float) -> None:
+        """Wait until no request has been under way for so long."""
+        taken = -1
+        while taken != self.taken or self.requests:
+            taken = self.taken
+            await self._none.wait()
+            await asyncio.sleep(silence_s)
+
+
+class Gateway:
+    """The client of the log that all doors of a process share; entering opens it.
+
+    Attributes:
+        models: what callers are told about the models, and nothing else goes by it: a request for
+            any model is sent, and the stages decide.
+        draining: each answer is the last one on its connection.
+        under_way: the requests of all doors.
+
+    Raises (on entering):
+        ConfigurationError, LogUnavailable, LogAuthenticationFailed: see `headrace.client.Client`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        log_: Log,
+        models: ServedModels,
+        health: Health,
+        metrics: Metrics,
+        tuning: GatewayTuning = TUNING.gateway,
+    ) -> None:
+        self.settings: GatewaySettings = settings.gateway
+        self.models = models
+        self.health = health
+        self.metrics = metrics
+        self.tuning = tuning
+        self.draining = False
+        limits = self.settings
+        self.under_way = UnderWay(limits.max_in_flight, limits.max_in_flight_bytes)
+        self._client = Client(log=log_, settings=settings, max_in_flight=limits.max_in_flight)
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        self.health.watch_live(self._client.fault)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._client.__aexit__(kind, error, trace)
+
+    def snapshot(self) -> GatewaySnapshot:
+        """Return the state that the metrics show."""
+        under_way = self.under_way
+        return GatewaySnapshot(under_way.requests, under_way.size_bytes, self._client.late_answers)
+
+    async def infer(
+        self,
+        model: str,
+        version: str | None,
+        call: InferCall,
+        urgency: Urgency,
+        headers: list[tuple[str, bytes]],
+    ) -> Response:
+        """Send a request and return its answer. Cancelling this cancels the request.
+
+        Raises:
+            Exception: `describe_failure` knows what to tell the caller.
+        """
+        return await self._client.infer(
+            model,
+            call.inputs,
+            version=version,
+            id=call.id,
+            parameters=call.parameters or None,
+            outputs=call.outputs,
+            timeout_s=urgency.timeout_s,
+            priority=urgency.priority,
+            headers=headers,
+        )
+
+    async def infer_payload(
+        self,
+        model: str,
+        version: str | None,
+        payload: bytes,
+        content_type: str,
+        urgency: Urgency,
+        headers: list[tuple[str, bytes]],
+    ) -> Response:
+        """Send a payload for the model's transform; otherwise as `infer`."""
+        return await self._client.infer_raw(
+            model,
+            payload,
+            content_type,
+            version=version,
+            timeout_s=urgency.timeout_s,
+            priority=urgency.priority,
+            headers=headers,
+        )
+
+
+def describe_failure(error: Exception) -> Failure:
+    """Return what a caller is told about an error; one that nobody foresaw is logged."""
+    match error:
+        case InferenceError():
+            return Failure(error.code, error.message, error.retriable, error.retry_after_ms)
+        case Rejected():
+            return Failure(error.code, error.message, error.code.is_retriable, error.retry_after_ms)
+        case InferenceTimeout():
+            return Failure(Code.DEADLINE_EXCEEDED, str(error), retriable=False)
+        case Retriable() | ClientClosed():
+            return Failure(UNAVAILABLE, str(error), retriable=True)
+    log.error(Event.GATEWAY_FAILED, error=type(error).__name__, exc_info=error)
+    return Failure(Code.INTERNAL, "the gateway failed; its log has the reason", retriable=True)

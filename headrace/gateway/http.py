@@ -1,0 +1,479 @@
+"""The door for HTTP: the Open Inference Protocol, REST, with Triton's extensions for clients.
+
+`HttpDoor._take` is a request's whole way through the door. The metadata and health paths beside it
+answer from the models and the health of this process. Protocol:
+https://github.com/kserve/open-inference-protocol (REST); extensions: binary tensor data and model
+configuration, https://github.com/triton-inference-server/server/tree/main/docs/protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
+
+from headrace import __version__
+from headrace.client import Response
+from headrace.config import Settings
+from headrace.errors import Code, Fatal, Rejected
+from headrace.gateway.codec import InferCall, decode_call, decode_raw, encode_answer
+from headrace.gateway.gateway import (
+    UNAVAILABLE,
+    Failure,
+    Gateway,
+    Held,
+    ServedModels,
+    Urgency,
+    describe_failure,
+)
+from headrace.log.port import Log
+from headrace.models.metadata import describe_config, describe_model
+from headrace.models.version import ModelVersion, State
+from headrace.protocol.headers import JSON, MAX_PRIORITY, HeaderName
+from headrace.telemetry.health import Health
+from headrace.telemetry.http import Connections, is_loopback, refuse_other_hosts
+from headrace.telemetry.logs import Event
+from headrace.telemetry.metrics import Metrics
+from headrace.telemetry.snapshots import GatewaySnapshot
+from headrace.tuning import TUNING, GatewayTuning
+
+log = structlog.get_logger(__name__)
+
+DOOR = "http"
+JSON_BYTES = "Inference-Header-Content-Length"
+TIMEOUT_MS = "X-Timeout-Ms"
+PRIORITY = "X-Priority"
+MAX_TIMEOUT_MS = 24 * 3600 * 1000
+CALLER_GONE = 499
+
+_STATUS = {
+    Code.INVALID_REQUEST: 400,
+    Code.INVALID_TENSOR: 400,
+    Code.UNKNOWN_MODEL: 404,
+    Code.MODEL_NOT_READY: 503,
+    Code.TOO_LARGE: 413,
+    Code.DEADLINE_EXCEEDED: 504,
+    Code.OVERLOADED: 429,
+    Code.CANCELLED: CALLER_GONE,
+    Code.MODEL_FAILED: 500,
+    Code.INTERNAL: 500,
+    UNAVAILABLE: 503,
+}
+_RETRY_AFTER = frozenset({429, 503})
+_COPIED_HEADERS = (HeaderName.TRACEPARENT, HeaderName.TRACESTATE)
+OCTETS = "application/octet-stream"
+
+_JSON_TYPES = frozenset({"", JSON, OCTETS, "application/x-www-form-urlencoded"})
+"""Content types of a body that begins with JSON: clients call any body octets, and `curl -d` calls
+it a form. Every other type is a payload for the model's transform.
+"""
+
+_WINDOW_BITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""Of the codings of bodies, as zlib names their formats; `deflate` is zlib's own (RFC 9110)."""
+
+
+class UnreadableBody(Rejected):
+    """The body has a coding that the door does not know, or never came in whole."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(Code.INVALID_REQUEST, message)
+        self.status = status
+
+
+@asynccontextmanager
+async def open_gateway(
+    settings: Settings,
+    log: Log,
+    models: ServedModels,
+    health: Health,
+    metrics: Metrics,
+    tuning: GatewayTuning = TUNING.gateway,
+) -> AsyncIterator[HttpDoor]:
+    """Open a gateway and its door for HTTP while the context lasts.
+
+    Args:
+        settings: `gateway`, and the names of the topics.
+        log: an open log.
+        models: what callers are told about the models.
+        health: of the process; the door is ready while it is.
+        metrics: count its requests.
+        tuning: tuning values of the gateway.
+
+    Raises:
+        Fatal: the address is taken, or is not this machine's.
+        ConfigurationError, LogUnavailable, LogAuthenticationFailed: see `headrace.client.Client`.
+    """
+    async with (
+        Gateway(settings, log, models, health, metrics, tuning) as gateway,
+        HttpDoor(gateway, settings.limits.drain_timeout_s) as door,
+    ):
+        yield door
+
+
+class HttpDoor:
+    """An HTTP server in front of a gateway; entering starts it, leaving stops it.
+
+    On a loopback address, requests are answered only if their `Host` is a loopback address as well,
+    as those of `headrace.telemetry.http`.
+
+    Args:
+        gateway: an open one.
+        drain_timeout_s: time for what is under way when the door drains.
+    """
+
+    def __init__(self, gateway: Gateway, drain_timeout_s: float) -> None:
+        self._gateway = gateway
+        self._drain_timeout_s = drain_timeout_s
+        self._tuning = gateway.tuning
+        self._connections = Connections(
+            self._tuning.max_connections, self._tuning.head_timeout_s, self._tuning.idle_timeout_s
+        )
+        self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
+        self._port = gateway.settings.http_port
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on, once started."""
+        return self._port
+
+    def snapshot(self) -> GatewaySnapshot:
+        """Return the state that the metrics show."""
+        return self._gateway.snapshot()
+
+    async def __aenter__(self) -> Self:
+        host = self._gateway.settings.http_host
+        runner = web.AppRunner(
+            self._make_application(host),
+            access_log=None,
+            shutdown_timeout=self._tuning.stop_timeout_s,
+            handler_cancellation=True,
+            auto_decompress=False,
+        )
+        await runner.setup()
+        make = runner.server
+        assert make is not None
+        try:
+            listening = await asyncio.get_running_loop().create_server(
+                self._connections.limit(make), host, self._port
+            )
+        except OSError as error:
+            await runner.cleanup()
+            raise Fatal(
+                f"gateway.http_port: cannot listen on {host}:{self._port}: {error.strerror}"
+            ) from error
+        self._port = listening.sockets[0].getsockname()[1]
+        self._runner, self._listening = runner, listening
+        log.info(Event.GATEWAY_LISTENING, host=host, http_port=self._port)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def drain(self) -> None:
+        """Answer what is under way, each answer the last one of its connection, and stop listening.
+
+        Readiness has ended before: for `gateway.drain_notice_s` balancers can see that while
+        requests are still taken.
+        """
+        self._gateway.draining = True
+        await asyncio.sleep(self._gateway.settings.drain_notice_s)
+        if self._listening is not None:
+            self._listening.close()
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self._gateway.under_way.wait_for_silence(self._tuning.drain_silence_s)
+        except TimeoutError:
+            log.warning(Event.DRAIN_INCOMPLETE, reason="callers of the gateway still wait")
+
+    def _make_application(self, host: str) -> web.Application:
+        application = web.Application(middlewares=[self._answer_on_connection, _format_errors])
+        if is_loopback(host):
+            application.middlewares.append(refuse_other_hosts)
+        router = application.router
+        router.add_get("/v2", self._show_server)
+        router.add_get("/v2/health/live", self._show_live)
+        router.add_get("/v2/health/ready", self._show_ready)
+        router.add_get("/v2/models", self._show_models)
+        for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            router.add_get(path, self._show_model)
+            router.add_get(f"{path}/ready", self._show_model_ready)
+            router.add_get(f"{path}/config", self._show_config)
+            router.add_post(f"{path}/infer", self._infer)
+        return application
+
+    @web.middleware
+    async def _answer_on_connection(
+        self, request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
+        """Suspend the idle timer of the connection, and end it after the answer in a drain."""
+        with self._connections.answering(request.transport):
+            response = await handler(request)
+        if self._gateway.draining:
+            response.force_close()
+        return response
+
+    # --- inference ----------------------------------------------------------------------------
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        """Take a request, and count it with the status that its caller gets."""
+        began_s = time.monotonic()
+        status = CALLER_GONE
+        try:
+            response = await self._take(request)
+            status = response.status
+        except Exception as error:  # noqa: BLE001 - the caller is told, and it is logged
+            response = _failure_response(error, self._tuning.retry_after_s)
+            status = response.status
+        finally:
+            self._gateway.metrics.ended_at_door(DOOR, str(status), time.monotonic() - began_s)
+        return response
+
+    async def _take(self, request: web.Request) -> web.Response:
+        """Read a request, send it to the log, wait for its answer, and encode that.
+
+        aiohttp cancels this when the caller hangs up; that cancels the request.
+        """
+        gateway = self._gateway
+        model, version = request.match_info["model"], request.match_info.get("version")
+        with gateway.under_way.taking() as held:
+            body = await self._read_body(request, held)
+            headers = _copied_headers(request)
+            content_type = _content_type(request)
+            json_bytes = _number(request, JSON_BYTES, 0, len(body))
+            call: InferCall | None = None
+            if json_bytes is None and _media_type(content_type) not in _JSON_TYPES:
+                answer = await gateway.infer_payload(
+                    model, version, body, content_type, self._urgency(request), headers
+                )
+            else:
+                if json_bytes == 0:
+                    call = decode_raw(body, self._find_version(request).signature)
+                else:
+                    call = decode_call(body, json_bytes)
+                urgency = self._urgency(request, call.timeout_us)
+                answer = await gateway.infer(model, version, call, urgency, headers)
+            return self._answer_response(answer, call)
+
+    async def _read_body(self, request: web.Request, held: Held) -> bytes:
+        """Return the body of a request, decompressed. `max_body_bytes` bounds both forms of it."""
+        limit = self._gateway.settings.max_body_bytes
+        if (request.content_length or 0) > limit:
+            raise _too_large(limit, str(request.content_length))
+        decompress = _decompressor(request.headers.get("Content-Encoding", ""), limit)
+        parts: list[bytes] = []
+        size, sent = 0, 0
+        try:
+            async with asyncio.timeout(self._tuning.body_timeout_s):
+                async for chunk in request.content.iter_any():
+                    sent += len(chunk)
+                    part = decompress(chunk)
+                    size += len(part)
+                    if max(size, sent) > limit:
+                        raise _too_large(limit, "more")
+                    held.add(len(part))
+                    parts.append(part)
+        except TimeoutError:
+            expected = f"all of it within {self._tuning.body_timeout_s:g} s"
+            raise UnreadableBody(408, f"body: expected {expected}, got {sent} bytes") from None
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            raise UnreadableBody(400, f"body: expected one that can be read: {error}") from error
+        decompress(None)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _urgency(self, request: web.Request, timeout_us: int = 0) -> Urgency:
+        timeout_ms = _number(request, TIMEOUT_MS, 1, MAX_TIMEOUT_MS)
+        given_s = [timeout_ms / 1e3] if timeout_ms else []
+        if timeout_us:
+            given_s.append(min(timeout_us / 1e6, MAX_TIMEOUT_MS / 1e3))
+        timeout_s = min(given_s, default=self._gateway.settings.timeout_ms / 1e3)
+        return Urgency(timeout_s, _number(request, PRIORITY, -MAX_PRIORITY, MAX_PRIORITY) or 0)
+
+    def _answer_response(self, answer: Response, call: InferCall | None) -> web.Response:
+        body, json_bytes = encode_answer(answer, call)
+        headers = {"Content-Type": JSON}
+        if json_bytes is not None:
+            headers = {"Content-Type": OCTETS, JSON_BYTES: str(json_bytes)}
+        response = web.Response(body=body, headers=headers)
+        if len(body) >= self._tuning.compressed_from_bytes:
+            response.enable_compression()  # if the caller accepts gzip or deflate
+        return response
+
+    # --- health and metadata ------------------------------------------------------------------
+
+    async def _show_live(self, request: web.Request) -> web.Response:
+        live = self._gateway.health.live
+        return _json_response({"live": live}, 200 if live else 503)
+
+    async def _show_ready(self, request: web.Request) -> web.Response:
+        ready = self._gateway.health.ready
+        return _json_response({"ready": ready}, 200 if ready else 503)
+
+    async def _show_server(self, request: web.Request) -> web.Response:
+        extensions = ["binary_tensor_data", "model_configuration"]
+        return _json_response(
+            {"name": "headrace", "version": __version__, "extensions": extensions}
+        )
+
+    async def _show_models(self, request: web.Request) -> web.Response:
+        names = {version.name for version in self._gateway.models.versions(State.READY)}
+        return _json_response({"models": sorted(names)})
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        ready = self._gateway.models.versions(State.READY)
+        return _json_response(describe_model(self._find_version(request), ready))
+
+    async def _show_model_ready(self, request: web.Request) -> web.Response:
+        return _json_response({"name": self._find_version(request).name, "ready": True})
+
+    async def _show_config(self, request: web.Request) -> web.Response:
+        return _json_response(describe_config(self._find_version(request)))
+
+    def _find_version(self, request: web.Request) -> ModelVersion:
+        path = request.match_info
+        return self._gateway.models.lookup(path["model"], path.get("version"))
+
+
+# --- headers and codings ------------------------------------------------------------------------
+
+
+def _copied_headers(request: web.Request) -> list[tuple[str, bytes]]:
+    """Return the trace context of the caller, which the request record gets unchanged."""
+    found = [(name, request.headers.get(name)) for name in _COPIED_HEADERS]
+    return [(name, value.encode("utf-8", "surrogateescape")) for name, value in found if value]
+
+
+def _content_type(request: web.Request) -> str:
+    content_type = request.headers.get("Content-Type", "")
+    if not content_type.isascii():
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST, "header Content-Type", expected="ASCII", got=repr(content_type)
+        )
+    return content_type
+
+
+def _media_type(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
+
+
+def _number(request: web.Request, name: str, lowest: int, highest: int) -> int | None:
+    """Return the integer in a header, None if it is absent; refuse what is not in the range."""
+    text = request.headers.get(name)
+    if text is None:
+        return None
+    digits = text.strip().removeprefix("-")
+    number = int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 16 else None
+    if number is None or not lowest <= number <= highest:
+        raise Rejected.mismatch(
+            Code.INVALID_REQUEST,
+            f"header {name}",
+            expected=f"an integer from {lowest} to {highest}",
+            got=repr(text[:40]),
+        )
+    return number
+
+
+class _Decompressor(Protocol):
+    def __call__(self, chunk: bytes | None) -> bytes: ...
+
+
+def _decompressor(encoding: str, limit_bytes: int) -> _Decompressor:
+    """Return the function that decompresses a body's chunks; None after the last one.
+
+    A chunk never yields more than one byte over the limit.
+    """
+    coding = encoding.strip().lower()
+    if coding in ("", "identity"):
+        return lambda chunk: chunk or b""
+    if coding not in _WINDOW_BITS:
+        expected = f"one of {', '.join(_WINDOW_BITS)}, or none"
+        raise UnreadableBody(
+            415, f"header Content-Encoding: expected {expected}, got {encoding[:40]!r}"
+        )
+    stream = zlib.decompressobj(_WINDOW_BITS[coding])
+
+    def decompress(chunk: bytes | None) -> bytes:
+        try:
+            part = b"" if chunk is None else stream.decompress(chunk, limit_bytes + 1)
+        except zlib.error as error:
+            raise UnreadableBody(400, f"body: expected {coding}: {error}") from error
+        if stream.unused_data or (chunk is None and not stream.eof):
+            found = "bytes after it" if stream.unused_data else "a part of one"
+            raise UnreadableBody(400, f"body: expected one {coding} stream, got {found}")
+        return part
+
+    return decompress
+
+
+def _too_large(limit_bytes: int, got: str) -> Rejected:
+    return Rejected.mismatch(
+        Code.TOO_LARGE, "body", expected=f"at most {limit_bytes} bytes", got=got
+    )
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+@web.middleware
+async def _format_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error as the protocol does, `{"error": message}`."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        headers = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
+        text = f"{request.method} {request.path}: {error.reason}"
+        return _json_response({"error": text}, error.status, headers)
+    except Exception as error:  # noqa: BLE001 - the caller is told, and it is logged
+        return _failure_response(error, TUNING.gateway.retry_after_s)
+
+
+def _failure_response(error: Exception, retry_after_s: int) -> web.Response:
+    failure = describe_failure(error)
+    status = _STATUS.get(failure.code) or (503 if failure.retriable else 500)
+    if isinstance(error, UnreadableBody):
+        status = error.status
+    headers: dict[str, str] = {}
+    if status in _RETRY_AFTER:
+        wait_ms = failure.retry_after_ms or 0
+        headers["Retry-After"] = str(max(-(-wait_ms // 1000), retry_after_s))
+    response = _json_response(_error_body(failure), status, headers)
+    if isinstance(error, UnreadableBody):
+        response.force_close()  # the rest of the body may never come
+    return response
+
+
+def _error_body(failure: Failure) -> dict[str, Any]:
+    details: dict[str, Any] = {"code": failure.code, "retriable": failure.retriable}
+    if failure.retry_after_ms is not None:
+        details["retry_after_ms"] = failure.retry_after_ms
+    return {"error": failure.message, "error_details": details}
+
+
+def _json_response(
+    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=status,
+        headers={"Content-Type": JSON, **(headers or {})},
+    )

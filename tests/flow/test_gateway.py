@@ -1,0 +1,360 @@
+"""The gateway's door for HTTP, in front of the four stages on the embedded log."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import re
+import zlib
+from asyncio.subprocess import PIPE
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import ClientSession
+
+from headrace.protocol.tensors import DATATYPES, from_array
+from tests.support.conditions import eventually
+from tests.support.gateways import Served, gateway_of
+from tests.support.models import add_version, digits, identity
+from tests.support.python_models import GATE, add_gated_model
+from tests.support.tree import ROOT
+
+PIXELS = {"name": "pixels", "datatype": "FP32", "shape": [1, 64], "data": [1.0] * 64}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with `digits`, whose scores for 64 ones are 64 times 0 to 9."""
+    add_version(tmp_path, "digits", 1, digits())
+    return tmp_path
+
+
+async def test_json_is_answered_in_json(repository: Path) -> None:
+    """The answer has the protocol's fields, and the caller's id."""
+    async with gateway_of(repository) as served:
+        response = await served.infer("digits", {"id": "seven", "inputs": [PIXELS]})
+
+    assert response.status == 200
+    answer = response.json
+    assert (answer["model_name"], answer["model_version"], answer["id"]) == ("digits", "1", "seven")
+    (scores,) = answer["outputs"]
+    assert (scores["name"], scores["datatype"], scores["shape"]) == ("scores", "FP32", [1, 10])
+    np.testing.assert_allclose(scores["data"], 64.0 * np.arange(10))
+
+
+async def test_binary_tensors_are_answered_in_binary(repository: Path) -> None:
+    """The bytes of both follow the JSON, whose size is in the header."""
+    pixels = np.ones((2, 64), "<f4").tobytes()
+    tensor = {
+        "name": "pixels",
+        "datatype": "FP32",
+        "shape": [2, 64],
+        "parameters": {"binary_data_size": len(pixels)},
+    }
+    head = msgspec.json.encode({"inputs": [tensor], "parameters": {"binary_data_output": True}})
+    headers = {"Inference-Header-Content-Length": str(len(head))}
+    async with gateway_of(repository) as served:
+        response = await served.post("/v2/models/digits/infer", head + pixels, headers=headers)
+
+    (output,) = response.json["outputs"]
+    scores = np.frombuffer(response.tensors, "<f4").reshape(output["shape"])
+    assert output["parameters"] == {"binary_data_size": 80}
+    np.testing.assert_allclose(scores, np.tile(64.0 * np.arange(10), (2, 1)))
+
+
+async def test_bare_tensor_is_the_one_input_of_its_model(repository: Path) -> None:
+    """With a JSON of 0 bytes the body is the tensor, and shape and name are the model's."""
+    async with gateway_of(repository) as served:
+        response = await served.post(
+            "/v2/models/digits/versions/1/infer",
+            np.ones(64, "<f4").tobytes(),
+            headers={"Inference-Header-Content-Length": "0"},
+        )
+
+    np.testing.assert_allclose(np.frombuffer(response.tensors, "<f4"), 64.0 * np.arange(10))
+
+
+@pytest.mark.parametrize(
+    ("coding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)]
+)
+async def test_compressed_bodies_pass_both_ways(
+    repository: Path, coding: str, compress: Callable[[bytes], bytes]
+) -> None:
+    """A compressed request is read; a large answer is compressed for callers that accept it."""
+    rows = {**PIXELS, "shape": [100, 64], "data": [1.0] * 6400}
+    body = compress(msgspec.json.encode({"inputs": [rows]}))
+    async with gateway_of(repository) as served:
+        response = await served.post(
+            "/v2/models/digits/infer",
+            body,
+            headers={"Content-Encoding": coding, "Accept-Encoding": coding},
+        )
+
+    assert response.headers["Content-Encoding"] == coding
+    assert response.json["outputs"][0]["shape"] == [100, 10]
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> Iterator[Path]:
+    """A repository with a model that doubles `x`, and whose runs wait for `GATE`."""
+    GATE.clear()
+    add_gated_model(tmp_path)
+    yield tmp_path
+    GATE.set()
+
+
+def number(value: float) -> dict[str, object]:
+    """A request for the gated model."""
+    return {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [value]}]}
+
+
+def ended(served: Served, code: str) -> float:
+    """Number of requests of the gated model that the stages ended with a code."""
+    outcome = {"ok": "ok", "DEADLINE_EXCEEDED": "expired"}.get(code, "refused")
+    labels = {"model": "gated", "version": "1", "outcome": outcome, "code": code}
+    registry = served.pipeline.metrics.registry
+    return registry.get_sample_value("headrace_requests_total", labels) or 0.0
+
+
+def waiting(served: Served) -> int:
+    """Number of requests in the batcher."""
+    queue = served.pipeline.state.queue()
+    return 0 if queue is None else queue.requests
+
+
+async def test_callers_over_http_and_kafka_share_batches(gated: Path) -> None:
+    """Requests of both kinds that wait for a model run together, and each gets its own answer."""
+    async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(served.infer("gated", number(0)))
+        await eventually(lambda: served.door.snapshot().requests == 1 and not waiting(served))
+        over_http = [tasks.create_task(served.infer("gated", number(n))) for n in range(4)]
+        over_kafka = [
+            tasks.create_task(served.kafka.infer("gated", {"x": np.full((1, 1), n, np.float32)}))
+            for n in range(4, 8)
+        ]
+        await eventually(lambda: waiting(served) >= 8)
+        GATE.set()
+        answers = [(await task).json for task in over_http]
+        responses = [await task for task in over_kafka]
+        await first
+
+    assert [answer["outputs"][0]["data"] for answer in answers] == [[0.0], [2.0], [4.0], [6.0]]
+    assert [float(each.outputs["y"][0, 0]) for each in responses] == [8.0, 10.0, 12.0, 14.0]
+    sizes = {answer["parameters"]["batch_size"] for answer in answers}
+    assert sizes == {each.parameters["batch_size"] for each in responses} == {8}
+
+
+async def test_deadline_is_answered_in_time_and_nothing_runs(gated: Path) -> None:
+    """A request whose time passes while its model is busy is a 504, and never runs."""
+    async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(served.infer("gated", number(0)))
+        await eventually(lambda: served.door.snapshot().requests == 1 and not waiting(served))
+        by_header = await served.infer("gated", number(1), headers={"X-Timeout-Ms": "50"})
+        by_parameter = await served.infer("gated", {**number(2), "parameters": {"timeout": 50_000}})
+        GATE.set()
+        assert (await first).status == 200
+        await eventually(lambda: ended(served, "DEADLINE_EXCEEDED") == 2)
+
+    assert (by_header.status, by_parameter.status) == (504, 504)
+    assert by_header.json["error_details"]["code"] == "DEADLINE_EXCEEDED"
+    assert ended(served, "ok") == 1
+
+
+async def test_request_of_a_caller_that_hangs_up_is_cancelled(gated: Path) -> None:
+    """The stages answer it with CANCELLED, and the door counts a caller that had gone."""
+    async with gateway_of(gated) as served, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(served.infer("gated", number(0)))
+        await eventually(lambda: served.door.snapshot().requests == 1 and not waiting(served))
+        second = tasks.create_task(served.infer("gated", number(1)))
+        await eventually(lambda: waiting(served) == 1)
+        second.cancel()
+        await eventually(lambda: ended(served, "CANCELLED") == 1)
+        GATE.set()
+        assert (await first).status == 200
+
+    assert served.counted(499) == 1
+    assert served.door.snapshot().late_answers == 1
+
+
+async def test_drain_under_load_answers_all_that_was_sent(repository: Path) -> None:
+    """Each connection's last answer says that it is the last; no request is lost or reset."""
+    answered: list[int] = []
+
+    async def ask(served: Served, http: ClientSession) -> None:
+        closing = False
+        while not closing:
+            async with http.post(
+                f"http://{served.url}/v2/models/digits/infer", json={"inputs": [PIXELS]}
+            ) as response:
+                closing = response.headers.get("Connection") == "close"
+                answered.append(response.status)
+
+    async with asyncio.TaskGroup() as tasks, AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(ClientSession()) for _ in range(8)]
+        async with gateway_of(repository) as served:
+            callers = [tasks.create_task(ask(served, http)) for http in sessions]
+            await eventually(lambda: len(answered) >= 50)
+        await asyncio.gather(*callers)
+
+    assert set(answered) == {200}
+    assert len(answered) == served.counted(200)
+
+
+async def test_draining_gateway_is_not_ready_while_it_still_listens(gated: Path) -> None:
+    """Readiness ends first: while a request is answered, a balancer can see that."""
+    async with asyncio.TaskGroup() as tasks, ClientSession() as http:
+        async with gateway_of(gated, drain_notice_s=0.5) as served:
+            url = f"http://{served.url}/v2"
+            last = tasks.create_task(ask_once(http, f"{url}/models/gated/infer", number(1)))
+            await eventually(lambda: served.door.snapshot().requests == 1)
+            async with http.get(f"{url}/health/ready") as before:
+                assert (before.status, await before.json()) == (200, {"ready": True})
+            during = tasks.create_task(first_refusal(http, f"{url}/health/ready"))
+        assert await during == (503, {"ready": False}, "close")
+        assert await last == 200
+
+
+async def ask_once(http: ClientSession, url: str, body: object) -> int:
+    """Send a request, and return the status of its answer."""
+    async with http.post(url, json=body) as response:
+        return response.status
+
+
+async def first_refusal(http: ClientSession, url: str) -> tuple[int, object, str | None]:
+    """Ask until the answer is not 200; return it, and let the gated model go on."""
+    while True:
+        async with http.get(url) as response:
+            if response.status != 200:
+                GATE.set()
+                return response.status, await response.json(), response.headers.get("Connection")
+
+
+async def test_full_gateway_refuses_and_says_when_to_return(gated: Path) -> None:
+    """Over its limit of requests a gateway answers 503 at once, with Retry-After."""
+    async with gateway_of(gated, max_in_flight=1) as served, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(served.infer("gated", number(0)))
+        await eventually(lambda: served.door.snapshot().requests == 1)
+        refused = await served.infer("gated", number(1))
+        GATE.set()
+        assert (await first).status == 200
+
+    assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+    assert refused.json["error_details"] == {"code": "UNAVAILABLE", "retriable": True}
+
+
+async def test_models_are_described_as_clients_expect(repository: Path) -> None:
+    """Metadata and configuration have the protocol's and Triton's names."""
+    async with gateway_of(repository) as served:
+        assert (await served.get("/v2/health/live")).json == {"live": True}
+        assert (await served.get("/v2/models")).json == {"models": ["digits"]}
+        ready = await served.get("/v2/models/digits/ready")
+        metadata = (await served.get("/v2/models/digits/versions/1")).json
+        config = (await served.get("/v2/models/digits/config")).json
+
+    assert ready.json == {"name": "digits", "ready": True}
+    assert metadata["inputs"] == [{"name": "pixels", "datatype": "FP32", "shape": [-1, 64]}]
+    assert metadata["versions"] == ["1"]
+    assert config["input"] == [{"name": "pixels", "data_type": "TYPE_FP32", "dims": [64]}]
+    assert config["max_batch_size"] == 32
+
+
+async def test_gateway_alone_answers_about_models_and_waits_for_the_stages(
+    repository: Path,
+) -> None:
+    """Without stages it is ready, and a request that nothing answers is a 504."""
+    async with gateway_of(repository, stages=()) as served:
+        assert (await served.get("/v2/models/digits/ready")).status == 200
+        answer = await served.infer("digits", {"inputs": [PIXELS]}, headers={"X-Timeout-Ms": "20"})
+
+    assert answer.status == 504
+
+
+JSON_BYTES = "Inference-Header-Content-Length"
+BAD_REQUESTS = {
+    "no JSON": ({}, b"{", 400, "value: expected"),
+    "empty": ({}, b"", 400, "value: expected"),
+    "unknown model": ({}, ("letters", {"inputs": [PIXELS]}), 404, "letters"),
+    "unknown version": ({}, ("digits/versions/7", {"inputs": [PIXELS]}), 404, "7"),
+    "wrong shape": ({}, {"inputs": [{**PIXELS, "shape": [1, 63]}]}, 400, "63 elements"),
+    "unknown input": ({}, {"inputs": [{**PIXELS, "name": "pixel"}]}, 400, "pixel"),
+    "unknown output": ({}, {"inputs": [PIXELS], "outputs": [{"name": "z"}]}, 400, "z"),
+    "sequence": ({}, {"inputs": [PIXELS], "parameters": {"sequence_id": 1}}, 400, "sequence_id"),
+    "JSON size too large": ({JSON_BYTES: "999"}, b"{}", 400, JSON_BYTES),
+    "JSON size no number": ({JSON_BYTES: "x"}, b"{}", 400, JSON_BYTES),
+    "JSON size negative": ({JSON_BYTES: "-1"}, b"{}", 400, JSON_BYTES),
+    "bare tensor too short": ({JSON_BYTES: "0"}, b"123", 400, "256 bytes"),
+    "timeout no number": ({"X-Timeout-Ms": "soon"}, {"inputs": [PIXELS]}, 400, "X-Timeout-Ms"),
+    "timeout zero": ({"X-Timeout-Ms": "0"}, {"inputs": [PIXELS]}, 400, "X-Timeout-Ms"),
+    "priority": ({"X-Priority": "101"}, {"inputs": [PIXELS]}, 400, "X-Priority"),
+    "unknown coding": ({"Content-Encoding": "br"}, b"{}", 415, "gzip"),
+    "no gzip": ({"Content-Encoding": "gzip"}, b"{}", 400, "gzip"),
+    "cut gzip": ({"Content-Encoding": "gzip"}, gzip.compress(b"{}")[:-4], 400, "a part"),
+    "two gzips": ({"Content-Encoding": "gzip"}, gzip.compress(b"{}") * 2, 400, "after it"),
+    "too large": ({}, b" " * 70_000, 413, "65536"),
+    "bomb": ({"Content-Encoding": "gzip"}, gzip.compress(bytes(10**7)), 413, "65536"),
+    "no transform": ({"Content-Type": "image/jpeg"}, b"x", 400, "image/jpeg"),
+    "odd content type": ({"Content-Type": "image/\xff"}, b"x", 400, "Content-Type"),
+    "other host": ({"Host": "example.com"}, {"inputs": [PIXELS]}, 421, "Host"),
+}
+
+
+async def test_bad_request_is_told_what_is_wrong(repository: Path) -> None:
+    """Each has its status and a sentence that names the fault, and the door goes on."""
+    async with gateway_of(repository, max_body_bytes=65536) as served:
+        for case, (headers, body, status, text) in BAD_REQUESTS.items():
+            model, content = body if isinstance(body, tuple) else ("digits", body)
+            response = await served.post(
+                f"/v2/models/{model}/infer",
+                content if isinstance(content, bytes) else msgspec.json.encode(content),
+                headers={"Content-Type": "application/json", **headers},
+            )
+            told = response.json["error"]
+            assert (response.status, text in told) == (status, True), f"{case}: {told}"
+        missing = await served.get("/v2/nothing")
+        assert (missing.status, list(missing.json)) == (404, ["error"])
+        assert (await served.infer("digits", {"inputs": [PIXELS]})).status == 200
+
+
+async def test_every_datatype_comes_back_as_it_was_sent(tmp_path: Path) -> None:
+    """In binary, two rows of zeros and ones, or of texts, pass models that change nothing."""
+    for datatype in DATATYPES:
+        add_version(tmp_path, datatype, 1, identity(datatype), "probe = false")
+    async with gateway_of(tmp_path) as served:
+        for datatype, known in DATATYPES.items():
+            values = [b"", "é".encode(), b"a", b"b"] if datatype == "BYTES" else [0, 1, 1, 0]
+            content = from_array("x", np.array(values, known.dtype).reshape(2, 2)).data
+            tensor = {
+                "name": "x",
+                "datatype": datatype,
+                "shape": [2, 2],
+                "parameters": {"binary_data_size": len(content)},
+            }
+            parameters = {"binary_data_output": True}
+            head = msgspec.json.encode({"inputs": [tensor], "parameters": parameters})
+            response = await served.post(
+                f"/v2/models/{datatype}/infer",
+                head + content,
+                headers={JSON_BYTES: str(len(head))},
+            )
+            assert response.status == 200, response.body
+            (output,) = response.json["outputs"]
+            assert (output["datatype"], output["shape"]) == (datatype, [2, 2])
+            assert response.tensors == content
+
+
+async def test_example_with_curl_answers() -> None:
+    """The page's command gets the digit of its image."""
+    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    (curl,) = re.findall(r"^```bash\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    async with gateway_of(ROOT / "headrace" / "tools" / "demo" / "models") as served:
+        shell = await asyncio.create_subprocess_exec(
+            "bash", "-c", curl.replace("127.0.0.1:8000", served.url), stdout=PIPE
+        )
+        answer, _ = await shell.communicate()
+
+    outputs = {each["name"]: each["data"] for each in msgspec.json.decode(answer)["outputs"]}
+    assert outputs["label"] == [0]

@@ -1,0 +1,111 @@
+"""A gateway in front of the stages, on one embedded log, and clients of both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import ClientSession
+from prometheus_client import CollectorRegistry
+
+from headrace.client import Client
+from headrace.config import Settings, make_settings
+from headrace.gateway import open_gateway
+from headrace.gateway.http import HttpDoor
+from headrace.runtime.log_factory import open_log
+from headrace.runtime.process import Pipeline, running
+from headrace.telemetry.instruments import Instruments
+from headrace.telemetry.metrics import Metrics
+from headrace.topics import STAGES, Stage
+
+HOST = "127.0.0.1"
+
+
+class Reply(NamedTuple):
+    """An answer over HTTP."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The JSON of the answer, without the tensors that follow it."""
+        return msgspec.json.decode(self.body[: self.json_bytes])
+
+    @property
+    def tensors(self) -> bytes:
+        """What follows the JSON."""
+        return self.body[self.json_bytes :]
+
+    @property
+    def json_bytes(self) -> int:
+        return int(self.headers.get("Inference-Header-Content-Length", len(self.body)))
+
+
+class Served(NamedTuple):
+    """A gateway, the stages behind it, and a client of each kind."""
+
+    door: HttpDoor
+    pipeline: Pipeline
+    http: ClientSession
+    kafka: Client
+
+    @property
+    def url(self) -> str:
+        return f"{HOST}:{self.door.port}"
+
+    async def infer(self, model: str, body: dict[str, Any], **options: Any) -> Reply:
+        """Send a request in JSON, and read its answer."""
+        return await self.post(f"/v2/models/{model}/infer", msgspec.json.encode(body), **options)
+
+    async def post(self, path: str, body: bytes, **options: Any) -> Reply:
+        """Send a body, and read its answer."""
+        async with self.http.post(path, data=body, **options) as response:
+            return Reply(response.status, response.headers, await response.read())
+
+    async def get(self, path: str) -> Reply:
+        """Read what is shown at a path."""
+        async with self.http.get(path) as response:
+            return Reply(response.status, response.headers, await response.read())
+
+    def counted(self, status: int) -> float:
+        """Number of requests that were answered with a status."""
+        labels = {"door": "http", "status": str(status)}
+        name = "headrace_gateway_requests_total"
+        return self.pipeline.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def gateway_of(
+    repository: Path, stages: Sequence[Stage] = STAGES, **gateway: Any
+) -> AsyncIterator[Served]:
+    """Serve a repository behind a gateway while the context lasts; both drain when it is left."""
+    settings = make_settings(
+        {"models": {"repository": str(repository)}, "gateway": {"http_port": 0, **gateway}}
+    )
+    async with open_log(settings) as log, pipeline_with_door(settings, log, stages) as both:
+        pipeline, door = both
+        async with (
+            ClientSession(f"http://{HOST}:{door.port}") as http,
+            Client(log=log, settings=settings) as kafka,
+        ):
+            yield Served(door, pipeline, http, kafka)
+
+
+@asynccontextmanager
+async def pipeline_with_door(
+    settings: Settings, log: Any, stages: Sequence[Stage]
+) -> AsyncIterator[tuple[Pipeline, HttpDoor]]:
+    """Run stages and a gateway in one process, as `headrace run --gateway` does."""
+    metrics = Metrics(CollectorRegistry())
+    pipeline = Pipeline(settings, log, stages, instruments=Instruments(metrics))
+    models, health = pipeline.models.catalog, pipeline.health
+    async with open_gateway(settings, log, models, health, metrics) as door:
+        pipeline.state.gateway = door.snapshot
+        pipeline.drain_first = door.drain
+        async with running(pipeline):
+            yield pipeline, door

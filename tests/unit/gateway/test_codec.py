@@ -1,0 +1,176 @@
+"""Bodies of the protocol over HTTP: what is read, what is refused, and what is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from headrace.client import Response
+from headrace.errors import Rejected
+from headrace.gateway.codec import decode_call, decode_raw, encode_answer
+from headrace.models.signature import TensorSpec, make_signature
+from headrace.protocol.tensors import DATATYPES, from_array
+
+ONE = {"name": "x", "datatype": "INT32", "shape": [2], "data": [1, 2]}
+BINARY = {"name": "x", "datatype": "INT32", "shape": [2], "parameters": {"binary_data_size": 8}}
+
+
+def values_of(datatype: str) -> np.ndarray[Any, Any]:
+    """Four elements of a datatype; of BYTES one is empty and one is not UTF-8."""
+    values: list[Any] = [0, 1, 1, 0]
+    if datatype == "BYTES":
+        values = [b"", b"\xff\x00", "é".encode(), b"a"]
+    return np.array(values, DATATYPES[datatype].dtype).reshape(2, 2)
+
+
+def encoded(*inputs: object, **fields: object) -> bytes:
+    """A body in JSON."""
+    return msgspec.json.encode({"inputs": list(inputs), **fields})
+
+
+def answer_of(array: np.ndarray[Any, Any]) -> Response:
+    """An answer with one output."""
+    return Response("model", "1", None, {"y": array}, {}, ())
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_binary_tensor_is_read_and_written_unchanged(datatype: str) -> None:
+    """Of every datatype, with the JSON before it."""
+    array = values_of(datatype)
+    content = bytes(from_array("x", array).data)
+    tensor = {
+        "name": "x",
+        "datatype": datatype,
+        "shape": [2, 2],
+        "parameters": {"binary_data_size": len(content)},
+    }
+    head = encoded(tensor, parameters={"binary_data_output": True})
+    call = decode_call(head + content, len(head))
+    written = encode_answer(answer_of(call.inputs["x"]), call)
+
+    np.testing.assert_array_equal(call.inputs["x"], array)
+    assert written.json_bytes is not None
+    assert written.body[written.json_bytes :] == content
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_tensor_in_json_is_written_as_it_can_be_read(datatype: str) -> None:
+    """An output in JSON, sent as an input, is the same array."""
+    array = values_of(datatype)
+    (output,) = msgspec.json.decode(encode_answer(answer_of(array)).body)["outputs"]
+
+    assert (output["datatype"], output["shape"]) == (datatype, [2, 2])
+    np.testing.assert_array_equal(decode_call(encoded(output)).inputs["y"], array)
+
+
+def test_each_output_has_the_form_that_is_asked_for() -> None:
+    """`binary_data` of an output goes before `binary_data_output` of the request."""
+    outputs = [{"name": "y", "parameters": {"binary_data": False}}, {"name": "z"}]
+    call = decode_call(encoded(ONE, outputs=outputs, parameters={"binary_data_output": True}))
+    arrays = {"y": np.ones(1, np.float32), "z": np.ones(1, np.float32)}
+    written = encode_answer(Response("model", "1", "id", arrays, {}, ()), call)
+    y, z = msgspec.json.decode(written.body[: written.json_bytes])["outputs"]
+
+    assert call.outputs == ["y", "z"]
+    assert y["data"] == [1.0]
+    assert z["parameters"] == {"binary_data_size": 4}
+
+
+def test_parameters_of_others_are_passed_on_and_the_timeout_is_not() -> None:
+    """The stages get what the gateway has no use for."""
+    call = decode_call(encoded(ONE, id="a", parameters={"timeout": 1500, "mine": True}))
+
+    assert (call.id, call.timeout_us, call.parameters) == ("a", 1500, {"mine": True})
+
+
+BAD_BODIES = {
+    "not JSON": (b"{", None, "value: expected a whole JSON"),
+    "no inputs": (b"{}", None, "inputs"),
+    "too many inputs": (encoded(*[ONE] * 65), None, "at most 64"),
+    "the same input twice": (encoded(ONE, ONE), None, r"inputs\[1\].name: expected each name once"),
+    "unknown datatype": (encoded({**ONE, "datatype": "INT4"}), None, "INT4"),
+    "negative dimension": (encoded({**ONE, "shape": [-1]}), None, "no negative dimension"),
+    "huge shape": (encoded({**ONE, "shape": [2**62, 8]}), None, "less than 2.63 bytes"),
+    "number out of range": (encoded({**ONE, "data": [1, 2**31]}), None, r"data\[1\]"),
+    "neither form": (encoded({**BINARY, "parameters": {}}), None, "got neither"),
+    "both forms": (encoded({**ONE, **BINARY}) + b"12345678", -8, "got both"),
+    "too few bytes": (encoded(BINARY) + b"1234567", -7, "at most the 7 bytes"),
+    "too many bytes": (encoded(BINARY) + b"123456789", -9, "got 1 more"),
+    "wrong size": (
+        encoded({**BINARY, "parameters": {"binary_data_size": 4}}) + b"1234",
+        -4,
+        "8 bytes for INT32",
+    ),
+    "negative size": (
+        encoded({**BINARY, "parameters": {"binary_data_size": -1}}),
+        0,
+        "binary_data_size",
+    ),
+    "JSON longer than the body": (b"{}", 3, "Inference-Header-Content-Length"),
+    "timeout": (encoded(ONE, parameters={"timeout": "1"}), None, "microseconds"),
+    "binary_data_output": (encoded(ONE, parameters={"binary_data_output": 1}), None, "true or"),
+    "shared memory": (
+        encoded({**ONE, "parameters": {"shared_memory_region": "r"}}),
+        None,
+        "tensors are in the body",
+    ),
+    "classification": (
+        encoded(ONE, outputs=[{"name": "y", "parameters": {"classification": 3}}]),
+        None,
+        "postprocess",
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "json_bytes", "told"), BAD_BODIES.values(), ids=BAD_BODIES.keys())
+def test_bad_body_is_refused_with_a_sentence(
+    body: bytes, json_bytes: int | None, told: str
+) -> None:
+    """The place, what was expected, and what was found; a size below 1 is counted from the end."""
+    if json_bytes is not None and json_bytes <= 0:
+        json_bytes += len(body)
+    with pytest.raises(Rejected, match=told):
+        decode_call(body, json_bytes)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "body", "expected"),
+    [
+        ("FP32", (-1, 2), b"\0" * 8, [1, 2]),
+        ("FP32", (-1, -1), b"\0" * 8, [1, 2]),
+        ("UINT8", (-1, -1, 3), b"\0" * 6, [1, 2, 3]),
+        ("BYTES", (-1, 1), b"text", [1, 1]),
+    ],
+)
+def test_bare_tensor_gets_its_shape_from_the_model(
+    datatype: str, shape: tuple[int, ...], body: bytes, expected: list[int]
+) -> None:
+    """One row; one other dimension follows from the size; a text is one element."""
+    spec = TensorSpec("x", datatype, shape)
+    call = decode_raw(body, make_signature([spec], [TensorSpec("y", datatype, shape)]))
+
+    assert list(call.inputs["x"].shape) == expected
+    assert bytes(call.inputs["x"].item(0) if datatype == "BYTES" else call.inputs["x"]) == body
+
+
+@pytest.mark.parametrize(
+    ("inputs", "body", "told"),
+    [
+        ([("FP32", (-1, 2)), ("FP32", (-1, 2))], b"", "several inputs"),
+        ([("FP32", (-1, -1, -1))], b"", "is open"),
+        ([("FP32", (-1, 2))], b"1234567", "8 bytes for FP32"),
+        ([("FP32", (-1, -1))], b"1234567", "4 bytes for FP32"),
+        ([("BYTES", (-1, 2))], b"text", "several elements"),
+    ],
+)
+def test_bare_tensor_that_does_not_fit_is_refused(
+    inputs: list[tuple[str, tuple[int, ...]]], body: bytes, told: str
+) -> None:
+    """The model's inputs must leave no doubt, and the size must fit."""
+    specs = [TensorSpec(f"x{number}", *each) for number, each in enumerate(inputs)]
+    signature = make_signature(specs, [TensorSpec("y", "FP32", (-1, 2))])
+    with pytest.raises(Rejected, match=told):
+        decode_raw(body, signature)
