@@ -29,7 +29,7 @@ import structlog
 
 from headrace.clock import Clock, wall_clock_us
 from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
-from headrace.delivery.budget import Claim, FairQueue
+from headrace.delivery.budget import BudgetShares, Claim
 from headrace.delivery.inflight import AssignedPartition, Deferred, InFlightAck
 from headrace.errors import Retriable
 from headrace.log.errors import OffsetOutOfRange
@@ -66,7 +66,7 @@ class Deferral:
 
     def __init__(
         self,
-        shares: FairQueue,
+        shares: BudgetShares,
         refusal: Refusal | None = None,
         clock: Clock = wall_clock_us,
         tuning: ConsumerTuning = TUNING.consumer,
@@ -87,19 +87,19 @@ class Deferral:
     # --- admission ----------------------------------------------------------------------------
 
     def charge(
-        self, requests: Sequence[Request], *, again: bool, on_trial: bool = False
+        self, requests: Sequence[Request], *, is_reread: bool, on_trial: bool = False
     ) -> Charged:
         """Charge requests to their claims if there is room, and fail those that would be late.
 
         Args:
             requests: admitted requests, in offset order.
-            again: they were deferred before, and their room is reserved.
+            is_reread: they were deferred before, and their room is reserved.
             on_trial: they run alone for crash isolation, whether there is room or not.
         """
         ended: list[Request] = []
-        if again:
+        if is_reread:
             requests, ended = self._fail_late(requests)
-        kept, over = self._charge_claims(requests, free=again or on_trial)
+        kept, over = self._charge_claims(requests, free=is_reread or on_trial)
         if over and self._refusal is not None:
             over, late = self._refuse(over, self._refusal)
             ended += late
@@ -465,8 +465,8 @@ class Rereading:
             for record in found:
                 del wanted[record.offset]
             if found and self._is_wanted(partition):
-                self._ready.put(PolledRecords(assignment, found, again=True))
-                self._ready.tell()
+                self._ready.put(PolledRecords(assignment, found, is_reread=True))
+                self._ready.notify()
             for gap in gaps:
                 for offset in [each for each in wanted if gap.first <= each < gap.end]:
                     self._pass_over(wanted.pop(offset), gap)
@@ -496,6 +496,8 @@ class Rereading:
 
     def _skip(self, deferred: Deferred) -> None:
         if self._is_wanted(deferred.assignment.partition):
-            skipped = PolledRecords(deferred.assignment, (), skipped=deferred.offset, again=True)
+            skipped = PolledRecords(
+                deferred.assignment, (), skipped=deferred.offset, is_reread=True
+            )
             self._ready.put(skipped)
-            self._ready.tell()
+            self._ready.notify()

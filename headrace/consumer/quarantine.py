@@ -261,7 +261,7 @@ class QuarantineGate:
                 PolledRecords(isolated.assignment, [isolated.record], isolation)
             )
         self._arrivals.awaits_isolated = bool(self._parked)
-        self._arrivals.tell()
+        self._arrivals.notify()
 
     def has_run(self, requests: Sequence[Request]) -> None:
         """Record that requests have finished running alone, successfully or not."""

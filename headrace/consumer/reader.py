@@ -99,7 +99,7 @@ class RecordReader:
             for gap in consumer.gaps():
                 self._pass_over(gap, polled.get(gap.partition, ()))
             if self._ready:
-                self._ready.tell()
+                self._ready.notify()
                 await self._ready.yield_to_stages(self._tracker.budget)
 
     def is_wanted(self, partition: TopicPartition) -> bool:
@@ -114,7 +114,7 @@ class RecordReader:
         """Skip the offsets from `first` to `beginning`, which were deleted unread."""
         self._metrics.skipped.inc(beginning - first)
         self._ready.put(PolledRecords(assignment, (), skipped=beginning - 1))
-        self._ready.tell()
+        self._ready.notify()
 
     async def _poll(self, consumer: Consumer) -> Mapping[TopicPartition, Sequence[Record]]:
         tuning = self._tuning

@@ -17,7 +17,7 @@ from headrace.tuning import TUNING, ConsumerTuning
 class PolledRecords(NamedTuple):
     """Records of one partition, in offset order, not yet admitted.
 
-    `skipped`: there are no records; all up to this offset were deleted unread. `again`: the
+    `skipped`: there are no records; all up to this offset were deleted unread. `is_reread`: the
     records were deferred and are read a second time (`headrace.consumer.deferring`). `isolation`:
     set if crash isolation is active, after unclean ends.
     """
@@ -26,10 +26,10 @@ class PolledRecords(NamedTuple):
     records: Sequence[Record]
     isolation: Isolation | None = None
     skipped: int | None = None
-    again: bool = False
+    is_reread: bool = False
 
 
-class _Waiting:
+class _WaitingRecords:
     """A delivery that may grow until it is taken."""
 
     __slots__ = ("delivery", "records", "size_bytes")
@@ -46,7 +46,7 @@ class _Waiting:
             mine.assignment is delivery.assignment
             and mine.isolation is delivery.isolation is None
             and mine.skipped is delivery.skipped is None
-            and not (mine.again or delivery.again)
+            and not (mine.is_reread or delivery.is_reread)
             and len(self.records) + len(delivery.records) <= max_records
         )
 
@@ -66,8 +66,8 @@ class ReadyQueue:
     def __init__(self, tuning: ConsumerTuning = TUNING.consumer) -> None:
         self._tuning = tuning
         self._max_records = tuning.max_poll_records
-        self._waiting: deque[_Waiting] = deque()
-        self._last: dict[TopicPartition, _Waiting] = {}
+        self._waiting: deque[_WaitingRecords] = deque()
+        self._last: dict[TopicPartition, _WaitingRecords] = {}
         self._arrived = asyncio.Event()
         self._ended = False
         self._isolated: deque[PolledRecords] = deque()
@@ -81,7 +81,7 @@ class ReadyQueue:
         return (each.delivery for each in self._waiting)
 
     def put(self, delivery: PolledRecords) -> None:
-        """Add polled records without waking the first stage; see `tell`."""
+        """Add polled records without waking the first stage; see `notify`."""
         size_bytes = waiting_bytes(delivery.records)
         self.waiting_bytes += size_bytes
         partition = delivery.assignment.partition
@@ -90,7 +90,7 @@ class ReadyQueue:
             last.records += delivery.records
             last.size_bytes += size_bytes
             return
-        self._last[partition] = waiting = _Waiting(delivery, size_bytes)
+        self._last[partition] = waiting = _WaitingRecords(delivery, size_bytes)
         self._waiting.append(waiting)
 
     def put_isolated(self, delivery: PolledRecords) -> None:
@@ -100,7 +100,7 @@ class ReadyQueue:
         self._isolated.append(delivery)
         self._arrived.set()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake the first stage."""
         self._arrived.set()
 

@@ -1,6 +1,4 @@
-"""What there is to see of a source: plain numbers out of its in-flight tracker, made when
-somebody looks.
-"""
+"""Snapshot of a source: plain numbers from its in-flight tracker, read on demand."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ from headrace.telemetry.snapshots import CommitSnapshot, PartitionSnapshot, Sour
 
 
 class Parts(NamedTuple):
-    """What a source is made of.
+    """Parts of a source that a snapshot reads.
 
     Attributes:
-        waiting_bytes: of records that were read and are not admitted yet.
-        commits: whether it commits.
-        pauses: what is not read, and why.
-        stalled: which stand still.
-        assigning_since_s: when an assignment began that is not done, on the monotonic clock.
-        deferral: where models have shares of the budget.
+        waiting_bytes: bytes of the records that were read and are not admitted yet.
+        commits: True if this source commits offsets.
+        pauses: the paused partitions and the reasons.
+        stalled: monitor of the offsets that do not advance.
+        assigning_since_s: monotonic time at which a pending assignment began; None if none is.
+        deferral: requests left in the log; None without shares of the budget.
     """
 
     topic: str
@@ -45,7 +43,7 @@ class Parts(NamedTuple):
 
 
 def source_snapshot(parts: Parts) -> SourceSnapshot:
-    """The whole source."""
+    """Return the snapshot of a source."""
     reasons = parts.pauses.reasons
     now_s = time.monotonic()
     partitions = [
@@ -87,7 +85,7 @@ def source_snapshot(parts: Parts) -> SourceSnapshot:
 
 
 def partition_snapshots(tracker: InFlightTracker, lag: LagMonitor) -> list[PartitionSnapshot]:
-    """The partitions that are read, in order."""
+    """Return the snapshots of the assigned partitions, in order."""
     return [
         _partition(assignment, lag)
         for assignment in sorted(tracker.assignments, key=lambda each: each.partition)
@@ -113,7 +111,10 @@ def _partition(assignment: AssignedPartition, lag: LagMonitor) -> PartitionSnaps
 
 
 def _oldest_age_s(tracker: InFlightTracker) -> float:
-    """0 where nothing is in flight: marks of records that were put back may be left then."""
+    """Return the age of the oldest record in flight; 0 if nothing is.
+
+    Timestamps of records that were put back may be left in a partition without any in flight.
+    """
     oldest_ms = [
         timestamp_ms
         for each in tracker.assignments

@@ -25,7 +25,7 @@ from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.consumer.snapshot import Parts, partition_snapshots, source_snapshot
 from headrace.consumer.source_settings import SourceSettings
 from headrace.crash_isolation.markers import CrashMarkers
-from headrace.delivery.budget import Budget, FairQueue
+from headrace.delivery.budget import Budget, BudgetShares
 from headrace.delivery.committer import Committer
 from headrace.delivery.inflight import InFlightTracker
 from headrace.delivery.offset_store import OffsetStore
@@ -302,7 +302,7 @@ def _deferral(
 ) -> Deferral | None:
     if min(settings.model_share, settings.tenant_share) >= 1:
         return None
-    shares = FairQueue(
+    shares = BudgetShares(
         budget, settings.model_share, settings.tenant_share, tuning.delivery.max_idle_claims
     )
     return Deferral(shares, refusal, tuning=tuning.consumer)

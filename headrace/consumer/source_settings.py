@@ -21,7 +21,7 @@ class SourceSettings:
         chains_keys: each request gets the offset of its predecessor with the same key.
         kept_s: retention of the records passed on, if another process answers.
         model_share, tenant_share: part of the budget that one model, or one tenant, may hold while
-            no other holds anything; see `headrace.delivery.budget.FairQueue`. 1 is no limit.
+            no other holds anything; see `headrace.delivery.budget.BudgetShares`. 1 is no limit.
         max_attempts: unclean ends while running alone after which a record counts as poisoned; 0
             disables isolation.
         runs: True if models run in this process, on the records read here.

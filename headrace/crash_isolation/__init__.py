@@ -1,1 +1,1 @@
-"""After an unclean end: which record ended the process, and what runs meanwhile."""
+"""Crash isolation: find the record that ended a process, and run suspects alone meanwhile."""

@@ -1,1 +1,1 @@
-"""What may be committed: requests in flight, answered offsets, commits and transactions."""
+"""Rules for commits: requests in flight, answered offsets, commits and transactions."""

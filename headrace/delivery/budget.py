@@ -85,7 +85,7 @@ class Claim:
             self.tenant.used_bytes += size_bytes
 
 
-class FairQueue:
+class BudgetShares:
     """Claims on one budget, by model and tenant.
 
     Args:

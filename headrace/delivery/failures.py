@@ -1,20 +1,38 @@
-"""Failures that end a request early, at any stage."""
+"""Failures that end a request early, and requests whose partition was revoked, at any stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from headrace.errors import Code, Rejected
 from headrace.protocol.messages import Failure, Request
+from headrace.telemetry.metrics import Metrics
 
-VOID = Failure(Code.CANCELLED, "the partition was revoked", "log")
+REVOKED = Failure(Code.CANCELLED, "the partition was revoked", "log")
 """Set on requests of revoked partitions; this process does not answer them."""
 
 
-def any_void(requests: Iterable[Request]) -> bool:
+def any_revoked(requests: Iterable[Request]) -> bool:
     """Return True if the partition of at least one request was revoked."""
     assignments = {request.ack_handle.assignment for request in requests}
     return True in [each.revoked for each in assignments]
+
+
+def drop_revoked(requests: Sequence[Request], metrics: Metrics) -> Sequence[Request]:
+    """Return the requests whose partition is still assigned; count and acknowledge the others.
+
+    The ack releases their bytes; their offsets belong to the partition's new owner.
+    """
+    if not any_revoked(requests):
+        return requests
+    assigned: list[Request] = []
+    for request in requests:
+        if request.ack_handle.revoked:
+            metrics.revoked.inc()
+            request.ack_handle.ack()
+        else:
+            assigned.append(request)
+    return assigned
 
 
 def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None:
@@ -22,20 +40,20 @@ def deadline_passed(request: Request, now_us: int, stage: str) -> Failure | None
     deadline_ms = request.envelope.deadline_ms
     if not deadline_ms or now_us < deadline_ms * 1000:
         return None
-    return expiry(deadline_ms, now_us / 1000 - deadline_ms, stage)
+    return deadline_exceeded(deadline_ms, now_us / 1000 - deadline_ms, stage)
 
 
-def expiry(deadline_ms: int, late_ms: float, stage: str) -> Failure:
+def deadline_exceeded(deadline_ms: int, late_ms: float, stage: str) -> Failure:
     """Return the failure of a request that is `late_ms` past its deadline."""
     return Failure(
         Code.DEADLINE_EXCEEDED,
-        f"deadline: expected an answer by {deadline_ms} (epoch milliseconds), got to the "
-        f"{stage} {late_ms:.0f} ms later",
+        f"deadline exceeded by {late_ms:.0f} ms at the {stage} stage: expected an answer by "
+        f"{deadline_ms} (epoch milliseconds)",
         stage,
     )
 
 
-def ran_alone(stage: str) -> Failure:
+def poisoned_failure(stage: str) -> Failure:
     """Return the failure of a request that crashed its process each time it ran alone."""
     return Failure(
         Code.MODEL_FAILED,

@@ -23,7 +23,7 @@ class Answered(Protocol):
     def __contains__(self, offset: int) -> bool: ...
 
 
-class Order(Generic[T]):
+class AnswerOrder(Generic[T]):
     """Holds the ended records of one source partition, for one assignment.
 
     Args:
@@ -60,7 +60,7 @@ class Order(Generic[T]):
             return []
         return self._leave([(offset, item)])
 
-    def look_again(self) -> list[T]:
+    def release_answered(self) -> list[T]:
         """Return items whose predecessor was answered meanwhile, for example by another owner."""
         free = sorted(each for each in self._held if each in self._answered)
         return [item for each in free for item in self._leave(self._held.pop(each, []))]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
-from headrace.delivery.failures import any_void
+from headrace.delivery.failures import any_revoked
 from headrace.delivery.offset_store import (
     Offsets,
     OffsetStore,
@@ -225,7 +225,7 @@ class PartitionTransactions:
         progress = self._offset_store.progress(number)
         ordered = by_offset(outgoing)
         is_above = progress is not None and ordered and ordered[0][0].offset >= progress.highest
-        if is_above and not any_void([request for request, _ in ordered]):
+        if is_above and not any_revoked([request for request, _ in ordered]):
             return ordered
         fresh: list[PendingAnswer] = []
         for each in ordered:

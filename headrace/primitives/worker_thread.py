@@ -66,7 +66,7 @@ class WorkerThread:
 
     @property
     def is_started(self) -> bool:
-        """Whether the thread was started; it may have ended since."""
+        """True once the thread was started; it may have ended since."""
         return self.thread.ident is not None
 
     def start(self) -> None:

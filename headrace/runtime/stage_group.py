@@ -50,7 +50,7 @@ from headrace.transport.batch_io import BatchReceiver, BatchWriter
 from headrace.transport.channels import BatchQueue, Outlet, pump
 from headrace.transport.dispatcher import BatchDispatcher
 from headrace.transport.executor_registry import ModelKey
-from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, Identity
+from headrace.transport.heartbeat import ExecutorEventReader, ExecutorHeartbeat, ExecutorIdentity
 from headrace.transport.rebinding import Rebinder
 from headrace.transport.topic_io import (
     item_receiver,
@@ -326,7 +326,7 @@ class StageGroup:
         return ExecutorHeartbeat(
             producer,
             events,
-            Identity(f"{os.getpid()}-{secrets.token_hex(4)}", silent_after_s),
+            ExecutorIdentity(f"{os.getpid()}-{secrets.token_hex(4)}", silent_after_s),
             lambda: sorted(each.partition.partition for each in self.source.tracker.assignments),
             lambda: self._models.catalog.versions(State.READY),
             self._tuning.transport,

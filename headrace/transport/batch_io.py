@@ -8,7 +8,7 @@ from itertools import count
 
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
-from headrace.delivery.failures import ran_alone, rejection
+from headrace.delivery.failures import poisoned_failure, rejection
 from headrace.delivery.inflight import (
     RECORD_OVERHEAD_BYTES,
     AssignedPartition,
@@ -22,7 +22,7 @@ from headrace.protocol.codec import decode_batch, encode_batch
 from headrace.protocol.messages import Batch, Request
 from headrace.telemetry.metrics import Metrics
 from headrace.topics import Stage
-from headrace.transport.channels import Ask, BatchQueue, Outlet
+from headrace.transport.channels import BatchQueue, Demand, Outlet
 from headrace.transport.executor_registry import ModelKey
 from headrace.transport.heartbeat import ExecutorHeartbeat
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
@@ -141,7 +141,7 @@ class BatchReceiver:
                     refused += self._enqueue_isolated(batch, record.offset, delivery.isolation)
                 else:
                     refused += self._enqueue(batch)
-            self.pulls.kick()
+            self.pulls.notify()
             if refused:
                 await self._answers.send(refused)
         self.pulls.close()
@@ -192,7 +192,7 @@ class BatchReceiver:
         places = enumerate(batch.requests)
         poisoned = [one for place, one in places if (offset, place) in isolation.poisoned]
         for request in poisoned:
-            request.fail(ran_alone(Stage.EXECUTOR))
+            request.fail(poisoned_failure(Stage.EXECUTOR))
         if poisoned and self._heartbeat is not None:
             self._heartbeat.finished(batch.batch_id, poisoned)
         left = [request for request in batch.requests if request.failure is None]
@@ -220,6 +220,6 @@ class BatchReceiver:
             ack_handle.resize(ack_handle.size_bytes + _copied_bytes(batch))
         return batch
 
-    def _supply(self, key: ModelKey | None, _ask: Ask) -> Batch | None:
+    def _supply(self, key: ModelKey | None, _demand: Demand) -> Batch | None:
         queue = self._ready.get(key) if key is not None else None
         return queue.popleft() if queue else None

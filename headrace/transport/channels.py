@@ -102,7 +102,7 @@ async def pump(inlet: Inlet[T], outlet: Outlet[T]) -> None:
     outlet.close()
 
 
-class Ask(NamedTuple):
+class Demand(NamedTuple):
     """State of a consumer when it requests a batch.
 
     Attributes:
@@ -115,9 +115,9 @@ class Ask(NamedTuple):
     close_at_us: int = 0
 
 
-IDLE = Ask()
+IDLE = Demand()
 
-Supply: TypeAlias = Callable[[K | None, Ask], T | None]
+Supply: TypeAlias = Callable[[K | None, Demand], T | None]
 
 
 class BatchQueue(Generic[K, T]):
@@ -125,72 +125,72 @@ class BatchQueue(Generic[K, T]):
 
     Args:
         supply: called synchronously; returns the next piece for a key (None: for any key), or
-            None while there is none. The owner calls `kick` whenever that may have changed, and
+            None while there is none. The owner calls `notify` whenever that may have changed, and
             when the time `due_us` has come.
     """
 
     def __init__(self, supply: Supply[K, T]) -> None:
         self._supply = supply
         self._first: dict[K, deque[T]] = {}
-        self._waiting: deque[_Waiting[K, T]] = deque()
+        self._waiting: deque[_WaitingConsumer[K, T]] = deque()
         self._closed = asyncio.Event()
 
-    def puller(self, key: K | None) -> BatchConsumer[K, T]:
+    def consumer(self, key: K | None) -> BatchConsumer[K, T]:
         """Return a new consumer for this key; None: for any key."""
         return BatchConsumer(self, key)
 
-    def take(self, puller: BatchConsumer[K, T]) -> T | None:
+    def take(self, consumer: BatchConsumer[K, T]) -> T | None:
         """Return the next piece without waiting; None if there is none."""
-        return self._next(puller.key, puller.ask)
+        return self._next(consumer.key, consumer.demand)
 
     def put_first(self, key: K, piece: T) -> None:
         """Hand out a piece for this key ahead of everything in the supply."""
         self._first.setdefault(key, deque()).append(piece)
-        self.kick()
+        self.notify()
 
-    def _next(self, key: K | None, ask: Ask) -> T | None:
+    def _next(self, key: K | None, demand: Demand) -> T | None:
         if self._first and key is not None and (pieces := self._first.get(key)):
             piece = pieces.popleft()
             if not pieces:
                 del self._first[key]
             return piece
-        return self._supply(key, ask)
+        return self._supply(key, demand)
 
     async def wait(
-        self, puller: BatchConsumer[K, T], run_now: Callable[[T], bool] | None = None
+        self, consumer: BatchConsumer[K, T], run_now: Callable[[T], bool] | None = None
     ) -> T | None:
         """Wait for the next piece; called by consumers."""
         if self._closed.is_set():
             return None
         waiter: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(puller, waiter, run_now))
+        self._waiting.append(_WaitingConsumer(consumer, waiter, run_now))
         return await waiter
 
     def due_us(self, now_us: int) -> int | None:
         """Return the earliest `close_at_us` of a waiting consumer after `now_us`, or None."""
         moments = [
-            puller.ask.close_at_us
-            for puller, waiter, _ in self._waiting
-            if puller.ask.close_at_us > now_us and not waiter.done()
+            consumer.demand.close_at_us
+            for consumer, waiter, _ in self._waiting
+            if consumer.demand.close_at_us > now_us and not waiter.done()
         ]
         return min(moments, default=None)
 
-    def kick(self) -> None:
+    def notify(self) -> None:
         """Serve the waiting consumers, longest waiting first, while the supply has pieces."""
-        left: deque[_Waiting[K, T]] = deque()
-        empty: set[tuple[K | None, Ask]] = set()
+        left: deque[_WaitingConsumer[K, T]] = deque()
+        empty: set[tuple[K | None, Demand]] = set()
         for waiting in self._waiting:
-            puller, waiter, run_now = waiting
+            consumer, waiter, run_now = waiting
             if waiter.done():  # its consumer was cancelled
                 continue
-            asked = (puller.key, puller.ask)
+            asked = (consumer.key, consumer.demand)
             piece = None if asked in empty else self._next(*asked)
             # One piece at most is run in this turn, so that it does not become a long one.
             if piece is not None and run_now is not None and run_now(piece):
                 piece = self._next(*asked)
             if piece is None:
                 empty.add(asked)
-            if piece is None and not self._closed.is_set() and not puller.ask.at_once:
+            if piece is None and not self._closed.is_set() and not consumer.demand.at_once:
                 left.append(waiting)
             else:
                 waiter.set_result(piece)
@@ -199,14 +199,14 @@ class BatchQueue(Generic[K, T]):
     def close(self) -> None:
         """Wake the waiting consumers; later pulls return what is left, then None."""
         self._closed.set()
-        self.kick()
+        self.notify()
 
     async def ended(self) -> None:
         """Wait until the queue is closed."""
         await self._closed.wait()
 
 
-class _Waiting(NamedTuple, Generic[K, T]):
+class _WaitingConsumer(NamedTuple, Generic[K, T]):
     """A consumer that waits for a piece."""
 
     consumer: BatchConsumer[K, T]
@@ -220,22 +220,22 @@ class BatchConsumer(Generic[K, T]):
     def __init__(self, channel: BatchQueue[K, T], key: K | None) -> None:
         self._channel = channel
         self.key = key
-        self.ask = IDLE
+        self.demand = IDLE
 
     def take(self) -> T | None:
         """Return the next piece without waiting; None if there is none."""
-        self.ask = Ask(self.ask.at_once)
+        self.demand = Demand(self.demand.at_once)
         return self._channel.take(self)
 
     async def pull(self, close_at_us: int = 0) -> T | None:
         """Return the next piece; None when the queue is closed and empty, or after `release`.
 
         Args:
-            close_at_us: see `Ask`.
+            close_at_us: see `Demand`.
         """
-        self.ask = Ask(self.ask.at_once, close_at_us)
+        self.demand = Demand(self.demand.at_once, close_at_us)
         piece = self._channel.take(self)
-        if piece is not None or self.ask.at_once:
+        if piece is not None or self.demand.at_once:
             return piece
         return await self._channel.wait(self)
 
@@ -247,17 +247,17 @@ class BatchConsumer(Generic[K, T]):
                 True, it has worked on the piece, and this goes on waiting; if False, the piece is
                 returned here.
         """
-        return None if self.ask.at_once else await self._channel.wait(self, run_now)
+        return None if self.demand.at_once else await self._channel.wait(self, run_now)
 
-    def hurry(self) -> None:
+    def now_idle(self) -> None:
         """Withdraw `close_at_us`: the consumer is idle now, so a pending `pull` returns at once if
         anything is queued.
         """
-        if self.ask.close_at_us:
-            self.ask = Ask(self.ask.at_once)
-            self._channel.kick()
+        if self.demand.close_at_us:
+            self.demand = Demand(self.demand.at_once)
+            self._channel.notify()
 
     def release(self) -> None:
         """Stop waiting: from now on return only what is already there."""
-        self.ask = Ask(at_once=True)
-        self._channel.kick()
+        self.demand = Demand(at_once=True)
+        self._channel.notify()

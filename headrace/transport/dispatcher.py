@@ -182,7 +182,7 @@ class BatchDispatcher:
             if target is None:
                 if self._closing:
                     continue
-                target = _SlotConsumer(slot, self._pulls.puller(slot.key), self._tuning)
+                target = _SlotConsumer(slot, self._pulls.consumer(slot.key), self._tuning)
                 self._slots[slot] = target
                 tasks.create_task(self._write_to_slot(target), name="write-batches")
             known = slot.executor != ANY_EXECUTOR
@@ -211,7 +211,7 @@ class BatchDispatcher:
             if batch is None:
                 return
             batches = [batch]
-            while len(batches) < room and not consumer.ask.at_once:
+            while len(batches) < room and not consumer.demand.at_once:
                 batch = consumer.take()
                 if batch is None:
                     break
@@ -224,7 +224,7 @@ class BatchDispatcher:
         """Wait for room and return how many batches this slot may write; 0 once the slot has been
         released and another slot serves its model.
         """
-        while not (self._closing or target.consumer.ask.at_once):
+        while not (self._closing or target.consumer.demand.at_once):
             if target.room > target.in_flight:
                 delay_s = self._limiter.delay_s(time.monotonic())
                 if not delay_s:

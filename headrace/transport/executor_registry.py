@@ -68,7 +68,7 @@ class InFlightWindow:
 
 
 class _Executor:
-    """What one executor has announced."""
+    """State that one executor has announced: its instances and the partitions that it reads."""
 
     def __init__(self, silent_after_s: float) -> None:
         self.silent_after_s = silent_after_s
@@ -126,7 +126,7 @@ class ExecutorRegistry:
         }
 
     def knows(self, executor: str) -> bool:
-        """True if the executor counts as alive and reads a partition."""
+        """Return True if the executor counts as alive and reads a partition."""
         known = self._executors.get(executor)
         return known is not None and bool(known.partitions)
 

@@ -29,8 +29,8 @@ from headrace.tuning import TUNING, TransportTuning
 log = structlog.get_logger(__name__)
 
 
-class Identity(NamedTuple):
-    """Identity of the executor that announces.
+class ExecutorIdentity(NamedTuple):
+    """ExecutorIdentity of the executor that announces.
 
     Attributes:
         executor: a name that no other process has or had.
@@ -64,7 +64,7 @@ class ExecutorHeartbeat:
         self,
         producer: Producer,
         topic: TopicPartition,
-        identity: Identity,
+        identity: ExecutorIdentity,
         partitions: Callable[[], list[int]],
         models: Callable[[], Sequence[ModelVersion]],
         tuning: TransportTuning = TUNING.transport,

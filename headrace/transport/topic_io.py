@@ -16,7 +16,7 @@ import structlog
 from headrace.consumer.ready_queue import PolledRecords
 from headrace.consumer.source import Source
 from headrace.crash_isolation.isolation import Isolation
-from headrace.delivery.failures import ran_alone
+from headrace.delivery.failures import poisoned_failure
 from headrace.delivery.inflight import (
     AssignedPartition,
     InFlightAck,
@@ -89,7 +89,7 @@ class TopicReceiver:
             if request is None:
                 continue
             if isolation is not None and (record.offset, 0) in isolation.poisoned:
-                request.fail(ran_alone(Stage.BATCHER))
+                request.fail(poisoned_failure(Stage.BATCHER))
                 ended.append(request)
             else:
                 requests.append(request)
@@ -99,7 +99,7 @@ class TopicReceiver:
         if deferral is not None and requests:
             on_trial = isolation is not None and isolation.isolated is not None
             requests, self._deferred, late = deferral.charge(
-                requests, again=delivery.again, on_trial=on_trial
+                requests, is_reread=delivery.is_reread, on_trial=on_trial
             )
             ended += late
         if ended and self._ended is not None:

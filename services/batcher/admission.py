@@ -124,8 +124,9 @@ def late_refusal(due_us: int, end_us: int, now_us: int, stage: str) -> Failure |
         return None
     return Failure(
         Code.OVERLOADED,
-        f"deadline: expected an answer within {(due_us - now_us) / 1000:.0f} ms, got a backlog "
-        f"by which it would take {(end_us - now_us) / 1000:.0f} ms",
+        f"deadline would be exceeded by {late_us / 1000:.0f} ms: expected an answer within "
+        f"{(due_us - now_us) / 1000:.0f} ms, got a backlog that takes "
+        f"{(end_us - now_us) / 1000:.0f} ms",
         stage,
         max(1, -(-late_us // 1000)),
     )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
-from headrace.delivery.failures import VOID, expiry, rejection
+from headrace.delivery.failures import REVOKED, deadline_exceeded, rejection
 from headrace.errors import Code, Rejected
 from headrace.protocol.headers import BY_CORRELATION
 from headrace.protocol.messages import Batch, Envelope, Failure, Request
@@ -29,7 +29,7 @@ from headrace.services.batcher.admission import late_refusal
 from headrace.services.batcher.fair_queue import BatchLimits, Fifo, ShapeGroup, TenantQueue
 from headrace.services.batcher.model_queue import ModelQueue
 from headrace.topics import Stage
-from headrace.transport.channels import IDLE, Ask
+from headrace.transport.channels import IDLE, Demand
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.tuning import TUNING, BatcherTuning
 
@@ -271,22 +271,22 @@ class DynamicBatcher:
 
     # --- batches ------------------------------------------------------------------------------
 
-    def next(self, key: ModelKey | None, now_us: int, ask: Ask = IDLE) -> Batch | None:
+    def next(self, key: ModelKey | None, now_us: int, demand: Demand = IDLE) -> Batch | None:
         """Close and return the next batch of a model (None: any model), or None if none is due.
 
         Args:
             key: the model's name and version.
             now_us: microseconds of the steady clock.
-            ask: whether the instance is idle now, will be at a given time, or pulls for the last
+            demand: whether the instance is idle now, will be at a given time, or pulls for the last
                 time, when no request may wait any longer.
         """
         # Expire first, so that no batch is formed around a request that is already late: it would
         # cut the batch to a size that is in time for it.
         self.expire(now_us)
         if self.draining:
-            ask = ask._replace(at_once=True)
-        while (each := self._next_ready(key, now_us, ask)) is not None:
-            batch = self._close(*each, now_us, ask)
+            demand = demand._replace(at_once=True)
+        while (each := self._next_ready(key, now_us, demand)) is not None:
+            batch = self._close(*each, now_us, demand)
             if batch is not None:
                 return batch
         return None
@@ -295,7 +295,8 @@ class DynamicBatcher:
         """End every request whose deadline has passed."""
         for request in self._deadlines.pop_passed(now_us):
             late_ms = (now_us - request.due_us) / 1000
-            self._end(request, expiry(request.envelope.deadline_ms, late_ms, Stage.BATCHER))
+            deadline_ms = request.envelope.deadline_ms
+            self._end(request, deadline_exceeded(deadline_ms, late_ms, Stage.BATCHER))
 
     # --- queries ------------------------------------------------------------------------------
 
@@ -399,7 +400,7 @@ class DynamicBatcher:
         return late_refusal(request.due_us, end_us, now_us, Stage.BATCHER)
 
     def _next_ready(
-        self, key: ModelKey | None, now_us: int, ask: Ask
+        self, key: ModelKey | None, now_us: int, demand: Demand
     ) -> tuple[ModelQueue, ShapeGroup] | None:
         """Return the most urgent group that may close; None if there is none."""
         ready: list[tuple[ModelQueue, ShapeGroup]] = []
@@ -407,10 +408,10 @@ class DynamicBatcher:
             queue = self._queues.get(each)
             if queue is None:
                 continue
-            group = queue.next_ready(now_us, ask)
+            group = queue.next_ready(now_us, demand)
             if group is not None:
                 ready.append((queue, group))
-            elif ask.at_once:
+            elif demand.at_once:
                 del self._queues[each]  # the last pull for this version
         if len(ready) > 1:
             return min(ready, key=lambda one: one[0].urgency_us())
@@ -421,10 +422,12 @@ class DynamicBatcher:
         self._queues[request.model, request.version].end(request)
         self.ended.append(request)
 
-    def _close(self, queue: ModelQueue, group: ShapeGroup, now_us: int, ask: Ask) -> Batch | None:
-        size = choose_size(queue, group, now_us, ask)
+    def _close(
+        self, queue: ModelQueue, group: ShapeGroup, now_us: int, demand: Demand
+    ) -> Batch | None:
+        size = choose_size(queue, group, now_us, demand)
         builder = BatchBuilder(queue, group, size, now_us, now_us + self.wall_ahead_us)
-        built = builder.build(self._partial_reason(group, ask))
+        built = builder.build(self._partial_reason(group, demand))
         self.ended += built.ended
         # All requests of the group may have been refused or revoked; `next` then tries another.
         if not built.requests:
@@ -436,11 +439,11 @@ class DynamicBatcher:
         _record_close(queue, group, batch.rows, now_us)
         return batch
 
-    def _partial_reason(self, group: ShapeGroup, ask: Ask) -> str:
+    def _partial_reason(self, group: ShapeGroup, demand: Demand) -> str:
         """Return why a batch that is not full closes."""
         if self.draining:
             return "drain"
-        if ask.close_at_us:
+        if demand.close_at_us:
             return "just_in_time"
         return "delay" if group.limits.max_queue_delay_ms else "idle"
 
@@ -483,7 +486,7 @@ class BuiltBatch(NamedTuple):
     reason: str
 
 
-def choose_size(queue: ModelQueue, group: ShapeGroup, now_us: int, ask: Ask) -> BatchSize:
+def choose_size(queue: ModelQueue, group: ShapeGroup, now_us: int, demand: Demand) -> BatchSize:
     """Return the size with the best throughput that the deadlines allow.
 
     If all waiting requests fit into one batch, but the most urgent one would be late in it, the
@@ -500,7 +503,7 @@ def choose_size(queue: ModelQueue, group: ShapeGroup, now_us: int, ask: Ask) -> 
         rows = min(2 * rows, limits.max_batch_size)
     elif group.rows > rows and queue.rate.explores_smaller:
         rows = max(1, rows // 2)
-    starts_us = max(now_us, ask.close_at_us)
+    starts_us = max(now_us, demand.close_at_us)
     run_us = latency.predict_us(group.shape_class, min(rows, group.rows))
     if run_us is None:
         return BatchSize(rows, 0, 0, "full")
@@ -622,7 +625,7 @@ class BatchBuilder:
     def _accepts(self, request: Request) -> bool:
         """Return True if the request may join; otherwise it has ended, or would be late."""
         if request.ack_handle.revoked:
-            request.fail(VOID)
+            request.fail(REVOKED)
             self._ended.append(request)
             return False
         due_us, end_us = request.due_us, self._size.min_due_us

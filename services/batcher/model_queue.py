@@ -22,7 +22,7 @@ from headrace.services.batcher.fair_queue import (
     Tenant,
     TenantQueue,
 )
-from headrace.transport.channels import Ask
+from headrace.transport.channels import Demand
 from headrace.tuning import TUNING, BatcherTuning
 
 
@@ -222,18 +222,18 @@ class ModelQueue:
         if not queue.count and self._queue_count > 1:
             self._remove_queue(queue)
 
-    def next_ready(self, now_us: int, ask: Ask) -> ShapeGroup | None:
+    def next_ready(self, now_us: int, demand: Demand) -> ShapeGroup | None:
         """Return the next group that may close; None if there is none.
 
         Args:
             now_us: full groups and groups whose delay is over at this time may close.
-            ask: for a busy instance only full groups may close yet; at the last pull all may.
+            demand: for a busy instance only full groups may close yet; at the last pull all may.
         """
         if not self.count:
             return None
         group = self._next_group()
-        is_busy = ask.close_at_us > now_us
-        if ask.at_once or not (is_busy or self._delay.is_set) or group.is_full:
+        is_busy = demand.close_at_us > now_us
+        if demand.at_once or not (is_busy or self._delay.is_set) or group.is_full:
             return group
         # A busy instance gains nothing from a batch that could still grow until it is idle; its
         # delay is therefore not looked at.

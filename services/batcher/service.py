@@ -16,7 +16,7 @@ from headrace.services.batcher.fair_queue import BatchLimits
 from headrace.telemetry.instruments import Instruments
 from headrace.telemetry.snapshots import QueueSnapshot
 from headrace.topics import Stage
-from headrace.transport.channels import Ask, BatchQueue, Outlet
+from headrace.transport.channels import BatchQueue, Demand, Outlet
 from headrace.transport.rebinding import Rebind, refuse_to_rebind
 from headrace.tuning import TUNING, BatcherTuning
 
@@ -83,7 +83,7 @@ class BatcherService:
         """End the input: from now on partial batches close at once."""
         # Set `draining` before waking consumers, so that they get partial batches at once.
         self._forming.draining = True
-        self.pulls.kick()
+        self.pulls.notify()
         self._changed.set()
 
     def collect(self, chunk: list[Request]) -> None:
@@ -96,7 +96,7 @@ class BatcherService:
         forming.add_all(chunk, now_us)
         if forming.cancellations:
             self._cancel()
-        self.pulls.kick()
+        self.pulls.notify()
         self._wake(now_us)
 
     # --- batches -----------------------------------------------------------------------------
@@ -134,14 +134,14 @@ class BatcherService:
             record.ack_handle.ack()
         self._metrics.cancelled(len(cancelling), ended)
 
-    def _supply(self, key: ModelKey | None, ask: Ask) -> Batch | None:
+    def _supply(self, key: ModelKey | None, demand: Demand) -> Batch | None:
         now_us = self._now_us()
-        batch = self._forming.next(key, now_us, ask)
+        batch = self._forming.next(key, now_us, demand)
         if batch is not None:
             self._metrics.formed(batch)
             if self._tracing is not None:
                 self._tracing.formed(batch, batch.requests[0].formed_us)
-        self._wake(now_us, ask.close_at_us if batch is None else 0)
+        self._wake(now_us, demand.close_at_us if batch is None else 0)
         return batch
 
     def _wake(self, now_us: int, wanted_us: int = 0) -> None:
@@ -169,7 +169,7 @@ class BatcherService:
             await self._wait_changed(now_us)
             now_us = self._now_us()
             self._forming.expire(now_us)
-            self.pulls.kick()
+            self.pulls.notify()
             ended, self._forming.ended = self._forming.ended, []
             if ended:
                 if self._tracing is not None:

@@ -146,7 +146,7 @@ class Prefetch:
         """
         if self._pulling is None:
             self._pulling = self._tasks.create_task(self._pull(), name="executor-pull")
-        self._puller.hurry()
+        self._puller.now_idle()
         await asyncio.wait([self._pulling], timeout=self._retry_wait_s())
         if self._pulling.done():
             taken = await self._wait_fresh()
@@ -183,7 +183,7 @@ class Prefetch:
         pulling, self._pulling = self._pulling, None
         if pulling is not None:
             if not pulling.done():  # the run ended earlier than predicted
-                self._puller.hurry()
+                self._puller.now_idle()
             return await pulling
         batch = await self._puller.wait(self._run_now)
         return None if batch is None else _unprepared(batch)

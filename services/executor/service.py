@@ -101,7 +101,7 @@ class ExecutorService:
             version = change.version
             if change.action == "load":
                 key = (version.name, version.version)
-                pullers = [self._pulls.puller(key) for _ in range(version.config.instances)]
+                pullers = [self._pulls.consumer(key) for _ in range(version.config.instances)]
                 serving[version] = pullers
                 tasks.create_task(self._serve(version, pullers), name=f"serve {version!r}")
             else:

@@ -20,7 +20,7 @@ import structlog
 
 from headrace.crash_isolation.isolation import alone_of, is_isolated, places_of
 from headrace.crash_isolation.run_gate import RunGate
-from headrace.delivery.failures import VOID, any_void, deadline_passed, rejection
+from headrace.delivery.failures import REVOKED, any_revoked, deadline_passed, rejection
 from headrace.errors import Code, Fatal, Rejected, Retriable, describe_error
 from headrace.models.backends.port import Arrays
 from headrace.models.registry import Models
@@ -357,12 +357,12 @@ class Worker:
         now_us = self._clock()
         deadlines = [ms for request in requests if (ms := request.envelope.deadline_ms)]
         in_time = not deadlines or now_us < min(deadlines) * 1000
-        if in_time and not any_void(requests):
+        if in_time and not any_revoked(requests):
             return [], requests
         ended: list[Request] = []
         wanted: list[Request] = []
         for request in requests:
-            failure = VOID if request.ack_handle.revoked else None
+            failure = REVOKED if request.ack_handle.revoked else None
             if request.envelope.deadline_ms:
                 failure = failure or deadline_passed(request, now_us, Stage.EXECUTOR)
             if failure is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.config import LimitSettings
-from headrace.delivery.failures import deadline_passed, ran_alone, rejection
+from headrace.delivery.failures import deadline_passed, poisoned_failure, rejection
 from headrace.delivery.inflight import (
     RECORD_OVERHEAD_BYTES,
     AssignedPartition,
@@ -29,7 +29,7 @@ from headrace.protocol.headers import (
 )
 from headrace.protocol.messages import Envelope, Failure, InputTensor, Request, Tensor
 from headrace.services.ingest.decode_cache import DecodeCache, DecodeTemplate
-from headrace.services.ingest.transforms import Payload
+from headrace.services.ingest.transforms import PendingTransform
 from headrace.topics import Stage
 from headrace.tuning import TUNING
 
@@ -70,7 +70,7 @@ class IngestRules:
     models: ModelLookup
     limits: LimitSettings
     admission: Admission | None = None
-    defer: Callable[[Payload], None] | None = None
+    defer: Callable[[PendingTransform], None] | None = None
     cache: DecodeCache = field(default_factory=DecodeCache)
     copied_tensor_bytes: int = TUNING.ingest.copied_tensor_bytes
 
@@ -272,7 +272,7 @@ def fail_poisoned(
     request.ingested_us = now_us
     request.model, request.version = envelope.model, envelope.version
     request.id = callers_id(record.value, envelope)
-    request.fail(ran_alone(Stage.INGEST))
+    request.fail(poisoned_failure(Stage.INGEST))
     return request
 
 
@@ -337,7 +337,7 @@ def _bind_payload(
     payload = bytes(check_value(value, rules.limits))
     version = rules.models.lookup(envelope.model, envelope.version or None)
     if rules.defer is not None and version.config.transform == "python":
-        rules.defer(Payload(request, version, payload, envelope.content_type))
+        rules.defer(PendingTransform(request, version, payload, envelope.content_type))
         return
     _set_inputs(request, version, version.transform(payload, envelope.content_type))
 
@@ -348,7 +348,7 @@ def _set_inputs(request: Request, version: ModelVersion, inputs: list[InputTenso
     request.inputs, request.rows, request.shape_class, request.size_bytes, request.wanted = bound
 
 
-def bind_transformed(payload: Payload) -> Request:
+def bind_transformed(payload: PendingTransform) -> Request:
     """Return the request of a deferred payload after its transform."""
     request = payload.request
     try:

@@ -27,7 +27,7 @@ _NOT_NUMBERS = {"BYTES", "BOOL"}
 Bind: TypeAlias = Callable[[Sequence[InputTensor], Sequence[RequestedOutput] | None], Bound]
 
 
-class Binding(Protocol):
+class BindableVersion(Protocol):
     """The part of `headrace.models.version.ModelVersion` that is needed here."""
 
     @property
@@ -40,7 +40,7 @@ class Binding(Protocol):
     def depends_on_values(self) -> bool: ...
 
 
-Lookup: TypeAlias = Callable[[str, str | None], Binding]
+Lookup: TypeAlias = Callable[[str, str | None], BindableVersion]
 
 
 class DecodeTemplate(NamedTuple):
@@ -89,7 +89,7 @@ class Layout:
         self.mismatches = 0
         tensor.data = memoryview(b"")  # otherwise the first value would live with its layout
 
-    def bind(self, value: bytes, version: Binding) -> Bound:
+    def bind(self, value: bytes, version: BindableVersion) -> Bound:
         """Bind a request of this layout, and return the result of the version's `bind`.
 
         Args:

@@ -28,7 +28,7 @@ from headrace.services.ingest.decode import (
     decode_records,
     fail_poisoned,
 )
-from headrace.services.ingest.transforms import Payload, TransformThread
+from headrace.services.ingest.transforms import PendingTransform, TransformThread
 from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Outlet
 from headrace.tuning import TUNING, IngestTuning
@@ -55,7 +55,7 @@ class IngestService:
         self._source = source
         self._items = items
         self._answers = answers
-        self._deferred: list[Payload] = []
+        self._deferred: list[PendingTransform] = []
         self._rules = replace(rules, defer=self._deferred.append)
         self._transforms = TransformThread(tuning)
         self._tracing = instruments.tracing
@@ -92,7 +92,9 @@ class IngestService:
         if deferral is not None and able:
             isolation = delivery.isolation
             on_trial = isolation is not None and isolation.isolated is not None
-            able, over, late = deferral.charge(able, again=delivery.again, on_trial=on_trial)
+            able, over, late = deferral.charge(
+                able, is_reread=delivery.is_reread, on_trial=on_trial
+            )
             ended += late
         if ended:
             await self._answers.send(ended)
@@ -136,7 +138,7 @@ class IngestService:
         while some := list(islice(records, at_once)):
             if (
                 isolation is not None
-                or delivery.again
+                or delivery.is_reread
                 or some[0].offset < assignment.progress.highest
             ):
                 read += self._read_singly(some, assignment, isolation, now_us)

@@ -21,7 +21,7 @@ from headrace.protocol.messages import InputTensor, Request
 from headrace.tuning import TUNING, IngestTuning
 
 
-class Payload:
+class PendingTransform:
     """A payload that waits for its transform, and the result.
 
     Attributes:
@@ -60,10 +60,10 @@ class TransformThread:
         self._tuning = tuning
         self._worker = WorkerThread("transforms")
         self._payload_lock = threading.Lock()
-        self._current: Payload | None = None
+        self._current: PendingTransform | None = None
         self._since_s = 0.0
 
-    async def run(self, payloads: Sequence[Payload]) -> None:
+    async def run(self, payloads: Sequence[PendingTransform]) -> None:
         """Transform payloads, one after the other.
 
         Raises:
@@ -99,7 +99,7 @@ class TransformThread:
             limit_s += self._tuning.interrupt_grace_s
         return self._since_s + limit_s - now_s
 
-    def _interrupt(self, payload: Payload) -> None:
+    def _interrupt(self, payload: PendingTransform) -> None:
         with self._payload_lock:
             if payload.is_done:
                 return
@@ -108,11 +108,11 @@ class TransformThread:
 
     # --- on the thread ---------------------------------------------------------------------------
 
-    def _transform_all(self, payloads: Sequence[Payload]) -> None:
+    def _transform_all(self, payloads: Sequence[PendingTransform]) -> None:
         for payload in payloads:
             self._transform(payload)
 
-    def _transform(self, payload: Payload) -> None:
+    def _transform(self, payload: PendingTransform) -> None:
         self._since_s = time.monotonic()
         self._current = payload
         try:
@@ -134,7 +134,7 @@ class TransformThread:
         self._current = None
 
 
-def _apply(payload: Payload) -> None:
+def _apply(payload: PendingTransform) -> None:
     try:
         payload.inputs = payload.version.transform(payload.value, payload.content_type)
     except Rejected as error:

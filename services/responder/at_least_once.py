@@ -14,7 +14,7 @@ from typing import Self
 
 import structlog
 
-from headrace.delivery.failures import any_void
+from headrace.delivery.failures import drop_revoked
 from headrace.delivery.offset_store import OffsetStore
 from headrace.delivery.producing import deliver, too_large
 from headrace.errors import Rejected
@@ -116,20 +116,7 @@ class AtLeastOnce:
     def drop_revoked(self) -> None:
         """Drop stalled requests whose ack handles have been revoked."""
         for target, waiting in self._stalled.items():
-            self._stalled[target] = self._keep_assigned(waiting)
-
-    def _keep_assigned(self, requests: list[Request]) -> list[Request]:
-        """Return the requests whose partition is still assigned; acknowledge the others."""
-        if not any_void(requests):
-            return requests
-        assigned: list[Request] = []
-        for request in requests:
-            if request.ack_handle.revoked:
-                self._metrics.revoked.inc()
-                request.ack_handle.ack()
-            else:
-                assigned.append(request)
-        return assigned
+            self._stalled[target] = list(drop_revoked(waiting, self._metrics))
 
     async def _answer(self, addressed: RequestsByTarget, permit: _ChunkPermit) -> None:
         """Write a chunk's answers, wait for the brokers, and acknowledge the requests."""
@@ -186,14 +173,14 @@ class AtLeastOnce:
             )
         acknowledged_us = clock()
         # Dead letters are written before the ack: an acknowledged request is not read again.
-        requests = self._keep_assigned(requests)
-        failed = [request for request in requests if request.failure is not None]
+        assigned = drop_revoked(requests, self._metrics)
+        failed = [request for request in assigned if request.failure is not None]
         if failed:
             await self._write_dead_letters(encoder.encode_dead_letters(failed))
         times = Answering(began_us, encoded_us, acknowledged_us, clock())
-        encoder.record_answered({target: requests}, times)
+        encoder.record_answered({target: assigned}, times)
         # Ack last: a crash before this line repeats answers, but loses none.
-        self._offset_store.ack(requests)
+        self._offset_store.ack(assigned)
 
     async def _answer_refused(self, refused: Sequence[RefusedAnswer]) -> None:
         """Replace refused answers by fallbacks until each is accepted or given up."""

@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Literal, Self
 
 from headrace.delivery.acked_offsets import AckedOffsets
+from headrace.delivery.failures import drop_revoked
 from headrace.delivery.inflight import InFlightAck
 from headrace.delivery.offset_store import OffsetStore, PendingAnswer
-from headrace.delivery.ordering import Order
+from headrace.delivery.ordering import AnswerOrder
 from headrace.delivery.producing import deliver, deliver_in_order, too_large
 from headrace.errors import Rejected
 from headrace.log.port import Producer, TopicPartition
@@ -33,13 +34,13 @@ AnswerStep = Callable[[int, list[PendingAnswer]], Awaitable[Sequence[PendingAnsw
 """Answer requests of one source partition and acknowledge them; return those that must wait."""
 
 
-class _PartitionQueue:
+class _PartitionAnswers:
     """Ended requests of one source partition, for one assignment."""
 
     def __init__(self, number: int, progress: AckedOffsets) -> None:
         self.number = number
         self.progress = progress
-        self.order: Order[PendingAnswer] = Order(progress)
+        self.order: AnswerOrder[PendingAnswer] = AnswerOrder(progress)
         self.queue: list[PendingAnswer] = []
         self.waiting: list[PendingAnswer] = []
         self.changed = AutoResetEvent()
@@ -73,7 +74,7 @@ class PartitionSequencer:
         self._charges_held = charges_held
         self._metrics = metrics
         self._tuning = tuning
-        self._queues: dict[int, _PartitionQueue] = {}
+        self._queues: dict[int, _PartitionAnswers] = {}
         # Answers that wait for an earlier one are not counted: they could fill the limit, and the
         # earlier one would then never be queued.
         self._queued_bytes = ByteSemaphore(tuning.max_queued_answer_bytes)
@@ -101,7 +102,7 @@ class PartitionSequencer:
 
     def submit(self, addressed: RequestsByTarget) -> None:
         """Queue a chunk, and start the steps of its partitions."""
-        queues: dict[int, _PartitionQueue | None] = {}
+        queues: dict[int, _PartitionAnswers | None] = {}
         ready: dict[int, list[PendingAnswer]] = {}
         for target, requests in addressed.items():
             for request in requests:
@@ -128,7 +129,7 @@ class PartitionSequencer:
 
     # --- partitions --------------------------------------------------------------------------
 
-    def _queue_of(self, number: int) -> _PartitionQueue | None:
+    def _queue_of(self, number: int) -> _PartitionAnswers | None:
         """Return the queue of a source partition; None if this process no longer owns it."""
         progress = self._offset_store.progress(number)
         if progress is None:
@@ -137,31 +138,37 @@ class PartitionSequencer:
         if queue is None or queue.progress is not progress:
             if queue is not None:
                 self._close(queue)
-            queue = self._queues[number] = _PartitionQueue(number, progress)
+            queue = self._queues[number] = _PartitionAnswers(number, progress)
         return queue
 
-    def _follow_order(self, queue: _PartitionQueue, outgoing: PendingAnswer) -> list[PendingAnswer]:
-        """Return the answers that may be written now that this request has ended."""
+    def _follow_order(
+        self, queue: _PartitionAnswers, outgoing: PendingAnswer
+    ) -> list[PendingAnswer]:
+        """Return the answers that may be written now that this request has ended: none while its
+        predecessor is unanswered, otherwise its own and all that waited for it.
+        """
         request = outgoing[0]
         before: int | None = request.previous
         if self._order_by == "key":
             before = request.after if request.after >= 0 else None
         ready = queue.order.ended(request.offset, before, outgoing)
         ack_handle = request.ack_handle
+        # The predecessor may still have to be read: bytes of the answers that wait for it would
+        # fill the budget, and the reader would pause before it.
         if not (ready or self._charges_held) and isinstance(ack_handle, InFlightAck):
             ack_handle.resize(0)
         return ready
 
-    def _enqueue(self, queue: _PartitionQueue, outgoing: list[PendingAnswer]) -> None:
+    def _enqueue(self, queue: _PartitionAnswers, outgoing: list[PendingAnswer]) -> None:
         queue.queue += outgoing
         self._queued_bytes.acquire_now(_size_bytes(outgoing))
 
-    def _start(self, queue: _PartitionQueue) -> None:
+    def _start(self, queue: _PartitionAnswers) -> None:
         queue.changed.set()
         if queue.queue and queue.task is None:
             queue.task = self._tasks.start(self._run_steps(queue), f"answer-{queue.number}")
 
-    async def _run_steps(self, queue: _PartitionQueue) -> None:
+    async def _run_steps(self, queue: _PartitionAnswers) -> None:
         """Run steps until no answer is left; retry waiting answers at an interval, or with the
         next answers.
         """
@@ -175,8 +182,9 @@ class PartitionSequencer:
         if not self._is_current(queue):
             self._close(queue)
 
-    async def _run_step(self, queue: _PartitionQueue) -> None:
+    async def _run_step(self, queue: _PartitionAnswers) -> None:
         most = self._tuning.max_step_answers
+        # Answers that an earlier step could not write go first, so that their order is kept.
         taken, queue.queue = queue.queue[:most], queue.queue[most:]
         step, queue.waiting = queue.waiting + taken, []
         size_bytes = _size_bytes(taken)
@@ -185,18 +193,19 @@ class PartitionSequencer:
         finally:
             self._queued_bytes.release(size_bytes)
         # A recovery within the step may have found answers written by another owner.
-        self._enqueue(queue, queue.order.look_again())
+        self._enqueue(queue, queue.order.release_answered())
 
-    def _is_current(self, queue: _PartitionQueue) -> bool:
+    def _is_current(self, queue: _PartitionAnswers) -> bool:
         return self._queues.get(queue.number) is queue
 
-    def _close(self, queue: _PartitionQueue) -> None:
+    def _close(self, queue: _PartitionAnswers) -> None:
         """End an assignment; a running step finds its own requests revoked by itself."""
         if self._is_current(queue):
             del self._queues[queue.number]
         queue.changed.set()
         left, queue.queue = queue.queue, []
         self._queued_bytes.release(_size_bytes(left))
+        # A running step may still add to the waiting answers: `_run_steps` closes again after it.
         if queue.task is None:
             left += queue.waiting
             queue.waiting = []
@@ -241,14 +250,8 @@ class OrderedStep:
             for target, requests in addressed.items():
                 tasks.create_task(self._answer(target, requests), name=f"to-{target}")
         # Ack all at once, after every target is written: see the class's docstring.
-        assigned: list[Request] = []
-        for request, _ in outgoing:
-            if request.ack_handle.revoked:
-                self._metrics.revoked.inc()
-                request.ack_handle.ack()
-            else:
-                assigned.append(request)
-        self._offset_store.ack(assigned)
+        ended = [request for request, _ in outgoing]
+        self._offset_store.ack(drop_revoked(ended, self._metrics))
         return ()
 
     async def _answer(self, target: TopicPartition, requests: list[Request]) -> None:

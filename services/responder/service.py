@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
+from headrace.delivery.failures import drop_revoked
 from headrace.delivery.inflight import InFlightAck
 from headrace.delivery.offset_store import OffsetStore
 from headrace.delivery.source_offsets import SourceOffsets
@@ -29,7 +30,7 @@ from headrace.telemetry.instruments import Instruments
 from headrace.transport.channels import Writer, Writers
 from headrace.tuning import TUNING, ResponderTuning
 
-_Wish: TypeAlias = tuple[str | None, int | None, int]
+_ReplyTo: TypeAlias = tuple[str | None, int | None, int]
 """The requested reply topic and partition (None if not given), and the source partition."""
 
 
@@ -183,7 +184,7 @@ class ResponderService:
     def _address(self, requests: Iterable[Request]) -> RequestsByTarget:
         """Group requests by target partition; leave out those whose topic is being looked up."""
         addressed: RequestsByTarget = {}
-        alike: dict[_Wish, list[Request]] = {}
+        by_reply_to: dict[_ReplyTo, list[Request]] = {}
         last: list[Request] = []
         topic: str | None = None
         number: int | None = None
@@ -197,25 +198,25 @@ class ResponderService:
             ):
                 partition = request.partition
                 topic, number = envelope.reply_topic, envelope.reply_partition
-                last = alike.setdefault((topic, number, partition), [])
+                last = by_reply_to.setdefault((topic, number, partition), [])
             last.append(request)
-        for (topic, number, _), some in alike.items():
+        for (topic, number, _), some in by_reply_to.items():
             if topic is None and number is None:
                 addressed.setdefault(self._routes.default_target(some[0]), []).extend(some)
             else:
-                self._address_wish(addressed, topic or self._routes.responses, some)
+                self._address_named(addressed, topic or self._routes.responses, some)
         return addressed
 
-    def _address_wish(
+    def _address_named(
         self,
         addressed: RequestsByTarget,
         topic: str,
-        alike: list[Request],
+        requests: list[Request],
     ) -> None:
         """Address requests that name the same reply topic and partition."""
         refusal = self._routes.refusal(topic)
         if refusal is not None:
-            for request in alike:
+            for request in requests:
                 target = self._encoder.redirect_to_responses(request, refusal)
                 addressed.setdefault(target, []).append(request)
             return
@@ -224,7 +225,7 @@ class ResponderService:
             if topic == self._routes.responses
             else self._reply_topics.cached_partitions(topic)
         )
-        for request in alike:
+        for request in requests:
             if partitions is None:
                 self._reply_topics.look_up(topic, request, self._lookups)
             else:
@@ -245,11 +246,7 @@ class ResponderService:
     ) -> None:
         await self._answers.wait_for_room()
         addressed: RequestsByTarget = {}
-        for request in requests:
-            if request.ack_handle.revoked:  # during the lookup
-                self._metrics.revoked.inc()
-                request.ack_handle.ack()
-            else:
-                self._add(addressed, request, partitions)
+        for request in drop_revoked(requests, self._metrics):  # revoked during the lookup
+            self._add(addressed, request, partitions)
         if addressed:
             self._answers.submit(addressed)

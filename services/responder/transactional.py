@@ -116,7 +116,7 @@ class TransactionSize:
 
 
 class TransactionLinger:
-    """How long a partition's next transaction waits for more answers; no I/O.
+    """Rule for how long a partition's next transaction waits for more answers; no I/O.
 
     A transaction costs some milliseconds of processor time, most of it the broker's, for one
     answer or a thousand. While many requests are in flight, answers that end soon share a

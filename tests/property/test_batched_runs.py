@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery.failures import VOID
+from headrace.delivery.failures import REVOKED
 from headrace.errors import Code
 from headrace.models.registry import Models
 from headrace.protocol.messages import Request
@@ -49,7 +49,7 @@ class Sent(NamedTuple):
         if self.deadline_ms == LATE_MS:
             return Code.DEADLINE_EXCEEDED
         if self.revoked:
-            return Code(VOID.code)
+            return Code(REVOKED.code)
         return Code.MODEL_FAILED if poisons.intersection(self.values) else None
 
 

@@ -16,7 +16,7 @@ from headrace.errors import Code, Rejected
 from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
 from headrace.services.batcher.batcher import DynamicBatcher
-from headrace.transport.channels import Ask
+from headrace.transport.channels import Demand
 from tests.support.work import NOW_US, Limits, make_request, receipt_of
 
 
@@ -71,7 +71,7 @@ CHUNKS = st.lists(st.tuples(KINDS, st.lists(TIMEOUTS, min_size=1, max_size=4)), 
     lambda drawn: [kind._replace(timeout_ms=each) for kind, timeouts in drawn for each in timeouts]
 )
 """Several of a kind follow each other, each with a deadline of its own, or none."""
-ASKS = st.builds(Ask, st.booleans(), st.sampled_from([0, 0, NOW_US + 20_000, NOW_US + 100_000]))
+ASKS = st.builds(Demand, st.booleans(), st.sampled_from([0, 0, NOW_US + 20_000, NOW_US + 100_000]))
 
 
 def made(kind: Kind, now_us: int) -> Request:
@@ -155,9 +155,9 @@ class FormingMachine(RuleBasedStateMachine):
         """Return the offset of one that waits, drawn by its place: offsets differ in a replay."""
         return sorted(self.waiting)[data.draw(st.integers(0, len(self.waiting) - 1))]
 
-    @rule(key=st.one_of(st.none(), st.sampled_from(sorted(MODELS))), ask=ASKS)
-    def pull(self, key: tuple[str, str] | None, ask: Ask) -> None:
-        batch = self.forming.next(key, self.now_us, ask)
+    @rule(key=st.one_of(st.none(), st.sampled_from(sorted(MODELS))), demand=ASKS)
+    def pull(self, key: tuple[str, str] | None, demand: Demand) -> None:
+        batch = self.forming.next(key, self.now_us, demand)
         self._take_ended()
         if batch is not None:
             assert key in (None, (batch.model, batch.version))
@@ -287,7 +287,7 @@ def test_released_model_hands_out_waiting_requests() -> None:
     forming.add(make_request())
 
     assert forming.next(("digits", "1"), NOW_US) is None
-    assert forming.next(("digits", "1"), NOW_US, Ask(at_once=True)) is not None
+    assert forming.next(("digits", "1"), NOW_US, Demand(at_once=True)) is not None
 
 
 def test_oldest_request_goes_first_across_shapes() -> None:
@@ -354,7 +354,7 @@ def told(forming: DynamicBatcher, places: dict[int, int]) -> list[object]:
     pulled = []
     for number in range(200):
         key = sorted(MODELS)[number % len(MODELS)]
-        batch = forming.next(key, NOW_US + 100 * number, Ask(at_once=number > 100))
+        batch = forming.next(key, NOW_US + 100 * number, Demand(at_once=number > 100))
         if batch is not None:
             pulled.append([places[one.offset] for one in batch.requests])
     ended = [(places[one.offset], one.failure and one.failure.code) for one in forming.ended]

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.budget import Budget, FairQueue
+from headrace.delivery.budget import Budget, BudgetShares
 from headrace.delivery.inflight import Deferred, InFlightAck, InFlightTracker
 from headrace.log.port import Committed, TopicPartition
 from headrace.protocol.messages import Envelope
@@ -61,7 +61,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.tracker = InFlightTracker(Budget(LIMIT_BYTES), self._count)
         self.partitions = {name: Partition() for name in PARTITIONS}
         self.outstanding: dict[int, tuple[InFlightAck, int]] = {}
-        self.claim = FairQueue(self.tracker.budget, 0.5, 0.5).claim("model", "tenant")
+        self.claim = BudgetShares(self.tracker.budget, 0.5, 0.5).claim("model", "tenant")
 
     def _count(self) -> None:
         self.acked += 1

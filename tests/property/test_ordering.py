@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.ordering import KeyChains, Order
+from headrace.delivery.ordering import AnswerOrder, KeyChains
 
 
 class Work(NamedTuple):
@@ -40,7 +40,7 @@ def test_within_a_partition_each_leaves_when_all_before_it_have_ended(one: Work)
     """Neither earlier, which would overtake, nor later, which would hold up."""
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
-    order: Order[int] = Order(AckedOffsets(0))
+    order: AnswerOrder[int] = AnswerOrder(AckedOffsets(0))
     ended: set[int] = set()
     left: list[int] = []
     for offset in one.ends:
@@ -56,7 +56,7 @@ def test_within_a_key_each_leaves_when_all_of_its_key_before_it_have_ended(one: 
     """What is stuck holds up its own key alone."""
     chains = KeyChains(lambda _: False)
     after = {offset: chains.follow(key, offset) for offset, key in sorted(one.keys.items())}
-    order: Order[int] = Order(AckedOffsets(0))
+    order: AnswerOrder[int] = AnswerOrder(AckedOffsets(0))
     ended: set[int] = set()
     left: list[int] = []
     for offset in one.ends:
@@ -78,7 +78,7 @@ def test_what_was_answered_before_is_waited_for_by_nobody(one: Work, before: set
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
     answered = AckedOffsets(0, [(offset, offset + 1) for offset in offsets if offset in before])
-    order: Order[int] = Order(answered)
+    order: AnswerOrder[int] = AnswerOrder(answered)
     left: list[int] = []
     for offset in one.ends:
         if offset not in before:
@@ -103,7 +103,7 @@ def test_answers_of_another_owner_set_free_what_waited_for_them(
     offsets = sorted(one.keys)
     previous = previous_of(offsets)
     progress = AckedOffsets(0)
-    order: Order[int] = Order(progress)
+    order: AnswerOrder[int] = AnswerOrder(progress)
     lost = set(data.draw(st.lists(st.sampled_from(offsets)))) if offsets else set()
     left = [
         each
@@ -114,7 +114,7 @@ def test_answers_of_another_owner_set_free_what_waited_for_them(
 
     for offset in lost:
         progress.mark_acked(previous[offset], offset)
-    left += order.look_again()
+    left += order.release_answered()
 
     assert sorted(left) == [offset for offset in offsets if offset not in lost]
     assert order.held == 0

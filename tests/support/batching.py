@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
 from headrace.services.batcher.batcher import DynamicBatcher
-from headrace.transport.channels import Ask
+from headrace.transport.channels import Demand
 from tests.support.work import NOW_US, Limits, make_request
 
 KEY = ("digits", "1")
@@ -51,9 +51,9 @@ def request_of(
     return make_request(shape_class=shape_class, ingested_us=came_us, envelope=envelope, rows=rows)
 
 
-def pulled(forming: DynamicBatcher, now_us: int = NOW_US, ask: Ask | None = None) -> Batch:
+def pulled(forming: DynamicBatcher, now_us: int = NOW_US, demand: Demand | None = None) -> Batch:
     """The next batch, of which there is one."""
-    batch = forming.next(KEY, now_us, ask or Ask())
+    batch = forming.next(KEY, now_us, demand or Demand())
     assert batch is not None
     return batch
 

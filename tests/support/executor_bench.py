@@ -14,7 +14,7 @@ from headrace.models.registry import Models
 from headrace.protocol.messages import Batch, Request
 from headrace.protocol.tensors import to_array
 from headrace.services.executor.service import ExecutorService
-from headrace.transport.channels import Ask, BatchQueue
+from headrace.transport.channels import BatchQueue, Demand
 from headrace.tuning import TUNING, ExecutorTuning
 from tests.support.conditions import eventually
 from tests.support.models import settings_for
@@ -59,7 +59,7 @@ class ExecutorHarness:
             self.pulls, self.answers, self.models, self.instruments, tuning=tuning
         )
 
-    def _supply(self, key: tuple[str, str] | None, _ask: Ask) -> Batch | None:
+    def _supply(self, key: tuple[str, str] | None, _demand: Demand) -> Batch | None:
         queue = self._ready.get(key) if key is not None else None
         return queue.popleft() if queue else None
 
@@ -68,7 +68,7 @@ class ExecutorHarness:
         for requests in batches:
             batch = Batch(f"b-{requests[0].offset}", requests, "idle")
             self._ready.setdefault((batch.model, batch.version), deque()).append(batch)
-        self.pulls.kick()
+        self.pulls.notify()
 
     def waits(self) -> int:
         """How many batches nobody has pulled."""

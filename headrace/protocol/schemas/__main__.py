@@ -12,7 +12,7 @@ import yaml  # in the dependency group `test`: users of Headrace do not write sc
 
 from headrace.errors import Rejected
 from headrace.protocol.schemas.asyncapi import asyncapi
-from headrace.protocol.schemas.golden import SAMPLES, Sample
+from headrace.protocol.schemas.golden import SAMPLES, GoldenSample
 from headrace.protocol.schemas.types import schema_files
 
 
@@ -40,7 +40,7 @@ def faults(directory: Path) -> Iterator[str]:
             yield f"{path}: no code reads this sample any more"
 
 
-def _sample_faults(path: Path, sample: Sample) -> Iterator[str]:
+def _sample_faults(path: Path, sample: GoldenSample) -> Iterator[str]:
     if not path.is_file():
         yield f"{path}: missing; run `python -m headrace.protocol.schemas`"
         return

@@ -42,7 +42,7 @@ _TIMESTAMP_MS = 1_700_000_000_000
 _INGESTED_US = _TIMESTAMP_MS * 1000 + 250
 
 
-class Sample(NamedTuple):
+class GoldenSample(NamedTuple):
     """Golden sample and how to write and read it.
 
     Attributes:
@@ -169,7 +169,7 @@ def _read_request(content_type: str, content: bytes) -> object:
     return decode_request(content, parse_envelope(_headers(content_type), 0, 0), LimitSettings())
 
 
-def _public_samples() -> Iterator[tuple[str, Sample]]:
+def _public_samples() -> Iterator[tuple[str, GoldenSample]]:
     for form, content_type in (("msgpack", MSGPACK), ("json", JSON)):
         suffix = "" if content_type == MSGPACK else "-json"
         read_request = partial(_read_request, content_type)
@@ -178,17 +178,19 @@ def _public_samples() -> Iterator[tuple[str, Sample]]:
             name = f"{form}-{datatype.lower()}"
             write = partial(_request_bytes, content_type, datatype)
             schema = f"inference-request{suffix}"
-            yield f"request-{name}", Sample(schema, content_type, write, read_request)
+            yield f"request-{name}", GoldenSample(schema, content_type, write, read_request)
             write = partial(_response_bytes, content_type, datatype)
             schema = f"inference-response{suffix}"
-            yield f"response-{name}", Sample(schema, content_type, write, read_response)
+            yield f"response-{name}", GoldenSample(schema, content_type, write, read_response)
         write = partial(_error_bytes, content_type)
-        yield f"error-{form}", Sample("error-response", content_type, write, read_response)
+        yield f"error-{form}", GoldenSample("error-response", content_type, write, read_response)
 
 
-def _internal_samples() -> Iterator[tuple[str, Sample]]:
-    def sample(schema: str, write: Callable[[], bytes], read: Callable[..., object]) -> Sample:
-        return Sample(schema, MSGPACK, write, lambda content: read(content, NULL_ACK))
+def _internal_samples() -> Iterator[tuple[str, GoldenSample]]:
+    def sample(
+        schema: str, write: Callable[[], bytes], read: Callable[..., object]
+    ) -> GoldenSample:
+        return GoldenSample(schema, MSGPACK, write, lambda content: read(content, NULL_ACK))
 
     yield "item", sample("item-record", lambda: encode_item(_request(MSGPACK)), decode_item)
     yield (
@@ -209,7 +211,7 @@ def _internal_samples() -> Iterator[tuple[str, Sample]]:
         ("result-traced", lambda: _traced(_answered(MSGPACK, "FP32"))),
     ):
         yield name, sample("result-record", partial(_result_bytes, make), decode_result)
-    yield "event", Sample("event-record", MSGPACK, lambda: encode_event(_EVENT), decode_event)
+    yield "event", GoldenSample("event-record", MSGPACK, lambda: encode_event(_EVENT), decode_event)
 
 
 _EVENT = ExecutorEvent(
@@ -241,5 +243,5 @@ def _result_bytes(make: Callable[[], Request]) -> bytes:
     return encode_result(make())
 
 
-SAMPLES: dict[str, Sample] = {**dict(_public_samples()), **dict(_internal_samples())}
+SAMPLES: dict[str, GoldenSample] = {**dict(_public_samples()), **dict(_internal_samples())}
 """All samples by name: `golden/<name>.bin` has the bytes, `<name>.json` their meaning."""

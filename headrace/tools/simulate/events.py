@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.models.profiling.latency import Latency
 from headrace.protocol.messages import Batch, Envelope, Request
-from headrace.transport.channels import IDLE, Ask
+from headrace.transport.channels import IDLE, Demand
 
 ModelKey = tuple[str, str]
 """A model's name and version."""
@@ -48,7 +48,7 @@ class Policy(Protocol):
 
     def __len__(self) -> int: ...
     def add(self, request: Request) -> None: ...
-    def next(self, key: ModelKey | None, now_us: int, ask: Ask = IDLE) -> Batch | None: ...
+    def next(self, key: ModelKey | None, now_us: int, demand: Demand = IDLE) -> Batch | None: ...
     def next_event_us(self, now_us: int) -> int | None: ...
 
 
@@ -284,8 +284,8 @@ class Simulation:
             if instance.asks_us > now_us or not self._policy:
                 continue
             busy = instance.free_us > now_us
-            ask = Ask(close_at_us=instance.asks_us) if busy else IDLE
-            batch = self._policy.next(instance.key, now_us, ask)
+            demand = Demand(close_at_us=instance.asks_us) if busy else IDLE
+            batch = self._policy.next(instance.key, now_us, demand)
             if batch is None:
                 continue
             ready_us = now_us + self._executors.prepare_us

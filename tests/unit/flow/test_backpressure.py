@@ -10,7 +10,7 @@ import pytest
 
 from headrace.consumer.backpressure import Backpressure
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.budget import Budget, FairQueue
+from headrace.delivery.budget import Budget, BudgetShares
 from headrace.delivery.inflight import AssignedPartition, InFlightAck, InFlightTracker
 from headrace.log.memory import MemoryLog
 from headrace.log.port import Committed, Consumer, TopicInfo, TopicPartition
@@ -154,7 +154,7 @@ def test_no_more_unanswered_than_that_are_let_in_where_another_process_answers(
 def test_partition_with_many_deferred_requests_pauses_alone() -> None:
     """It resumes when a quarter of them has gone; the other partition goes on."""
     bench = BackpressureHarness()
-    claim = FairQueue(bench.tracker.budget, 0.5, 0.5).claim("model", "")
+    claim = BudgetShares(bench.tracker.budget, 0.5, 0.5).claim("model", "")
     deferred = [
         ack_handle.defer(claim, 1, Envelope())
         for ack_handle in bench.read(bench.one, TUNING.consumer.max_deferred_records)

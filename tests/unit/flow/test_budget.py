@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.delivery.budget import Budget, Claim, FairQueue
+from headrace.delivery.budget import Budget, BudgetShares, Claim
 from headrace.tuning import TUNING
 
 
@@ -11,7 +11,7 @@ class BudgetHarness:
 
     def __init__(self, model_share: float = 0.5, tenant_share: float = 1.0) -> None:
         self.budget = Budget(1200)
-        self.shares = FairQueue(self.budget, model_share, tenant_share)
+        self.shares = BudgetShares(self.budget, model_share, tenant_share)
 
     def fill(self, claim: Claim) -> int:
         """Take as much as a claim may; returns how many bytes it took."""

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from headrace.consumer.deferring import Deferral, Refusal, Rereading
 from headrace.consumer.ready_queue import PolledRecords, ReadyQueue
 from headrace.delivery.acked_offsets import AckedOffsets
-from headrace.delivery.budget import Budget, FairQueue
+from headrace.delivery.budget import Budget, BudgetShares
 from headrace.delivery.inflight import Deferred, InFlightTracker
 from headrace.log.errors import LogUnavailable
 from headrace.log.memory import MemoryLog
@@ -85,7 +85,7 @@ class RereadingHarness:
         self.tracker = InFlightTracker(self.budget, self._notify)
         self.assignment = self.tracker.assign(ONE, AckedOffsets(0))
         self.tracker.assign(TWO, AckedOffsets(0))
-        self.deferral = Deferral(FairQueue(self.budget, 0.5, 1.0), refusal, tuning=AT_ONCE)
+        self.deferral = Deferral(BudgetShares(self.budget, 0.5, 1.0), refusal, tuning=AT_ONCE)
         self.metrics = Metrics(CollectorRegistry())
         self.ready = ReadyQueue()
         self.is_wanted = True
@@ -102,7 +102,7 @@ class RereadingHarness:
 
     async def let_in(self, requests: list[Request]) -> list[Request]:
         """Let in what has room, and defer the others."""
-        kept, over, _ = self.deferral.charge(requests, again=False)
+        kept, over, _ = self.deferral.charge(requests, is_reread=False)
         return kept + await self.deferral.wait_for_room(over)
 
     def request(
@@ -149,10 +149,10 @@ async def test_records_are_read_again_one_after_the_other_as_there_is_room() -> 
     async with bench.rereading():
         for _ in range(2):
             delivery = await bench.next()
-            assert delivery.again
+            assert delivery.is_reread
             read += [record.offset for record in delivery.records]
             requests = [bench.request(record.offset) for record in delivery.records]
-            (kept,), _, _ = bench.deferral.charge(requests, again=True)
+            (kept,), _, _ = bench.deferral.charge(requests, is_reread=True)
             kept.ack_handle.ack()
 
     assert read == [1, 2]
@@ -253,7 +253,7 @@ async def test_answered_requests_are_forgotten_long_before_their_deadlines() -> 
         await bench.let_in([bench.request(offset, deadline_ms=FAR_AHEAD_MS)])
         first.ack_handle.ack()
         bench.deferral.pick()
-        (first,) = bench.deferral.charge([bench.request(offset)], again=True).kept
+        (first,) = bench.deferral.charge([bench.request(offset)], is_reread=True).kept
 
     assert _living(Deferred) < 2500
 

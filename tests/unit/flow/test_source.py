@@ -490,7 +490,7 @@ class DeferringStage:
         assert deferral is not None
         while (delivery := await self.source.receive()) is not None:
             requests = [self._admit(delivery.assignment, each) for each in delivery.records]
-            kept, over, _ = deferral.charge(requests, again=delivery.again)
+            kept, over, _ = deferral.charge(requests, is_reread=delivery.is_reread)
             kept += await deferral.wait_for_room(over)
             for request in kept:
                 assert isinstance(request.ack_handle, InFlightAck)

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.errors import Code
 from headrace.protocol.messages import Envelope
-from headrace.transport.channels import Ask
+from headrace.transport.channels import Demand
 from headrace.tuning import TUNING
 from tests.support.batching import (
     KEY,
@@ -130,12 +130,12 @@ def test_thousand_tenants_do_not_slow_a_batch() -> None:
 def test_batch_for_a_busy_instance_closes_just_in_time() -> None:
     """What comes until then joins; then it closes, full or not."""
     forming = filled(Limits(), request_of())
-    ask = Ask(close_at_us=NOW_US + 500)
+    demand = Demand(close_at_us=NOW_US + 500)
 
-    assert forming.next(KEY, NOW_US + 499, ask) is None
+    assert forming.next(KEY, NOW_US + 499, demand) is None
     forming.add(request_of(), NOW_US + 499)
 
-    batch = pulled(forming, NOW_US + 500, ask)
+    batch = pulled(forming, NOW_US + 500, demand)
     assert (batch.reason, batch.rows) == ("just_in_time", 2)
 
 
@@ -144,12 +144,12 @@ def test_full_batch_does_not_wait_for_a_busy_instance() -> None:
     single = request_of(shape_class=(1,), in_ms=100)
     full = [request_of() for _ in range(4)]
     forming = filled(Limits(max_batch_size=4), single, *full)
-    ask = Ask(close_at_us=NOW_US + 500)
+    demand = Demand(close_at_us=NOW_US + 500)
 
-    batch = pulled(forming, NOW_US, ask)
+    batch = pulled(forming, NOW_US, demand)
 
     assert (batch.reason, batch.requests) == ("full", full)
-    assert forming.next(KEY, NOW_US, ask) is None
+    assert forming.next(KEY, NOW_US, demand) is None
 
 
 def test_batch_size_has_the_best_throughput() -> None:

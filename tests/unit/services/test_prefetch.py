@@ -9,7 +9,7 @@ import pytest
 
 from headrace.protocol.messages import Batch
 from headrace.services.executor.prefetch import Prefetch, PreparedBatch
-from headrace.transport.channels import Ask, BatchQueue
+from headrace.transport.channels import BatchQueue, Demand
 from headrace.tuning import TUNING
 from tests.support.conditions import eventually
 from tests.support.work import make_request
@@ -23,17 +23,17 @@ class PrefetchHarness:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.waiting: deque[Batch] = deque()
-        self.asks: list[Ask] = []
+        self.asks: list[Demand] = []
         self.gathered: list[str] = []
         self.gathering_us = 0
         self.pulls: BatchQueue[tuple[str, str], Batch] = BatchQueue(self._supply)
-        self.puller = self.pulls.puller(("model", "1"))
+        self.puller = self.pulls.consumer(("model", "1"))
         self.prefetch = Prefetch(self.puller, self._gather, tasks)
 
-    def _supply(self, _: object, ask: Ask) -> Batch | None:
-        self.asks.append(ask)
+    def _supply(self, _: object, demand: Demand) -> Batch | None:
+        self.asks.append(demand)
         # As the batcher does: for one who is busy a batch that can grow is held back.
-        return self.waiting.popleft() if self.waiting and not ask.close_at_us else None
+        return self.waiting.popleft() if self.waiting and not demand.close_at_us else None
 
     def _gather(self, batch: Batch) -> PreparedBatch:
         self.gathered.append(batch.batch_id)
@@ -67,10 +67,10 @@ async def test_batch_is_gathered_while_another_one_runs() -> None:
         bench.prefetch.start_prefetch(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
-        bench.puller.hurry()
+        bench.puller.now_idle()
         await eventually(lambda: bench.gathered == ["a"])
         assert await bench.next_id() == "a"
-    assert bench.asks[0] == Ask(close_at_us=NOW_US + LONG_US - TUNING.executor.prefetch_lead_us)
+    assert bench.asks[0] == Demand(close_at_us=NOW_US + LONG_US - TUNING.executor.prefetch_lead_us)
 
 
 async def test_slow_gathering_closes_the_next_batch_earlier() -> None:
@@ -83,7 +83,7 @@ async def test_slow_gathering_closes_the_next_batch_earlier() -> None:
             await asyncio.sleep(0)
             bench.waiting.append(batch(name))
             assert await bench.next_id() == name
-    asked = [ask.close_at_us for ask in bench.asks if ask.close_at_us]
+    asked = [demand.close_at_us for demand in bench.asks if demand.close_at_us]
     assert asked[-1] == NOW_US + LONG_US - TUNING.executor.prefetch_lead_us - 2 * 3000
 
 
@@ -123,7 +123,7 @@ async def test_prefetched_batch_alternates_with_halves() -> None:
         bench.prefetch.start_prefetch(NOW_US, LONG_US)
         await eventually(lambda: bench.asks)
         bench.waiting.append(batch("a"))
-        bench.puller.hurry()
+        bench.puller.now_idle()
         await eventually(lambda: bench.gathered)
         bench.prefetch.requeue_halves([batch("x"), batch("y")])
         assert [await bench.next_id() for _ in range(3)] == ["x", "a", "y"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.transport.channels import Ask, BatchQueue, Writers, pump
+from headrace.transport.channels import BatchQueue, Demand, Writers, pump
 
 
 async def ack() -> None:
@@ -79,9 +79,9 @@ class Shelf:
         self.later: dict[str, list[str]] = {}
         self.asked = 0
 
-    def supply(self, key: str | None, ask: Ask) -> str | None:
+    def supply(self, key: str | None, demand: Demand) -> str | None:
         self.asked += 1
-        stores = (self.pieces, self.later) if ask.at_once else (self.pieces,)
+        stores = (self.pieces, self.later) if demand.at_once else (self.pieces,)
         for store in stores:
             for name in [key] if key is not None else list(store):
                 if store.get(name):
@@ -90,16 +90,16 @@ class Shelf:
 
 
 async def test_a_piece_goes_to_who_has_waited_longest() -> None:
-    """Pullers of one key are served in the order in which they began to wait."""
+    """Consumers of one key are served in the order in which they began to wait."""
     shelf = Shelf()
     pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    first = asyncio.create_task(pulls.puller("a").pull())
+    first = asyncio.create_task(pulls.consumer("a").pull())
     await ack()
-    second = asyncio.create_task(pulls.puller("a").pull())
+    second = asyncio.create_task(pulls.consumer("a").pull())
     await ack()
 
     shelf.pieces["a"] = ["one"]
-    pulls.kick()
+    pulls.notify()
     await ack()
 
     assert first.result() == "one"
@@ -109,16 +109,16 @@ async def test_a_piece_goes_to_who_has_waited_longest() -> None:
 
 
 async def test_keys_do_not_wait_for_each_other() -> None:
-    """A puller gets its own key's pieces, one without a key gets any."""
+    """A consumer gets its own key's pieces, one without a key gets any."""
     shelf = Shelf()
     pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    a = asyncio.create_task(pulls.puller("a").pull())
-    b = asyncio.create_task(pulls.puller("b").pull())
-    either = asyncio.create_task(pulls.puller(None).pull())
+    a = asyncio.create_task(pulls.consumer("a").pull())
+    b = asyncio.create_task(pulls.consumer("b").pull())
+    either = asyncio.create_task(pulls.consumer(None).pull())
     await ack()
 
     shelf.pieces = {"b": ["for b"], "c": ["for any"]}
-    pulls.kick()
+    pulls.notify()
     await ack()
 
     assert (b.result(), either.result(), a.done()) == ("for b", "for any", False)
@@ -127,33 +127,33 @@ async def test_keys_do_not_wait_for_each_other() -> None:
 
 
 async def test_the_supply_is_asked_once_for_those_who_wait_for_the_same() -> None:
-    """A hundred idle instances of a model cost one question per kick."""
+    """A hundred idle instances of a model cost one question per `notify`."""
     shelf = Shelf()
     pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    waiting = [asyncio.create_task(pulls.puller("a").pull()) for _ in range(100)]
+    waiting = [asyncio.create_task(pulls.consumer("a").pull()) for _ in range(100)]
     await ack()
     before = shelf.asked
 
-    pulls.kick()
+    pulls.notify()
 
     assert shelf.asked == before + 1
     pulls.close()
     assert await asyncio.gather(*waiting) == [None] * 100
 
 
-async def test_a_cancelled_puller_takes_no_piece_with_it() -> None:
-    """Pieces pass over a puller that has gone while it waited."""
+async def test_a_cancelled_consumer_takes_no_piece_with_it() -> None:
+    """Pieces pass over a consumer that has gone while it waited."""
     shelf = Shelf()
     pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    gone = asyncio.create_task(pulls.puller("a").pull())
+    gone = asyncio.create_task(pulls.consumer("a").pull())
     await ack()
     gone.cancel()
     await ack()
-    there = asyncio.create_task(pulls.puller("a").pull())
+    there = asyncio.create_task(pulls.consumer("a").pull())
     await ack()
 
     shelf.pieces["a"] = ["one"]
-    pulls.kick()
+    pulls.notify()
 
     assert await there == "one"
 
@@ -162,29 +162,29 @@ async def test_after_the_close_what_is_left_is_pulled_and_then_nothing() -> None
     """Closing loses no piece."""
     shelf = Shelf()
     pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    puller = pulls.puller("a")
+    consumer = pulls.consumer("a")
     shelf.pieces["a"] = ["one", "two"]
 
     pulls.close()
     await pulls.ended()
 
-    assert [await puller.pull() for _ in range(3)] == ["one", "two", None]
+    assert [await consumer.pull() for _ in range(3)] == ["one", "two", None]
 
 
-async def test_a_released_puller_takes_what_was_held_back() -> None:
+async def test_a_released_consumer_takes_what_was_held_back() -> None:
     """It is the last to ask for its key: what waits for company would wait for ever."""
     shelf = Shelf()
     shelf.later["a"] = ["one", "two"]
     pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    puller = pulls.puller("a")
-    waiting = asyncio.create_task(puller.pull())
+    consumer = pulls.consumer("a")
+    waiting = asyncio.create_task(consumer.pull())
     await ack()
     assert not waiting.done()
 
-    puller.release()
+    consumer.release()
 
     assert await waiting == "one"
-    assert [await puller.pull(), await puller.pull()] == ["two", None]
+    assert [await consumer.pull(), await consumer.pull()] == ["two", None]
 
 
 async def test_an_instance_that_is_free_early_hurries() -> None:
@@ -193,13 +193,13 @@ async def test_an_instance_that_is_free_early_hurries() -> None:
     pulls: BatchQueue[str, str] = BatchQueue(
         lambda key, ask: None if ask.close_at_us else shelf.supply(key, ask)
     )
-    puller = pulls.puller("a")
+    consumer = pulls.consumer("a")
     shelf.pieces["a"] = ["one"]
-    waiting = asyncio.create_task(puller.pull(close_at_us=2000))
+    waiting = asyncio.create_task(consumer.pull(close_at_us=2000))
     await ack()
     assert (waiting.done(), pulls.due_us(1000), pulls.due_us(2000)) == (False, 2000, None)
 
-    puller.hurry()
+    consumer.now_idle()
 
     assert await waiting == "one"
 
@@ -214,16 +214,16 @@ async def test_piece_run_at_once_leaves_the_consumer_waiting() -> None:
         ran.append(piece)
         return True
 
-    waiting = asyncio.create_task(pulls.puller("a").wait(run_now))
+    waiting = asyncio.create_task(pulls.consumer("a").wait(run_now))
     await ack()
     shelf.pieces["a"] = ["first"]
-    pulls.kick()
+    pulls.notify()
     assert ran == ["first"]
     await ack()
     assert not waiting.done()
 
     shelf.pieces["a"] = ["second", "third", "fourth"]
-    pulls.kick()
+    pulls.notify()
 
     assert ran == ["first", "second"]
     assert await waiting == "third"
@@ -234,10 +234,10 @@ async def test_piece_that_cannot_be_run_at_once_goes_to_the_consumer() -> None:
     """No other piece is offered before it."""
     shelf = Shelf()
     pulls: BatchQueue[str, str] = BatchQueue(shelf.supply)
-    waiting = asyncio.create_task(pulls.puller("a").wait(lambda _: False))
+    waiting = asyncio.create_task(pulls.consumer("a").wait(lambda _: False))
     await ack()
     shelf.pieces["a"] = ["first", "second"]
-    pulls.kick()
+    pulls.notify()
 
     assert await waiting == "first"
 
@@ -245,13 +245,13 @@ async def test_piece_that_cannot_be_run_at_once_goes_to_the_consumer() -> None:
 async def test_consumer_waits_for_nothing_when_released_or_closed() -> None:
     """Whether it was released before or while it waits."""
     pulls: BatchQueue[str, str] = BatchQueue(Shelf().supply)
-    puller = pulls.puller("a")
-    waiting = asyncio.create_task(puller.wait(lambda _: True))
+    consumer = pulls.consumer("a")
+    waiting = asyncio.create_task(consumer.wait(lambda _: True))
     await ack()
-    puller.release()
+    consumer.release()
     assert await waiting is None
-    assert await puller.wait() is None
+    assert await consumer.wait() is None
 
-    other = pulls.puller("a")
+    other = pulls.consumer("a")
     pulls.close()
     assert await other.wait() is None

@@ -157,7 +157,7 @@ async def heard(bench: DispatcherHarness, count: int) -> None:
     """Wait until so many executors are known, then let batches come."""
     await eventually(lambda: bench.known() == count)
     bench.left = 1000
-    bench.pulls.kick()
+    bench.pulls.notify()
 
 
 async def test_an_executor_gets_two_batches_for_each_instance(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ async def test_while_nobody_is_known_partitions_take_turns(tmp_path: Path) -> No
     """A few batches at a time, as many as are acknowledged."""
     async with running(tmp_path) as bench:
         bench.left = 8
-        bench.pulls.kick()
+        bench.pulls.notify()
         written = await bench.settles(8)
         assert set(written.values()) == {0, 1, 2, 3}
 
@@ -242,7 +242,7 @@ async def test_when_the_last_executor_has_left_partitions_take_turns_again(tmp_p
         await bench.announce("a", leaving=True)
         await eventually(lambda: bench.known() == 0)
         bench.left = 8
-        bench.pulls.kick()
+        bench.pulls.notify()
         await bench.settles(8)
 
 

@@ -14,7 +14,7 @@ from headrace.models.version import State
 from headrace.protocol.codec.events import decode_event
 from headrace.protocol.events import Completion, ExecutorEvent, HostedModel
 from headrace.protocol.messages import Batch, Failure, Request
-from headrace.transport.heartbeat import ExecutorHeartbeat, Identity
+from headrace.transport.heartbeat import ExecutorHeartbeat, ExecutorIdentity
 from headrace.tuning import TUNING, TransportTuning
 from tests.support.conditions import eventually
 from tests.support.services import digits_models
@@ -54,7 +54,7 @@ async def announcing(
         announcer = ExecutorHeartbeat(
             producer,
             TopicPartition("events", 1),
-            Identity("me", 10.0),
+            ExecutorIdentity("me", 10.0),
             lambda: list(partitions),
             lambda: models.catalog.versions(State.READY),
             tuning,
