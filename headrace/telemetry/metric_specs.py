@@ -55,25 +55,25 @@ REQUESTS = (
         "headrace_request_duration_seconds",
         "histogram",
         _MODEL,
-        "End to end: from the request record's timestamp until its answer is acknowledged.",
+        "Time from the request record's timestamp until its answer is acknowledged.",
     ),
     MetricSpec(
         "headrace_log_wait_seconds",
         "histogram",
         _MODEL,
-        "From the request record's timestamp until ingest read it.",
+        "Time from the request record's timestamp until ingest read it.",
     ),
     MetricSpec(
         "headrace_queue_wait_seconds",
         "histogram",
         _MODEL,
-        "From ingest until the request's batch closed.",
+        "Time from ingest until the request's batch closed.",
     ),
     MetricSpec(
         "headrace_answer_duration_seconds",
         "histogram",
         _MODEL,
-        "From when the responder began to encode an answer until it was acknowledged.",
+        "Time from the start of encoding an answer until it was acknowledged.",
     ),
     MetricSpec(
         "headrace_answer_slack_seconds",
@@ -91,14 +91,16 @@ REQUESTS = (
         "headrace_refused_requests",
         "counter",
         ("stage", "code"),
-        "Requests that could not be run as they are, or not now, by the stage that refused them "
-        "and the code.",
+        "Requests refused because they are invalid or cannot be run now, by stage and code.",
     ),
 )
 
 RUNS = (
     MetricSpec(
-        "headrace_batches", "counter", ("model", "reason"), "Batches formed, by why they closed."
+        "headrace_batches",
+        "counter",
+        ("model", "reason"),
+        "Batches formed, by the reason for closing.",
     ),
     MetricSpec("headrace_batch_rows", "histogram", _MODEL, "Rows in a batch when it closed."),
     MetricSpec("headrace_runs", "counter", ("model", "version"), "Runs of a model that succeeded."),
@@ -107,29 +109,31 @@ RUNS = (
         "headrace_batch_wait_seconds",
         "histogram",
         _MODEL,
-        "From when a batch closed until an executor began with it.",
+        "Time from the closing of a batch until an executor began with it.",
     ),
     MetricSpec(
         "headrace_copy_duration_seconds",
         "histogram",
         _MODEL,
-        "Gathering the inputs of one run into its arrays.",
+        "Time to gather the inputs of one run into its arrays.",
     ),
-    MetricSpec("headrace_compute_duration_seconds", "histogram", _MODEL, "One run of a model."),
+    MetricSpec(
+        "headrace_compute_duration_seconds", "histogram", _MODEL, "Duration of one run of a model."
+    ),
     MetricSpec("headrace_bisections", "counter", (), "Batches that failed and were halved."),
     MetricSpec(
         "headrace_rebound_requests",
         "counter",
         (),
-        "Requests without a version of their own that were bound to another version here, since "
-        "the one that ingest chose was not there.",
+        "Requests that name no version and were bound to another version here, because the one "
+        "that ingest chose was missing.",
     ),
     MetricSpec(
         "headrace_batch_comparisons",
         "counter",
         ("model", "outcome"),
-        "Batches of requests run alone and together, while it is open whether the model may: "
-        "agreed, differed or inconclusive.",
+        "Comparisons of requests run alone and together, while the verdict on batching is "
+        "undecided: agreed, differed or inconclusive.",
     ),
     MetricSpec(
         "headrace_deadline_slack_seconds",
@@ -149,8 +153,7 @@ RUNS = (
         "headrace_device_memory_bytes",
         "gauge",
         ("device", "kind"),
-        "Memory of a GPU that models run on: free, total, or the pool of this process that holds "
-        "it.",
+        "Memory of a GPU that models run on: free, total, or held by this process's pool.",
     ),
     MetricSpec(
         "headrace_model_state",
@@ -190,7 +193,7 @@ ENDS = (
         "headrace_unanswerable_requests",
         "counter",
         (),
-        "Requests whose answer topic takes not even an error record.",
+        "Requests whose answer topic refused even the smallest error record.",
     ),
     MetricSpec(
         "headrace_transaction_timeouts",
@@ -256,13 +259,13 @@ READING = (
         "headrace_skipped_records",
         "counter",
         (),
-        "Records that retention took before they were read.",
+        "Records deleted by retention before they were read.",
     ),
     MetricSpec(
         "headrace_unreadable_records",
         "counter",
         ("code",),
-        "Offsets skipped because nothing there can be read, `TOO_LARGE` or `INVALID_REQUEST`.",
+        "Offsets skipped because their records cannot be read: `TOO_LARGE` or `INVALID_REQUEST`.",
     ),
     MetricSpec(
         "headrace_quarantined_records",
@@ -286,13 +289,13 @@ READING = (
         "headrace_stalled_seconds",
         "gauge",
         _TOPIC,
-        "For how long records have waited while none was answered; 0 while there is progress.",
+        "Time that records have waited while none was answered; 0 while there is progress.",
     ),
     MetricSpec(
         "headrace_assigning_seconds",
         "gauge",
         _TOPIC,
-        "For how long assigned partitions could not be started; 0 otherwise.",
+        "Time that assigned partitions could not be started; 0 otherwise.",
     ),
     MetricSpec(
         "headrace_log_last_contact_seconds",
@@ -307,7 +310,7 @@ COMMITS = (
         "headrace_commit_duration_seconds",
         "histogram",
         (),
-        "How long a commit, or a transaction with answers, took; failed ones included.",
+        "Duration of a commit, or of a transaction with answers; failed ones included.",
     ),
     MetricSpec(
         "headrace_commit_failures",
@@ -319,7 +322,7 @@ COMMITS = (
         "headrace_commit_age_seconds",
         "gauge",
         _TOPIC,
-        "For how long answered work has been waiting for its commit; 0 when all is committed.",
+        "Time that acknowledged answers have waited for their commit; 0 when all is committed.",
     ),
 )
 
@@ -340,13 +343,13 @@ PARTITIONS = (
         "headrace_partition_answered_records",
         "gauge",
         _PARTITION,
-        "The answered set: offsets answered above the lowest unanswered one.",
+        "Offsets answered above the lowest unanswered one.",
     ),
     MetricSpec(
         "headrace_partition_answered_ranges",
         "gauge",
         _PARTITION,
-        "Ranges that the answered set consists of.",
+        "Ranges of the offsets answered above the lowest unanswered one.",
     ),
     MetricSpec(
         "headrace_partition_commit_metadata_characters",
@@ -364,8 +367,8 @@ PARTITIONS = (
         "headrace_partition_base_age_seconds",
         "gauge",
         _PARTITION,
-        "For how long the base has not moved although its request was passed on to the "
-        "process that answers; 0 where one process has all stages.",
+        "Time that the base has not moved although its request was passed on to the "
+        "responder's process; 0 if one process has all stages.",
     ),
     MetricSpec(
         "headrace_partition_paused",
@@ -400,8 +403,8 @@ TRACES = (
         "headrace_traces_rate_limited",
         "counter",
         ("sampled_by",),
-        "Requests that got no trace because of a rate in `telemetry`, by what asked for one: "
-        "ratio, caller or failure.",
+        "Requests that got no trace because of a rate limit in `telemetry`, by the reason to "
+        "sample them: ratio, caller or failure.",
     ),
 )
 
@@ -410,13 +413,13 @@ PROCESS = (
         "headrace_event_loop_lag_seconds",
         "histogram",
         (),
-        "How late a timer of the event loop ran, measured ten times a second.",
+        "Lateness of a timer of the event loop, measured ten times a second.",
     ),
     MetricSpec(
         "headrace_heap_trimmed_bytes",
         "counter",
         (),
-        "Memory that was free in the process and was given back to the system.",
+        "Free memory of the process that was returned to the system.",
     ),
     MetricSpec("headrace_live", "gauge", (), "1 while /health/live answers 200."),
     MetricSpec("headrace_ready", "gauge", (), "1 while /health/ready answers 200."),
@@ -430,7 +433,7 @@ PROCESS = (
         "headrace_build_info",
         "gauge",
         ("version", "python", "stages"),
-        "Always 1; the labels say what runs.",
+        "Always 1; the labels describe the process.",
     ),
 )
 
